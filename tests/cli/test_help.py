@@ -3,9 +3,12 @@
 import sys
 
 import pytest
-from cli_commands import COMMANDS
+from cli_commands import COMMANDS, samestep
 
+from samestep.cli.estimate import PUBLISHED
 from samestep.cli.main import main
+from samestep.estimate.architectures import DECODERS
+from samestep.recipes.catalog import NAMES
 
 
 def said_by(capsys, monkeypatch, *words):
@@ -42,6 +45,80 @@ def test_options_may_be_spelled_with_underscores(words, capsys, monkeypatch):
     hyphens = [word.replace("_", "-") if word.startswith("--") else word for word in words]
     assert said_by(capsys, monkeypatch, *hyphens) == (code, said)
     assert "No such option" not in said.err
+
+
+@pytest.mark.parametrize("words", [("train",), ("run",), ("verify",), ("estimate",)], ids=" ".join)
+def test_the_options_of_a_long_help_lie_in_panels(words, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = said_by(capsys, monkeypatch, *words, "--help")[1].out.splitlines()
+    first = next(number for number, line in enumerate(lines) if line.startswith("╭─ Options"))
+    general = {line.split()[1] for line in lines[first : lines.index(f"╰{'─' * 78}╯", first)] if line[2:4] == "--"}
+    assert general <= {"--config", "--profile", "--profile-dir", "--log-dir", "--json", "--help"}
+    assert "<bool>" not in "".join(lines)
+
+
+def offered(capsys, monkeypatch, *words):
+    """What bash is offered for the last word."""
+    monkeypatch.setenv("_SAMESTEP_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", " ".join(("samestep", *words)))
+    monkeypatch.setenv("COMP_CWORD", str(len(words)))
+    code, said = said_by(capsys, monkeypatch)
+    assert (code, said.err) == (0, "")
+    return said.out.split()
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        (("tr",), ["train"]),
+        (("train", ""), list(NAMES)),
+        (("train", "lenet", "--optimizer", "a"), ["adam", "adamw"]),
+        (("train", "lenet", "--strategy", ""), ["replicate", "sharded", "pipeline"]),
+        (("train", "lenet", "--data", "m"), ["mnist"]),
+        (("train", "--resume", ""), ["auto", "runs/a"]),
+        (("train", "--resume", "runs/a/checkpoints/"), ["runs/a/checkpoints/step-7"]),
+        (("run", "--start-method", ""), ["fork", "spawn"]),
+        (("run", "--nnodes", "2", "--rdzv-backend", ""), ["c10d", "static"]),
+        (("run", ""), []),  # files, which the shell offers by itself
+        (("verify", "v"), ["vgg", "vary.py"]),
+        (("verify", "--tier", "a"), ["allclose"]),
+        (("replay", "r"), []),
+        (("replay", "runs/"), ["runs/a"]),
+        (("report", "runs/a", "other/"), ["other/b"]),
+        (("ledger", "diff", "runs/a", "other/b"), ["other/b"]),
+        (("estimate", "llama"), ["llama-3.1-8b", "llama-3-70b"]),
+        (("estimate", "gpt2", "--precision", "1"), ["16-mixed"]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_the_shell_is_offered_what_can_follow(words, wanted, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    for run in ("runs/a", "other/b"):
+        (tmp_path / run / "checkpoints/step-7").mkdir(parents=True)
+        (tmp_path / run / "run.json").write_text("{}")
+    (tmp_path / "runs/no-run").mkdir()
+    (tmp_path / "vary.py").touch()
+    assert offered(capsys, monkeypatch, *words) == wanted
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_is_shown_for_every_shell(shell, capsys, monkeypatch):
+    monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")  # then the shell is named
+    code, said = said_by(capsys, monkeypatch, "--show-completion", shell)
+    assert code == 0
+    assert f"_SAMESTEP_COMPLETE=complete_{shell}" in said.out
+
+
+def test_completion_imports_no_torch(tmp_path):
+    variables = {"COMP_WORDS": "samestep estimate l", "COMP_CWORD": "2", "_SAMESTEP_COMPLETE": "complete_bash"}
+    done = samestep(cwd=tmp_path, PYTHONPROFILEIMPORTTIME="1", **variables)
+    assert done.stdout.split() == ["lenet", "llama-3.1-8b", "llama-3-70b"]
+    assert "samestep.cli.main" in done.stderr
+    assert not any(line.split("|")[-1].strip() == "torch" for line in done.stderr.splitlines())
+
+
+def test_the_published_shapes_of_the_help_are_those_that_there_are():
+    assert tuple(DECODERS) == PUBLISHED
 
 
 def test_what_follows_a_script_keeps_its_underscores(capsys, monkeypatch, tmp_path):

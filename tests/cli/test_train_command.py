@@ -114,16 +114,22 @@ def test_a_run_leaves_its_folder_and_says_where_and_another_seed_gives_another_d
         (["lenet", "--devices", "gpu9"], "gpu9"),
         (["lenet", "--num-microbatches", "0"], "--num-microbatches"),
         (["lenet", "--global-batch-size", "0"], "--global-batch-size"),
-        (["lenet", "--num-microbatches", "2", "--devices", "cpu:3"], "--num-microbatches 3"),
+        (
+            ["lenet", "--num-microbatches", "2", "--devices", "cpu:3"],
+            "use num_microbatches=3 or more (--num-microbatches; ",
+        ),
         (["lenet", "--shares", "1,x"], "--shares"),
         (["lenet", "--devices", "cpu:2", "--shares", "1,2,3"], "--shares"),
         (["lenet", "--option", "width"], "name=value"),
-        (["lenet", "--precision", "8-bit"], "--precision is one of 32-true"),
-        (["lenet", "--reduction", "ring"], "--reduction is one of ordered"),
-        (["lenet", "--optimizer", "lbfgs"], "--optimizer is one of sgd"),
-        (["lenet", "--lr", "-1"], "--lr must be above 0"),
-        (["lenet", "--epochs", "0"], "--epochs must be 1 or more"),
-        (["lenet", "--num-workers", "-1"], "--num-workers must be 0 or more"),
+        (
+            ["lenet", "--precision", "8-bit"],
+            "got precision='8-bit'; it is one of 32-true, bf16-mixed, 16-mixed (--precision)",
+        ),
+        (["lenet", "--reduction", "ring"], "it is one of ordered, native (--reduction)"),
+        (["lenet", "--optimizer", "lbfgs"], "it is one of sgd, adam, adamw (--optimizer)"),
+        (["lenet", "--lr", "-1"], "got lr=-1.0; it must be above 0 (--lr)"),
+        (["lenet", "--epochs", "0"], "got epochs=0; it must be 1 or more (--epochs)"),
+        (["lenet", "--num-workers", "-1"], "got num_workers=-1; it must be 0 or more (--num-workers)"),
         (["vgg", "--option", "depth=3"], "no option 'depth'; it has width, dropout"),
         (["gpt", "--option", "layers=some"], "option 'layers' needs a whole number"),
         (["gpt", "--option", "heads=3"], "a width that is a multiple of the heads"),
@@ -163,13 +169,21 @@ def test_damaged_images_get_one_sentence_from_two_workers(tmp_path):
     folder = write_images(tmp_path / "data", labels=bytes([11] * 20))
     done = samestep("train", "lenet", "--data-dir", folder, "--devices", "cpu:2", "--run-dir", "r", cwd=tmp_path)
     one_sentence(done, "label 11")
+    assert done.stdout == ""
+    assert not (tmp_path / "r" / "ledger.jsonl").exists()
 
 
 def test_a_loss_that_is_not_finite_names_step_microbatch_and_samples(tables, tmp_path):
     done = samestep(
         "train", "mlp", "--data", tables, "--optimizer", "sgd", "--lr", "1e30", "--run-dir", "r", cwd=tmp_path
     )
-    one_sentence(done, "not finite", "sample ids", "microbatch 0")
+    one_sentence(done, "step 1: not finite: the loss of microbatch 0 (nan; sample ids ", "--max-grad-norm")
+    shown = done.stderr.partition("sample ids ")[2].partition(")")[0]
+    ids = [int(number) for number in shown.split(", ")]
+    assert len(set(ids)) == len(ids) > 0
+    assert all(0 <= number < 160 for number in ids), "of the 160 to train on"
+    steps = [from_line(line) for line in (tmp_path / "r" / "ledger.jsonl").read_bytes().splitlines()]
+    assert [step["step"] for step in steps if "event" not in step] == [0]
 
 
 def test_a_run_folder_that_is_taken_is_left_alone(tables, tmp_path, alone):

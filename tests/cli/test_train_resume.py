@@ -125,7 +125,10 @@ def test_a_changed_contract_that_is_allowed_is_written_down_and_more_epochs_are_
 @pytest.mark.parametrize(
     ("args", "sentence"),
     [
-        (["--resume", "nope"], "nope is not there; --resume takes the folder of a run, a checkpoint in one, or auto"),
+        (
+            ["--resume", "nope"],
+            "nope is not there; resume (--resume) takes the folder of a run, a checkpoint in one, or auto",
+        ),
         (["--resume", "table.csv"], "table.csv"),
         (["--resume", "a/checkpoints"], "holds no run"),
         (["--resume", "a/checkpoints/step-00000099"], "step-00000099 is not there"),
@@ -134,7 +137,7 @@ def test_a_changed_contract_that_is_allowed_is_written_down_and_more_epochs_are_
         (["--resume", "a", "--run-dir", "b"], "b is not empty"),
         (["--resume", "other"], "other is not a run of `samestep train`; the program that made it can resume it"),
         (["--resume", "broken"], "broken/run.json cannot be read"),
-        (["--resume", "a", "--epochs", "0"], "--epochs must be 1 or more"),
+        (["--resume", "a", "--epochs", "0"], "got epochs=0; it must be 1 or more (--epochs)"),
     ],
 )
 def test_a_mistake_gets_one_sentence_before_anything_starts(recorded, tmp_path, monkeypatch, refused, args, sentence):

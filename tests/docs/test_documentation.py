@@ -214,7 +214,8 @@ def test_a_misspelt_command_is_noticed(tmp_path):
 
 @pytest.mark.parametrize("page", GUIDES, ids=named)
 def test_every_option_that_a_page_speaks_of_exists(page):
-    known = {spelling for options in commands().values() for spelling in options} | {"--help", "--version"}
+    known = {spelling for options in commands().values() for spelling in options}
+    known |= {"--help", "--version", "--install-completion", "--show-completion"}
     spoken = set(re.findall(r"(?<![\w-])--[a-z][a-z_-]*", prose(page).replace("-->", "")))
     assert spoken <= known
 

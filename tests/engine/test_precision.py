@@ -150,7 +150,7 @@ def test_the_forward_runs_in_the_precision_asked_for_and_parameters_stay_float32
 
 @pytest.mark.parametrize("name", ["fp16", "32", "bf16", "", None])
 def test_an_unknown_precision_is_refused(name):
-    with pytest.raises(UsageError, match="--precision is one of 32-true, bf16-mixed, 16-mixed"):
+    with pytest.raises(UsageError, match="it is one of 32-true, bf16-mixed, 16-mixed"):
         check_precision(name)
 
 

@@ -105,7 +105,7 @@ def test_a_recipe_is_estimated_in_the_terminal(estimate):
 
 
 def test_json_has_the_same_and_adds_up(estimate):
-    code, out, _ = estimate("lenet", "--devices", "8xH100", "--nodes", 2, "--global-batch-size", 256, "--json")
+    code, out, _ = estimate("lenet", "--devices", "8xH100", "--nnodes", 2, "--global-batch-size", 256, "--json")
     found = json.loads(out)
     assert code == 0
     assert found["devices"] == {"kind": "H100", "count": 16, "nodes": 2, "memory": 79.1 * 2**30}
@@ -139,8 +139,9 @@ REFUSED = {
     "no device at all": (["lenet", "--devices", "many"], "8xH100"),
     "devices that no nodes hold": (["lenet", "--devices", "9xH100"], "do not divide among nodes of 8"),
     "an unknown model": (["lenett", "--devices", "1xH100"], "did you mean 'lenet'?"),
-    "a mesh of other devices": (["gpt", "--devices", "8xH100", "--pipe", "3"], "their product must be the number"),
-    "more stages than blocks": (["gpt", "--devices", "8xH100", "--pipe", "8"], "too few for 8 stages"),
+    "a mesh of other devices": (["gpt", "--devices", "8xH100", "--mesh", "pipe=3"], "their product must be the number"),
+    "a mesh of other axes": (["gpt", "--devices", "8xH100", "--mesh", "tensor=2"], "takes pipe=N, and data=-1, alone"),
+    "more stages than blocks": (["gpt", "--devices", "8xH100", "--mesh", "pipe=8"], "too few for 8 stages"),
     "a batch smaller than devices": (["lenet", "--devices", "8xH100", "--global-batch-size", "4"], "4 samples"),
     "fewer microbatches than devices": (
         ["lenet", "--devices", "8xH100", "--num-microbatches", "4"],
@@ -151,7 +152,7 @@ REFUSED = {
     "an unknown precision": (["lenet", "--devices", "2xH100", "--precision", "8"], "32-true"),
     "a rate of nothing": (["lenet", "--devices", "1xL4", "--rate", "0"], "above 0"),
     "stages of sharded state": (
-        ["gpt", "--devices", "2xL4", "--pipe", "2", "--strategy", "sharded"],
+        ["gpt", "--devices", "2xL4", "--mesh", "pipe=2", "--strategy", "sharded"],
         "--strategy pipeline",
     ),
 }

@@ -97,8 +97,12 @@ def run_members(
     log_dir: Path | None = None,
     resume_hint: str = "resume it",
     grace_seconds: float = 10.0,
+    may_join: bool = True,
 ) -> Outcome:
-    """Runs `play` in every worker, forked from this process, under a real supervisor."""
+    """Runs `play` in every worker, forked from this process, under a real supervisor.
+
+    Replacements are ready to join before `play` is called, unless not `may_join`.
+    """
 
     def call() -> Any:
         found = HeartbeatPage.from_environment()
@@ -109,7 +113,7 @@ def run_members(
         )
         late = "SAMESTEP_JOINS" in os.environ
         member.heartbeat.quorum = member.quorums[-1].number
-        member.heartbeat.set_flags(flags | READY_TO_JOIN if late else flags)
+        member.heartbeat.set_flags((flags | READY_TO_JOIN if may_join else 0) if late else flags)
         # No worker begins before all have posted their flags.
         wait_until(lambda: late or all(page.beat(slot).flags for slot in page.quorum().slots))
         return play(member)

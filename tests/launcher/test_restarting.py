@@ -156,14 +156,17 @@ def test_a_replacement_is_counted_in_when_it_is_ready(tmp_path, capfd):
 @pytest.mark.slow
 def test_without_restarts_left_nothing_is_replaced(tmp_path):
     def play(member):
-        if member.slot == 3 or (member.slot == 1 and member.page.number == 0):
+        if member.slot in (1, 3, 4):
+            member.touch(f"ended-{member.slot}")
             os._exit(3)
         member.work_until(is_down_to(2))
-        time.sleep(1.5)
+        member.wait_for("ended-3")
+        time.sleep(1.5)  # in which a further replacement would begin
         return member.page.number
 
-    outcome = run_members(tmp_path, play, policy=Policy(replace=True, max_restarts=1))
+    outcome = run_members(tmp_path, play, policy=Policy(replace=True, max_restarts=1), may_join=False)
     assert (outcome.exit_code, outcome.result) == (0, 1)
+    assert not (tmp_path / "ended-4").exists()
 
 
 def test_a_replacement_that_dies_before_it_joined_is_no_loss(tmp_path, capfd):
@@ -171,7 +174,6 @@ def test_a_replacement_that_dies_before_it_joined_is_no_loss(tmp_path, capfd):
         if member.slot == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         if member.slot == 3:
-            member.heartbeat.set_flags(0)
             member.touch("here")
             os._exit(7)
         member.work_until(is_down_to(2))
@@ -179,7 +181,7 @@ def test_a_replacement_that_dies_before_it_joined_is_no_loss(tmp_path, capfd):
         time.sleep(0.3)
         return [list(quorum.slots) for quorum in member.quorums]
 
-    outcome = run_members(tmp_path, play, policy=Policy(replace=True, max_restarts=1))
+    outcome = run_members(tmp_path, play, policy=Policy(replace=True, max_restarts=1), may_join=False)
     assert (outcome.exit_code, outcome.result[-1]) == (0, [0, 2])
     assert names(outcome) == ["death", "heal"]
     assert "the replacement on CPU worker 1 exited with code 7 before it joined; nothing is lost" in (

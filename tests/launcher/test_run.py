@@ -227,7 +227,8 @@ def test_a_starter_with_two_threads_refuses_to_fork(starter):
     done = starter.run("--devices", "cpu:2", "hello.py")
     assert done.returncode == 1
     assert done.stderr == (
-        "samestep: error: the starter process has 2 threads and must have one; use --start-method spawn\n"
+        "samestep: error: the starter process has 2 threads and must have one; use start_method='spawn' "
+        "(--start-method spawn)\n"
     )
     assert not (starter.folder / "ran").exists()
 
@@ -242,7 +243,7 @@ def test_a_starter_with_two_threads_refuses_to_fork(starter):
         (("--devices", "cpu:2", "--nproc-per-node", "2", "ok.py"), "give one of the two"),
         (("--devices", "cpu:0", "ok.py"), "1 or more"),
         (("--num-threads", "0", "ok.py"), "--num-threads"),
-        (("--start-method", "thread", "ok.py"), "it is fork or spawn"),
+        (("--start-method", "thread", "ok.py"), "it is 'fork' or 'spawn' (--start-method)"),
         (("--log-dir", "ok.py", "ok.py"), "choose another folder (--log-dir"),
     ],
 )

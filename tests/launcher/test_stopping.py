@@ -96,8 +96,52 @@ def test_a_second_signal_kills_workers_that_will_not_end(starter, start_method):
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=8)  # less than the grace
-    assert (process.returncode, stderr) == (130, "")
+    assert (process.returncode, stderr) == (130, "samestep: ending at once\n")
     assert starter.processes() == []
+
+
+STEPS = """
+import os, sys, time
+import torch
+import samestep
+
+run = samestep.Run(global_batch_size=6, num_microbatches=3)
+x, model = torch.randn(600, 4), torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+
+def loss(model, batch):
+    open(f"up-{os.environ['RANK']}", "w").close()
+    time.sleep(float(sys.argv[1]))
+    return model(batch[0]).square().mean()
+
+
+samestep.Trainer(run, model, optimizer, loss).fit((x,), epochs=100)
+"""
+STOPPING = "samestep: stopping after this step; once more to end at once\n"
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_several_workers_say_once_that_they_stop_after_the_step(starter, num_ranks):
+    starter.script("steps.py", STEPS)
+    process = starter.start("--devices", f"cpu:{num_ranks}", "steps.py", "0.01")
+    wait_until_up(starter, num_ranks)
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=60)
+    assert (process.returncode, stderr) == (130, STOPPING)
+    assert stdout.count("stopped after step") == 1
+
+
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_second_signal_within_a_step_is_said_to_end_the_run_at_once(starter, num_ranks):
+    starter.script("steps.py", STEPS)
+    process = starter.start("--devices", f"cpu:{num_ranks}", "steps.py", "600")
+    wait_until_up(starter, num_ranks)
+    process.send_signal(signal.SIGTERM)
+    assert process.stderr.readline() == STOPPING
+    process.send_signal(signal.SIGTERM)
+    assert process.communicate(timeout=60) == ("", "samestep: ending at once\n")
+    assert process.returncode == 143
 
 
 SHARING = """

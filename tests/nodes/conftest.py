@@ -3,6 +3,7 @@
 import socket
 import subprocess
 import sys
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -63,6 +64,13 @@ class Nodes(Marked):
             )
         self.started.append(process)
         return process
+
+    def wait_for_text(self, name, text):
+        """Waits until a program has written a text to the file of its output."""
+        deadline = time.monotonic() + SECONDS
+        while text not in (self.folder / name).read_text():
+            assert time.monotonic() < deadline, f"{text!r} did not appear"
+            time.sleep(0.05)
 
     def end_of(self, process):
         """Waits for the end of a program."""

@@ -3,15 +3,19 @@
 import json
 import shutil
 import signal
+import socket
 import sys
+import time
 
 import pytest
 from node_scripts import FAILING, PARALLEL, RANKS, SMALL, TRAINER
+from torch.distributed import TCPStore
 
 from samestep.cli.options import NodeOptions, WorkerOptions, chosen_devices, chosen_torchrun
 from samestep.comm.environment import torchrun_defaults
 from samestep.errors import UsageError
-from samestep.launcher.job import Policy, parse_nodes
+from samestep.launcher.job import Policy, Torchrun, parse_nodes
+from samestep.launcher.torchrun import Meeting, Present
 
 PET = {
     "PET_NNODES": "2",
@@ -70,6 +74,44 @@ def test_options_that_cannot_be_are_a_sentence():
             given(policy, method, **meeting)
 
 
+@pytest.mark.parametrize(
+    ("options", "place", "told"),
+    [
+        ({"rdzv-endpoint": "a:7", "rdzv-backend": "c10d"}, "a:7", ("2 machines", "join_timeout", "600")),
+        (
+            {"rdzv-endpoint": "a:7", "rdzv-backend": "c10d", "rdzv-conf": "is_host=0,join_timeout=9"},
+            "a:7",
+            ("2 machines", "join_timeout", "9"),
+        ),
+        ({"master-addr": "a", "node-rank": "1", "rdzv-conf": "timeout=8"}, "a:29500", ("2 machines", "timeout", "8")),
+    ],
+)
+def test_what_a_machine_waits_for_is_read_from_the_options(options, place, told):
+    meeting = Meeting.of(Torchrun(options, 2, 2))
+    assert (meeting.place, (meeting.machines, meeting.option, meeting.seconds)) == (place, told)
+
+
+def test_machines_that_wait_are_counted_and_those_that_went_are_not(monkeypatch):
+    monkeypatch.setattr("samestep.launcher.torchrun.GONE_SECONDS", 1.0)
+    server = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    here, there = (Present(("localhost", server.port), "none") for _ in range(2))
+    assert here.count() == 1
+    assert there.count() == 2
+    assert here.count() == 2
+    time.sleep(1.1)
+    assert here.count() == 1
+    assert Present(("localhost", server.port), "another").count() == 1
+    with socket.create_server(("localhost", 0)) as probe:
+        port = probe.getsockname()[1]
+    assert Present(("localhost", port), "none").count() == 0
+
+
+def test_a_time_that_is_no_number_is_a_sentence(monkeypatch):
+    monkeypatch.setenv("PET_RDZV_CONF", "timeout=soon")
+    with pytest.raises(UsageError, match="got --rdzv-conf timeout=soon; it must be a whole number of seconds"):
+        Meeting.of(Torchrun({"master-addr": "a"}, 1, 4))
+
+
 def test_the_variables_of_kubeflows_runtime_are_defaults_of_the_options(monkeypatch):
     for name, value in PET.items():
         monkeypatch.setenv(name, value)
@@ -123,9 +165,40 @@ def test_a_meeting_that_fails_is_a_sentence(nodes):
     meeting = ["--nnodes", "2", "--rdzv-endpoint", nodes.endpoint, "--rdzv_conf", "join_timeout=2"]
     ended = nodes.run("run", *meeting, "--devices", "cpu:1", script)
     assert ended.code == 2
-    assert "samestep: error: torchrun says: " in ended.stderr
-    assert "--rdzv-endpoint" in ended.stderr
+    first, *_, last = ended.stderr.splitlines()
+    assert first == f"samestep: waiting at {nodes.endpoint} for 2 machines, up to 2 s"
+    assert last.startswith(f"samestep: error: 1 of 2 machines came to {nodes.endpoint} in 2 s; check that")
+    assert "join_timeout=SECONDS" in last
     assert "Traceback" not in ended.stderr
+
+
+def test_a_machine_whose_host_is_not_there_says_so_in_a_sentence(nodes):
+    script = nodes.script(SMALL)
+    meeting = ["--nnodes", "2", "--node-rank", "1", "--master-addr", "localhost", "--master-port", str(nodes.port)]
+    ended = nodes.run("run", *meeting, "--rdzv-conf", "timeout=2", "--devices", "cpu:1", script)
+    assert ended.code == 2
+    waiting, error = ended.stderr.splitlines()
+    assert waiting == f"samestep: waiting at {nodes.endpoint} for 2 machines, up to 2 s"
+    assert error.startswith(f"samestep: error: nothing answered at {nodes.endpoint} in 2 s; check that")
+
+
+@pytest.mark.parametrize("numbered", [False, True])
+def test_the_first_machine_says_what_it_waits_for_and_goes_on_when_the_second_is_there(nodes, numbered):
+    script = nodes.script(SMALL)
+    meeting = ["--rdzv-endpoint", nodes.endpoint]
+    if numbered:
+        meeting = ["--master-addr", "localhost", "--master-port", str(nodes.port)]
+    ranks = [["--node-rank", str(rank)] if numbered else [] for rank in range(2)]
+    commands = [["run", "--nnodes", "2", *meeting, *rank, "--devices", "cpu:1", script] for rank in ranks]
+    first = nodes.start(*commands[0])
+    nodes.wait_for_text("err-0", f"samestep: 1 of 2 machines is at {nodes.endpoint} after ")
+    second = nodes.start(*commands[1])
+    first, second = nodes.end_of(first), nodes.end_of(second)
+    assert (first.code, second.code) == (0, 0), first.stderr + second.stderr
+    for ended in (first, second):
+        told = [line for line in ended.stderr.splitlines() if line.startswith("samestep: ")]
+        assert told[0] == f"samestep: waiting at {nodes.endpoint} for 2 machines, up to 600 s"
+    assert first.digest
 
 
 @pytest.mark.slow

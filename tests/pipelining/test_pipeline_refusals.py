@@ -75,7 +75,7 @@ def test_statistics_that_a_backward_would_count_again_are_refused_by_name(worlds
 
 def test_spares_are_refused_where_each_rank_has_another_part(worlds):
     said = worlds(2).run(refusal, "mlp", {**MESH, "spares": 1})
-    assert all("leave --spares out" in words for words in said)
+    assert all("leave spares (--spares) out" in words for words in said)
 
 
 def test_on_one_device_the_mesh_and_the_stages_are_not_looked_at():

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from samestep.cli.main import app
 from samestep.errors import UsageError
+from samestep.report.formatting import optimizer_text
 from samestep.report.page import make_page
 from samestep.report.reader import as_number
 from samestep.report.run_summary import Phases, distinct_names, make_report
@@ -91,6 +92,43 @@ def test_a_finished_run_is_told_with_its_figures(tmp_path):
     assert sum(run.phases.shares.values()) == pytest.approx(1)
     assert run.phases.shares["compute"] == pytest.approx(0.6, abs=0.06)
     assert run.memory["host"] > 4e8
+    assert run.begun == "2026-01-31 12:00 UTC"
+
+
+def test_the_header_of_a_scripts_run_has_its_command_and_its_optimizer_in_words(tmp_path):
+    folder = make_run(tmp_path / "mine")
+    contract = json.loads((folder / "run.json").read_text())
+    for name in ("recipe", "data", "lr", "momentum"):
+        del contract[name]
+    contract["command"] = ["python", "train.py", "--note", "two words"]
+    contract["optimizer"] = {"class": "SGD", "lr": 0.1, "momentum": 0, "weight_decay": 0.01, "foreach": None}
+    (folder / "run.json").write_text(json.dumps(contract))
+    (run,) = make_report([folder]).runs
+    assert run.title == "python train.py --note 'two words'"
+    words = "128 samples a step = 8 microbatches · SGD, lr 0.1, weight decay 0.01 · seed 0 · 32-true · ordered · cpu"
+    assert run.terms == words
+    header = printed(folder).split("curve")[0]
+    assert all(text in header for text in (run.title, words, "begun 2026-01-31 12:00 UTC", "finished"))
+    assert "{" not in header
+    page = page_of(folder).text
+    assert run.title in page
+    assert words in page
+    assert "python, train.py" not in page
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "text"),
+    [
+        ("adam", "adam, lr -"),
+        ({"class": "Adam", "group_0": {"lr": 0.1}, "group_1": {"lr": 0.2}}, "Adam, lr 0.1 and 0.2"),
+        (
+            {"0": {"class": "SGD", "lr": 1.0, "momentum": 0.9}, "1": {"class": "Muon", "lr": 0.02}},
+            "SGD, lr 1.0, momentum 0.9 and Muon, lr 0.02",
+        ),
+    ],
+)
+def test_an_optimizer_is_told_in_words(optimizer, text):
+    assert optimizer_text(optimizer) == text
 
 
 def test_the_phases_are_weighed_by_the_steps_that_they_stand_for(tmp_path):
@@ -469,13 +507,13 @@ def test_the_command_writes_page_and_picture_and_says_where(tmp_path):
 
 def test_a_folder_that_cannot_be_written_is_an_error_that_names_the_option(tmp_path):
     (tmp_path / "file").write_text("")
-    done = command(make_run(tmp_path / "run"), "--out", tmp_path / "file" / "x")
-    assert re.search(r"cannot write .*--out", str(done.exception))
+    done = command(make_run(tmp_path / "run"), "--output", tmp_path / "file" / "x")
+    assert re.search(r"cannot write .*--output", str(done.exception))
 
 
 def test_with_json_the_report_is_all_that_is_printed(tmp_path):
     folder = make_run(tmp_path / "run", MadeRun(nonfinite={59: "nan"}))
-    done = command(folder, make_run(tmp_path / "other"), "--json", "--out", tmp_path / "out")
+    done = command(folder, make_run(tmp_path / "other"), "--json", "--output", tmp_path / "out")
     report = json.loads(done.stdout, parse_constant=pytest.fail)
     assert [run["steps"] for run in report["runs"]] == [60, 60]
     assert report["runs"][0]["curves"]["loss/train"]["last"] == "nan"

@@ -418,7 +418,7 @@ def test_older_ones_are_removed_beyond_those_to_keep(tmp_path):
     assert names_in(tmp_path) == ["latest", "step-00000003", "step-00000004", "step-00000005"]
     write_checkpoint(tmp_path, snapshot_of(6), keep=1)
     assert names_in(tmp_path) == ["latest", "step-00000006"]
-    with pytest.raises(UsageError, match=r"got keep=0; needed: at least 1"):
+    with pytest.raises(UsageError, match=r"got keep=0; it must be 1 or more"):
         write_checkpoint(tmp_path, snapshot_of(7), keep=0)
 
 

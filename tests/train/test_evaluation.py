@@ -308,7 +308,7 @@ def test_a_metric_that_counts_nothing_is_nan():
 
 
 def test_an_unknown_precision_is_refused():
-    with pytest.raises(UsageError, match="--precision is one of"):
+    with pytest.raises(UsageError, match="got precision="):
         in_run(lambda run: run.evaluate(nn.Linear(2, 3), points(), METRICS, precision="half"))
 
 

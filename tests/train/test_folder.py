@@ -41,7 +41,9 @@ def test_a_folder_is_made_with_its_parents_and_taken_once_it_holds_a_contract(tm
     folder = create_folder(tmp_path / "a" / "b")
     assert create_folder(folder) == folder, "an empty folder is no run"
     write_json(folder / "run.json", {})
-    with pytest.raises(UsageError, match=r"already holds a run; choose another folder with --run-dir, or remove it"):
+    with pytest.raises(
+        UsageError, match=r"already holds a run; choose another folder by run_dir \(--run-dir\), or remove it"
+    ):
         create_folder(folder)
 
 
@@ -50,7 +52,7 @@ def test_a_file_in_the_way_is_named(tmp_path):
     with pytest.raises(RunFolderError) as caught:
         create_folder(tmp_path / "file" / "run")
     assert str(caught.value) == (
-        f"cannot write {tmp_path}/file/run: Not a directory; choose another folder with --run-dir"
+        f"cannot write {tmp_path}/file/run: Not a directory; choose another folder by run_dir (--run-dir)"
     )
 
 
@@ -208,7 +210,7 @@ def test_a_full_disk_is_a_sentence_and_leaves_the_old_files(tmp_path):
     assert [line.split(":")[0] for line in lines] == [
         f"cannot write {tmp_path / name}" for name in ("run.json", "weights.safetensors")
     ]
-    assert all(line.endswith("free some space, or choose another folder with --run-dir") for line in lines)
+    assert all(line.endswith("free some space, or choose another folder by run_dir (--run-dir)") for line in lines)
     assert json.loads((tmp_path / "run.json").read_text()) == {"old": 1}
     assert load_file(tmp_path / "weights.safetensors")["weight"].shape == (2, 2)
     assert sorted(os.listdir(tmp_path)) == ["run.json", "weights.safetensors"]

@@ -77,7 +77,7 @@ def test_the_second_of_two_runs_is_refused_in_a_sentence_and_the_first_ends_undi
     _, stderr = programs.start().communicate(timeout=SECONDS)
     assert f"UsageError: another run, process {first.pid} on " in stderr
     assert "has been writing to run since 20" in stderr
-    assert stderr.endswith(": wait for its end, end it, or choose another folder with --run-dir\n")
+    assert stderr.endswith(": wait for its end, end it, or choose another folder by run_dir (--run-dir)\n")
     (programs.folder / "go").touch()
     stdout, stderr = first.communicate(timeout=SECONDS)
     assert stdout.split()[-2:] == ["digest", reference], stderr

@@ -169,7 +169,7 @@ def test_a_folder_that_cannot_be_made_is_an_error_that_names_the_option(logger_c
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may write anywhere")
 def test_a_folder_without_permission_is_an_error_that_names_the_option(logger_class, tmp_path):
     tmp_path.chmod(0o500)
-    with pytest.raises(RunFolderError, match=r"Permission denied; choose another folder with --run-dir"):
+    with pytest.raises(RunFolderError, match=r"Permission denied; choose another folder by run_dir \(--run-dir\)"):
         logger_class(tmp_path / "run")
 
 

@@ -181,7 +181,7 @@ def test_auto_begins_anew_where_no_checkpoint_was_written(tmp_path):
             train(communicator, "plain", tmp_path / "run", loss=explode)
 
     alone(dies)
-    advice = r"none was written before the run ended; begin it anew with --resume auto --run-dir .*run \(resume="
+    advice = r"none was written before the run ended; begin it anew by run_dir=.*run.*\(--run-dir .*run --resume auto\)"
     with pytest.raises(UsageError, match=advice):
         alone(train, "plain", tmp_path / "run", tmp_path / "run")
     before = json.loads((tmp_path / "run" / "run.json").read_text())

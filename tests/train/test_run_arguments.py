@@ -38,14 +38,14 @@ def refusal(make, kind=UsageError):
         ({"seed": 2**63}, "got seed=9223372036854775808"),
         ({"seed": 0.5}, "got seed=0.5"),
         ({"seed": None}, "got seed=None"),
-        ({"reduction": "mean"}, "got reduction='mean'; --reduction is one of ordered, native"),
+        ({"reduction": "mean"}, "got reduction='mean'; it is one of ordered, native (--reduction)"),
         ({"num_threads": 0}, "got num_threads=0; it must be 1 or more (--num-threads)"),
         ({"num_threads": "2"}, "got num_threads='2'"),
         ({"num_threads": True}, "got num_threads=True"),
         ({"timeout_seconds": 0}, "got timeout_seconds=0; it must be above 0"),
         ({"timeout_seconds": float("nan")}, "got timeout_seconds=nan"),
         ({"timeout_seconds": float("inf")}, "got timeout_seconds=inf"),
-        ({"shares": [1, 1]}, "got 2 shares for 1 devices; --shares needs one number a device"),
+        ({"shares": [1, 1]}, "got 2 shares for 1 devices; needed: one number a device (--shares)"),
     ],
     ids=str,
 )
@@ -66,15 +66,15 @@ def test_a_device_that_is_here_is_taken(device):
 def test_more_devices_than_microbatches_say_what_to_set():
     text = refusal(lambda: in_turns(3, lambda c: Run(8, 2, communicator=c)))
     assert text.startswith("got 3 devices for 2 microbatches")
-    assert "--num-microbatches 3 or more" in text
+    assert "use num_microbatches=3 or more (--num-microbatches; " in text
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"precision": "fp16"}, "got precision 'fp16'; --precision is one of 32-true, bf16-mixed, 16-mixed"),
+        ({"precision": "fp16"}, "got precision='fp16'; it is one of 32-true, bf16-mixed, 16-mixed (--precision)"),
         ({"on_nonfinite": "ignore"}, "got on_nonfinite='ignore'; it is 'raise' or 'skip'"),
-        ({"max_grad_norm": 0}, "got max_grad_norm=0; it must be above 0, or None for no clipping"),
+        ({"max_grad_norm": 0}, "got max_grad_norm=0; it must be above 0 (--max-grad-norm), or None for no clipping"),
         ({"max_grad_norm": -1.0}, "got max_grad_norm=-1.0"),
         ({"max_grad_norm": float("nan")}, "got max_grad_norm=nan"),
         ({"late_check": True}, "late_check=True needs Adam or AdamW with fused=True"),

@@ -181,7 +181,7 @@ def test_an_error_of_the_writer_is_raised_once_by_the_next_call_and_the_saver_go
     saver = CheckpointSaver(folder)
     folder.write_text("in the way")
     save(saver, 1)
-    with pytest.raises(RunFolderError, match="choose another folder with --run-dir"):
+    with pytest.raises(RunFolderError, match=r"choose another folder by run_dir \(--run-dir\)"):
         saver.close()
     save(saver, 2)
     with pytest.raises(RunFolderError):
@@ -210,7 +210,7 @@ def test_what_cannot_be_written_is_tried_again_and_each_failure_is_told(tmp_path
     assert [saved.step for saved in saver.poll()] == [1]
     assert is_state_of(newest_checkpoint(folder).snapshot, 1)
     assert told[0].startswith(f"cannot write {folder}/step-00000001: ")
-    assert told[0].endswith("trying again in 0 s (retry 1 of 100000: --checkpoint-retries)")
+    assert told[0].endswith("trying again in 0 s (retry 1 of 100000: checkpoint_retries, --checkpoint-retries)")
 
 
 def test_an_error_that_stays_is_raised_after_as_many_retries_as_were_asked_for(tmp_path, monkeypatch):
@@ -218,10 +218,10 @@ def test_an_error_that_stays_is_raised_after_as_many_retries_as_were_asked_for(t
     (tmp_path / "file").write_text("")
     saver = CheckpointSaver(tmp_path / "file", retries=3)
     save(saver, 1)
-    with pytest.raises(RunFolderError, match="choose another folder with --run-dir"):
+    with pytest.raises(RunFolderError, match=r"choose another folder by run_dir \(--run-dir\)"):
         saver.close()
     assert [said.split("(")[-1] for said in saver.failures()] == [
-        f"retry {n} of 3: --checkpoint-retries)" for n in (1, 2, 3)
+        f"retry {n} of 3: checkpoint_retries, --checkpoint-retries)" for n in (1, 2, 3)
     ]
 
 

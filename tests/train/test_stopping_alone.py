@@ -135,6 +135,15 @@ def test_a_second_request_ends_it_at_once(programs, tmp_path, signum):
     assert left(tmp_path) == []
 
 
+def test_of_several_ranks_that_are_asked_one_speaks(programs):
+    ranks = [programs.start(SLOW, **variables) for variables in torchrun_variables(2)]
+    programs.wait_for("at-work-0", "at-work-1")
+    for process in ranks:
+        process.send_signal(signal.SIGINT)
+    told = [process.communicate(timeout=SECONDS)[1].count("samestep: stopping after this step") for process in ranks]
+    assert told == [1, 0]
+
+
 def membership():
     alone = LocalTransport()
     return Membership(Communicator(torch.device("cpu"), alone, alone), 1)

@@ -223,7 +223,9 @@ def fit_in(communicator, folder):
 def test_a_folder_that_holds_a_run_is_refused_before_anything_starts(tmp_path):
     alone(fit_in, tmp_path)
     before = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
-    with pytest.raises(UsageError, match="already holds a run; choose another folder with --run-dir, or remove it"):
+    with pytest.raises(
+        UsageError, match=r"already holds a run; choose another folder by run_dir \(--run-dir\), or remove it"
+    ):
         alone(fit_in, tmp_path)
     assert {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == before
 
@@ -387,7 +389,7 @@ def test_a_full_disk_is_a_sentence_with_nothing_half_written(tiny_disk, free_byt
     text = str(caught.value)
     assert text.startswith(f"cannot write {tiny_disk / 'run'}")
     assert "No space left on device" in text
-    assert text.endswith("choose another folder with --run-dir")
+    assert text.endswith("choose another folder by run_dir (--run-dir)")
     assert "\n" not in text
     assert isinstance(caught.value, SamestepError)
     for path in (tiny_disk / "run").rglob("*"):

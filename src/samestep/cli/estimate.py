@@ -1,26 +1,30 @@
 """`samestep estimate`: memory, step time and the recommended layout, before any device is rented."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Annotated
 
 import typer
 
-from samestep.cli.options import option, with_options
+from samestep.cli.options import one_of, option, with_options
+from samestep.core.mesh import REST
 from samestep.recipes.catalog import NAMES
+from samestep.recipes.config import mesh_sizes, pairs
 from samestep.recipes.options import own_options_in_words
 
 MODEL = {"panel": "The model"}
 LAYOUT = {"panel": "The layout; options that are left out are searched"}
 MEASURED = "Measurements"
+TRAINING = "The devices and the batch"
+PUBLISHED = ("llama-3.1-8b", "llama-3-70b", "gpt2", "gpt2-xl")  # without the import of torch, for the shell
 
 
 @dataclass(frozen=True)
 class ModelOptions:
     """The model's optimizer, samples and data."""
 
-    optimizer: str | None = option("sgd, adam or adamw.", **MODEL)
+    optimizer: str | None = option("sgd, adam or adamw.", offers=("sgd", "adam", "adamw"), **MODEL)
     input_shape: str | None = option("Sizes of one sample, such as 3,224,224.", **MODEL)
     input_dtype: str = option("Of the samples.", "float32", **MODEL)
     target_shape: str | None = option('Sizes of one target; "" is one number. Without it: no loss.', **MODEL)
@@ -29,6 +33,7 @@ class ModelOptions:
         f"A recipe's own option, as name=value; may be repeated: {own_options_in_words()}.",
         flags=("--option", "-o"),
         repeated=True,
+        metavar="NAME=VALUE",
         **MODEL,
     )
     data: str | None = option("A recipe's data, as `samestep train` takes it.", **MODEL)
@@ -39,9 +44,16 @@ class LayoutOptions:
     """The layout of model and batch on the devices, as far as it is not searched."""
 
     num_microbatches: int | None = option("Microbatches of a global batch.", **LAYOUT)
-    strategy: str | None = option("replicate, sharded or pipeline.", **LAYOUT)
+    strategy: str | None = option(
+        "replicate, sharded or pipeline.", offers=("replicate", "sharded", "pipeline"), **LAYOUT
+    )
     shard_optimizer: bool | None = option("Shard the optimizer state (ZeRO-1).", negated=True, **LAYOUT)
-    pipe: int | None = option("Stages of a pipeline.", **LAYOUT)
+    mesh: Mapping[str, int] | None = option(
+        "pipe=N for N stages of a pipeline; the other devices lie along data.",
+        parse=mesh_sizes,
+        metavar="AXIS=N,…",
+        **LAYOUT,
+    )
     checkpointing: bool | None = option("Recompute each block in the backward.", negated=True, **LAYOUT)
 
 
@@ -51,8 +63,9 @@ def estimate(
         str,
         typer.Argument(
             metavar="MODEL",
-            help=f"A recipe ({', '.join(NAMES)}), a published shape (llama-3.1-8b, llama-3-70b, gpt2, gpt2-xl), "
-            "or FILE.py:function or package.module:function, such as torchvision.models:resnet50, that returns an "
+            autocompletion=one_of(*NAMES, *PUBLISHED),
+            help=f"A recipe ({', '.join(NAMES)}), a published shape ({', '.join(PUBLISHED)}), or "
+            "FILE.py:function or package.module:function, such as torchvision.models:resnet50, that returns an "
             "nn.Module or (model, loss_fn, batch).",
         ),
     ],
@@ -61,12 +74,26 @@ def estimate(
     devices: Annotated[
         str,
         typer.Option(
-            help="How many of which kind: 8xH100; with --nodes, on each of them. Or this machine's own: cpu:2, auto."
+            metavar="SPEC",
+            rich_help_panel=TRAINING,
+            help="How many of which kind: 8xH100; with --nnodes, on each of them. Or this machine's own: cpu:2, auto.",
         ),
     ],
-    nodes: Annotated[int | None, typer.Option(help="How many such nodes.")] = None,
-    global_batch_size: Annotated[int | None, typer.Option(help="Samples of one optimizer step.")] = None,
-    precision: Annotated[str, typer.Option(help="32-true, bf16-mixed or 16-mixed.")] = "32-true",
+    nnodes: Annotated[
+        int | None, typer.Option(metavar="N", rich_help_panel=TRAINING, help="How many such nodes.")
+    ] = None,
+    global_batch_size: Annotated[
+        int | None, typer.Option(metavar="N", rich_help_panel=TRAINING, help="Samples of one optimizer step.")
+    ] = None,
+    precision: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            rich_help_panel=TRAINING,
+            help="32-true, bf16-mixed or 16-mixed.",
+            autocompletion=one_of("32-true", "bf16-mixed", "16-mixed"),
+        ),
+    ] = "32-true",
     node_gbits: Annotated[float | None, typer.Option(rich_help_panel=MEASURED, help="Gbit/s of a node to others.")] = (
         None
     ),
@@ -90,10 +117,9 @@ def estimate(
     from samestep.estimate.output import print_estimate
     from samestep.estimate.search import Request
     from samestep.estimate.workload import OPTIMIZERS, load_workload
-    from samestep.recipes.config import pairs
     from samestep.recipes.workload import recipe_workload
 
-    cluster = read_cluster(devices, nodes, node_gbits)
+    cluster = read_cluster(devices, nnodes, node_gbits)
     if model in NAMES:
         workload = recipe_workload(model, about.data, pairs(about.own or []))
     elif about.own or about.data:
@@ -108,7 +134,13 @@ def estimate(
             raise UsageError(f"got --optimizer {about.optimizer!r}; it is one of {', '.join(OPTIMIZERS)}")
         workload = replace(workload, optimizer=about.optimizer, settings={})
     batch_size = workload.global_batch_size if global_batch_size is None else global_batch_size
-    request = Request(batch_size, precision, rate=rate, **asdict(layout))
+    sizes = dict(layout.mesh or {})
+    pipe = sizes.pop("pipe", None)
+    if sizes not in ({}, {"data": REST}):
+        raise UsageError(f"got --mesh with {', '.join(sizes)}; an estimate takes pipe=N, and data=-1, alone")
+    given = asdict(layout)
+    del given["mesh"]
+    request = Request(batch_size, precision, rate=rate, pipe=pipe, **given)
     typer.echo(f"samestep: tracing {workload.name}; large models take a minute", err=True)
     found = make_estimate(workload, cluster, request)
     if as_json:

@@ -5,9 +5,16 @@ from typing import Annotated
 
 import typer
 
+from samestep.cli.options import run_folders
+
 
 def export(
-    place: Annotated[Path, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="A run's folder, or a checkpoint in one.")],
+    place: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RUN_OR_CHECKPOINT", help="A run's folder, or a checkpoint in one.", autocompletion=run_folders
+        ),
+    ],
     file: Annotated[Path, typer.Argument(metavar="FILE", help="The safetensors file to write; not there yet.")],
     model: Annotated[
         str, typer.Option(metavar="NAME", help="Which model, where several were trained: model, model.1, …")

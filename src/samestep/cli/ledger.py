@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from samestep.cli.options import Command, run_folders
 from samestep.text import counted, make_console, make_table, one_line, print_table
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ app = typer.Typer(
     no_args_is_help=True, add_completion=False, help="Shows what a run recorded of its steps, and compares two runs."
 )
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
-_RunArgument = typer.Argument(metavar="RUN", help="A run's folder, or a ledger.")
+_RunArgument = typer.Argument(metavar="RUN", help="A run's folder, or a ledger.", autocompletion=run_folders)
 
 
 @dataclass(frozen=True)
@@ -34,10 +35,10 @@ class _Comparison:
     changes: "list[Change] | None"  # of the contracts; None if one of them cannot be read
 
 
-@app.command("diff")
+@app.command("diff", cls=Command)
 def diff(
-    a: Annotated[Path, typer.Argument(metavar="A", help="A run's folder, or a ledger.")],
-    b: Annotated[Path, typer.Argument(metavar="B", help="Another.")],
+    a: Annotated[Path, typer.Argument(metavar="A", help="A run's folder, or a ledger.", autocompletion=run_folders)],
+    b: Annotated[Path, typer.Argument(metavar="B", help="Another.", autocompletion=run_folders)],
     as_json: _Json = False,
 ) -> None:
     """Shows the first step in which two runs differ, and what differs; exit code 1 if there is one.
@@ -66,7 +67,7 @@ def diff(
         raise typer.Exit(1)
 
 
-@app.command("show")
+@app.command("show", cls=Command)
 def show(
     run: Annotated[Path, _RunArgument],
     last: Annotated[int, typer.Option(min=1, metavar="N", help="How many of the last lines.")] = SHOWN_STEPS,

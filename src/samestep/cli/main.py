@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from samestep.cli.options import SPELLINGS
+from samestep.cli.options import SPELLINGS, Command, without_types
 from samestep.errors import SamestepError, UsageError
 from samestep.launcher.server_process import EarlyServer
 from samestep.text import readable
@@ -26,6 +26,10 @@ WITH_SCRIPTS = ("run", "verify")  # options after the script are the script's
 class Commands(TyperGroup):
     """The commands; each module is imported when its command is asked for, as a start waits for every import."""
 
+    def get_params(self, ctx: Any) -> Any:
+        """The parameters, `--help` among them."""
+        return without_types(super().get_params(ctx))
+
     def list_commands(self, ctx: Any) -> list[str]:
         """All names, in the order of the help."""
         return list(COMMANDS)
@@ -40,7 +44,7 @@ class Commands(TyperGroup):
             if own is None:
                 own = typer.Typer(add_completion=False, rich_markup_mode="rich")
                 settings = {"allow_interspersed_args": False, **SPELLINGS} if cmd_name in WITH_SCRIPTS else None
-                own.command(cmd_name, context_settings=settings)(getattr(module, cmd_name))
+                own.command(cmd_name, cls=Command, context_settings=settings)(getattr(module, cmd_name))
             command = typer.main.get_command(own)
             command.name = cmd_name
             self.commands[cmd_name] = command
@@ -52,7 +56,6 @@ app = typer.Typer(
     cls=Commands,
     help="One training step, any devices, the same model.",
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     context_settings={**SPELLINGS},
@@ -81,7 +84,7 @@ def main(server: EarlyServer | None = None) -> None:
     try:
         if any("\0" in word for word in sys.argv):
             raise UsageError("got a word with a NUL character in it, which no name and no value has")
-        code = app(standalone_mode=False, obj=server)
+        code = app(prog_name="samestep", standalone_mode=False, obj=server)
     except (typer.Abort, KeyboardInterrupt):
         sys.exit(130)
     except SamestepError as error:

@@ -1,25 +1,33 @@
 """Options as dataclasses: a command takes a few objects, and their fields are its options.
 
 The metadata of a field are what `typer.Option` needs: `help`, `flags` (by default the field's name), `metavar`,
-`panel`, `repeated` (given several times), `negated` (a flag that has a `--no-…` too), and `parse`, from text to value.
+`panel`, `repeated` (given several times), `negated` (a flag that has a `--no-…` too), `parse`, from text to value, and
+`choices` or `offers`, the values that a shell offers ("RUN" are the folders of runs).
 """
 
 import functools
+import glob
 import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, asdict, dataclass, field, fields, is_dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, get_args, get_origin, get_type_hints
 
 import typer
+from typer.core import TyperCommand
 
 from samestep.errors import UsageError
-from samestep.recipes.config import MAX_THREADS
+from samestep.recipes.config import DEVICES, MAX_THREADS
+from samestep.train.paths import CHECKPOINT_FOLDER, RUNS_FOLDER, holds_run
 
 if TYPE_CHECKING:
     from samestep.launcher.job import Policy, Torchrun
 
 THREADS = "CPU threads a worker; part of what decides the bits; 1 by default."
+COMPARED = "What is compared"
+SCRIPT = "How the script is run"
+RUN = "RUN"
 SEVERAL_MACHINES = "Several machines (torchrun's options; PET_… variables give their defaults)"
 SPELLINGS: Final[Mapping[str, Any]] = {"token_normalize_func": lambda name: name.replace("_", "-")}
 """Commands are registered with these: options may be spelled with underscores, as torchrun takes them."""
@@ -30,7 +38,58 @@ Devices = Annotated[
         metavar="SPEC", help='auto (the default), 4 (how many), "0,4" (which), cuda:0, cpu:2, free:2 (idle ones).'
     ),
 ]
-NumThreads = Annotated[int, typer.Option(min=1, max=MAX_THREADS, help=THREADS, show_default=False)]
+NumThreads = Annotated[
+    int,
+    typer.Option(
+        min=1,
+        max=MAX_THREADS,
+        metavar="N",
+        help=THREADS,
+        show_default=False,
+        rich_help_panel=DEVICES,
+    ),
+]
+
+
+class Command(TyperCommand):
+    """A command whose help has paragraphs as wide as the terminal, and flags without a type."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        paragraphs = inspect.cleandoc(self.help or "").split("\n\n")
+        self.help = "\n\n".join(" ".join(each.split()) for each in paragraphs)
+
+    def get_params(self, ctx: Any) -> Any:
+        """The parameters, `--help` among them."""
+        return without_types(super().get_params(ctx))
+
+
+def without_types(parameters: Any) -> Any:
+    """Parameters whose flags stand without a type in the help: newer versions of typer write `<bool>`."""
+    for each in parameters:
+        if getattr(each, "is_flag", False):
+            each.metavar = ""
+    return parameters
+
+
+def one_of(*offers: str) -> Callable[[str], list[str]]:
+    """What a shell offers for the beginning of a value; `RUN` stands for the folders of runs."""
+
+    def offered(incomplete: str) -> list[str]:
+        folders = run_folders(incomplete) if RUN in offers else []
+        return [*(each for each in offers if each != RUN and each.startswith(incomplete)), *folders]
+
+    return offered
+
+
+def run_folders(incomplete: str) -> list[str]:
+    """The folders of runs, or checkpoints, by the beginning of a path; nothing may be meant, so nothing is raised."""
+    start = Path(incomplete)
+    parent, name = (start, "") if incomplete.endswith("/") else (start.parent, start.name)
+    folders = [] if incomplete else list(RUNS_FOLDER.glob("*"))
+    found = [*folders, *parent.glob(f"{glob.escape(name)}*")]
+    is_offered = holds_run if parent.name != CHECKPOINT_FOLDER else Path.is_dir
+    return sorted({str(each) for each in found if is_offered(each)})
 
 
 def option(help: str, default: Any = None, **more: Any) -> Any:
@@ -43,12 +102,22 @@ class WorkerOptions:
     """The devices of workers and their start method: `samestep train` and `run`."""
 
     devices: str | None = option(
-        'auto (the default), 4 (how many), "0,4" (which), cuda:0, cpu:2, free:2 (idle ones).', metavar="SPEC"
+        'auto (the default), 4 (how many), "0,4" (which), cuda:0, cpu:2, free:2 (idle ones).',
+        metavar="SPEC",
+        panel=DEVICES,
     )
     nproc_per_node: str | None = option(
-        "torchrun's spelling of --devices: a number, auto, gpu or cpu (one worker a core).", metavar="N"
+        "torchrun's spelling of --devices: a number, auto, gpu or cpu (one worker a core).",
+        metavar="N",
+        panel=DEVICES,
+        offers=("auto", "gpu", "cpu"),
     )
-    start_method: str | None = option("How workers are started; fork where it is safe.", metavar="fork|spawn")
+    start_method: str | None = option(
+        "How workers are started: fork or spawn; fork where it is safe.",
+        metavar="METHOD",
+        panel=DEVICES,
+        offers=("fork", "spawn"),
+    )
 
 
 @dataclass(frozen=True)
@@ -62,7 +131,10 @@ class NodeOptions:
     )
     rdzv_id: str | None = option("Names the run, alike on all.", metavar="ID", panel=SEVERAL_MACHINES)
     rdzv_backend: str | None = option(
-        "c10d unless machines have numbers.", metavar="c10d|static", panel=SEVERAL_MACHINES
+        "c10d unless machines have numbers.",
+        metavar="c10d|static",
+        panel=SEVERAL_MACHINES,
+        offers=("c10d", "static"),
     )
     rdzv_conf: str | None = option("Such as join_timeout=60.", metavar="NAME=N,…", panel=SEVERAL_MACHINES)
     master_addr: str | None = option("Machine 0, for machines with numbers.", metavar="HOST", panel=SEVERAL_MACHINES)
@@ -73,17 +145,19 @@ class NodeOptions:
 class ScriptOptions:
     """How an existing script is run: `samestep run` and `verify`."""
 
-    module: bool = option("SCRIPT is a module, as in `python -m`.", False, flags=("-m", "--module"))
+    module: bool = option("SCRIPT is a module, as in `python -m`.", False, flags=("-m", "--module"), panel=SCRIPT)
     wrap: str | None = option(
         "Of a script that wraps nothing itself: share out this variable or class, not the module that its optimizer "
         "trains; its batches lie along DIM, or 0.",
         metavar="NAME[:DIM]",
+        panel=SCRIPT,
     )
     adopt: bool | None = option(
         "Run SCRIPT as if alone, and share its DataParallel out; or leave ranks to it, as torchrun does. By default "
         "SCRIPT is read to find out.",
         flags=("--adopt/--no-adopt",),
         show_default=False,
+        panel=SCRIPT,
     )
     logical_devices: int | None = option(
         "How many devices SCRIPT sees, on however many there are: as many ranks, or chunks of a wrapped forward. By "
@@ -91,10 +165,13 @@ class ScriptOptions:
         "are compared.",
         metavar="V",
         min=1,
+        panel=SCRIPT,
     )
     seed: int | None = option(
         "Seeds every generator at the start of a script of one process, and of each logical device, with a number of "
-        "its own; by default a random seed, under verify 0."
+        "its own; by default a random seed, under verify 0.",
+        metavar="N",
+        panel=SCRIPT,
     )
 
 
@@ -156,6 +233,7 @@ def _parameter(each: Field[Any], kind: Any, only_given: bool) -> inspect.Paramet
     default = None if only_given or each.default is None else each.default
     if default is None:
         base = base | None
+    offers = about.get("offers") or about.get("choices")
     found = typer.Option(
         *flags,
         help=about["help"],
@@ -164,6 +242,7 @@ def _parameter(each: Field[Any], kind: Any, only_given: bool) -> inspect.Paramet
         show_default=about.get("show_default", True),
         min=about.get("min"),
         max=about.get("max"),
+        autocompletion=one_of(*offers) if offers else None,
     )
     return inspect.Parameter(
         each.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[base, found]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from samestep.cli.options import run_folders
 from samestep.errors import UsageError
 from samestep.text import counted
 
@@ -29,7 +30,7 @@ NEEDED_STEPS = 5  # of a trace; see `train.profile`
 
 
 def profile(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A run's folder.")],
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.", autocompletion=run_folders)],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
     """Shows where the time of a step went, from a run's ledger, and the traces that --profile left.

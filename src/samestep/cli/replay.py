@@ -8,11 +8,12 @@ from typing import Annotated
 
 import typer
 
+from samestep.cli.options import run_folders
 from samestep.text import make_console
 
 
 def replay(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.", autocompletion=run_folders)],
     step: Annotated[int, typer.Option(metavar="N", help="The step to show, counted from 0, as in the ledger.")],
     microbatch: Annotated[int | None, typer.Option(metavar="S", help="Show this microbatch alone.")] = None,
     module: Annotated[

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from samestep.cli.options import run_folders
 from samestep.extras import is_installed, missing
 from samestep.text import make_console
 from samestep.train.paths import PICTURE_FILE
@@ -16,9 +17,12 @@ PAGE_FILE = "report.html"
 
 def report(
     runs: Annotated[
-        list[Path], typer.Argument(metavar="RUN...", help="Run folders; several are laid over each other.")
+        list[Path],
+        typer.Argument(
+            metavar="RUN...", help="Run folders; several are laid over each other.", autocompletion=run_folders
+        ),
     ],
-    out: Annotated[
+    output: Annotated[
         Path | None,
         typer.Option(help=f"The folder for {PAGE_FILE} and {PICTURE_FILE}; the first run's folder by default."),
     ] = None,
@@ -37,7 +41,7 @@ def report(
     from samestep.train.curves import draw_losses
 
     found = make_report(runs)
-    folder = runs[0] if out is None else out
+    folder = runs[0] if output is None else output
     page, picture = folder / PAGE_FILE, folder / PICTURE_FILE
     written = [page]
     try:
@@ -51,7 +55,7 @@ def report(
             print(f"samestep: {missing('matplotlib', PICTURE_FILE)}", file=sys.stderr)
     except RunFolderError as error:
         reason = getattr(error.__cause__, "strerror", None) or error
-        raise RunFolderError(f"cannot write to {folder}: {reason}; choose another folder with --out") from error
+        raise RunFolderError(f"cannot write to {folder}: {reason}; choose another folder with --output") from error
     if as_json:
         files = {"page": str(page), "picture": str(picture) if picture in written else None}
         print(json.dumps(found.as_json() | files, allow_nan=False, default=str))

@@ -29,7 +29,12 @@ def run(
     workers: WorkerOptions,
     policy: Policy,
     nodes: NodeOptions,
-    program: Annotated[list[str] | None, typer.Argument(metavar="SCRIPT ARGS", show_default=False)] = None,
+    program: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="SCRIPT ARGS", help="A script, or a module after -m, and its own arguments.", show_default=False
+        ),
+    ] = None,
     num_threads: NumThreads = 1,
     log_dir: Annotated[
         str | None, typer.Option(metavar="DIR", help="Keep what the ranks above 0 print, in DIR/rank-N.log.")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from samestep.cli.options import NodeOptions, WorkerOptions, chosen_devices, chosen_torchrun, with_options
+from samestep.cli.options import NodeOptions, WorkerOptions, chosen_devices, chosen_torchrun, one_of, with_options
 from samestep.cli.profile import Profile, print_times, print_traces, step_times, traces
 from samestep.errors import UsageError
 from samestep.launcher.job import DYNAMO, Job, Policy, Torchrun
@@ -28,12 +28,18 @@ if TYPE_CHECKING:
 @with_options
 def train(
     context: typer.Context,
-    asked: Annotated[Mapping[str, Any], JobConfig],
     workers: WorkerOptions,
+    asked: Annotated[Mapping[str, Any], JobConfig],
     policy: Policy,
     nodes: NodeOptions,
     recipe: Annotated[
-        str | None, typer.Argument(help=f"What to train: {', '.join(NAMES)}.", show_default=False)
+        str | None,
+        typer.Argument(
+            metavar="RECIPE",
+            help=f"What to train: {', '.join(NAMES)}.",
+            show_default=False,
+            autocompletion=one_of(*NAMES),
+        ),
     ] = None,
     config_file: Annotated[
         str | None,

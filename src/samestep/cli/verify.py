@@ -1,5 +1,6 @@
 """`samestep verify`: compares runs of a program on several device counts; names the first difference and its cause."""
 
+import glob
 import json
 import textwrap
 from collections.abc import Callable, Iterator
@@ -10,7 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from samestep.cli.options import NumThreads, ScriptOptions, with_options
+from samestep.cli.options import COMPARED, NumThreads, ScriptOptions, one_of, with_options
+from samestep.recipes.catalog import NAMES
+from samestep.recipes.config import DEVICES
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -35,34 +38,62 @@ NOT_A_RECIPES = frozenset({"--devices", "--steps", "--tier", "--wrap", "--adopt"
 """Own options that a recipe does not have, or that verify gives it."""
 
 
+def _programs(incomplete: str) -> list[str]:
+    """What a shell offers for the program: the recipes, and scripts of this folder."""
+    return [*one_of(*NAMES)(incomplete), *sorted(map(str, Path().glob(f"{glob.escape(incomplete)}*.py")))]
+
+
 @with_options
 def verify(
     context: typer.Context,
     script: ScriptOptions,
-    program: Annotated[list[str] | None, typer.Argument(metavar="SCRIPT|RECIPE ARGS", show_default=False)] = None,
+    program: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="SCRIPT|RECIPE ARGS",
+            help="A script or a recipe, and its own arguments.",
+            show_default=False,
+            autocompletion=_programs,
+        ),
+    ] = None,
     devices: Annotated[
         str | None,
         typer.Option(
             metavar="SPECS",
+            rich_help_panel=COMPARED,
             help="What to compare, the reference first: cpu:1,cpu:2,cpu:3 or 1,2,4 (counts). By default 1 to 3 of "
             "the accelerators; CPU workers where there are fewer than two.",
         ),
     ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps to compare; then the program is ended.")] = 20,
+    steps: Annotated[
+        int,
+        typer.Option(
+            min=1, metavar="N", rich_help_panel=COMPARED, help="Optimizer steps to compare; then the program is ended."
+        ),
+    ] = 20,
     tier: Annotated[
         str | None,
         typer.Option(
             metavar="TIER",
+            rich_help_panel=COMPARED,
+            autocompletion=one_of(*TIERS),
             help=f"What is required: {', '.join(TIERS)}. By default bitwise; allclose for scripts that deal with "
             "ranks themselves without samestep.",
         ),
     ] = None,
     num_threads: NumThreads = 1,
     start_method: Annotated[
-        str | None, typer.Option(metavar="fork|spawn", help="How workers are started; fork where it is safe.")
+        str | None,
+        typer.Option(
+            metavar="METHOD",
+            rich_help_panel=DEVICES,
+            autocompletion=one_of("fork", "spawn"),
+            help="How workers are started: fork or spawn; fork where it is safe.",
+        ),
     ] = None,
     hang_seconds: Annotated[
-        float, typer.Option("--hang-seconds", metavar="SECONDS", help="How long a step may take.")
+        float,
+        typer.Option("--hang-seconds", metavar="SECONDS", rich_help_panel=DEVICES, help="How long a step may take."),
     ] = 300.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -109,7 +140,6 @@ def verify(
 def _check_order(context: typer.Context, program: list[str], module: bool) -> None:
     """Warns of verify's own options after the program, which get passed to it."""
     from samestep.errors import UsageError
-    from samestep.recipes.catalog import NAMES
 
     name, *words = program
     given = [word.partition("=")[0] for word in words]
@@ -159,7 +189,6 @@ def _program(
     """The program: a recipe by `samestep train`, a script as by `samestep run`."""
     from samestep.errors import UsageError
     from samestep.launcher.job import Job
-    from samestep.recipes.catalog import NAMES
     from samestep.scripts.script_analysis import reads_as
     from samestep.verify.runner import Program
 

@@ -80,7 +80,7 @@ def make_mesh(sizes: Mapping[str, int] | None, world_size: int) -> Mesh:
         inner = known.num_inner
         advice = f"use a multiple of {inner} devices (--devices), or other sizes"
         if world_size % inner == 0:
-            advice = f'use "data": {world_size // inner}, or --devices for {known.world_size}'
+            advice = f'use "data": {world_size // inner}, or {known.world_size} devices (--devices)'
         raise UsageError(
             f"got mesh={dict(sizes)} for {world_size} devices; its sizes multiply to {known.world_size}: {advice}"
         )

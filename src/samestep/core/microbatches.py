@@ -40,15 +40,15 @@ def microbatch_ranges(
     if world_size > num_microbatches:
         raise UsageError(
             f"got {world_size} devices for {num_microbatches} microbatches; a device needs at least one microbatch: "
-            f"use --num-microbatches {world_size} or more (it is part of the recipe), or --devices for "
-            f"{num_microbatches} or fewer"
+            f"use num_microbatches={world_size} or more (--num-microbatches; it is part of the contract), or at most "
+            f"{num_microbatches} devices (--devices)"
         )
     if shares is None:
         cuts = [rank * num_microbatches // world_size for rank in range(world_size + 1)]
         return tuple(range(a, b) for a, b in pairwise(cuts))
     active_shares(shares, world_size, 0)
     if not all(0 < share < float("inf") for share in shares):
-        raise UsageError(f"got shares {list(shares)}; --shares needs positive numbers")
+        raise UsageError(f"got shares={list(shares)}; they must be above 0 (--shares)")
     return _weighted_ranges(num_microbatches, shares)
 
 
@@ -88,7 +88,7 @@ def in_microbatch_order(ranges: Sequence[range]) -> list[int] | None:
 def active_shares(shares: Sequence[float] | None, world_size: int, spares: int) -> list[float] | None:
     """The shares of the ranks that are not spares."""
     if shares is not None and len(shares) != world_size:
-        raise UsageError(f"got {len(shares)} shares for {world_size} devices; --shares needs one number a device")
+        raise UsageError(f"got {len(shares)} shares for {world_size} devices; needed: one number a device (--shares)")
     return None if shares is None else list(shares[: world_size - spares])
 
 

@@ -135,8 +135,8 @@ def describe_shortage(rows: Sequence[Sequence[int]], length: int, num_microbatch
         if worst == NOTHING_FITS:
             why = "not even one sample does"
         return (
-            f"out of memory: {where}, and {why}, as measured: use a smaller model, --precision bf16-mixed, or "
-            "activation checkpointing (torch.utils.checkpoint)"
+            f"out of memory: {where}, and {why}, as measured: use a smaller model, precision='bf16-mixed' "
+            "(--precision bf16-mixed), or activation checkpointing (torch.utils.checkpoint)"
         )
     fitting = max(row[2] for _, row in short)
     return (
@@ -150,8 +150,8 @@ def describe_lone_shortage(microbatch: int, num_samples: int, rank: int, strateg
     """The message if nothing can be measured, since no rank alone has the whole model."""
     return (
         f"out of memory: microbatch {microbatch} ({num_samples} samples) does not fit in the memory of rank {rank} "
-        "beside its part of the model: use more microbatches, which are smaller (--num-microbatches; it is part of the "
-        f"contract), {LONE_ADVICE[strategy]}"
+        "beside its part of the model: use a larger num_microbatches, for smaller ones (--num-microbatches; it is "
+        f"part of the contract), {LONE_ADVICE[strategy]}"
     )
 
 

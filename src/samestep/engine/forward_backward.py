@@ -141,8 +141,8 @@ class ForwardBackward:
         where = (
             f"of the {length} samples of step {step} microbatch {microbatch} (of {self.membership.num_microbatches})"
         )
-        fewer = f"cut batches into fewer microbatches (num_microbatches={length // 2} or less)"
-        advice = fewer if length > 1 else "take a global_batch_size that leaves more"
+        fewer = f"cut batches into fewer microbatches (num_microbatches={length // 2} or less, --num-microbatches)"
+        advice = fewer if length > 1 else "take a global_batch_size (--global-batch-size) that leaves more"
         return explain_lone_sample(error, self.model, where, advice)
 
 

@@ -23,7 +23,7 @@ OnNonFinite = Literal["raise", "skip"]
 def check_precision(name: str) -> torch.dtype | None:
     """The dtype of autocast; None for full precision."""
     if name not in PRECISIONS:
-        raise UsageError(f"got precision {name!r}; --precision is one of {', '.join(PRECISIONS)}")
+        raise UsageError(f"got precision={name!r}; it is one of {', '.join(PRECISIONS)} (--precision)")
     return PRECISIONS[name]
 
 

@@ -106,7 +106,7 @@ def in_gib(num_bytes: float) -> str:
 
 def _check(request: Request) -> None:
     sizes = {"--global-batch-size": request.batch_size, "--num-microbatches": request.num_microbatches}
-    for option, value in {**sizes, "--pipe": request.pipe}.items():
+    for option, value in {**sizes, "--mesh pipe": request.pipe}.items():
         if value is not None and value < 1:
             raise UsageError(f"got {option} {value}; it must be 1 or more")
     choices = (("--precision", request.precision, PRECISIONS), ("--strategy", request.strategy, STRATEGIES))
@@ -115,7 +115,7 @@ def _check(request: Request) -> None:
             raise UsageError(f"got {option} {name!r}; it is one of {', '.join(names)}")
     if request.pipe is not None and (request.strategy not in (None, "pipeline") or request.shard_optimizer):
         other = "--shard-optimizer" if request.shard_optimizer else f"--strategy {request.strategy}"
-        raise UsageError(f"got --pipe and {other}; --pipe goes with --strategy pipeline alone")
+        raise UsageError(f"got --mesh pipe and {other}; pipe goes with --strategy pipeline alone")
     if request.rate is not None and not 0 < request.rate < float("inf"):
         raise UsageError(f"got --rate {request.rate}; it must be above 0")
 

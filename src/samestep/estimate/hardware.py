@@ -15,7 +15,7 @@ from samestep.devices.selection import select
 from samestep.errors import UsageError
 
 GIB = 2**30
-FORMS = "8xH100 (eight on one node), 64xA100-80 with --nodes 8, or cpu:2 and the like for those of this machine"
+FORMS = "8xH100 (eight on one node), 64xA100-80 with --nnodes 8, or cpu:2 and the like for those of this machine"
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Cluster:
 
 
 def read_cluster(text: str, nodes: int | None = None, node_gbits: float | None = None) -> Cluster:
-    """The cluster of `--devices`, `--nodes` and `--node-gbits`; `8xH100` is the number on each node if nodes are given.
+    """The cluster of `--devices`, `--nnodes` and `--node-gbits`; `8xH100` is the number on each of the nodes.
 
     `cpu:2`, `auto`, `0,4` and the like are devices of this machine. Raises `UsageError` or `DeviceError`.
     """
@@ -102,7 +102,7 @@ def read_cluster(text: str, nodes: int | None = None, node_gbits: float | None =
         raise UsageError(f"got --devices {text!r}; needed: a number and a kind, such as {FORMS}")
     count, kind = int(match[1] or 1), find_kind(match[2])
     if count < 1 or (nodes is not None and nodes < 1):
-        raise UsageError(f"got --devices {text!r} and --nodes {nodes}; needed: at least one device on one node")
+        raise UsageError(f"got --devices {text!r} and --nnodes {nodes}; needed: at least one device on one node")
     if node_gbits is not None:
         if not node_gbits > 0:
             raise UsageError(f"got --node-gbits {node_gbits}; needed: Gbit/s of a node to others, above 0")
@@ -113,7 +113,7 @@ def read_cluster(text: str, nodes: int | None = None, node_gbits: float | None =
     if count % num_nodes:
         raise UsageError(
             f"got --devices {text!r}: {count} devices do not divide among nodes of {kind.per_node}; give the devices "
-            "of a node and the number of nodes, such as --devices 6xH100 --nodes 2"
+            "of a node and the number of nodes, such as --devices 6xH100 --nnodes 2"
         )
     return Cluster(kind, count, num_nodes)
 

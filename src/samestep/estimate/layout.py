@@ -67,7 +67,7 @@ def layout_problem(layout: Layout, cluster: Cluster, num_blocks: int, name: str)
         )
     if layout.pipe > 1 and num_blocks < layout.pipe:
         return (
-            f"{name} has {num_blocks} repeated layers, too few for {layout.pipe} stages; needed: --pipe "
+            f"{name} has {num_blocks} repeated layers, too few for {layout.pipe} stages; needed: --mesh pipe="
             f"{max(num_blocks, 1)} or less"
         )
     return None

@@ -274,12 +274,18 @@ def _fork() -> int:
     """Forks, unless threads or an initialised accelerator would break the child."""
     count = len(os.listdir("/proc/self/task"))
     if count != 1:
-        raise ForkError(f"the starter process has {count} threads and must have one; use --start-method spawn")
+        raise ForkError(
+            f"the starter process has {count} threads and must have one; use start_method='spawn' "
+            "(--start-method spawn)"
+        )
     torch = sys.modules.get("torch")
     for name in ("cuda", "xpu"):
         module = getattr(torch, name, None)
         if module is not None and module.is_initialized():
-            raise ForkError(f"an imported module initialised {name} before the workers; use --start-method spawn")
+            raise ForkError(
+                f"an imported module initialised {name} before the workers; use start_method='spawn' "
+                "(--start-method spawn)"
+            )
     return os.fork()
 
 

@@ -87,15 +87,11 @@ class Policy:
     def __post_init__(self) -> None:
         """Checks the values."""
         if self.min_devices < 1:
-            raise UsageError(
-                f"got {self.min_devices} as the least number of devices; needed: 1 or more (--min-devices)"
-            )
+            raise UsageError(f"got --min-devices {self.min_devices}; it must be 1 or more")
         if self.max_restarts < 0:
-            raise UsageError(f"got {self.max_restarts} restarts; needed: 0 or more (--max-restarts)")
+            raise UsageError(f"got --max-restarts {self.max_restarts}; it must be 0 or more")
         if not (self.hang_seconds >= 0 and math.isfinite(self.hang_seconds)):
-            raise UsageError(
-                f"got a hang timeout of {self.hang_seconds} s; needed: seconds, or 0 for never (--hang-seconds)"
-            )
+            raise UsageError(f"got --hang-seconds {self.hang_seconds}; it must be seconds, or 0 for never")
         if self.replace and self.max_restarts == 0:
             raise UsageError("got --replace, which starts workers again, but no --max-restarts; give it 1 or more")
 

@@ -130,7 +130,8 @@ class Monitor:
             for signum in read_available(fd) or b"":
                 if self._stopped_by is None:
                     self._stop(signum)
-                else:
+                elif self._phase != "killed":
+                    self._display.notify("ending at once")
                     self._kill()
             return True
 

@@ -147,13 +147,16 @@ def _token_file(logical_devices: int | None) -> Iterator[dict[str, int]]:
 def resolve_start_method(start_method: str | None, num_threads: int) -> StartMethod:
     """The start method to use."""
     if num_threads < 1:
-        raise UsageError(f"got {num_threads} threads; a worker needs 1 or more (--num-threads)")
+        raise UsageError(f"got num_threads={num_threads}; it must be 1 or more (--num-threads)")
     if sys.platform == "win32":
         raise UsageError("several processes can be started on Linux and macOS; on Windows use WSL")
     if start_method not in (None, "fork", "spawn"):
-        raise UsageError(f"got the start method {start_method!r}; it is fork or spawn (--start-method)")
+        raise UsageError(f"got start_method={start_method!r}; it is 'fork' or 'spawn' (--start-method)")
     if start_method == "fork" and sys.platform != "linux":
-        raise UsageError(f"the system libraries of {sys.platform} do not survive a fork; use --start-method spawn")
+        raise UsageError(
+            f"the system libraries of {sys.platform} do not survive a fork; use start_method='spawn' "
+            "(--start-method spawn)"
+        )
     return "fork" if start_method != "spawn" and sys.platform == "linux" else "spawn"
 
 

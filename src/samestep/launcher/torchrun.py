@@ -10,13 +10,17 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 from samestep.comm.device_token import TOKEN_VARIABLE
-from samestep.comm.environment import Environment, read_environment
+from samestep.comm.environment import Environment, read_environment, torchrun_defaults
 from samestep.devices.selection import Selection
 from samestep.errors import UsageError
 from samestep.launcher import process_tree
@@ -26,8 +30,12 @@ from samestep.launcher.job import Job, Outcome, Policy, Torchrun
 from samestep.launcher.program import run_program
 from samestep.launcher.worker import exit_code_of, leave
 from samestep.launcher.workers import begin_log, make_log_dir
+from samestep.text import counted
 
-TOKENS = "tokens"  # a file beside torchrun's logs
+TOKENS, STARTED = "tokens", "started"  # files beside torchrun's logs
+DEFAULT_PORT = 29400  # torchrun's
+WAIT_SECONDS = "600"  # torchrun's
+LOOK_SECONDS, TELL_SECONDS, GONE_SECONDS = 0.5, 30.0, 5.0
 STOP_CODES = tuple(128 + signum for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
 PEER_LOST_SECONDS = 0.5  # torchrun polls every tenth of a second, and reports the worker whose end it finds first
 
@@ -47,24 +55,29 @@ def hand_over(
     num_workers = selection.count if logical_devices is None else torchrun.ranks_each(logical_devices)
     policy.check_devices(selection.count, num_workers)
     make_log_dir(job.log_dir)
+    meeting = Meeting.of(torchrun)
+    meeting.say(f"waiting at {meeting.place} for {meeting.machines}, up to {meeting.seconds} s")
     variables = {"SAMESTEP_DEVICE_KIND": selection.kind, "SAMESTEP_THREADS": str(num_threads)}
     os.environ.update({**process_variables(selection, num_threads), **variables})
 
     from torch.distributed import DistError, run
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.rendezvous.api import RendezvousError
+    from torch.distributed.elastic.rendezvous.api import RendezvousError, RendezvousTimeoutError
 
+    meeting.wait_for_answer()
     worker = [sys.executable, "-P", "-u", "-m", "samestep.launcher.torchrun", json.dumps(asdict(job))]
     with tempfile.TemporaryDirectory(prefix="samestep-torchrun-") as folder:  # torchrun would leave its own behind
+        own = []
         if logical_devices is not None:
             Path(folder, TOKENS).touch()
             own = [dict(selection.only(index).environment) for index in range(selection.count)]
-            worker.append(json.dumps({"tokens": str(Path(folder, TOKENS)), "variables": own}))
+        worker.append(json.dumps({"folder": folder, "variables": own}))
         given = {**torchrun.options, "nproc-per-node": num_workers, "max-restarts": policy.max_restarts}
         options = [f"--{name}={value}" for name, value in {**given, "log-dir": folder}.items()]
         try:
-            run.run(run.parse_args([*options, "--no-python", *worker]))
+            with meeting.watched(Path(folder, STARTED)):
+                run.run(run.parse_args([*options, "--no-python", *worker]))
         except ChildFailedError as error:
             rank, failed = error.get_first_failure()
             code = failed.exitcode if failed.exitcode > 0 else 128 - failed.exitcode
@@ -72,6 +85,8 @@ def hand_over(
             return Outcome(code, failure=None if is_stopped else f"rank {rank} {describe_ending(failed.exitcode)}")
         except SignalException as stop:
             return Outcome(128 + stop.sigval)
+        except RendezvousTimeoutError as error:
+            raise meeting.failure() from error
         except (RendezvousError, DistError, ValueError, AssertionError) as error:
             reason = str(error).strip().partition("\n")[0]
             raise UsageError(
@@ -79,6 +94,163 @@ def hand_over(
                 "and --master-port with a name and a free port of one of them"
             ) from error
     return Outcome(0)
+
+
+@dataclass
+class Meeting:
+    """The place where machines meet, and what is told while this one waits for the others."""
+
+    place: str  # HOST:PORT
+    id: str
+    num_machines: tuple[int, int]  # least and most
+    node_rank: str | None  # None if machines have no numbers
+    conf: Mapping[str, str]
+    count: int = 1  # the machines that are there, this one included
+
+    @classmethod
+    def of(cls, torchrun: Torchrun) -> "Meeting":
+        """The meeting by torchrun's options and the variables that stand for them, with torchrun's defaults."""
+        defaults = {name.replace("_", "-"): value for name, value in torchrun_defaults().items()}
+        known = {"rdzv-id": "none", "master-port": "29500", "node-rank": "0", **defaults, **torchrun.options}
+        place = known.get("rdzv-endpoint") or f"{known.get('master-addr')}:{known['master-port']}"
+        conf = dict(part.partition("=")[::2] for part in known.get("rdzv-conf", "").split(","))
+        node_rank = known["node-rank"] if known.get("rdzv-backend", "static") == "static" else None
+        found = cls(place, known["rdzv-id"], (torchrun.min_nodes, torchrun.max_nodes), node_rank, conf)
+        if not found.seconds.isdecimal():
+            raise UsageError(f"got --rdzv-conf {found.option}={found.seconds}; it must be a whole number of seconds")
+        return found
+
+    @property
+    def option(self) -> str:
+        """The name within --rdzv-conf of the time in which all must be there."""
+        return "join_timeout" if self.node_rank is None else "timeout"
+
+    @property
+    def seconds(self) -> str:
+        """The time in which all must be there."""
+        return self.conf.get(self.option, WAIT_SECONDS)
+
+    @property
+    def machines(self) -> str:
+        """How many are awaited."""
+        least, most = self.num_machines
+        return counted(most, "machine") if least == most else f"{least} to {most} machines"
+
+    def say(self, text: str) -> None:
+        """Tells something on stderr, if several machines meet."""
+        if self.num_machines[1] > 1:
+            print(f"samestep: {text}", file=sys.stderr, flush=True)
+
+    def failure(self, is_silent: bool = False) -> UsageError:
+        """What is said when the time is up."""
+        came = "nothing answered at" if is_silent else f"{self.count} of {self.machines} came to"
+        return UsageError(
+            f"{came} {self.place} in {self.seconds} s; check that the command was started on every machine with the "
+            "same --nnodes, --rdzv-id and place to meet, and that every machine reaches that name and port through "
+            f"firewalls, or wait longer by --rdzv-conf {self.option}=SECONDS"
+        )
+
+    def wait_for_answer(self) -> None:
+        """Waits until another machine, if it is to host the meeting, listens: torch would give up after a minute."""
+        from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+
+        host, port = parse_rendezvous_endpoint(self.place, DEFAULT_PORT)
+        if self._is_host(host):
+            return
+        began = told = time.monotonic()
+        while not _answers(host, port):
+            now = time.monotonic()
+            if now - began > float(self.seconds):
+                raise self.failure(is_silent=True)
+            if now - told > TELL_SECONDS:
+                self.say(f"nothing answers at {self.place} after {now - began:.0f} s")
+                told = now
+            time.sleep(LOOK_SECONDS)
+
+    def _is_host(self, host: str) -> bool:
+        """Whether the others come to this machine, or it cannot be said."""
+        if self.node_rank is not None:
+            return self.node_rank == "0"
+        if "is_host" in self.conf:
+            return self.conf["is_host"].lower() in ("1", "true", "t", "yes", "y")
+        try:
+            family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+            with socket.socket(family, socket.SOCK_STREAM) as probe:
+                probe.bind(address)
+        except OSError:
+            return False
+        return True
+
+    @contextmanager
+    def watched(self, started: Path) -> Iterator[None]:
+        """Tells meanwhile, in a thread, how many machines are there, until a worker has made the file `started`."""
+        is_over = threading.Event()
+        thread = threading.Thread(target=self._watch, args=(started, is_over), daemon=True)
+        if self.num_machines[1] > 1:
+            thread.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            if thread.is_alive():
+                thread.join(GONE_SECONDS)
+
+    def _watch(self, started: Path, is_over: threading.Event) -> None:
+        """Tells how many machines are there when the number changes, and every half minute."""
+        from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+
+        present = Present(parse_rendezvous_endpoint(self.place, DEFAULT_PORT), self.id)
+        began = told = time.monotonic()
+        known = 0
+        while not is_over.wait(LOOK_SECONDS) and not started.exists():
+            count, now = present.count(), time.monotonic()
+            if count == 0 or (count == known and now - told < TELL_SECONDS):
+                continue
+            told, known, self.count = now, count, count
+            are = "is" if count == 1 else "are"
+            self.say(f"{count} of {self.machines} {are} at {self.place} after {now - began:.0f} s")
+
+
+def _answers(host: str, port: int) -> bool:
+    """Whether something listens at an address."""
+    try:
+        socket.create_connection((host, port), timeout=LOOK_SECONDS).close()
+    except OSError:
+        return False
+    return True
+
+
+class Present:
+    """Counts the machines that wait at an address: each keeps counting up a number of its own in the store there."""
+
+    def __init__(self, address: tuple[str, int], run_id: str) -> None:
+        self._address, self._prefix = address, f"samestep/{run_id}/"
+        self._store: Any = None
+        self._own = ""
+        self._beats: dict[int, tuple[int, float]] = {}  # the last value, and when it was first seen
+
+    def count(self) -> int:
+        """The number of machines that are there, this one included; 0 if nothing answers."""
+        from torch.distributed import PrefixStore, TCPStore
+
+        try:
+            if self._store is None:
+                if not _answers(*self._address):  # of which torch would warn
+                    return 0
+                patience = timedelta(seconds=GONE_SECONDS)
+                store = TCPStore(*self._address, is_master=False, timeout=patience, wait_for_workers=False)
+                self._store = PrefixStore(self._prefix, store)
+                self._own = str(self._store.add("machines", 1))
+            self._store.add(self._own, 1)
+            now = time.monotonic()
+            for number in range(1, self._store.add("machines", 0) + 1):
+                value = self._store.add(str(number), 0)
+                if self._beats.get(number, (0, 0.0))[0] != value:
+                    self._beats[number] = (value, now)
+            return sum(now - seen < GONE_SECONDS for _, seen in self._beats.values())
+        except (OSError, RuntimeError, ValueError):
+            self._store = None
+            return 0
 
 
 def main() -> None:
@@ -89,8 +261,7 @@ def main() -> None:
     log = None if job.log_dir is None or place.rank == 0 else str(Path(job.log_dir) / f"rank-{place.rank}.log")
     if place.rank > 0:
         _redirect(log, anew=place.attempt == 0)
-    if len(sys.argv) > 2:
-        _settle(place, **json.loads(sys.argv[2]))
+    _settle(place, **json.loads(sys.argv[2]))
     report = None
     try:
         run_program(job.restarted() if place.attempt else job, {})
@@ -112,12 +283,15 @@ def main() -> None:
     leave(code)
 
 
-def _settle(place: Environment, tokens: str, variables: Sequence[Mapping[str, str]]) -> None:
-    """Gives a logical device its device of this machine, and the file of the devices' tokens."""
+def _settle(place: Environment, folder: str, variables: Sequence[Mapping[str, str]]) -> None:
+    """Tells the agent of the start; gives a logical device its device of this machine, and the file of the tokens."""
+    Path(folder, STARTED).touch()
+    if not variables:
+        return
     index = place.local_rank * len(variables) // place.local_world_size
     os.environ.update(variables[index])
     if place.local_world_size > len(variables):
-        os.environ[TOKEN_VARIABLE] = f"{os.open(tokens, os.O_RDWR)}:{index}"
+        os.environ[TOKEN_VARIABLE] = f"{os.open(Path(folder, TOKENS), os.O_RDWR)}:{index}"
 
 
 def _redirect(log: str | None, *, anew: bool) -> None:

@@ -13,10 +13,14 @@ from samestep.recipes.options import ONE_FILE, check_source, own_options, own_op
 
 MAX_THREADS = 1024
 """CPU threads that a worker may have."""
+DATA = "Data, model and evaluation"
+OPTIMIZATION = "Batch, optimizer and length"
+DEVICES = "Devices and workers"
+LAYOUT = "Strategy and precision"
 RUN_FOLDER = "Run folder, checkpoints and resuming"
 
 
-def _sizes(text: str) -> dict[str, int]:
+def mesh_sizes(text: str) -> dict[str, int]:
     """`data=2,pipe=4` as sizes by axis."""
     try:
         return {axis.strip(): int(size) for axis, size in (part.split("=") for part in text.split(","))}
@@ -70,60 +74,14 @@ class JobConfig:
     """
 
     recipe: str = ""
-    data: str | None = _option("A dataset by name (digits, mnist, fashion-mnist), or the file of mlp or gpt.")
-    data_dir: str | None = _option("A folder with the dataset's files; nothing is downloaded.")
-    epochs: int | None = _option("How often to go through the data.", least=1)
-    max_steps: int | None = _option("End after this step of the run, or after --epochs if that is sooner.", least=1)
-    global_batch_size: int | None = _option("Samples of one optimizer step, on any devices.", compared=True)
-    num_microbatches: int | None = _option(
-        "Slices of a global batch, at least one a device; 8 by default.", compared=True
+    data: str | None = _option(
+        "A dataset by name (digits, mnist, fashion-mnist), or the file of mlp or gpt.",
+        panel=DATA,
+        metavar="NAME|FILE",
+        offers=("digits", "mnist", "fashion-mnist"),
     )
-    shares: Sequence[float] | None = _option("How much each device does, such as 3,1; same bits.", parse=_numbers)
-    seed: int = _option("Of weights, order and dropout; 0 by default.", 0, least=0, compared=True)
-    optimizer: str | None = _option("sgd, adam or adamw.", choices=("sgd", "adam", "adamw"), compared=True)
-    lr: float | None = _option("Learning rate.", above=0, compared=True)
-    momentum: float | None = _option("Of sgd.", least=0, compared=True)
-    weight_decay: float | None = _option("Of the optimizer.", least=0, compared=True)
-    scheduler: str | None = _option(
-        "Learning rate over the steps: cosine or linear (from --lr to 0 at the end of the run) or constant; constant "
-        "by default.",
-        choices=("cosine", "linear", "constant"),
-    )
-    warmup_steps: int | None = _option("Raise the learning rate to --lr over so many steps first.", least=1)
-    max_grad_norm: float | None = _option("Clip the gradient's norm to this.", above=0, compared=True)
-    precision: str = _option(
-        "32-true (the default), bf16-mixed or 16-mixed.",
-        "32-true",
-        choices=("32-true", "bf16-mixed", "16-mixed"),
-        compared=True,
-    )
-    compile: bool = _option("Run forward and loss through torch.compile.", False, negated=True, compared=True)
-    reduction: str = _option(
-        "ordered (the default: same bits on any devices) or native.",
-        "ordered",
-        choices=("ordered", "native"),
-        compared=True,
-    )
-    strategy: str = _option(
-        "How the state lies on the devices: replicate (the default), sharded (1/D of it on each) or pipeline (some "
-        "layers on each; needs --mesh): the same bits.",
-        "replicate",
-        choices=("replicate", "sharded", "pipeline"),
-    )
-    mesh: Mapping[str, int] | None = _option(
-        "Devices along each axis, data=2,pipe=4 or data=-1,pipe=2; -1: the remaining devices.", parse=_sizes
-    )
-    shard_optimizer: bool = _option("Under replicate: each device has 1/D of the optimizer's state.", False)
-    eval_every: int | None = _option("Evaluate after every so many epochs; 1 by default.", least=1)
-    best: str | None = _option(
-        "Keep the checkpoint that is best by this metric: a name, or a name with :min or :max.", metavar="METRIC"
-    )
-    patience: int | None = _option(
-        "End after so many evaluations without a better one by --best, or by the recipe's own metric.", least=1
-    )
-    num_workers: int = _option("Processes a rank that fetch samples; none by default.", 0, least=0)
-    num_threads: int | None = _option(
-        "CPU threads a worker; part of what decides the bits; 1 by default.", least=1, most=MAX_THREADS, compared=True
+    data_dir: str | None = _option(
+        "A folder with the dataset's files; nothing is downloaded.", panel=DATA, metavar="DIR"
     )
     options: Mapping[str, str] | None = _option(
         "A recipe's own option, as name=value; may be repeated. Those that there are, with their defaults: "
@@ -131,6 +89,107 @@ class JobConfig:
         parse=pairs,
         flags=("--option", "-o"),
         repeated=True,
+        panel=DATA,
+        metavar="NAME=VALUE",
+    )
+    eval_every: int | None = _option(
+        "Evaluate after every so many epochs; 1 by default.", least=1, panel=DATA, metavar="N"
+    )
+    best: str | None = _option(
+        "Keep the checkpoint that is best by this metric: a name, or a name with :min or :max.",
+        metavar="METRIC",
+        panel=DATA,
+    )
+    patience: int | None = _option(
+        "End after so many evaluations without a better one by --best, or by the recipe's own metric.",
+        least=1,
+        panel=DATA,
+        metavar="N",
+    )
+    epochs: int | None = _option("How often to go through the data.", least=1, panel=OPTIMIZATION, metavar="N")
+    max_steps: int | None = _option(
+        "End after this step of the run, or after --epochs if that is sooner.", least=1, panel=OPTIMIZATION, metavar="N"
+    )
+    global_batch_size: int | None = _option(
+        "Samples of one optimizer step, on any devices.", compared=True, panel=OPTIMIZATION, metavar="N"
+    )
+    num_microbatches: int | None = _option(
+        "Slices of a global batch, at least one a device; 8 by default.", compared=True, panel=OPTIMIZATION, metavar="N"
+    )
+    seed: int = _option(
+        "Of weights, order and dropout; 0 by default.", 0, least=0, compared=True, panel=OPTIMIZATION, metavar="N"
+    )
+    optimizer: str | None = _option(
+        "sgd, adam or adamw.", choices=("sgd", "adam", "adamw"), compared=True, panel=OPTIMIZATION, metavar="NAME"
+    )
+    lr: float | None = _option("Learning rate.", above=0, compared=True, panel=OPTIMIZATION, metavar="RATE")
+    momentum: float | None = _option("Of sgd.", least=0, compared=True, panel=OPTIMIZATION, metavar="X")
+    weight_decay: float | None = _option("Of the optimizer.", least=0, compared=True, panel=OPTIMIZATION, metavar="X")
+    scheduler: str | None = _option(
+        "Learning rate over the steps: cosine or linear (from --lr to 0 at the end of the run) or constant; constant "
+        "by default.",
+        choices=("cosine", "linear", "constant"),
+        panel=OPTIMIZATION,
+        metavar="NAME",
+    )
+    warmup_steps: int | None = _option(
+        "Raise the learning rate to --lr over so many steps first.", least=1, panel=OPTIMIZATION, metavar="N"
+    )
+    max_grad_norm: float | None = _option(
+        "Clip the gradient's norm to this.", above=0, compared=True, panel=OPTIMIZATION, metavar="X"
+    )
+    strategy: str = _option(
+        "How the state lies on the devices: replicate (the default), sharded (1/D of it on each) or pipeline (some "
+        "layers on each; needs --mesh): the same bits.",
+        "replicate",
+        choices=("replicate", "sharded", "pipeline"),
+        panel=LAYOUT,
+        metavar="NAME",
+    )
+    mesh: Mapping[str, int] | None = _option(
+        "Devices along each axis, data=2,pipe=4 or data=-1,pipe=2; -1: the remaining devices.",
+        parse=mesh_sizes,
+        panel=LAYOUT,
+        metavar="AXIS=N,…",
+    )
+    shard_optimizer: bool = _option(
+        "Under replicate: each device has 1/D of the optimizer's state.", False, panel=LAYOUT
+    )
+    precision: str = _option(
+        "32-true (the default), bf16-mixed or 16-mixed.",
+        "32-true",
+        choices=("32-true", "bf16-mixed", "16-mixed"),
+        compared=True,
+        panel=LAYOUT,
+        metavar="NAME",
+    )
+    compile: bool = _option(
+        "Run forward and loss through torch.compile.", False, negated=True, compared=True, panel=LAYOUT
+    )
+    reduction: str = _option(
+        "ordered (the default: same bits on any devices) or native.",
+        "ordered",
+        choices=("ordered", "native"),
+        compared=True,
+        panel=LAYOUT,
+        metavar="NAME",
+    )
+    shares: Sequence[float] | None = _option(
+        "How much each device does, such as 3,1; same bits.", parse=_numbers, panel=DEVICES, metavar="X,X,…"
+    )
+    spares: int = _option(
+        "How many of the devices stand by, to take over when another is lost.", 0, least=0, panel=DEVICES, metavar="N"
+    )
+    num_workers: int = _option(
+        "Processes a rank that fetch samples; none by default.", 0, least=0, panel=DEVICES, metavar="N"
+    )
+    num_threads: int | None = _option(
+        "CPU threads a worker; part of what decides the bits; 1 by default.",
+        least=1,
+        most=MAX_THREADS,
+        compared=True,
+        panel=DEVICES,
+        metavar="N",
     )
     run_dir: str | None = _option(
         "Where the run goes; runs/RECIPE-DATE-TIME by default.", panel=RUN_FOLDER, metavar="PATH"
@@ -140,23 +199,31 @@ class JobConfig:
         "newest run of RECIPE that did not end, or a new one.",
         panel=RUN_FOLDER,
         metavar="RUN|auto",
+        offers=("auto", "RUN"),
     )
     allow_contract_change: bool = _option(
         "Go on though something changed that decides the bits.", False, panel=RUN_FOLDER
     )
-    checkpoint_steps: int | None = _option("Write a checkpoint every so many steps.", least=1, panel=RUN_FOLDER)
-    checkpoint_minutes: float | None = _option("And when the last is so old; 5 by default.", above=0, panel=RUN_FOLDER)
+    checkpoint_steps: int | None = _option(
+        "Write a checkpoint every so many steps.", least=1, panel=RUN_FOLDER, metavar="N"
+    )
+    checkpoint_minutes: float | None = _option(
+        "And when the last is so old; 5 by default.", above=0, panel=RUN_FOLDER, metavar="X"
+    )
     checkpoint_retries: int | None = _option(
         "How often one that cannot be written is tried again, after 1, 2, 4, … seconds, before the run ends; 3 by "
         "default.",
         least=0,
         panel=RUN_FOLDER,
+        metavar="N",
     )
-    keep: int | None = _option("How many checkpoints are kept; 3 by default.", least=1, panel=RUN_FOLDER)
+    keep: int | None = _option("How many checkpoints are kept; 3 by default.", least=1, panel=RUN_FOLDER, metavar="N")
     digest_every: int | None = _option(
-        "The ledger has a checksum of the state every so many steps; 100 by default.", least=1, panel=RUN_FOLDER
+        "The ledger has a checksum of the state every so many steps; 100 by default.",
+        least=1,
+        panel=RUN_FOLDER,
+        metavar="N",
     )
-    spares: int = _option("How many of the devices stand by, to take over when another is lost.", 0, least=0)
     profile: str | None = None
     command: Sequence[str] = ()
     job: Mapping[str, Any] = field(default_factory=dict)
@@ -238,10 +305,10 @@ def _check(name: str, value: Any, limits: Mapping[str, Any]) -> None:
         return
     option = f"--{name.replace('_', '-')}"
     if limits["choices"] and value not in limits["choices"]:
-        raise UsageError(f"got {name} {value!r}; {option} is one of {', '.join(limits['choices'])}")
+        raise UsageError(f"got {name}={value!r}; it is one of {', '.join(limits['choices'])} ({option})")
     if limits["most"] is not None and not limits["least"] <= value <= limits["most"]:
-        raise UsageError(f"got {name}={value}; {option} must be from {limits['least']} to {limits['most']}")
+        raise UsageError(f"got {name}={value}; it must be from {limits['least']} to {limits['most']} ({option})")
     if limits["least"] is not None and not limits["least"] <= value < float("inf"):
-        raise UsageError(f"got {name}={value}; {option} must be {limits['least']} or more")
+        raise UsageError(f"got {name}={value}; it must be {limits['least']} or more ({option})")
     if limits["above"] is not None and not limits["above"] < value < float("inf"):
-        raise UsageError(f"got {name}={value}; {option} must be above {limits['above']}")
+        raise UsageError(f"got {name}={value}; it must be above {limits['above']} ({option})")

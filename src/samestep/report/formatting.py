@@ -1,6 +1,7 @@
 """Numbers and values as text: durations, sizes, rates and contract fields, for terminal and page."""
 
 import math
+import shlex
 from collections.abc import Mapping
 from typing import Any
 
@@ -48,11 +49,32 @@ def value_text(value: Any) -> str:
     return ", ".join(map(value_text, value)) if isinstance(value, list) else one_line(value)
 
 
+def command_text(command: Any) -> str:
+    """A recorded command as it is typed; empty if there is none."""
+    return one_line(shlex.join(map(str, command))) if isinstance(command, list) else ""
+
+
+def optimizer_text(optimizer: Any, lr: Any = None) -> str:
+    """`sgd, lr 0.05` of a recipe's name; `SGD, lr 0.05, momentum 0.9` of the settings that a trainer records."""
+    if not isinstance(optimizer, Mapping):
+        return f"{one_line(optimizer)}, lr {value_text(lr)}"
+    if "class" not in optimizer:
+        return " and ".join(map(optimizer_text, optimizer.values()))
+    groups = [group for group in optimizer.values() if isinstance(group, Mapping)] or [optimizer]
+    words = [one_line(optimizer["class"])]
+    for name in ("lr", "momentum", "weight_decay"):
+        values = dict.fromkeys(value_text(group[name]) for group in groups if group.get(name))
+        words += [f"{name.replace('_', ' ')} {' and '.join(values)}"] if values else []
+    return ", ".join(words)
+
+
 def flat(contract: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """The fields of a contract, nested ones joined by dots."""
     fields: dict[str, Any] = {}
     for key, value in contract.items():
-        if isinstance(value, Mapping) and value:
+        if key == "command":
+            fields[key] = command_text(value) or value
+        elif isinstance(value, Mapping) and value:
             fields.update(flat(value, f"{prefix}{key}."))
         else:
             fields[f"{prefix}{key}"] = value

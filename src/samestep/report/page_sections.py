@@ -49,6 +49,7 @@ def _figures(run: RunSummary) -> str:
     figures += [("train loss", number(run.train_loss))] if run.train_loss is not None else []
     figures += [(f"{run.metric[0]} (eval)", number(run.metric[1]))] if run.metric else []
     figures += [("samples a second", number(run.throughput))] if run.throughput else []
+    figures += [("begun", run.begun)] if run.begun else []
     figures += [("under way", duration(run.time.duration))] if run.time.duration else []
     figures += [("ran on", run.devices)] if run.devices else []
     figures += [(f"{name} memory, at most", size(value)) for name, value in run.memory.items()]

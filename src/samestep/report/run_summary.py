@@ -3,6 +3,7 @@
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from datetime import UTC
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from samestep.errors import UsageError
 from samestep.report.elapsed_time import ElapsedTime, elapsed_time
 from samestep.report.events import Event, as_event
 from samestep.report.findings import Comparison, Finding, compare_runs, ledger_findings
-from samestep.report.formatting import number
+from samestep.report.formatting import command_text, number, optimizer_text
 from samestep.report.reader import (
     Epochs,
     check_run,
@@ -91,9 +92,15 @@ class RunSummary:
 
     @property
     def title(self) -> str:
-        """Recipe or script, and data."""
+        """Recipe and data; of a script its command, with its arguments."""
         facts = [str(self.contract[key]) for key in ("recipe", "script", "data") if self.contract.get(key)]
-        return " on ".join(facts[:2]) or "samestep run"
+        return " on ".join(facts[:2]) or command_text(self.contract.get("command")) or "samestep run"
+
+    @property
+    def begun(self) -> str:
+        """When it began: `2026-01-31 12:00 UTC`; empty if that is not known."""
+        first = next((event.time for event in self.events if event.time is not None), None)
+        return "" if first is None else first.astimezone(UTC).strftime("%Y-%m-%d %H:%M UTC")
 
     @property
     def terms(self) -> str:
@@ -103,7 +110,7 @@ class RunSummary:
         if "global_batch_size" in contract and "num_microbatches" in contract:
             microbatches = counted(contract["num_microbatches"], "microbatch")
             words.append(f"{contract['global_batch_size']} samples a step = {microbatches}")
-        words += [f"{contract['optimizer']}, lr {contract.get('lr', '?')}"] if "optimizer" in contract else []
+        words += [optimizer_text(contract["optimizer"], contract.get("lr"))] if contract.get("optimizer") else []
         words += [f"seed {contract['seed']}"] if "seed" in contract else []
         words += [str(contract[key]) for key in ("precision", "reduction", "device_kind") if contract.get(key)]
         return " · ".join(words)

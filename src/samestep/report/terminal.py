@@ -71,6 +71,7 @@ def _print_run(run: RunSummary, console: "Console") -> None:
     facts = [counted(run.num_steps, "step")] + ([counted(max(run.epochs), "epoch")] if run.epochs else [])
     facts += [run.devices] if run.devices else []
     facts += [duration(run.time.duration)] if run.time.duration else []
+    facts += [f"begun {run.begun}"] if run.begun else []
     facts += [f"{number(run.throughput, 3)} samples/s"] if run.throughput else []
     facts += [f"{name} memory {size(value)}" for name, value in run.memory.items()]
     console.print(one_line(" · ".join(facts)), markup=False)

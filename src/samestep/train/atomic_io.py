@@ -40,7 +40,7 @@ def writing(path: Path) -> Iterator[None]:
     except OSError as error:
         mend = "free some space, or choose" if error.errno in _NO_SPACE else "choose"
         raise RunFolderError(
-            f"cannot write {path}: {error.strerror or error}; {mend} another folder with --run-dir"
+            f"cannot write {path}: {error.strerror or error}; {mend} another folder by run_dir (--run-dir)"
         ) from error
 
 
@@ -56,7 +56,7 @@ def retrying(attempt: Callable[[], T], retries: int, tell: Callable[[str], None]
             seconds = min(2.0 ** min(number, 9), MAX_WAIT_SECONDS)
             tell(
                 f"{error}; until then the checkpoint before is the newest: trying again in {seconds:.0f} s "
-                f"(retry {number + 1} of {retries}: --checkpoint-retries)"
+                f"(retry {number + 1} of {retries}: checkpoint_retries, --checkpoint-retries)"
             )
             time.sleep(seconds)
     return attempt()

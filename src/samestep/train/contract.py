@@ -59,7 +59,7 @@ def check_contract(global_batch_size: int, num_microbatches: int | None, reducti
     """Checks arguments of `Run`; returns the number of microbatches."""
     count = check_num_microbatches(num_microbatches, global_batch_size)
     if reduction not in REDUCTIONS:
-        raise UsageError(f"got reduction={reduction!r}; --reduction is one of {', '.join(REDUCTIONS)}")
+        raise UsageError(f"got reduction={reduction!r}; it is one of {', '.join(REDUCTIONS)} (--reduction)")
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
         raise UsageError(f"got seed={seed!r}; it must be an integer from 0 to 2^63 - 1 (--seed)")
     return count

@@ -75,7 +75,9 @@ def unfinished_run(recipe: str) -> Path | None:
 def run_of(path: Path) -> Path:
     """The run folder that a path names, by itself or by a checkpoint in it."""
     if not path.exists():
-        raise UsageError(f"{path} is not there; --resume takes the folder of a run, a checkpoint in one, or auto")
+        raise UsageError(
+            f"{path} is not there; resume (--resume) takes the folder of a run, a checkpoint in one, or auto"
+        )
     return path.parent.parent if path.parent.name == CHECKPOINT_FOLDER else path
 
 
@@ -101,9 +103,9 @@ def recorded(folder: Path) -> Mapping[str, Any]:
 def check_untaken(folder: Path) -> None:
     """Raises a `UsageError` if this folder holds a run, or entries that do not precede the record of one."""
     if (folder / CONTRACT_FILE).exists():
-        raise UsageError(f"{folder} already holds a run; choose another folder with --run-dir, or remove it")
+        raise UsageError(f"{folder} already holds a run; choose another folder by run_dir (--run-dir), or remove it")
     if folder.is_dir() and not all(map(_precedes_record, folder.iterdir())):
-        raise UsageError(f"{folder} is not empty; choose a folder of its own for the run with --run-dir")
+        raise UsageError(f"{folder} is not empty; choose a folder of its own for the run by run_dir (--run-dir)")
 
 
 def _precedes_record(entry: Path) -> bool:
@@ -238,7 +240,10 @@ def _refusal(folder: Path, file: FileIO) -> str:
         holder = json.loads(file.read())
         pid, host, since = int(holder["pid"]), str(holder["host"]), str(holder["since"])
     except (OSError, ValueError, KeyError, TypeError):
-        return f"another run is writing to {folder}: wait for its end, end it, or choose another folder with --run-dir"
+        return (
+            f"another run is writing to {folder}: wait for its end, end it, or choose another folder by run_dir "
+            "(--run-dir)"
+        )
     if (pid, host) == (os.getpid(), platform.node()):
         return (
             f"another trainer of this program has been writing to {folder} since {since}: close it (trainer.close() or "
@@ -246,7 +251,7 @@ def _refusal(folder: Path, file: FileIO) -> str:
         )
     return (
         f"another run, process {pid} on {host}, has been writing to {folder} since {since}: wait for its end, end it, "
-        "or choose another folder with --run-dir"
+        "or choose another folder by run_dir (--run-dir)"
     )
 
 

@@ -32,6 +32,7 @@ from samestep.engine.step import TrainStep
 from samestep.engine.strategies import Replicate, Sharded, StrategyOptions, as_strategy
 from samestep.engine.strategy import Strategy
 from samestep.errors import SamestepError, UsageError
+from samestep.text import counted
 from samestep.train.arguments import answers_unknown
 from samestep.train.atomic_io import CHECKPOINT_RETRIES, check_retries, retrying
 from samestep.train.contract import Contract, check_contract
@@ -126,7 +127,7 @@ class Run:
         if spares and grid.num_inner > 1:
             raise UsageError(
                 f"got spares={spares} with mesh={dict(mesh or {})}: if each rank has another part of the model, none "
-                "can replace another; leave --spares out"
+                "can replace another; leave spares (--spares) out"
             )
         num_data = world_size if grid.num_inner == 1 else grid.sizes["data"]
         microbatch_ranges(count, num_data - spares, active_shares(shares, num_data, spares))
@@ -628,7 +629,9 @@ class Run:
 def _check_spares(spares: int, world_size: int) -> None:
     """Raises a `UsageError` unless some devices remain that are not spare."""
     if isinstance(spares, bool) or not isinstance(spares, int) or not 0 <= spares < world_size:
-        raise UsageError(f"got spares={spares!r} for {world_size} devices; --spares must leave one at least to work")
+        raise UsageError(
+            f"got spares={spares!r} for {counted(world_size, 'device')}; one at least must be left to work (--spares)"
+        )
 
 
 def _checked_optimizers(value: Any) -> tuple[Optimizer, ...]:

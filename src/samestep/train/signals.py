@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from samestep.comm.environment import read_environment
 from samestep.comm.heartbeat_page import STOPS_ON_REQUEST
 from samestep.comm.membership import Membership
 
@@ -32,11 +33,12 @@ def stopping_on_request(membership: Membership) -> Iterator[None]:
         return
     defaults = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
     ours = {signum: old for signum, old in defaults.items() if signal.getsignal(signum) == old}
+    speaks = read_environment().local_rank == 0  # of all ranks that a terminal's Ctrl-C reaches
 
     def request(signum: int, _frame: FrameType | None) -> None:
-        signal.signal(signum, ours[signal.Signals(signum)])
+        signal.signal(signum, ours[signal.Signals(signum)])  # the system's, which also ends what hangs
         heartbeat.ask_to_stop(signum)
-        if membership.rank == 0:
+        if speaks:
             os.write(2, b"samestep: stopping after this step; once more to end at once\n")  # print may be under way
 
     for signum in ours:

@@ -88,8 +88,10 @@ def find_state(resume: str | Path, folder: Path | None, tell: Callable[[str], No
     if names_checkpoint(path):
         return read_state(path)
     if not holds_run(path):
-        raise UsageError(f"{path} holds neither a run nor a checkpoint; --resume takes the folder of a run, or auto")
-    again = f'begin it anew with --resume auto --run-dir {path} (resume="auto")'
+        raise UsageError(
+            f"{path} holds neither a run nor a checkpoint; resume (--resume) takes the folder of a run, or auto"
+        )
+    again = f'begin it anew by run_dir={str(path)!r}, resume="auto" (--run-dir {path} --resume auto)'
     return _newest(path / CHECKPOINT_FOLDER, f"the run in {path}", again, tell)
 
 
@@ -149,7 +151,7 @@ def check_state(
     if breaking and state.newer is not None and state.is_in(folder):
         raise ContractError(
             f"{folder} has checkpoints after {state.name}, up to {state.newer}, of the contract before:\n"
-            f"{explain(changes)}\ngo on from the newest, or in a folder of its own (--run-dir)"
+            f"{explain(changes)}\ngo on from the newest, or in a folder of its own by run_dir (--run-dir)"
         )
     for change in changes:
         tell(f"changed since the checkpoint: {change.field}: {shown(change.before)} -> {shown(change.after)}")

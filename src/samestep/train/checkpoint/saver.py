@@ -230,7 +230,7 @@ def _write_parts(
         if writes and not temporary.is_dir():
             raise RunFolderError(
                 f"rank {communicator.rank} does not see {temporary}, which rank 0 has made: every rank writes its part "
-                "of the state there; give a folder on a file system that all of them share (--run-dir)"
+                "of the state there; give a folder on a file system that all of them share, by run_dir (--run-dir)"
             )
         with writing(temporary):
             for file, own in shards.items() if writes else ():

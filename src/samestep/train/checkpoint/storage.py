@@ -150,7 +150,7 @@ def complete_checkpoint(
 def check_keep(keep: int) -> None:
     """Raises a `UsageError` unless at least one checkpoint is to be kept."""
     if keep < 1:
-        raise UsageError(f"got keep={keep}; needed: at least 1, the newest checkpoint")
+        raise UsageError(f"got keep={keep}; it must be 1 or more, the newest checkpoint (--keep)")
 
 
 def verify_checkpoint(path: Path) -> str | None:

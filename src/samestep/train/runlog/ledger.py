@@ -119,7 +119,7 @@ class LedgerWriter:
         if not is_at(self._path, self._file):
             raise RunFolderError(
                 f"{self._path} is not the file any more that this run writes to: it was moved or replaced meanwhile, "
-                "with its folder perhaps. The run ends; go on with it where it is now: --resume FOLDER"
+                "with its folder perhaps. The run ends; go on with it where it is now by resume=… (--resume FOLDER)"
             )
 
     def close(self) -> None:
