@@ -176,8 +176,10 @@ void each_tensor(const IValue& value, const F& see) {
 }
 
 // Operations whose CUDA kernels take indices from the host.
-const std::set<std::string> MAY_MIX = {"aten::index.Tensor", "aten::index_put_", "aten::_index_put_impl_",
-                                       "aten::_unsafe_index.Tensor", "aten::_unsafe_index_put", "aten::index_put"};
+const std::set<std::string> MAY_MIX = {"aten::index.Tensor",         "aten::index.Tensor_out",
+                                       "aten::index_put_",          "aten::_index_put_impl_",
+                                       "aten::_unsafe_index.Tensor", "aten::_unsafe_index_put",
+                                       "aten::index_put"};
 
 // Operations whose CPU kernels give results of other dtypes than CUDA's, which the meta kernels foresee.
 const std::set<std::string> HAS_OWN_FORM = {"aten::native_batch_norm"};
