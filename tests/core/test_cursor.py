@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep.core.cursor import Cursor, batch_length, num_batches
+from samestep.core.order import Cursor, batch_length, num_batches
 from samestep.errors import UsageError
 
 

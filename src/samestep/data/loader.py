@@ -16,9 +16,8 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, Subset, TensorDataset, default_collate
 
 from samestep.comm.membership import Membership
-from samestep.core.cursor import Cursor, batch_length, num_batches
 from samestep.core.microbatches import microbatch_bounds
-from samestep.core.order import permute
+from samestep.core.order import Cursor, batch_length, num_batches, permute
 from samestep.core.seeds import derive_seed
 from samestep.data.batch import Batch, checksum, settle
 from samestep.data.fetch import MICROBATCH_STREAM, BatchIds, SeededSamples, fetch_batches
