@@ -175,15 +175,15 @@ def test_reading_leaves_the_generators_of_the_script_alone():
     assert torch.equal(torch.rand(()), expected)
 
 
-def stop_and_save(communicator, num_batches, make):
-    loader = Run(16, 8, communicator=communicator).loader(streams=make)
+def stop_and_save(communicator, num_batches, make, exact_states=False):
+    loader = Run(16, 8, communicator=communicator).loader(streams=make, exact_states=exact_states)
     batches = iter(loader)
     first = samples_of(next(batches) for _ in range(num_batches))
     return first, json.loads(json.dumps(loader.state_dict()))
 
 
-def go_on(communicator, state, make):
-    loader = Run(16, 8, communicator=communicator).loader(streams=make)
+def go_on(communicator, state, make, exact_states=False):
+    loader = Run(16, 8, communicator=communicator).loader(streams=make, exact_states=exact_states)
     loader.load_state_dict(state)
     return samples_of(loader)
 
@@ -260,19 +260,22 @@ def often(monkeypatch):
 
 def test_a_stream_with_a_state_goes_on_without_reading_what_is_before(often):
     whole = merged(in_turns(1, read_epoch, with_state))
-    results = in_turns(3, stop_and_save, 10, with_state)
+    results = in_turns(3, stop_and_save, 10, with_state, True)
     state = results[0][1]
     assert {(saved["consumed"], saved["place"]) for saved in state["streams"]} == {(16, 20)}
     WithState.read.clear()
-    rest = merged(in_turns(2, go_on, state, with_state))
+    rest = merged(in_turns(2, go_on, state, with_state, True))
     assert merged([first for first, _ in results]) + rest == whole
     assert set(WithState.read.values()) == {24}  # of 40, those after the state
+    WithState.read.clear()
+    assert merged(in_turns(2, go_on, state, with_state)) == rest
+    assert set(WithState.read.values()) == {40}  # all again, unless the caller says that states are exact
 
 
 def test_a_state_that_loses_samples_is_found_and_left(often, capsys):
     whole = merged(in_turns(1, read_epoch, lossy))
-    results = in_turns(3, stop_and_save, 10, lossy)
-    rest = merged(in_turns(2, go_on, results[0][1], lossy))
+    results = in_turns(3, stop_and_save, 10, lossy, True)
+    rest = merged(in_turns(2, go_on, results[0][1], lossy, True))
     assert merged([first for first, _ in results]) + rest == whole
     assert "stream 0 cannot go on from its own state (it goes on with another sample)" in capsys.readouterr().err
 
@@ -285,8 +288,8 @@ def test_a_state_that_cannot_be_loaded_is_left(often, capsys):
     def make(index, count):
         return Refusing(index, 40)
 
-    state = in_turns(1, stop_and_save, 10, make)[0][1]
-    assert merged(in_turns(1, go_on, state, make)) == merged(in_turns(1, read_epoch, make))[10:]
+    state = in_turns(1, stop_and_save, 10, make, True)[0][1]
+    assert merged(in_turns(1, go_on, state, make, True)) == merged(in_turns(1, read_epoch, make))[10:]
     assert "(ValueError: another version)" in capsys.readouterr().err
 
 
@@ -295,7 +298,7 @@ def test_a_state_that_json_cannot_carry_is_not_used():
         def state_dict(self):
             return {"place": {1, 2}}
 
-    stream = Stream(lambda: Odd(0, 5), 0, (1, 2), streams_module.Generators(torch.device("cpu")))
+    stream = Stream("stream 0", lambda: Odd(0, 5), 0, (1, 2), streams_module.Generators(torch.device("cpu")))
     stream.take(2)
     assert stream.save() == SavedState()
     assert len(stream.take(9)) == 3
@@ -324,6 +327,7 @@ def test_streams_are_evaluated_and_predicted_alike_on_every_number_of_devices():
         ({"streams": numbers, "dataset": [1]}, "got a dataset and streams; needed: one of them"),
         ({"streams": numbers, "num_workers": 2}, "StatefulDataLoader(dataset, batch_size=None, num_workers=1)"),
         ({"streams": numbers, "shuffle": True}, "shuffle inside them"),
+        ({"dataset": [1], "exact_states": True}, "got exact_states=True, which is of streams"),
         ({"streams": numbers, "cache": "device"}, "shuffle or cache with streams"),
     ],
     ids=lambda value: str(value)[:30],
@@ -351,7 +355,7 @@ def test_a_state_of_another_number_of_streams_is_refused():
     with pytest.raises(UsageError, match="got a state of 8 streams, the loader has 4"):
         Run(16, 4).loader(streams=numbers).load_state_dict(state)
     of_dataset = {"epoch": 0, "position": 16, "num_samples": 40}
-    with pytest.raises(UsageError, match="got a state of 0 streams"):
+    with pytest.raises(UsageError, match="got the state of a loader over a dataset"):
         Run(16, 8).loader(streams=numbers).load_state_dict(of_dataset)
 
 
@@ -366,7 +370,7 @@ def test_a_checkpoint_of_a_dataset_is_refused_with_streams(tmp_path):
 
 def test_a_stream_that_has_become_shorter_is_named():
     state = in_turns(1, stop_and_save, 5, numbers)[0][1]
-    with pytest.raises(DataError, match="a stream ends after 3 samples, but 8 of it were consumed before"):
+    with pytest.raises(DataError, match="stream 0 ends after 3 samples, but 8 of it were consumed before"):
         in_turns(1, go_on, state, lambda index, count: Numbers(index, min(3, LENGTHS[index])))
 
 
@@ -423,3 +427,63 @@ def test_counts_go_over_the_streams_that_are_left():
     assert sums == sorted(set(map(float, lefts)))
     assert [found for found, _ in in_turns(4, program)] == [losses] * 4
     assert any(a != b for a, b in pairwise(losses))
+
+
+def test_what_a_stream_and_its_first_sample_draw_differs():
+    class Drawing(IterableDataset):
+        def __iter__(self):
+            first = torch.rand(())
+            yield torch.stack([first, torch.rand(())])
+
+    (batch,) = Run(8, 8).loader(streams=lambda index, count: Drawing())
+    values = torch.cat([value.flatten() for value in batch.microbatches.values()]).tolist()
+    assert len(set(values)) == 16
+
+
+ONCE = iter(range(100))
+SHARED = WithState(0, 100)
+WRONG = {
+    "nothing": (lambda index, count: None, r"streams\(0, 8\) returned NoneType; needed: an iterable of samples"),
+    "one iterator": (lambda index, count: ONCE, r"streams\(1, 8\) returned an iterator that is read already"),
+    "one place": (lambda index, count: SHARED, r"streams\(1, 8\) returned the same object as for another stream"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_cannot_be_read_from_its_beginning_is_refused(name):
+    make, message = WRONG[name]
+    with pytest.raises(UsageError, match=message):
+        list(Run(16, 8).loader(streams=make))
+
+
+def test_an_error_in_a_stream_names_it():
+    def failing(index, count):
+        yield from range(5)
+        raise RuntimeError("the file is damaged")
+
+    with pytest.raises(RuntimeError) as caught:
+        list(Run(16, 8).loader(streams=failing))
+    assert caught.value.__notes__ == ["samestep: in stream 0, of whose samples 4 are consumed"]
+
+
+def test_an_epoch_within_an_epoch_is_refused_in_a_sentence():
+    loader = Run(16, 8).loader(streams=numbers)
+    batches = iter(loader)
+    next(batches)
+    next(iter(loader))
+    with pytest.raises(UsageError, match="the loader was iterated again in the middle of an epoch"):
+        next(batches)
+
+
+def test_a_microbatch_of_one_sample_is_explained_by_its_stream():
+    def train_on(communicator):
+        run = Run(16, 8, communicator=communicator)
+        model = small_model()
+        step = run.train_step(model, torch.optim.SGD(model.parameters(), 0.1), loss_of)
+        for batch in run.loader(streams=lambda index, count: Numbers(index, 3 if index == 2 else 4)):
+            step(batch)
+
+    with pytest.raises(
+        UsageError, match=r"microbatch 2 \(of 8\) has one: .* or let each stream end with two samples or more"
+    ):
+        in_turns(1, train_on)

@@ -32,7 +32,7 @@ class Batch:
         ids: returns the sample ids of the global batch in order; None if samples have no ids.
         checksum: compared between ranks. Of a batch that every rank holds whole: its checksum; of a loader's batch: the
             number of samples of its epoch, which decides their order; of a stream's first batches: the negative
-            checksum of all samples.
+            checksum of all samples; of streams: that of their places, below 0.
         version: the version of the membership by which the microbatches were chosen.
         renew: fetches the same global batch for the present ranks; None if the caller must do that.
         sizes: samples of each microbatch, if they come from streams of their own, of which some may be at their end;
@@ -134,7 +134,7 @@ def checksum(value: Any) -> int:
     for leaf in leaves(value):
         if isinstance(leaf, Tensor):
             parts.append(tensor_checksum(leaf))
-        elif isinstance(leaf, np.ndarray) and leaf.dtype != object:
+        elif isinstance(leaf, np.ndarray | np.generic) and leaf.dtype != object:
             parts.append(zlib.crc32(leaf.tobytes()))
         elif isinstance(leaf, str | bytes | int | float):
             parts.append(zlib.crc32(repr(leaf).encode()))

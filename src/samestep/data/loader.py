@@ -54,11 +54,14 @@ class Loader:
         multiprocessing_context: str | None = None,
         cache: str | None = None,
         streams: MakeStream | None = None,
+        exact_states: bool = False,
     ) -> None:
         if num_workers < 0:
             raise UsageError(f"got num_workers={num_workers}; it must be 0 or more (--num-workers)")
         if streams is not None:
             _check_streams(streams, dataset, num_workers, shuffle, cache)
+        elif exact_states:
+            raise UsageError("got exact_states=True, which is of streams; a dataset is read by the ids of samples")
         self._given, self._cache, self._device = dataset, cache, device
         self.dataset: Any = None if streams is not None else cached(as_dataset(dataset), cache, device)
         self.is_stream = streams is not None or isinstance(self.dataset, IterableDataset)
@@ -86,7 +89,7 @@ class Loader:
         self._generators = Generators(device)
         self._streams: Streams | None = None
         if streams is not None:
-            options = seed, global_batch_size, drop_last, self._collate, self._generators
+            options = seed, global_batch_size, drop_last, exact_states, self._collate, self._generators
             self._streams = Streams(streams, membership, device, *options)
         self._left_early = False
 

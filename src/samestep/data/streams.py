@@ -1,13 +1,15 @@
 """Streams of samples that are read in order: one whole, or one for each microbatch, read by the rank that executes it.
 
 A stream that draws from the global generators gives the same samples on any rank, and when it is read again or skipped:
-before each sample they are seeded by its place. So the place of a stream is a number of samples. If it also has a
-state of its own (`state_dict`), it goes on from there without reading what is before.
+before each sample they are seeded by its place. So the place of a stream is a number of samples, and reading it again
+up to there is exact. A state of its own (`state_dict`) is faster, and may not be exact: it is used if the caller says
+so.
 """
 
 import json
+import sys
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -31,7 +33,7 @@ BATCHES_A_STATE = 64  # after so many, each rank receives the states of all stre
 KEPT_BATCHES = 4
 CHUNK = 1024  # samples that are dropped at once
 END = -1  # instead of the checksum of a sample
-OPENING = 2**63  # instead of a position, in seeds
+OPENING, ITERATING = 2**63, 2**63 + 1  # instead of a position, in seeds
 
 
 class StreamReader:
@@ -59,7 +61,7 @@ class StreamReader:
 
 def read_seeded(dataset: Any, parts: Sequence[int], generators: Generators, position: int = 0) -> Iterator[Any]:
     """The samples of an iterable dataset from the position on at which it is; each seeded by `parts` and its own."""
-    generators.seed(derive_seed(*parts, 0))  # `__iter__` may draw too, before the first sample
+    generators.seed(derive_seed(*parts, ITERATING))  # `__iter__` may draw too, other numbers than the first sample
     samples = iter(dataset)
     while True:
         generators.seed(derive_seed(*parts, position))
@@ -83,8 +85,10 @@ class SavedState:
 class Stream:
     """One of the streams of an epoch, at the place up to which its samples are consumed."""
 
-    def __init__(self, make: Callable[[], Any], epoch: int, parts: Sequence[int], generators: Generators) -> None:
-        self._make, self._epoch, self._parts, self._generators = make, epoch, parts, generators
+    def __init__(
+        self, name: str, make: Callable[[], Any], epoch: int, parts: Sequence[int], generators: Generators
+    ) -> None:
+        self.name, self._make, self._epoch, self._parts, self._generators = name, make, epoch, parts, generators
         self._dataset: Any = None
         self._samples: Iterator[Any] = iter(())
         self._ahead: list[Any] = []  # the next sample, if it was read for its checksum
@@ -94,7 +98,11 @@ class Stream:
     def take(self, count: int) -> list[Any]:
         """The next `count` samples; fewer at the end of the stream."""
         samples, self._ahead = self._ahead[:count], self._ahead[count:]
-        samples += islice(self._samples, count - len(samples))
+        try:
+            samples += islice(self._samples, count - len(samples))
+        except Exception as error:
+            error.add_note(f"samestep: in {self.name}, of whose samples {self.consumed} are consumed")
+            raise
         self.consumed += len(samples)
         return samples
 
@@ -113,16 +121,20 @@ class Stream:
         while self.consumed < place:
             if not self.take(min(place - self.consumed, CHUNK)):
                 raise DataError(
-                    f"a stream ends after {self.consumed} samples, but {place} of it were consumed before; needed: the "
-                    "same data in each stream"
+                    f"{self.name} ends after {self.consumed} samples, but {place} of it were consumed before; needed: "
+                    "the same data in each stream"
                 )
         return reason
 
+    def shares_place_with(self, other: "Stream") -> bool:
+        """Whether both read one object that has a place of its own."""
+        return self._dataset is other._dataset and has_state(self._dataset)
+
     def save(self) -> SavedState:
         """The state of the stream's own, if it has one that JSON can carry."""
-        if self._ahead or not _has_state(self._dataset):
+        if self._ahead or not has_state(self._dataset):
             return self._saved
-        with suppress(TypeError, ValueError):
+        with suppress(Exception):  # of the user's stream; without a state it is read again
             state = self._dataset.state_dict()
             text = json.dumps(state)
             if json.loads(text) == state:
@@ -145,7 +157,7 @@ class Stream:
         """Goes on from a saved state; returns why that did not succeed, if so."""
         try:
             self._begin(saved)
-            # Not every state is exact: samples in a buffer that shuffles may be lost with it.
+            # Finds most states that are not exact, for example of a buffer that shuffles, whose samples are lost.
             return "" if self._following() == saved.following else "it goes on with another sample"
         except Exception as error:  # whatever the user's stream raises
             return f"{type(error).__name__}: {error}"
@@ -159,9 +171,9 @@ class Stream:
 class Streams:
     """The streams of all microbatches: this rank reads those of its own, and knows the places of all.
 
-    The ranks exchange the sizes of the microbatches once a batch, since a stream may end at any time, and now and then
-    the states that streams have of their own. So each rank can go on with the stream of a lost one, and a checkpoint of
-    one rank has the places of all.
+    The ranks exchange the sizes of the microbatches once a batch, since a stream may end at any time, and with
+    `exact_states` now and then the states that streams have of their own. So each rank can go on with the stream of a
+    lost one, and a checkpoint of one rank has the places of all.
     """
 
     def __init__(
@@ -172,6 +184,7 @@ class Streams:
         seed: int,
         global_batch_size: int,
         drop_last: bool,
+        exact_states: bool,
         collate_fn: Callable[[list[Any]], Any],
         generators: Generators,
     ) -> None:
@@ -183,6 +196,8 @@ class Streams:
             )
         self._make, self._membership, self._device, self._seed = make, membership, device, seed
         self._drop_last, self._collate, self._generators = drop_last, collate_fn, generators
+        self._exact_states = exact_states
+        self._iterators: list[Any] = []  # that were read already, and cannot be read again
         self._global_batch_size = global_batch_size
         self._wanted = [b - a for a, b in pairwise(microbatch_bounds(global_batch_size, self.num_streams))]
         self._stand_in: tuple[Any, int] | None = None
@@ -193,6 +208,11 @@ class Streams:
         first = position
         while sizes := self._agree(epoch, position):
             yield self.batch(epoch, position)
+            if epoch != self._epoch:
+                raise UsageError(
+                    "the loader was iterated again in the middle of an epoch, which its streams cannot follow; needed: "
+                    "another loader for that"
+                )
             position += sum(sizes)
         if position == first == 0:
             raise DataError(
@@ -239,6 +259,8 @@ class Streams:
         if not states and position == 0:
             self._open_epoch(epoch)
             return
+        if not states:
+            raise UsageError("got the state of a loader over a dataset; needed: that of one over streams")
         if len(states) != self.num_streams:
             raise UsageError(
                 f"got a state of {len(states)} streams, the loader has {self.num_streams}, one for each microbatch; "
@@ -247,7 +269,8 @@ class Streams:
         self._open_epoch(epoch)
         self._places.clear()
         self._places[position] = tuple(int(state["place"]) for state in states)
-        self._saved = [SavedState(**{n: v for n, v in state.items() if n != "place"}) for state in states]
+        if self._exact_states:
+            self._saved = [SavedState(**{n: v for n, v in state.items() if n != "place"}) for state in states]
         for start, found in sorted((int(start), tuple(found)) for start, found in sizes.items()):
             self._note_sizes(start, found)
 
@@ -285,7 +308,7 @@ class Streams:
         """The sizes of all microbatches of a batch; and the states of all streams, new ones if they are due."""
         membership = self._membership
         mine, period = membership.executed, BATCHES_A_STATE * self._global_batch_size
-        is_due = position % period >= period - self._global_batch_size
+        is_due = self._exact_states and position % period >= period - self._global_batch_size
         states: dict[int, SavedState] = {}
         row = [0] * self.num_streams
         with self._generators.preserved():
@@ -326,15 +349,24 @@ class Streams:
             self._streams[index] = self._open(epoch, index)
         stream = self._streams[index]
         reason = stream.go_to(self._places[position][index], self._saved[index])
-        if reason:
-            self._membership.notice(
-                f"stream {index} cannot go on from its own state ({reason}); it is read from the beginning of the epoch"
+        if reason:  # by the rank that reads it: others do not know
+            text = (
+                f"{stream.name} cannot go on from its own state ({reason}); it is read from the beginning of the epoch"
             )
+            print(f"samestep: {text}", file=sys.stderr, flush=True)
         return stream
 
     def _open(self, epoch: int, index: int) -> Stream:
-        make = partial(self._make, index, self.num_streams)
-        return Stream(make, epoch, (self._seed, SAMPLE_STREAM, epoch, index), self._generators)
+        parts = self._seed, SAMPLE_STREAM, epoch, index
+        # Without a reference to this object: workers of a stream end when the loader is dropped.
+        make = partial(_made, self._make, index, self.num_streams, self._iterators)
+        stream = Stream(f"stream {index}", make, epoch, parts, self._generators)
+        if any(stream.shares_place_with(other) for number, other in self._streams.items() if number != index):
+            raise UsageError(
+                f"streams({index}, {self.num_streams}) returned the same object as for another stream, and it has a "
+                "place of its own; needed: one for each"
+            )
+        return stream
 
     def _collated(self, samples: list[Any], epoch: int, index: int, start: int) -> Any:
         self._generators.seed(derive_seed(self._seed, MICROBATCH_STREAM, epoch, index, start))
@@ -350,13 +382,26 @@ class Streams:
         return self._stand_in
 
 
+def _made(make: MakeStream, index: int, count: int, iterators: list[Any]) -> Any:
+    """What `streams(index, count)` returns, if it can be read; iterators are remembered, which are read once."""
+    dataset, call = make(index, count), f"streams({index}, {count}) returned"
+    if not isinstance(dataset, Iterable) and not hasattr(dataset, "__getitem__"):
+        raise UsageError(f"{call} {type(dataset).__name__}; needed: an iterable of samples")
+    if isinstance(dataset, Iterator):
+        if any(dataset is other for other in iterators):
+            raise UsageError(f"{call} an iterator that is read already; needed: a new one from each call")
+        iterators.append(dataset)
+    return dataset
+
+
 def _gather_texts(communicator: Communicator, text: str) -> list[str]:
     """The texts of all ranks, by rank."""
     data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
     sizes = [row[0] for row in communicator.gather_words([len(data)])]
     parts = communicator.gather_rows(data.view(-1, 1), sizes).view(-1).split(sizes)
-    return [bytes(part.tolist()).decode() for part in parts]
+    return [part.numpy().tobytes().decode() for part in parts]
 
 
-def _has_state(dataset: Any) -> bool:
+def has_state(dataset: Any) -> bool:
+    """Whether a stream has a state of its own."""
     return hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")

@@ -131,18 +131,21 @@ class ForwardBackward:
         return self._scale.apply(self._weights[weight, dtype])
 
     def explain_lone(
-        self, error: ValueError, microbatch: int, num_samples: int, length: int, step: int
+        self, error: ValueError, microbatch: int, num_samples: int, batch: Batch, step: int
     ) -> UsageError | None:
         """The error to raise if torch refused a microbatch because it has one sample; None for other errors."""
         if num_samples > 1:
             return None
         from samestep.engine.diagnosis import explain_lone_sample
 
+        length = batch.length
         where = (
             f"of the {length} samples of step {step} microbatch {microbatch} (of {self.membership.num_microbatches})"
         )
         fewer = f"cut batches into fewer microbatches (num_microbatches={length // 2} or less, --num-microbatches)"
         advice = fewer if length > 1 else "take a global_batch_size (--global-batch-size) that leaves more"
+        if batch.sizes is not None:
+            advice = "let each stream end with two samples or more"
         return explain_lone_sample(error, self.model, where, advice)
 
 

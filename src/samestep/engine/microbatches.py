@@ -96,7 +96,7 @@ class MicrobatchRunner:
 
         membership = self._compute.membership
         if isinstance(error, ValueError):
-            explained = self._compute.explain_lone(error, microbatch, num_samples, batch.length, step)
+            explained = self._compute.explain_lone(error, microbatch, num_samples, batch, step)
             if explained is not None:
                 raise explained from None
         is_short = is_out_of_memory(error)

@@ -118,9 +118,13 @@ class ObservedStep(StepObserver):
         """Checks that the batch has the microbatch that was asked for."""
         self._batch = batch
         if self._step is not None and self.microbatch is not None and self.microbatch not in batch.microbatches:
+            there = f"microbatches 0 to {max(batch.microbatches)}"
+            if batch.sizes is not None:
+                there = (
+                    f"microbatches {', '.join(map(str, sorted(batch.microbatches)))}; other streams are at their end"
+                )
             raise UsageError(
-                f"got --microbatch {self.microbatch}; step {self._number} has {batch.length} samples in "
-                f"microbatches 0 to {max(batch.microbatches)}"
+                f"got --microbatch {self.microbatch}; step {self._number} has {batch.length} samples in {there}"
             )
 
     def on_microbatch(self, step: int, index: int, value: Any) -> None:

@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 from samestep.comm.environment import read_environment
 from samestep.errors import UsageError
 from samestep.launcher.program import run_module, run_script
-from samestep.scripts.patch import Patch, applied, late_dynamo
+from samestep.scripts.patch import Patch, applied, late_dynamo, late_patches
 
 REFUSED = 173  # the exit code of a child that stopped before it would wait; no signal's, and hardly a script's
 OTHER_GROUPS = ("horovod.torch", "mpi4py.MPI")  # whose processes exchange gradients without torch's process groups
@@ -47,9 +47,12 @@ def run_native(kind: str, target: str, argv: Sequence[str]) -> None:
         for name, value in (ON_CPUS, "true"), *((each, str(place.local_world_size)) for each in DEVICES_ON_CPUS):
             os.environ.setdefault(name, value)
     run = run_module if kind == "module" else run_script
-    with watching_children(target), applied([*late_dynamo(), *_first_backward(target)]):
+    kept: list[Any] = []
+    groups = late_patches({"torch.distributed.distributed_c10d": partial(_kept_groups, kept)})
+    with watching_children(target), applied([*late_dynamo(), *_first_backward(target), *groups]):
         try:
             run(target, tuple(argv))
+            kept.clear()  # after the script's own references to models, which hold groups too
         except Exception as error:
             if place.device_kind == "cpu" and any(word in str(error) for word in GPU_WORDS):
                 error.add_note(NO_GPU)
@@ -82,6 +85,23 @@ def watching_children(program: str) -> Iterator[None]:
             yield
     finally:
         _raise_for_refused(started, program)
+
+
+def _kept_groups(kept: list[Any], c10d: Any) -> list[Patch]:
+    """Keeps the process group that a script destroys until its models are gone.
+
+    A DistributedDataParallel that is freed last frees the group, too, and holds the interpreter's lock while it waits
+    for gloo's threads, of which one may wait for the lock to free a gradient: the script would hang at its end
+    (https://github.com/pytorch/pytorch/issues/56297). Freed from Python, a group lets go of the lock.
+    """
+    inner = c10d.destroy_process_group
+
+    def destroy_process_group(*args: Any, **kwargs: Any) -> Any:
+        if c10d.is_initialized():
+            kept.append(c10d.group.WORLD)
+        return inner(*args, **kwargs)
+
+    return [Patch(c10d, "destroy_process_group", destroy_process_group, ("torch.distributed",))]
 
 
 def _first_backward(program: str) -> list[Patch]:

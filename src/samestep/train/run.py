@@ -407,6 +407,7 @@ class Run:
         dataset: Any = None,
         *,
         streams: Callable[[int, int], Any] | None = None,
+        exact_states: bool = False,
         shuffle: bool = False,
         drop_last: bool = False,
         num_workers: int = 0,
@@ -422,6 +423,9 @@ class Run:
             streams: instead of a dataset, `streams(index, count)` returns the stream of samples of microbatch `index`:
                 any iterable, opened anew for each epoch, and read by the rank that executes the microbatch alone. It
                 must depend on its arguments only. `count` is num_microbatches.
+            exact_states: streams go on from their own `state_dict`, if they have one, when a run is resumed or healed,
+                instead of being read again up to their place. Only for streams that then give exactly the samples that
+                they would have given: what shuffles in a buffer, or draws in a worker, often does not.
             shuffle: a new order each epoch, a function of (seed, epoch).
             drop_last: skip a shorter last batch. By default it is split over the microbatches like any other. With
                 streams: end the epoch when one of them cannot fill its microbatch; by default the others go on.
@@ -448,6 +452,7 @@ class Run:
             multiprocessing_context=multiprocessing_context,
             cache=cache,
             streams=streams,
+            exact_states=exact_states,
         )
         if type(loader.dataset) is TensorData:
             self.membership.notice(self._drawn_before.describe_data(loader.dataset.tensors))

@@ -109,7 +109,7 @@ class StageRunner:
             raise OutOfMemoryError(text) from error
         except ValueError as error:
             explained = self._compute.explain_lone(
-                error, microbatch, self._num_samples(microbatch), self._batch.length, self._step
+                error, microbatch, self._num_samples(microbatch), self._batch, self._step
             )
             if explained is None:
                 raise
