@@ -42,7 +42,8 @@ def test_a_folder_is_made_with_its_parents_and_taken_once_it_holds_a_contract(tm
     assert create_folder(folder) == folder, "an empty folder is no run"
     write_json(folder / "run.json", {})
     with pytest.raises(
-        UsageError, match=r"already holds a run; choose another folder by run_dir \(--run-dir\), or remove it"
+        UsageError,
+        match=r"already holds a run; go on with it by resume='auto' \(--resume auto\), choose another folder",
     ):
         create_folder(folder)
 

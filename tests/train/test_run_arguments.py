@@ -252,3 +252,35 @@ def test_the_main_rank_is_first():
 def test_if_the_first_fails_so_do_all():
     with pytest.raises(FileNotFoundError, match="no data"):
         in_turns(3, failing_first)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("devices", "samestep run --devices 2"), ("sampler", "shuffle=True"), ("early_stopping", "`best` and `patience`")],
+)
+def test_arguments_without_a_counterpart_are_answered_with_what_does_it(name, words):
+    with pytest.raises(UsageError, match=f"Run has no argument '{name}'") as caught:
+        Run(16, **{name: 2})
+    assert words in str(caught.value)
+
+
+def test_values_of_another_kind_are_refused_in_a_sentence():
+    run = Run(4)
+    with pytest.raises(UsageError, match="gather takes a tensor, got an int"):
+        run.gather(3)
+    with pytest.raises(UsageError, match="got a list as metrics; needed: metrics by name"):
+        run.evaluate(torch.nn.Linear(1, 1), torch.zeros(4, 1), ["accuracy"])
+
+
+def test_a_batch_that_no_forward_takes_is_refused_before_training():
+    data = {"x": torch.zeros(8, 1)}
+    model, trained = torch.nn.Linear(1, 1), []
+
+    def loss(model, batch):
+        trained.append(1)
+        return model(batch["x"]).mean()
+
+    trainer = Trainer(Run(4), model, torch.optim.SGD(model.parameters(), 0.1), loss)
+    with trainer, pytest.raises(UsageError, match="a batch is a dict; say how to run the model on it"):
+        trainer.fit(data, 1, eval_data=data, metrics={"mean": lambda output, batch: output})
+    assert not trained

@@ -224,7 +224,8 @@ def test_a_folder_that_holds_a_run_is_refused_before_anything_starts(tmp_path):
     alone(fit_in, tmp_path)
     before = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
     with pytest.raises(
-        UsageError, match=r"already holds a run; choose another folder by run_dir \(--run-dir\), or remove it"
+        UsageError,
+        match=r"already holds a run; go on with it by resume='auto' \(--resume auto\), choose another folder",
     ):
         alone(fit_in, tmp_path)
     assert {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == before

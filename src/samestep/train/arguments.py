@@ -67,6 +67,19 @@ SYNONYMS = {
     "val_data": "eval_data",
     "workers": "num_workers",
 }
+LAUNCHER = "the launcher chooses devices: `samestep run --devices 2 script.py`"
+# Arguments of theirs for which no function here has one.
+INSTEAD = {
+    "accelerator": LAUNCHER,
+    "devices": LAUNCHER,
+    "num_nodes": "the launcher connects machines: `samestep run --nnodes 2 …`",
+    "early_stopping": "here these are `best` and `patience` of Trainer",
+    "early_stopping_patience": "here these are `best` and `patience` of Trainer",
+    "sampler": "the loader deals samples itself, in a new order each epoch by shuffle=True",
+    "pin_memory": "the loader pins memory itself where there is a GPU",
+    "fast_dev_run": "max_steps of Trainer.fit ends a run after so many steps",
+    "val_check_interval": "eval_every of Trainer.fit is a number of epochs",
+}
 _OWNERS: dict[str, tuple[str, ...]] = {}  # the arguments of each function that was decorated, by its public name
 
 
@@ -98,6 +111,8 @@ def _answer(name: str, unknown: str) -> str:
     wanted = SYNONYMS.get(unknown, unknown)
     if wanted in known:
         return f"{got}; here it is called {wanted!r}"
+    if unknown in INSTEAD:
+        return f"{got}; {INSTEAD[unknown]}"
     import_module("samestep.train.trainer")  # by name: that module imports this one
     owners = [owner for owner, names in _OWNERS.items() if wanted in names]
     if owners:

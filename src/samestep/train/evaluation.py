@@ -18,6 +18,7 @@ from samestep.data.batch import version_of
 from samestep.data.loader import Loader
 from samestep.data.nested import leaves, map_tensors
 from samestep.data.randomness import Generators
+from samestep.data.tensors import TensorData
 from samestep.engine.losses import describe, wide_dtype
 from samestep.engine.parameters import settle_model
 from samestep.engine.precision import autocast, check_precision
@@ -42,6 +43,10 @@ def evaluate(
     precision: str = "32-true",
 ) -> dict[str, float]:
     """The metrics of a model over every sample of a loader; see `samestep.Run.evaluate`."""
+    if not isinstance(metrics, Mapping):
+        raise UsageError(
+            f"got {describe(metrics)} as metrics; needed: metrics by name, such as {{'accuracy': accuracy}}"
+        )
     named = {name: as_metric(metric) for name, metric in metrics.items()}
     if not named:
         raise UsageError("evaluate needs at least one metric, for example {'accuracy': samestep.metrics.accuracy}")
@@ -297,14 +302,22 @@ def _forward_all(
     return num_batches
 
 
+def check_forward(loader: Loader, forward: Forward | None) -> None:
+    """Raises a `UsageError`, before training, if the batches to evaluate on are dicts that no `forward` takes."""
+    if forward is None and isinstance(loader.dataset, TensorData) and isinstance(loader.dataset.tensors, Mapping):
+        raise _no_forward("dict")
+
+
+def _no_forward(kind: str) -> UsageError:
+    return UsageError(f"a batch is a {kind}; say how to run the model on it: forward=lambda model, batch: …")
+
+
 def _first_entry(model: nn.Module, batch: Any) -> Any:
     if isinstance(batch, tuple | list):
         return model(batch[0])
     if isinstance(batch, Tensor):
         return model(batch)
-    raise UsageError(
-        f"a batch is a {type(batch).__name__}; say how to run the model on it: forward=lambda model, batch: …"
-    )
+    raise _no_forward(type(batch).__name__)
 
 
 def _plain(value: Any, of_leaf: Callable[[Any], Any]) -> Any:

@@ -103,7 +103,10 @@ def recorded(folder: Path) -> Mapping[str, Any]:
 def check_untaken(folder: Path) -> None:
     """Raises a `UsageError` if this folder holds a run, or entries that do not precede the record of one."""
     if (folder / CONTRACT_FILE).exists():
-        raise UsageError(f"{folder} already holds a run; choose another folder by run_dir (--run-dir), or remove it")
+        raise UsageError(
+            f"{folder} already holds a run; go on with it by resume='auto' (--resume auto), choose another folder "
+            "by run_dir (--run-dir), or remove it"
+        )
     if folder.is_dir() and not all(map(_precedes_record, folder.iterdir())):
         raise UsageError(f"{folder} is not empty; choose a folder of its own for the run by run_dir (--run-dir)")
 

@@ -266,6 +266,9 @@ class Run:
         on the devices. A metric over samples is `evaluate`'s, and outputs are `predict`'s.
         """
 
+        if not isinstance(tensor, Tensor):
+            raise UsageError(f"gather takes a tensor, got {describe(tensor)}; torch.tensor(…) makes one of numbers")
+
         def gather() -> list[Tensor]:
             ranks = range(self.communicator.world_size)
             return [self.communicator.share(tensor if rank == self.communicator.rank else None, rank) for rank in ranks]

@@ -237,6 +237,10 @@ class Trainer:
         progress.eval_loader = (
             None if eval_data is None else make_eval_loader(self.run, eval_data, done, num_workers, collate_fn)
         )
+        if progress.eval_loader is not None:
+            from samestep.train.evaluation import check_forward  # loaded by runs that evaluate
+
+            check_forward(progress.eval_loader, forward)
         log = self._log
         if not log.has_begun:
             self._contract = {**loader_contract(loader), **self._contract}
