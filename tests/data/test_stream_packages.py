@@ -84,8 +84,8 @@ class Range(IterableDataset):
         self.place = state["place"]
 
 
-def stateful_loader(folder, num_workers=0):
-    """torchdata's StatefulDataLoader, with workers of its own."""
+def stateful_loader(folder=None, num_workers=0):
+    """torchdata's StatefulDataLoader, which may have workers of its own."""
     loaders = pytest.importorskip("torchdata.stateful_dataloader")
 
     def stream(index, count):
@@ -131,7 +131,6 @@ LIBRARIES = {
     "webdataset, in order": (web_dataset, {}),
     "webdataset, shuffled": (web_dataset, {"is_shuffled": True}),
     "torchdata, a loader": (stateful_loader, {}),
-    "torchdata, a loader with a worker": (stateful_loader, {"num_workers": 1}),
     "torchdata, nodes": (nodes, {}),
 }
 EXACT = ("datasets, in order", "datasets, fewer shards than streams", "torchdata, a loader")  # by their own states
@@ -154,3 +153,16 @@ def test_a_stop_on_three_devices_and_a_resume_on_two_read_each_sample_once(tmp_p
             rest = merged([found for found, _ in in_turns(2, read, stream, None, state, exact_states)])
             assert merged([found for found, _ in begun]) + rest == whole
     assert capsys.readouterr().err == ""
+
+
+def read_with_workers(communicator, *args):
+    """`read` of loaders with a worker each."""
+    return read(communicator, stateful_loader(num_workers=1), *args)
+
+
+def test_workers_of_streams_draw_the_same_numbers_on_every_number_of_devices(worlds):
+    whole = merged([worlds(1).run(read_with_workers)[0][0]])
+    assert len({noise for batch in whole for samples in batch.values() for _, noise in samples}) == COUNT
+    begun = worlds(3).run(read_with_workers, 4)
+    rest = worlds(2).run(read_with_workers, None, begun[0][1])
+    assert merged([found for found, _ in begun]) + merged([found for found, _ in rest]) == whole
