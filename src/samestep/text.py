@@ -41,11 +41,11 @@ def make_console() -> "Console":
 
 
 def make_table(*titles: str) -> "Table":
-    """A table with a line under its titles."""
+    """A table with a line under its titles, whose entries go on in a line below rather than being cut."""
     from rich import box
-    from rich.table import Table
+    from rich.table import Column, Table
 
-    return Table(*titles, box=box.SIMPLE)
+    return Table(*(Column(title, overflow="fold") for title in titles), box=box.SIMPLE)
 
 
 def print_table(console: "Console", table: "Table", spare: Sequence[str], all_by: str) -> None:

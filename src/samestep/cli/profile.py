@@ -90,7 +90,7 @@ def print_times(times: dict[str, Any], *, to_stderr: bool = False) -> None:
 
     table = Table(f"ms a step, median of {times['num_steps']:,}", box=None, pad_edge=False)
     for name in ("rank 0", "share"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", overflow="fold")
     for kind, milliseconds in times["milliseconds"].items():
         table.add_row(kind, f"{milliseconds:.3f}", f"{100 * times['shares'][kind]:.1f} %")
     Console(stderr=to_stderr, highlight=False).print(table)

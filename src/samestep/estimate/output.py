@@ -38,7 +38,7 @@ def _table(*left: str, right: Sequence[str] = (), **options: Any) -> Table:
     for name in left:
         table.add_column(name, overflow="fold")
     for name in right:
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", overflow="fold")
     return table
 
 

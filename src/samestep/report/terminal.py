@@ -82,7 +82,7 @@ def _print_run(run: RunSummary, console: "Console") -> None:
     if rows:
         table = make_table()
         for title in titles:
-            table.add_column(one_line(title).replace("[", r"\["), justify="right")
+            table.add_column(one_line(title).replace("[", r"\["), justify="right", overflow="fold")
         half = MAX_EPOCHS // 2
         shown = rows if len(rows) <= MAX_EPOCHS else [*rows[:half], ["…"] * len(titles), *rows[-half:]]
         for row in shown:
@@ -99,7 +99,7 @@ def _print_runs(report: Report, console: "Console") -> None:
 
     table = make_table("run", "state")
     for title in ("steps", "train loss", "metric", "samples/s", "under way", "ran on", "digest"):
-        table.add_column(title, justify="left" if title in ("metric", "ran on", "digest") else "right")
+        table.add_column(title, justify="left" if title in ("metric", "ran on", "digest") else "right", overflow="fold")
     for run in report.runs:
         table.add_row(
             Text(one_line(run.name), "bold"),
@@ -136,7 +136,7 @@ def _print_curves(runs: Sequence[RunSummary], console: "Console") -> None:
 
     table = make_table("curve", "")
     for title in ("first", "last", "min", "max"):
-        table.add_column(title, justify="right")
+        table.add_column(title, justify="right", overflow="fold")
     for run in runs:
         found = [(tag, curve) for tag, curve in run.curves.items() if tag not in HIDDEN and len(curve.finite)]
         found.sort(key=lambda pair: (pair[0] != "loss/train", not pair[0].endswith("/eval")))
