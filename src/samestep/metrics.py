@@ -183,6 +183,8 @@ def as_metric(value: Any) -> Metric | StateMetric:
         return value
     if _is_of_torchmetrics(value):
         return from_torchmetrics(value)
+    if isinstance(value, type):
+        raise UsageError(f"got the class {value.__name__} as a metric; needed: an object of it, {value.__name__}(…)")
     if callable(value):
         return Metric(value)
     raise UsageError(f"a metric must be a samestep metric or a function of (output, batch), got {describe(value)}")

@@ -3,6 +3,7 @@
 import inspect
 import json
 import random
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -268,6 +269,11 @@ def test_values_of_another_kind_are_refused_in_a_sentence():
     run = Run(4)
     with pytest.raises(UsageError, match="gather takes a tensor, got an int"):
         run.gather(3)
+    model = torch.nn.Linear(1, 1)
+    with pytest.raises(UsageError, match=r"got a str as scheduler; needed: one of torch\.optim\.lr_scheduler"):
+        run.train_step(model, torch.optim.SGD(model.parameters(), 0.1), lambda m, b: m(b).mean(), scheduler="cosine")
+    with pytest.raises(UsageError, match=r"got the class Counter as a metric; needed: an object of it, Counter\(…\)"):
+        run.evaluate(model, torch.zeros(4, 1), {"count": Counter})
     with pytest.raises(UsageError, match="got a list as metrics; needed: metrics by name"):
         run.evaluate(torch.nn.Linear(1, 1), torch.zeros(4, 1), ["accuracy"])
 

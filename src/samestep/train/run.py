@@ -372,6 +372,11 @@ class Run:
             raise UsageError(
                 "ReduceLROnPlateau follows a measured value: leave scheduler=… out, and call its step(value) yourself"
             )
+        if scheduler is not None and not isinstance(scheduler, LRScheduler):
+            raise UsageError(
+                f"got {describe(scheduler)} as scheduler; needed: one of torch.optim.lr_scheduler, made of the "
+                "optimizer"
+            )
         drawn = self._drawn_before.parameters(model)
         chosen = as_strategy(strategy, shard_optimizer)
         if self._has_steps and isinstance(chosen, Sharded) != self.membership.is_dealt:
