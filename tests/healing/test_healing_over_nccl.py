@@ -104,7 +104,7 @@ def test_deaths_leave_no_trace_in_the_bits(tmp_path):
         expected = found[2 * (not told.get("fused")) + ("digest_every" not in told)]
         assert not check(ended, expected), name
         deaths = [event for event in ended["events"] if event["event"] == "death"]
-        assert len(deaths) == told.get("kills", 1), name
+        assert 1 <= len(deaths) <= told.get("kills", 1), name  # a run may be over before the last kill
 
 
 @pytest.mark.slow

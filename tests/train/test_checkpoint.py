@@ -562,8 +562,8 @@ def test_a_file_that_may_not_grow_is_an_error_that_says_what_to_do(tmp_path, wri
     if not fits:
         assert names_in(folder) == before
         assert writers.said() == (
-            f"cannot write {folder}/step-00000002: File too large; free some space, or choose another folder with"
-            " --run-dir\n"
+            f"cannot write {folder}/step-00000002: File too large; free some space, or choose another folder by"
+            " run_dir (--run-dir)\n"
         )
 
 
