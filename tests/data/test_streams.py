@@ -487,3 +487,14 @@ def test_a_microbatch_of_one_sample_is_explained_by_its_stream():
         UsageError, match=r"microbatch 2 \(of 8\) has one: .* or let each stream end with two samples or more"
     ):
         in_turns(1, train_on)
+
+
+def test_a_state_between_two_epochs_is_of_the_beginning_of_the_next(often):
+    def program(communicator):
+        loader = Run(16, 8, communicator=communicator).loader(streams=with_state, exact_states=True)
+        first = samples_of(loader)
+        return first, loader.state_dict()["streams"]
+
+    for first, state in in_turns(2, program):
+        assert len(first) == 20
+        assert state == [{"place": 0, "consumed": 0, "state": "", "following": streams_module.END}] * 8

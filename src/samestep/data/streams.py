@@ -247,8 +247,7 @@ class Streams:
     def state_at(self, epoch: int, position: int) -> list[dict[str, Any]]:
         """The place of each stream, with the last state of its own that the ranks have exchanged."""
         places = self._places[position] if epoch == self._epoch else (0,) * self.num_streams
-        saved = self._saved if epoch == self._epoch else [SavedState()] * self.num_streams
-        return [{"place": place, **asdict(state)} for place, state in zip(places, saved, strict=True)]
+        return [{"place": place, **asdict(self._saved_at(index, place))} for index, place in enumerate(places)]
 
     def sizes_from(self, position: int) -> dict[str, list[int]]:
         """The sizes of the batches from a position on that the ranks have agreed on: what a late rank is to know."""
@@ -281,7 +280,12 @@ class Streams:
         self._places: dict[int, tuple[int, ...]] = {0: (0,) * self.num_streams}
         self._sizes: dict[int, tuple[int, ...]] = {}
         self._samples: dict[int, dict[int, list[Any]]] = {}
-        self._saved = [SavedState()] * self.num_streams
+        self._saved = self._saved_before = [SavedState()] * self.num_streams
+
+    def _saved_at(self, index: int, place: int) -> SavedState:
+        """The last known state of a stream up to a place; on a GPU a batch is read ahead, and states with it."""
+        known = self._saved[index], self._saved_before[index]
+        return next((state for state in known if state.consumed <= place), SavedState())
 
     def _agree(self, epoch: int, position: int) -> tuple[int, ...] | None:
         """The sizes of the microbatches of a batch; None at the end of the epoch. A collective call."""
@@ -290,7 +294,8 @@ class Streams:
         if position not in self._sizes:
             sizes, saved = self._membership.perform(lambda: self._exchange(epoch, position))
             self._note_sizes(position, sizes)
-            self._saved = saved
+            if saved is not self._saved:
+                self._saved, self._saved_before = saved, self._saved
         sizes = self._sizes[position]
         if self._drop_last and list(sizes) != self._wanted:
             return None
@@ -348,7 +353,8 @@ class Streams:
         if index not in self._streams:
             self._streams[index] = self._open(epoch, index)
         stream = self._streams[index]
-        reason = stream.go_to(self._places[position][index], self._saved[index])
+        place = self._places[position][index]
+        reason = stream.go_to(place, self._saved_at(index, place))
         if reason:  # by the rank that reads it: others do not know
             text = (
                 f"{stream.name} cannot go on from its own state ({reason}); it is read from the beginning of the epoch"
