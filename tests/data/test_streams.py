@@ -79,11 +79,11 @@ def loss_of(model, batch):
     return Mean(errors.sum(), len(errors)), {"streams": names[:, 0].float().mean()}
 
 
-def train(communicator, make=numbers, options=None, epochs=2, **of_loader):
+def train(communicator, make=numbers, options=None, epochs=2, of_fit=None):
     run = Run(16, 8, communicator=communicator)
     model = small_model()
     with Trainer(run, model, torch.optim.Adam(model.parameters(), 0.01), loss_of, **(options or {})) as trainer:
-        history = trainer.fit(run.loader(streams=make, **of_loader), epochs)
+        history = trainer.fit(run.loader(streams=make), epochs, **(of_fit or {}))
         return trainer.digest, [(record.train_loss, record.scalars) for record in history]
 
 
@@ -201,25 +201,9 @@ def test_a_resume_on_other_devices_repeats_no_sample_and_misses_none(num_batches
 
 @pytest.mark.parametrize("stop", [2, 5, 9])
 def test_training_resumed_in_mid_epoch_on_other_devices_ends_with_the_same_bits(tmp_path, stop):
-    def begin(communicator):
-        run = Run(16, 8, communicator=communicator)
-        model = small_model()
-        with Trainer(
-            run, model, torch.optim.Adam(model.parameters(), 0.01), loss_of, run_dir=tmp_path / "run"
-        ) as trainer:
-            trainer.fit(run.loader(streams=shuffled), max_steps=stop)
-
-    def end(communicator):
-        run = Run(16, 8, communicator=communicator)
-        model = small_model()
-        with Trainer(
-            run, model, torch.optim.Adam(model.parameters(), 0.01), loss_of, run_dir=tmp_path / "run"
-        ) as trainer:
-            history = trainer.fit(run.loader(streams=shuffled), 2, resume="auto")
-            return trainer.digest, [(record.train_loss, record.scalars) for record in history]
-
-    in_turns(3, begin)
-    assert in_turns(2, end) == in_turns(1, train, shuffled) * 2
+    folder = {"run_dir": tmp_path / "run"}
+    in_turns(3, train, shuffled, folder, None, {"max_steps": stop})
+    assert in_turns(2, train, shuffled, folder, 2, {"resume": "auto"}) == in_turns(1, train, shuffled) * 2
 
 
 def loop(communicator, folder, count=99, resume=False):

@@ -79,6 +79,13 @@ class Communicator:
         rows: list[list[int]] = received.tolist()
         return rows
 
+    def gather_bytes(self, data: bytes | bytearray | memoryview) -> list[bytes]:
+        """The bytes of all ranks, by rank, at least one of each; they may differ in number."""
+        ours = torch.frombuffer(data, dtype=torch.uint8)
+        sizes = [row[0] for row in self.gather_words([len(ours)])]
+        parts = self.gather_rows(ours.view(-1, 1), sizes).view(-1).split(sizes)
+        return [part.numpy().tobytes() for part in parts]
+
     def gather_header(
         self, rows: Tensor, counts: Sequence[int], words: Sequence[int]
     ) -> tuple[Tensor, list[list[int]]]:

@@ -148,18 +148,16 @@ class Loader:
 
         With streams also the place of each.
         """
-        state = {"epoch": self.cursor.epoch, "position": self.cursor.position, "num_samples": self._num_samples}
-        if self._streams is None:
-            return state
-        return {**state, "streams": self._streams.state_at(self.cursor.epoch, self.cursor.position)}
+        return self._state_at(self.cursor.epoch, self.cursor.position)
 
     def state_before(self, batch: Batch) -> dict[str, Any]:
         """The state with which a rank that joins begins at the batch of the step under way."""
-        state = {"epoch": batch.epoch, "position": batch.position, "num_samples": self._num_samples}
-        if self._streams is None:
-            return state
-        streams = self._streams.state_at(batch.epoch, batch.position)
-        return {**state, "streams": streams, "sizes": self._streams.sizes_from(batch.position)}
+        state = self._state_at(batch.epoch, batch.position)
+        return state if self._streams is None else {**state, "sizes": self._streams.sizes_from(batch.position)}
+
+    def _state_at(self, epoch: int, position: int) -> dict[str, Any]:
+        state = {"epoch": epoch, "position": position, "num_samples": self._num_samples}
+        return state if self._streams is None else {**state, "streams": self._streams.state_at(epoch, position)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from a saved cursor, on any number of devices.

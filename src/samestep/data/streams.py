@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from samestep.comm.communicator import Communicator
 from samestep.comm.membership import Membership
 from samestep.core.microbatches import microbatch_bounds
 from samestep.core.seeds import derive_seed
@@ -332,10 +331,9 @@ class Streams:
                 )
         saved = self._saved
         if is_due:
-            text = json.dumps({index: asdict(state) for index, state in states.items()})
-            by_index = {
-                k: v for each in _gather_texts(membership.communicator, text) for k, v in json.loads(each).items()
-            }
+            ours = json.dumps({index: asdict(state) for index, state in states.items()})
+            gathered = membership.communicator.gather_bytes(bytearray(ours.encode()))
+            by_index = {key: state for part in gathered for key, state in json.loads(part).items()}
             saved = [SavedState(**by_index[str(index)]) for index in range(self.num_streams)]
         membership.heartbeat.enter(before)
         return tuple(found.pop() - 1 for found in sizes), saved
@@ -398,14 +396,6 @@ def _made(make: MakeStream, index: int, count: int, iterators: list[Any]) -> Any
             raise UsageError(f"{call} an iterator that is read already; needed: a new one from each call")
         iterators.append(dataset)
     return dataset
-
-
-def _gather_texts(communicator: Communicator, text: str) -> list[str]:
-    """The texts of all ranks, by rank."""
-    data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-    sizes = [row[0] for row in communicator.gather_words([len(data)])]
-    parts = communicator.gather_rows(data.view(-1, 1), sizes).view(-1).split(sizes)
-    return [part.numpy().tobytes().decode() for part in parts]
 
 
 def has_state(dataset: Any) -> bool:

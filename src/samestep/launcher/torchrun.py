@@ -98,7 +98,7 @@ def hand_over(
 
 @dataclass
 class Meeting:
-    """The place where machines meet, and what is told while this one waits for the others."""
+    """The place where machines meet, and the lines that are printed while this one waits for the others."""
 
     place: str  # HOST:PORT
     id: str
@@ -157,14 +157,14 @@ class Meeting:
         host, port = parse_rendezvous_endpoint(self.place, DEFAULT_PORT)
         if self._is_host(host):
             return
-        began = told = time.monotonic()
+        began = printed = time.monotonic()
         while not _answers(host, port):
             now = time.monotonic()
             if now - began > float(self.seconds):
                 raise self.failure(is_silent=True)
-            if now - told > TELL_SECONDS:
+            if now - printed > TELL_SECONDS:
                 self.say(f"nothing answers at {self.place} after {now - began:.0f} s")
-                told = now
+                printed = now
             time.sleep(LOOK_SECONDS)
 
     def _is_host(self, host: str) -> bool:
@@ -200,13 +200,13 @@ class Meeting:
         from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
         present = Present(parse_rendezvous_endpoint(self.place, DEFAULT_PORT), self.id)
-        began = told = time.monotonic()
+        began = printed = time.monotonic()
         known = 0
         while not is_over.wait(LOOK_SECONDS) and not started.exists():
             count, now = present.count(), time.monotonic()
-            if count == 0 or (count == known and now - told < TELL_SECONDS):
+            if count == 0 or (count == known and now - printed < TELL_SECONDS):
                 continue
-            told, known, self.count = now, count, count
+            printed, known, self.count = now, count, count
             are = "is" if count == 1 else "are"
             self.say(f"{count} of {self.machines} {are} at {self.place} after {now - began:.0f} s")
 

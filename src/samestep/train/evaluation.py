@@ -195,10 +195,7 @@ def _gather(communicator: Communicator, value: Any) -> list[Any]:
     """A value of each rank, tensors in dicts, lists and tuples, on every rank."""
     buffer = BytesIO()
     torch.save(value, buffer)
-    data = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
-    sizes = [row[0] for row in communicator.gather_words([len(data)])]
-    parts = communicator.gather_rows(data.view(-1, 1), sizes).view(-1).split(sizes)
-    return [torch.load(BytesIO(part.numpy().tobytes()), weights_only=True) for part in parts]
+    return [torch.load(BytesIO(part), weights_only=True) for part in communicator.gather_bytes(buffer.getbuffer())]
 
 
 def _carry_out(membership: Membership, loader: Loader, attempt: Callable[[], T]) -> T:
