@@ -277,6 +277,15 @@ def test_a_state_that_cannot_be_loaded_is_left(often, capsys):
     assert "(ValueError: another version)" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("place", [0, 1, 4])
+def test_a_stream_goes_to_any_place_forwards_and_back(place):
+    stream = Stream("stream 0", lambda: range(5), 0, (1, 2), streams_module.Generators(torch.device("cpu")))
+    for before in range(6):
+        stream.go_to(before, SavedState())
+        stream.go_to(place, SavedState())
+        assert stream.take(9) == list(range(place, 5))
+
+
 def test_a_state_that_json_cannot_carry_is_not_used():
     class Odd(WithState):
         def state_dict(self):
@@ -416,7 +425,9 @@ def test_counts_go_over_the_streams_that_are_left():
 def test_what_a_stream_and_its_first_sample_draw_differs():
     class Drawing(IterableDataset):
         def __iter__(self):
-            first = torch.rand(())
+            return self.samples(torch.rand(()))  # drawn here, before the first sample
+
+        def samples(self, first):
             yield torch.stack([first, torch.rand(())])
 
     (batch,) = Run(8, 8).loader(streams=lambda index, count: Drawing())
