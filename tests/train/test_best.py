@@ -96,6 +96,31 @@ def test_the_best_checkpoint_is_kept_beside_the_newest_and_can_be_resumed(tmp_pa
     assert resumed == [(digest, scores, best)] * 3
 
 
+@pytest.mark.parametrize("strategy", [{}, {"shard_optimizer": True}, {"strategy": "sharded"}])
+def test_the_best_weights_are_the_models_within_a_block(tmp_path, worlds, strategy):
+    _, scores, best = in_turns(1, fit, tmp_path / "one", ("accuracy", "max"))[0]
+    assert worlds(3).run(with_best_weights, tmp_path / "run", strategy) == [(scores[best - 1], scores[-1], True)] * 3
+
+
+def with_best_weights(communicator, folder, strategy):
+    with make(communicator, run_dir=folder, best=("accuracy", "max"), **strategy) as trainer:
+        trainer.fit(points(), 6, eval_data=points(), metrics=METRICS)
+        before = trainer.digest
+        with trainer.best_weights() as model:
+            assert model is trainer.model
+            of_best = trainer.evaluate(points(), METRICS)
+        return of_best, trainer.evaluate(points(), METRICS), trainer.digest == before
+
+
+@pytest.mark.parametrize("options", [{}, {"best": "loss"}, {"run_dir": "run"}])
+def test_best_weights_that_nobody_keeps_are_refused(tmp_path, monkeypatch, options):
+    monkeypatch.chdir(tmp_path)
+    trainer = make(None, **options)
+    trainer.fit(points(), 1, eval_data=points(), metrics=METRICS)
+    with trainer, pytest.raises(UsageError, match="there are no best weights"), trainer.best_weights():
+        pass
+
+
 def test_patience_ends_the_fit_on_all_devices_and_a_finished_run_does_not_go_on(tmp_path):
     whole = in_turns(1, fit, None, ("accuracy", "max"), None, None, 12)[0]
     digest, scores, best = in_turns(2, fit, tmp_path / "run", ("accuracy", "max"), 2, None, 12)[0]
@@ -133,6 +158,7 @@ def test_evaluations_are_as_rare_as_asked_for():
         ({"max_steps": 0}, "got max_steps=0; it must be 1 or more"),
         ({"epochs": 2, "eval_every": 0}, "got eval_every=0; it must be 1 or more"),
         ({"epochs": 1.5}, "got epochs=1.5; it must be 1 or more"),
+        ({"epochs": 1, "resume": True}, 'got resume=True; needed: "auto", the folder of a run, or a checkpoint'),
     ],
 )
 def test_ends_that_cannot_be_are_named(options, message):

@@ -214,10 +214,10 @@ def test_the_run_folder_holds_the_whole_run(tmp_path):
     assert [event.value for event in shown] == pytest.approx([r.eval["accuracy"] for r in history], rel=1e-6)
 
 
-def fit_in(communicator, folder):
+def fit_in(communicator, folder, resume=None):
     """Fits for an epoch, with a run folder."""
     with make_trainer(communicator, run_dir=folder) as trainer:
-        trainer.fit(points(), 1)
+        trainer.fit(points(), 1, resume=resume)
 
 
 def test_a_folder_that_holds_a_run_is_refused_before_anything_starts(tmp_path):
@@ -260,16 +260,46 @@ def test_lines_are_shown_on_the_first_rank_only(capsys):
         ({"epochs": 0}, "got epochs=0; it must be 1 or more (--epochs)"),
         ({"epochs": 1, "eval_data": points(5)}, "eval_data needs metrics"),
         ({"epochs": 1, "num_workers": -1}, "got num_workers=-1"),
+        (
+            {"epochs": 1, "dataset": DataLoader(TensorDataset(*points()), batch_size=8)},
+            "got a DataLoader with batch_size=8 and a run with global_batch_size=16; its batches are the global",
+        ),
     ],
     ids=str,
 )
 def test_arguments_of_fit_that_cannot_be_are_named(arguments, message):
     def program(communicator):
         with make_trainer(communicator) as trainer, pytest.raises(UsageError) as caught:
-            trainer.fit(points(), **arguments)
+            trainer.fit(**{"dataset": points(), **arguments})
         return str(caught.value)
 
     assert alone(program).startswith(message)
+
+
+@pytest.mark.parametrize("logger", [print, dict, object()])
+def test_a_logger_that_is_none_is_named(logger):
+    with pytest.raises(UsageError, match=r"as a logger; needed: an object with log\(step, scalars\) and close\(\)"):
+        alone(lambda communicator: make_trainer(communicator, loggers=[logger]))
+
+
+def test_a_run_that_is_complete_says_so_when_it_is_resumed(tmp_path, capsys):
+    alone(fit_in, tmp_path)
+    capsys.readouterr()
+    alone(fit_in, tmp_path, "auto")
+    assert "nothing to train: 1 epoch and 4 steps are done; more by epochs or max_steps" in capsys.readouterr().out
+
+
+def test_trainer_step_and_loader_say_what_they_are():
+    def program(communicator):
+        with make_trainer(communicator) as trainer:
+            trainer.fit(points(), 2)
+            return repr(trainer), repr(trainer.step), repr(trainer.run.loader(points(), shuffle=True))
+
+    trainer, step, loader = alone(program)
+    assert trainer.startswith("<samestep.Trainer: 2 epochs, 8 steps; ")
+    assert step.startswith("<samestep.TrainStep: ")
+    assert step.endswith(", replicate; step 8>")
+    assert loader == "<samestep.Loader: 61 samples in batches of 16, shuffled; at epoch 0, position 0>"
 
 
 def test_a_loader_without_a_batch_is_named():

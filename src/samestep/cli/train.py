@@ -208,8 +208,8 @@ def _train_by_workers(
 def _cpu_workers(config: JobConfig, num_nodes: int) -> int:
     """The CPU workers of "auto" on each machine: as shares and a mesh say, else one a core with microbatches."""
     from samestep.core.mesh import REST
-    from samestep.core.microbatches import check_num_microbatches
     from samestep.devices.selection import AUTO_CPU_WORKERS, cpu_workers_for
+    from samestep.recipes.options import num_microbatches_of
 
     if config.shares is not None:
         return max(1, (len(config.shares) + config.spares) // num_nodes)
@@ -217,16 +217,17 @@ def _cpu_workers(config: JobConfig, num_nodes: int) -> int:
     inner = prod(AUTO_CPU_WORKERS if size == REST else max(1, size) for axis, size in sizes.items() if axis != "data")
     if (data := sizes.get("data", 1)) != REST:
         return max(1, inner * data // num_nodes)
-    num_microbatches = check_num_microbatches(config.num_microbatches, config.global_batch_size)
+    num_microbatches = num_microbatches_of(config.recipe, config.num_microbatches, config.global_batch_size)
     return max(1, cpu_workers_for(num_microbatches * inner + config.spares, num_nodes) // inner) * inner
 
 
 def _check_division(config: JobConfig, count: int) -> None:
     """Checks that so many devices can share the work."""
     from samestep.core.mesh import make_mesh
-    from samestep.core.microbatches import active_shares, check_num_microbatches, microbatch_ranges
+    from samestep.core.microbatches import active_shares, microbatch_ranges
+    from samestep.recipes.options import num_microbatches_of
 
-    num_microbatches = check_num_microbatches(config.num_microbatches, config.global_batch_size)
+    num_microbatches = num_microbatches_of(config.recipe, config.num_microbatches, config.global_batch_size)
     grid = make_mesh(config.mesh, count)
     _check_strategy(config, grid)
     num_groups, spares = count // grid.num_inner, config.spares

@@ -236,7 +236,8 @@ def show(verdict: "Verdict") -> None:
 
     console = Console(highlight=False)
     first, *others = verdict.devices
-    _say(console, "program", f"{verdict.program}, {FAMILIES[verdict.family]}")
+    family = f", {FAMILIES[verdict.family]}" if verdict.compared.steps else ""  # it shows in steps
+    _say(console, "program", f"{verdict.program}{family}")
     runs = f"{', '.join([f'{first} twice', *others])}; {verdict.num_runs} runs in all"
     _say(console, "runs", runs if others else f"{first}, once")
     _say(console, "compared", _compared(verdict))

@@ -100,6 +100,13 @@ class Loader:
             raise TypeError("an iterable dataset has no length")
         return num_batches(count, self.global_batch_size, self.drop_last)
 
+    def __repr__(self) -> str:
+        """The data, how it is cut, and the place in it."""
+        what = "a stream" if self.is_stream else f"{self.num_samples:,} samples"
+        order = ", shuffled" if self.shuffle else ""
+        place = f"epoch {self.cursor.epoch}, position {self.cursor.position}"
+        return f"<samestep.Loader: {what} in batches of {self.global_batch_size}{order}; at {place}>"
+
     @property
     def num_samples(self) -> int | None:
         """Samples of the present dataset; None for a stream."""

@@ -117,6 +117,12 @@ class TrainStep:
         """The collectives of this rank, as the ranks are now."""
         return self.membership.communicator
 
+    def __repr__(self) -> str:
+        """What is trained, by what, and how far."""
+        optimizers = ", ".join(type(optimizer).__name__ for optimizer in self.optimizers)
+        strategy = type(self.config.strategy).__name__.lower()
+        return f"<samestep.TrainStep: {type(self.model).__name__} by {optimizers}, {strategy}; step {self.num_steps}>"
+
     @property
     def loss_scale(self) -> Tensor:
         """The factor of a microbatch's loss before its backward, 0-d: 1 unless precision is "16-mixed"."""

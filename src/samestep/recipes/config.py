@@ -114,7 +114,10 @@ class JobConfig:
         "Samples of one optimizer step, on any devices.", compared=True, panel=OPTIMIZATION, metavar="N"
     )
     num_microbatches: int | None = _option(
-        "Slices of a global batch, at least one a device; 8 by default.", compared=True, panel=OPTIMIZATION, metavar="N"
+        "Slices of a global batch, at least one a device; 8 by default, 4 for mlp.",
+        compared=True,
+        panel=OPTIMIZATION,
+        metavar="N",
     )
     seed: int = _option(
         "Of weights, order and dropout; 0 by default.", 0, least=0, compared=True, panel=OPTIMIZATION, metavar="N"

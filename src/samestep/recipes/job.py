@@ -15,6 +15,7 @@ from samestep.devices.inventory import discover
 from samestep.errors import UsageError
 from samestep.recipes.catalog import load
 from samestep.recipes.config import JobConfig
+from samestep.recipes.options import num_microbatches_of
 from samestep.recipes.recipe import DataOptions, Recipe
 from samestep.train.atomic_io import write_json
 from samestep.train.exceptions import on_main
@@ -38,7 +39,7 @@ def train(**options: Any) -> dict[str, Any]:
     batch_size = recipe.global_batch_size if config.global_batch_size is None else config.global_batch_size
     run = Run(
         batch_size,
-        config.num_microbatches,
+        num_microbatches_of(config.recipe, config.num_microbatches, batch_size),
         config.seed,
         shares=config.shares,
         spares=config.spares,

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from samestep.core.microbatches import check_num_microbatches
 from samestep.errors import UsageError
 
 Option = bool | int | float | str
@@ -20,6 +21,9 @@ ONE_FILE: Mapping[str, str] = {"mlp": "one CSV file, by --data FILE.csv", "gpt":
 NUM_PARTS: Mapping[str, int] = {"lenet": 10, "mlp": 5, "simplenet": 4, "vgg": 38}
 """The number of modules, one after another, of a recipe's model."""
 
+NUM_MICROBATCHES: Mapping[str, int] = {"mlp": 4}
+"""The default number of microbatches of recipes whose steps are too short for 8: it is also their most devices."""
+
 TRUTH = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 
 
@@ -29,6 +33,13 @@ def own_options(recipe: str, given: Mapping[str, Option]) -> dict[str, Any]:
     if recipe in _CHECKS:
         _CHECKS[recipe](options)
     return options
+
+
+def num_microbatches_of(recipe: str, given: int | None, global_batch_size: int | None) -> int:
+    """The number of microbatches of a recipe's run: as given, else its default, or the global batch size if smaller."""
+    default = check_num_microbatches(None, global_batch_size)
+    own = min(default, NUM_MICROBATCHES.get(recipe, default))
+    return check_num_microbatches(own if given is None else given, global_batch_size)
 
 
 def check_stages(recipe: str, options: Mapping[str, Any], stages: int) -> None:

@@ -171,6 +171,12 @@ def make_loader(
     run: Run, dataset: Any, epoch: int, num_workers: int, collate_fn: Collate | None, shuffle: bool
 ) -> Loader | DataLoader[Any]:
     """The given loader, or a new one over a dataset, at the beginning of this epoch."""
+    if isinstance(dataset, DataLoader) and dataset.batch_size not in (None, run.contract.global_batch_size):
+        raise UsageError(
+            f"got a DataLoader with batch_size={dataset.batch_size} and a run with global_batch_size="
+            f"{run.contract.global_batch_size}; its batches are the global batches, of all devices together: give both "
+            "the same number"
+        )
     if isinstance(dataset, Loader | DataLoader):
         return dataset
     is_stream = not hasattr(dataset, "__len__")

@@ -1,7 +1,8 @@
 """The trainer: a ready-made loop over epochs."""
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Unpack
@@ -15,6 +16,7 @@ from samestep.comm.membership import END_OF_FIT
 from samestep.data.loader import Loader
 from samestep.engine.losses import LossFn
 from samestep.errors import UsageError
+from samestep.text import counted
 from samestep.train.arguments import StepOptions, answers_unknown
 from samestep.train.atomic_io import CHECKPOINT_RETRIES
 from samestep.train.checkpoint.local_shards import is_sharded
@@ -162,6 +164,36 @@ class Trainer:
         """The record of the best epoch so far by the metric `best`."""
         return None if self._goal is None else self._goal.best(self.history)
 
+    @contextmanager
+    def best_weights(self) -> Iterator[nn.Module]:
+        """Writes the weights and buffers of the best checkpoint to the model within the block, its own back after it.
+
+            with trainer.best_weights():
+                scores = trainer.evaluate(test_set, metrics)
+
+        All ranks enter it.
+
+        Raises:
+            UsageError: there is no such checkpoint: the trainer has no `best` or no `run_dir`, or no evaluation yet.
+            CheckpointError: it is not good.
+        """
+        folder = self._log.folder
+        if folder is None or self.best is None:
+            raise UsageError(
+                "there are no best weights: they are kept by Trainer(run_dir=…, best=…) after an evaluation in fit"
+            )
+        from samestep.train.checkpoint.resume import weights_applied
+
+        self._perform_on_main(self._log.finish_checkpoints)
+        with weights_applied(self.run.membership, self.step, folder / CHECKPOINT_FOLDER):
+            yield self.model
+
+    def __repr__(self) -> str:
+        """The state of training."""
+        folder = "" if self._log.folder is None else f" in {self._log.folder}"
+        done = f"{counted(len(self.history), 'epoch')}, {counted(self.step.num_steps, 'step')}"
+        return f"<samestep.Trainer: {done}{folder}; {type(self.model).__name__}, {self.run!r}>"
+
     @property
     def digest(self) -> str:
         """SHA-256 over the whole state; see `state_digest`, also for when all ranks ask."""
@@ -258,6 +290,8 @@ class Trainer:
             try:
                 self._hooks.call("on_fit_start")
                 progress.go_on(loader)
+                if self._is_over():
+                    self._say_over()
                 while not self._is_over() and (record := self._train_epoch(loader)) is not None:
                     if progress.eval_loader is not None and metrics and record.epoch % eval_every == 0:
                         record = replace(record, eval=self.evaluate(progress.eval_loader, metrics, forward=forward))
@@ -373,6 +407,13 @@ class Trainer:
             return True
         is_planned = self._planned is not None and len(self.history) >= self._planned
         return is_planned or self.run.membership.stop == END_OF_FIT
+
+    def _say_over(self) -> None:
+        """Says why a call of `fit` has nothing to do."""
+        is_given_up = self._goal is not None and self._goal.is_given_up(self.history)
+        how = "patience has ended the run" if is_given_up else "more by epochs or max_steps (--epochs, --max-steps)"
+        done = f"{counted(len(self.history), 'epoch')} and {counted(self.step.num_steps, 'step')}"
+        self.say(f"nothing to train: {done} are done; {how}")
 
     def _train_epoch(self, loader: Loader | DataLoader[Any]) -> EpochRecord | None:
         """Runs through the loader once, or through the rest of an epoch that was begun; None if the call ends in it."""

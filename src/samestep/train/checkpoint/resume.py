@@ -1,8 +1,10 @@
 """Resuming: finding the state to go on from, sending it to all ranks, and comparing its contract."""
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +14,21 @@ from torch import Tensor
 from samestep.comm.communicator import Communicator
 from samestep.comm.membership import Membership
 from samestep.engine.sharded_state import LocalShard
+from samestep.engine.step import TrainStep
 from samestep.errors import CheckpointError, ContractError, UsageError
 from samestep.train.checkpoint.local_shards import Layout, Stored, whole_tensors
 from samestep.train.checkpoint.manifest import read_small
 from samestep.train.checkpoint.packing import as_bad_checkpoint
-from samestep.train.checkpoint.state import NOT_OURS, Steps, check_captured, check_fits, layout_of, rest_of
+from samestep.train.checkpoint.state import (
+    NOT_OURS,
+    Steps,
+    check_captured,
+    check_fits,
+    layout_of,
+    load_model,
+    model_tensors,
+    rest_of,
+)
 from samestep.train.checkpoint.storage import (
     BEST_FILE,
     LATEST_FILE,
@@ -67,6 +79,34 @@ def receive_state(membership: Membership, step: Steps, find: Callable[[], Resume
     return membership.perform(attempt)
 
 
+@contextmanager
+def weights_applied(membership: Membership, step: TrainStep, folder: Path) -> Iterator[None]:
+    """Has the model the weights and buffers of the best checkpoint of a folder within the block, its own after it.
+
+    Entered by all ranks; raises a `CheckpointError` if that checkpoint is not good, or of another model.
+    """
+
+    def find() -> Resumed:
+        path = named_checkpoint(folder / BEST_FILE)
+        return _resumed(Found(path, read_checkpoint(path, only="model"), ()))
+
+    def write(tensors: Mapping[str, Stored]) -> None:
+        load_model(step.model, tensors, step.sharded_state, step.state_communicator.rank)
+        step.strategy.after_load()
+
+    best = receive_state(membership, step, find)
+    assert best is not None, "a checkpoint that is not there raises an error"
+    held = model_tensors(step.model, step.sharded_state, step.state_communicator.world_size)
+    own = {
+        name: replace(t, local=t.local.clone()) if isinstance(t, LocalShard) else t.clone() for name, t in held.items()
+    }
+    write(best.snapshot.files["model"])
+    try:
+        yield
+    finally:
+        write(own)
+
+
 def is_same_run(resume: str | Path, state: Resumed | None, folder: Path | None) -> bool:
     """Whether a program goes on in the folder of the run that it resumes, or that "auto" begins anew."""
     if state is None:
@@ -79,6 +119,8 @@ def find_state(resume: str | Path, folder: Path | None, tell: Callable[[str], No
 
     Returns None if "auto" finds nothing. `tell` takes a sentence on each checkpoint that was not good.
     """
+    if not isinstance(resume, str | PathLike):
+        raise UsageError(f'got resume={resume!r}; needed: "auto", the folder of a run, or a checkpoint (--resume)')
     if str(resume) == AUTO:
         if folder is None:
             raise UsageError('got resume="auto" without a run folder; name one by run_dir=… (--run-dir), or a run')
@@ -97,6 +139,8 @@ def find_state(resume: str | Path, folder: Path | None, tell: Callable[[str], No
 
 def find_checkpoint(place: str | Path, tell: Callable[[str], None]) -> Resumed | None:
     """Reads a checkpoint, or the newest good one of a folder, which need not exist yet; None if it has none."""
+    if not isinstance(place, str | PathLike):
+        raise UsageError(f"got {place!r} as the place of a checkpoint; needed: its folder, or one that has some")
     path = Path(place)
     if names_checkpoint(path):
         return read_state(path)

@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from samestep.data.randomness import Generators
+from samestep.engine.losses import describe
 from samestep.errors import UsageError
 from samestep.extras import is_installed, missing
 from samestep.train.atomic_io import append_whole, make_folder, open_unbuffered
@@ -55,6 +56,11 @@ class Aside:
     """The user's loggers as one; their draws leave the global generators unchanged, since only rank 0 calls them."""
 
     def __init__(self, loggers: Sequence[Logger], generators: Generators) -> None:
+        for logger in loggers:
+            if isinstance(logger, type) or not isinstance(logger, Logger):
+                raise UsageError(
+                    f"got {describe(logger)} as a logger; needed: an object with log(step, scalars) and close()"
+                )
         self._loggers, self._generators, self._calls = loggers, generators, 0
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
