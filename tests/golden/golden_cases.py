@@ -300,6 +300,7 @@ def train_command(_, seed, folder, all_devices, *arguments):
     return found
 
 
+MLP_OPTIONS = ["--epochs", 2, "--strategy", "sharded", "--num-microbatches", 8]
 BY_TWO = """
 augmentation batchnorm buffers draws dropout flags global_batch learning_rate_scaled learning_rate_stepped local_clip
 loss_scale mean_of_means metrics module_state order own_generator sampler unseeded unshared unused clean
@@ -356,7 +357,7 @@ def all_cases():
         "command wrap": (commanded, 2, "simple_gpu", *EXAMPLES["simple_gpu"][:1], words.NUM_CHUNKS + words.WRAP),
         "command ddp": (commanded, 2, "ddp_native", ["--epochs", 2, "--samples", 200], ()),
         "command train lenet": (train_command, (1, 3), "lenet", "--epochs", 1, "--global-batch-size", 256),
-        "command train mlp": (train_command, (2,), "mlp", "--epochs", 2, "--strategy", "sharded"),
+        "command train mlp": (train_command, (2,), "mlp", *MLP_OPTIONS),
     }
     return cases | {name: Case(program, tuple(rest), ("here",)) for name, (program, *rest) in here.items()}
 
