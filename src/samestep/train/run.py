@@ -251,7 +251,7 @@ class Run:
             self.membership.on_rank_asked(name)
 
     def print(self, *values: Any) -> None:
-        """Prints on rank 0 only."""
+        """Prints on rank 0 only. In hooks `Trainer.say` keeps the order of its lines with those of the trainer."""
         if self._is_main:
             print(*values, flush=True)
 
