@@ -86,7 +86,7 @@ def test_a_run_leaves_its_folder_and_says_where_and_another_seed_gives_another_d
     assert done.returncode == 0, done.stderr
     folder = tmp_path / "here"
     contract = json.loads((folder / "run.json").read_text())
-    assert contract["num_microbatches"] == 8
+    assert contract["num_microbatches"] == 4
     assert contract["recipe"] == "mlp"
     lines = [from_line(line) for line in (folder / "ledger.jsonl").read_bytes().splitlines()]
     assert [line["event"] for line in lines if "event" in line] == ["start", "checkpoint", "end"]
