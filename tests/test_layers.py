@@ -39,6 +39,7 @@ MODULES = sorted(path for path in ROOT.rglob("*.py") if path.parent != ROOT or p
 SMALL = 70
 SMALL_FOR_A_REASON = {
     "data.text": "used by scripts too: docs/data.md names it",
+    "devices.host_memory": "for workers, and for runs without a launcher",
     "engine.whole_weights": "loaded for sharded state alone",
     "recipes.workload": "recipes import from estimate, which may not import recipes",
 }

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 from samestep.comm.channel import Channel
 from samestep.comm.heartbeat_page import HEALS, HeartbeatPage
+from samestep.devices.host_memory import keep_freed_memory
 from samestep.launcher import process_tree
 from samestep.launcher.assignment import Instruction, worker_variables
 from samestep.launcher.failures import report_exception
@@ -38,6 +39,7 @@ def work(instruction: Instruction, call: Call | None = None) -> int:
         import torch
 
         torch.set_num_threads(instruction.assignment.num_threads)  # the bits depend on it
+        keep_freed_memory()
         value = call() if call is not None else run_program(instruction.job, instruction.fds)
         page, slot = HeartbeatPage(instruction.fds["page"]), instruction.assignment.slot
         _deliver(value, instruction, channel, page)

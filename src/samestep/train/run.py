@@ -24,6 +24,7 @@ from samestep.core.microbatches import active_shares, microbatch_ranges
 from samestep.data.loader import Loader
 from samestep.data.randomness import seed_process
 from samestep.data.tensors import TensorData
+from samestep.devices.host_memory import keep_freed_memory
 from samestep.engine.config import StepConfig
 from samestep.engine.losses import LossFn, describe
 from samestep.engine.observer import StepObserver
@@ -136,6 +137,7 @@ class Run:
         threads = num_threads or environment.num_threads or 1
         self.contract = Contract(global_batch_size, count, seed, reduction, self.device.type, threads)
         make_deterministic(threads, reduction)
+        keep_freed_memory()
         watched = HeartbeatPage.from_environment() if communicator is None else None
         heartbeat = Heartbeat() if watched is None else Heartbeat(*watched)
         if environment.joins and heartbeat.page is not None:

@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +55,7 @@ class CheckpointSaver:
     def __init__(self, folder: Path, keep: int = 3, retries: int = 0) -> None:
         check_keep(keep)
         self._folder, self._keep, self._retries = folder, keep, retries
+        self._is_made = folder.is_dir()
         self._failures: deque[str] = deque()
         self._pool: ThreadPoolExecutor | None = None
         self._writing: Future[SavedCheckpoint] | None = None
@@ -105,8 +105,16 @@ class CheckpointSaver:
 
     def _write(self, snapshot: Snapshot) -> SavedCheckpoint:
         began = time.monotonic()
-        write = partial(write_checkpoint, self._folder, snapshot, self._keep)
-        path = retrying(write, self._retries, self._failures.append)
+
+        def attempt() -> Path:
+            if self._is_made and not self._folder.is_dir():  # else a retry would make a run that was moved away anew
+                raise RunFolderError(f"{self._folder} is not there any more: it was moved or removed")
+            try:
+                return write_checkpoint(self._folder, snapshot, self._keep)
+            finally:
+                self._is_made = self._folder.is_dir()
+
+        path = retrying(attempt, self._retries, self._failures.append)
         return SavedCheckpoint(path.name, snapshot.step, time.monotonic() - began)
 
     def _reap(self, wait: bool) -> None:
