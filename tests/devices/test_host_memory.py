@@ -6,20 +6,21 @@ import sys
 
 import pytest
 
+from samestep.train import run as run_module
+
 if platform.libc_ver()[0] != "glibc":
     pytest.skip("glibc's malloc alone is set", allow_module_level=True)
 
+KEEPING = "from samestep.devices.host_memory import keep_freed_memory\nkeep_freed_memory()\n"
 SCRIPT = """
 import resource
 import torch
-import samestep
-
-run = samestep.Run(8, 1, device="cpu")
 
 
 def step():
-    blocks = [torch.ones(1 << 20) for _ in range(4)]  # 4 MiB each: above the size from which glibc maps blocks
-    del blocks
+    blocks = [torch.ones(number << 18) for number in range(1, 24)]  # 1 to 23 MiB
+    while blocks:
+        blocks.pop()  # the last first, so that the end of the heap is free
 
 
 def faults():
@@ -31,31 +32,33 @@ for _ in range(5):
 before = faults()
 for _ in range(20):
     step()
-run.print("faults", (faults() - before) // 20)
+print("faults", (faults() - before) // 20)
 """
+RUN = ("-m", "samestep", "run", "--devices", "cpu:1")
 
 
-@pytest.fixture
-def faults(tmp_path, monkeypatch):
-    """The page faults of a step of 4,096 pages, in a program that is started by a command."""
-    path = tmp_path / "script.py"
-    path.write_text(SCRIPT)
-
-    def started(*command, **variables):
-        for name, value in variables.items():
-            monkeypatch.setenv(name, value)
-        done = subprocess.run(
-            [sys.executable, *command, str(path)], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True
-        )
-        return int(next(line.split()[1] for line in done.stdout.splitlines() if line.startswith("faults")))
-
-    return started
+def faults(folder, script, *command):
+    """The page faults of a step of 70,000 pages, in a program that is started by a command."""
+    path = folder / "script.py"
+    path.write_text(script)
+    words = [sys.executable, *command, str(path)]
+    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=120, check=True)
+    return int(next(line.split()[1] for line in done.stdout.splitlines() if line.startswith("faults")))
 
 
-@pytest.mark.parametrize("command", [(), ("-m", "samestep", "run", "--devices", "cpu:1")], ids=["python", "run"])
-def test_a_step_has_the_memory_that_the_one_before_has_freed(faults, command):
-    assert faults(*command) < 200
+@pytest.mark.parametrize(("script", "command"), [(KEEPING + SCRIPT, ()), (SCRIPT, RUN)], ids=["python", "worker"])
+def test_a_step_has_the_memory_that_the_one_before_has_freed(tmp_path, script, command):
+    assert faults(tmp_path, script, *command) < 200
 
 
-def test_twin_malloc_as_the_environment_sets_it_up_is_left_alone(faults):
-    assert faults(MALLOC_MMAP_THRESHOLD_="131072") > 4000
+def test_twin_malloc_as_the_environment_sets_it_up_is_left_alone(tmp_path, monkeypatch):
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "131072")
+    assert faults(tmp_path, KEEPING + SCRIPT) > 1000
+    assert faults(tmp_path, SCRIPT, *RUN) > 1000
+
+
+def test_a_run_keeps_it_without_a_launcher(monkeypatch):
+    calls = []
+    monkeypatch.setattr(run_module, "keep_freed_memory", lambda: calls.append("kept"))
+    run_module.Run(8, 1)
+    assert calls == ["kept"]
