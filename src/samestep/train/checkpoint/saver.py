@@ -55,7 +55,6 @@ class CheckpointSaver:
     def __init__(self, folder: Path, keep: int = 3, retries: int = 0) -> None:
         check_keep(keep)
         self._folder, self._keep, self._retries = folder, keep, retries
-        self._is_made = folder.is_dir()
         self._failures: deque[str] = deque()
         self._pool: ThreadPoolExecutor | None = None
         self._writing: Future[SavedCheckpoint] | None = None
@@ -104,15 +103,12 @@ class CheckpointSaver:
         self._raise_error()
 
     def _write(self, snapshot: Snapshot) -> SavedCheckpoint:
-        began = time.monotonic()
+        began, was_there = time.monotonic(), self._folder.is_dir()
 
         def attempt() -> Path:
-            if self._is_made and not self._folder.is_dir():  # else a retry would make a run that was moved away anew
+            if was_there and not self._folder.is_dir():  # a retry would make a run anew that was moved away meanwhile
                 raise RunFolderError(f"{self._folder} is not there any more: it was moved or removed")
-            try:
-                return write_checkpoint(self._folder, snapshot, self._keep)
-            finally:
-                self._is_made = self._folder.is_dir()
+            return write_checkpoint(self._folder, snapshot, self._keep)
 
         path = retrying(attempt, self._retries, self._failures.append)
         return SavedCheckpoint(path.name, snapshot.step, time.monotonic() - began)
