@@ -265,7 +265,7 @@ def test_lines_are_shown_on_the_first_rank_only(capsys):
             "got a DataLoader with batch_size=8 and a run with global_batch_size=16; its batches are the global",
         ),
     ],
-    ids=str,
+    ids=["epochs", "eval_data", "num_workers", "batch_size"],
 )
 def test_arguments_of_fit_that_cannot_be_are_named(arguments, message):
     def program(communicator):

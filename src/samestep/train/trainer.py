@@ -171,7 +171,7 @@ class Trainer:
             with trainer.best_weights():
                 scores = trainer.evaluate(test_set, metrics)
 
-        All ranks enter it.
+        All ranks enter it. In a hook's `on_epoch_end` the best one is of the epochs before.
 
         Raises:
             UsageError: there is no such checkpoint: the trainer has no `best` or no `run_dir`, or no evaluation yet.

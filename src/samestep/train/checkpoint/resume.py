@@ -100,8 +100,8 @@ def weights_applied(membership: Membership, step: TrainStep, folder: Path) -> It
     own = {
         name: replace(t, local=t.local.clone()) if isinstance(t, LocalShard) else t.clone() for name, t in held.items()
     }
-    write(best.snapshot.files["model"])
     try:
+        write(best.snapshot.files["model"])
         yield
     finally:
         write(own)
