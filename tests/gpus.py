@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import textwrap
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import fake_cuda
 import pytest
+from marked import free_port
 
 SITE = Path(fake_cuda.__file__).parents[1]
 
@@ -92,8 +92,6 @@ def _run_all(program, processes, timeout, stderr=subprocess.PIPE):
 
 def places(world_size, **variables):
     """The variables of each rank of one host, as torchrun sets them."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = str(listener.getsockname()[1])
-    common = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **variables}
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    common = {"WORLD_SIZE": str(world_size), **meeting, **variables}
     return [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world_size)]

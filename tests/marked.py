@@ -1,10 +1,12 @@
 """Runs as real programs, marked by a variable that all their processes inherit: nothing of them may be left."""
 
 import os
+import random
 import signal
+import socket
 import time
 import uuid
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import psutil
@@ -51,6 +53,14 @@ class Marked:
         while (left := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.05)
         return left
+
+
+def free_port():
+    """A free port, none of those that the system gives to outgoing connections: one could take it before it is used."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with suppress(OSError), socket.create_server(("", port)):
+            return port
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from comm_programs import join, odd_broadcasts
+from marked import free_port
 from worlds import PATIENCE_SECONDS, PRELOADED, in_turns
 
 from samestep.comm.connecting import connect
@@ -26,13 +27,6 @@ BOTH = pytest.mark.parametrize("transport", ["auto", "gloo"])
 @pytest.fixture(autouse=True)
 def _pooled(worlds):
     """Processes come from the server that the pools of processes use too, so they start at once."""
-
-
-def free_port():
-    """A free port."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 @contextmanager

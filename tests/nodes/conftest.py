@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from marked import SECONDS, Marked, marked
+from marked import SECONDS, Marked, free_port, marked
 
 SOURCE = str(Path(__file__).resolve().parents[2] / "src")
 
@@ -25,11 +25,6 @@ class Ended:
     def digest(self):
         """The digest that `samestep train` printed."""
         return next(line.split()[1] for line in self.stdout.splitlines() if line.startswith("digest"))
-
-
-def free_port():
-    with socket.create_server(("", 0)) as probe:
-        return int(probe.getsockname()[1])
 
 
 @dataclass

@@ -2,11 +2,11 @@
 
 import os
 import signal
-import socket
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from marked import free_port
 from started_programs import SECONDS, Programs
 
 from samestep.comm.communicator import Communicator
@@ -83,10 +83,8 @@ def test_a_program_that_is_asked_to_stop_ends_its_step_leaves_a_checkpoint_and_c
 
 def torchrun_variables(world_size):
     """The environments of torchrun's workers."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    common = {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    common = {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size, **meeting}
     return [{k: str(v) for k, v in {**common, "RANK": r, "LOCAL_RANK": r}.items()} for r in range(world_size)]
 
 
