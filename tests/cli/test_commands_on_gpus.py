@@ -67,7 +67,17 @@ def test_training_ends_in_the_same_bits_on_any_devices(recorded, folder, tmp_pat
 def test_ranks_of_another_launcher_find_their_gpus(recorded, folder, tmp_path, launcher):
     words = [*map(str, (*TRAIN, "--run-dir", tmp_path / "run"))]
     if launcher == "torchrun":
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "samestep", *words]
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            "-m",
+            "samestep",
+            *words,
+        ]
         places = [{}]
     else:  # each task sees one GPU, its cuda:0
         command = [*SAMESTEP, *words]

@@ -28,7 +28,7 @@ SCRIPTS = {
 }
 PACKAGES = {"accelerate": ("accelerate",), "trainer": ("transformers", "datasets"), "trl": ("trl",)}
 PACKAGES |= dict.fromkeys(("lightning", "fabric"), ("lightning", "torchmetrics"))
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4")
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4")
 AS_OURS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}  # what samestep run sets
 CLOCKS = re.compile(r"""['"]?\w+_(runtime|per_second)['"]?: ['"]?[\d.e+-]+['"]?,?\s*""")
 UNIQUE = (".metadata", "README.md")  # a checkpoint's identity; a page with versions
