@@ -213,19 +213,28 @@ def test_what_cannot_be_written_is_tried_again_and_each_failure_is_told(tmp_path
     assert told[0].endswith("trying again in 0 s (retry 1 of 100000: checkpoint_retries, --checkpoint-retries)")
 
 
-def test_a_folder_that_is_moved_away_while_a_checkpoint_is_written_is_not_made_anew(tmp_path, monkeypatch):
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("replaced", [True, False])
+def test_a_run_that_is_moved_away_while_a_checkpoint_is_written_is_not_made_anew(
+    tmp_path, monkeypatch, is_first, replaced
+):
     monkeypatch.setattr(atomic_io, "MAX_WAIT_SECONDS", 0.0)
-    folder = tmp_path / "run" / "checkpoints"
-    saver, gate = CheckpointSaver(folder, retries=3), Gate()
-    save(saver, 1)
-    saver.close()
+    run = tmp_path / "run"
+    run.mkdir()
+    saver, gate = CheckpointSaver(run / "checkpoints", retries=3), Gate()
+    if not is_first:
+        save(saver, 1)
+        saver.close()
     saver.save(Snapshot(2, {}, gate.facts()))
     assert gate.entered.wait(60)
-    folder.parent.rename(tmp_path / "moved")
+    run.rename(tmp_path / "moved")
+    if replaced:
+        run.mkdir()
     gate.opened.set()
-    with pytest.raises(RunFolderError, match="is not there any more: it was moved or removed"):
+    with pytest.raises(RunFolderError, match="is not there any more: it was moved or replaced"):
         saver.close()
-    assert not folder.parent.exists()
+    assert list(run.rglob("*")) == []
+    assert run.exists() == replaced
 
 
 def test_an_error_that_stays_is_raised_after_as_many_retries_as_were_asked_for(tmp_path, monkeypatch):

@@ -103,11 +103,12 @@ class CheckpointSaver:
         self._raise_error()
 
     def _write(self, snapshot: Snapshot) -> SavedCheckpoint:
-        began, was_there = time.monotonic(), self._folder.is_dir()
+        began, parent = time.monotonic(), self._folder.parent
+        first = _identity(parent)
 
         def attempt() -> Path:
-            if was_there and not self._folder.is_dir():  # a retry would make a run anew that was moved away meanwhile
-                raise RunFolderError(f"{self._folder} is not there any more: it was moved or removed")
+            if first is not None and _identity(parent) != first:  # a retry would make a run anew that was moved away
+                raise RunFolderError(f"{parent} is not there any more: it was moved or replaced")
             return write_checkpoint(self._folder, snapshot, self._keep)
 
         path = retrying(attempt, self._retries, self._failures.append)
@@ -126,6 +127,15 @@ class CheckpointSaver:
         error, self._error = self._error, None
         if error is not None:
             raise error
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """What tells a folder from another of its name; None if there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 @torch.no_grad()
