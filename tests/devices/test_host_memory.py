@@ -34,6 +34,7 @@ for _ in range(20):
     step()
 print("faults", (faults() - before) // 20)
 """
+FEW, MANY = 7_000, 60_000  # of 70,000 pages; the kernel may take some away by itself
 RUN = ("-m", "samestep", "run", "--devices", "cpu:1")
 
 
@@ -48,13 +49,13 @@ def faults(folder, script, *command):
 
 @pytest.mark.parametrize(("script", "command"), [(KEEPING + SCRIPT, ()), (SCRIPT, RUN)], ids=["python", "worker"])
 def test_a_step_has_the_memory_that_the_one_before_has_freed(tmp_path, script, command):
-    assert faults(tmp_path, script, *command) < 200
+    assert faults(tmp_path, script, *command) < FEW
 
 
 def test_twin_malloc_as_the_environment_sets_it_up_is_left_alone(tmp_path, monkeypatch):
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "131072")
-    assert faults(tmp_path, KEEPING + SCRIPT) > 1000
-    assert faults(tmp_path, SCRIPT, *RUN) > 1000
+    assert faults(tmp_path, KEEPING + SCRIPT) > MANY
+    assert faults(tmp_path, SCRIPT, *RUN) > MANY
 
 
 def test_a_run_keeps_it_without_a_launcher(monkeypatch):

@@ -2,12 +2,14 @@
 
 import math
 import os
+import time
 from dataclasses import asdict
 
 import pytest
 
 from samestep.devices.selection import select
 from samestep.errors import RunFolderError, UsageError
+from samestep.launcher.display import Display
 from samestep.launcher.job import Job
 from samestep.launcher.supervisor import supervise
 
@@ -30,6 +32,34 @@ def test_a_function_gives_rank_0s_json_and_its_lines_are_printed(capsys, lines_t
     printed = capsys.readouterr()
     line = "epoch 1, [bold]loss 0.5[/bold]\n"
     assert printed == ((line, "") if lines_to == "stdout" else ("", line))
+
+
+@pytest.fixture
+def _slow_display(monkeypatch):
+    """A supervisor that takes its time for a line, as on a busy machine."""
+    line = Display.line
+
+    def show(display, text):
+        time.sleep(0.02)
+        line(display, text)
+
+    monkeypatch.setattr(Display, "line", show)
+
+
+@pytest.mark.usefixtures("_steps_importable", "_slow_display")
+@pytest.mark.parametrize("relay", [False, True], ids=["inherited", "relayed"])
+def test_lines_and_what_rank_0_prints_are_in_the_order_of_the_calls(capfd, relay):
+    job = Job("function", "steps:print_between_lines", kwargs={"count": 20})
+    assert supervise(job, select("cpu:2"), relay=relay).exit_code == 0
+    assert capfd.readouterr().out.split() == [str(number) for number in range(40)]
+
+
+@pytest.mark.usefixtures("_steps_importable", "_slow_display")
+def test_twin_lines_that_are_not_waited_for_come_late(capfd, monkeypatch):
+    monkeypatch.setenv("STEPS_DO_NOT_WAIT", "1")
+    job = Job("function", "steps:print_between_lines", kwargs={"count": 20})
+    assert supervise(job, select("cpu:2")).exit_code == 0
+    assert capfd.readouterr().out.split() != [str(number) for number in range(40)]
 
 
 @pytest.mark.usefixtures("_steps_importable")

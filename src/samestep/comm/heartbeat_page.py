@@ -8,7 +8,8 @@ Layout, little-endian:
 
     0     u64  number of the quorum that is in force; it moves after the quorum itself is written
     8     u64  the signal by which the run is requested to stop; 0 for none
-    16    u32  length and u32 CRC-32 of the quorum's JSON, which follows at 24:
+    16    u64  number of lines that the supervisor has shown
+    24    u32  length and u32 CRC-32 of the quorum's JSON, which follows at 32:
                {"number": 3, "slots": [0, 2, 5], "lost": [{"slot": 1, "cause": "SIGKILL", …}]}
     16384 64 bytes a slot: u64 time of the last beat (monotonic, ns), u64 step, u32 phase, u32 flags, u64 quorum joined
 """
@@ -42,9 +43,9 @@ MAX_SLOTS = 1024
 MAX_LOST = 20
 _QUORUM_SIZE = 16_384
 _SLOT_SIZE = 64
-_NUMBER, _STOP, _LENGTH = struct.Struct("<Q"), struct.Struct("<Q"), struct.Struct("<II")
+_NUMBER, _STOP, _SHOWN, _LENGTH = struct.Struct("<Q"), struct.Struct("<Q"), struct.Struct("<Q"), struct.Struct("<II")
 _SLOT = struct.Struct("<QQIIQ")
-_HEADER_SIZE = 24
+_HEADER_SIZE = 32
 _CODES = {name: code for code, name in enumerate(PHASES)}
 
 
@@ -127,6 +128,16 @@ class HeartbeatPage:
         """Posts the request to stop after the step under way."""
         self._write(8, _STOP.pack(signum))
 
+    @property
+    def shown(self) -> int:
+        """The number of lines that the supervisor has shown."""
+        number: int = _SHOWN.unpack_from(self._memory, 16)[0]
+        return number
+
+    def note_shown(self) -> None:
+        """Counts one more line as shown."""
+        self._write(16, _SHOWN.pack(self.shown + 1))
+
     def announce(
         self, slots: tuple[int, ...], number: int | None = None, lost: Sequence[Mapping[str, Any]] = ()
     ) -> Quorum:
@@ -136,7 +147,7 @@ class HeartbeatPage:
         assert len(text) <= _QUORUM_SIZE - _HEADER_SIZE, "MAX_SLOTS fits on the page"
         # The number moves last, and the checksum covers the rest: a reader in between finds one wrong, and retries.
         self._memory[_HEADER_SIZE : _HEADER_SIZE + len(text)] = text
-        self._write(16, _LENGTH.pack(len(text), zlib.crc32(text)))
+        self._write(24, _LENGTH.pack(len(text), zlib.crc32(text)))
         self._write(0, _NUMBER.pack(quorum.number))
         return quorum
 
@@ -144,7 +155,7 @@ class HeartbeatPage:
         """The quorum in force."""
         # A lock could be held by a process that was killed; a checksum cannot.
         while True:
-            length, checksum = _LENGTH.unpack_from(self._memory, 16)
+            length, checksum = _LENGTH.unpack_from(self._memory, 24)
             text = self._memory[_HEADER_SIZE : _HEADER_SIZE + length]
             if length > 0 and zlib.crc32(text) == checksum:
                 value = json.loads(text)

@@ -83,6 +83,7 @@ class Monitor:
         self._decoders: dict[tuple[int, Stream], codecs.IncrementalDecoder] = {}
         self._selector = selectors.DefaultSelector()
         self._owned: set[int] = set()
+        self._last: set[int] = set()  # read after the others: a worker's line comes after its output so far
         self._failed: list[Worker] = []  # in the order of detection
         self._hint = ""
         self._saved = ""
@@ -144,14 +145,16 @@ class Monitor:
         worker = self.workers.add(place, log, path)
         with contextlib.ExitStack() as theirs:
 
-            def pipe(handle: Callable[[int], bool]) -> int:
+            def pipe(handle: Callable[[int], bool], last: bool = False) -> int:
                 reader, writer = os.pipe()
                 theirs.callback(os.close, writer)
                 self.listen(reader, handle)
+                if last:
+                    self._last.add(reader)
                 return writer
 
             given = {**self._fds, "page": self._page.fd}
-            given["events"] = pipe(lambda fd: self._read_events(worker, fd))
+            given["events"] = pipe(lambda fd: self._read_events(worker, fd), last=True)
             given["dump"] = pipe(lambda fd: self._read_output(worker, fd))
             if log is not None:
                 begin_log(log, anew=place.attempt == 0 and not place.joins)
@@ -188,6 +191,7 @@ class Monitor:
                 self._display.progress(event)
             elif name == "line":
                 self._display.line(str(event.get("text", "")))
+                self._page.note_shown()
             elif name == "ledger":
                 self._healing.receive(event)
             elif name == "saved":
@@ -240,10 +244,11 @@ class Monitor:
 
     def _poll(self, seconds: float) -> None:
         """Handles the descriptors that become readable within that time."""
-        for key, _ in self._selector.select(seconds):
+        for key, _ in sorted(self._selector.select(seconds), key=lambda ready: ready[0].fd in self._last):
             if key.data is not None and not key.data(key.fd):
                 self._selector.unregister(key.fd)
                 self._owned.discard(key.fd)
+                self._last.discard(key.fd)
                 os.close(key.fd)
 
     def _look(self) -> None:

@@ -253,7 +253,7 @@ class Run:
             self.membership.on_rank_asked(name)
 
     def print(self, *values: Any) -> None:
-        """Prints on rank 0 only. In hooks `Trainer.say` keeps the order of its lines with those of the trainer."""
+        """Prints on rank 0 only. In hooks `Trainer.say` prints above the progress bar."""
         if self._is_main:
             print(*values, flush=True)
 

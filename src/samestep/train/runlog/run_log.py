@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from samestep.comm.channel import Channel
+from samestep.comm.heartbeat_page import HeartbeatPage
 from samestep.comm.membership import Membership
 from samestep.data.batch import Batch
 from samestep.data.randomness import Generators
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from samestep.train.checkpoint.storage import Snapshot
 
 REFRESH_SECONDS = 0.1
+SHOWN_SECONDS = 0.5
 REMEMBERED_STEPS = 1024
 TAKE_OVER_SECONDS = 30.0  # the supervisor is ending the process that held the lock
 
@@ -54,6 +56,8 @@ class Display:
     def __init__(self, rank: int) -> None:
         self._prints = rank == 0
         self._channel = Channel.from_environment() if rank == 0 else None
+        given = HeartbeatPage.from_environment()
+        self._page = None if given is None else given[0]
         self._next = 0.0
 
     def is_due(self) -> bool:
@@ -69,10 +73,20 @@ class Display:
         self._send("progress", **fields)
 
     def line(self, text: str) -> None:
-        """Shows a line of text, which stays."""
-        if self._channel is None and self._prints:
-            print(text, flush=True)
+        """Shows a line of text, which stays, before what this process prints next."""
+        if self._channel is None:
+            if self._prints:
+                print(text, flush=True)
+            return
+        shown = self._shown()
         self._send("line", text=text)
+        deadline = time.monotonic() + SHOWN_SECONDS  # a stopped supervisor must not stop the training
+        while self._shown() == shown and time.monotonic() < deadline:
+            time.sleep(0.0005)
+
+    def _shown(self) -> int | None:
+        """The number of lines that the supervisor has shown, if it says so."""
+        return None if self._page is None else self._page.shown
 
     def ledger(self, quorum: int | None = None, seconds: float | None = None) -> None:
         """Reports that there is a ledger, or its duration of the healing that ended in a quorum."""
