@@ -42,10 +42,12 @@ in all of them.
 
 The first table of each workload has every tool **by default**: what a user gets who sets nothing. For samestep that is
 8 microbatches, whatever the number of processes, and one thread a process, because the number of threads is part of
-what fixes the bits: `python train.py` leaves the second core idle, `samestep run train.py` uses both. The peers read a
-map-style dataset (`__getitem__`) through a `DataLoader`; samestep is there with tensors, which it takes as they are,
-and with the same map-style dataset. The *limit* trains on one cached batch and does nothing else; two processes of it
-train on half of the batch each, without communication.
+what fixes the bits: `python train.py` leaves the second core idle, `samestep run train.py` uses both. In W2, whose
+arithmetic takes no time, it is the fixed cost of eight microbatches that is compared with that of one; fewer of them
+are another contract, and the better one for such a model. The peers read a map-style dataset (`__getitem__`) through a
+`DataLoader`; samestep is there with tensors, which it takes as they are, and with the same map-style dataset. The
+*limit* trains on one cached batch and does nothing else; two processes of it train on half of the batch each, without
+communication.
 
 The second table has **equal terms**, the same data and threads on both sides: as many microbatches as processes, or 8
 beside PyTorch in 8 micro-batches, which accumulates gradients under `no_sync`. Then samestep's fixed order of sums
