@@ -73,10 +73,13 @@ def test_every_phase_and_the_last_slot_can_be_posted(page):
 def test_the_layout_is_the_documented_one(page):
     page.announce((0, 2))
     page.ask_to_stop(15)
+    page.note_shown()
+    page.note_shown()
     page.post(1, "data", 7, 3, 9)
     page = os.pread(page.fd, 1 << 20, 0)
-    number, stop, length, _ = struct.unpack_from("<QQII", page)
-    assert (number, stop, page[24 : 24 + length]) == (1, 15, b'{"number": 1, "slots": [0, 2], "lost": []}')
+    number, stop, shown, length, _ = struct.unpack_from("<QQQII", page)
+    assert (number, stop, shown) == (1, 15, 2)
+    assert page[32 : 32 + length] == b'{"number": 1, "slots": [0, 2], "lost": []}'
     assert struct.unpack_from("<QIIQ", page, 16_384 + 64 + 8) == (7, PHASES.index("data"), 3, 9)
     assert len(page) == 16_384 + 64 * MAX_SLOTS
 
