@@ -86,7 +86,8 @@ def test_the_average_is_torch_s_own_to_the_bit():
         expected = dict(reference.module.named_parameters())
         assert ema.weights.keys() == expected.keys()
         own = {name: parameter.clone() for name, parameter in model.named_parameters()}
-        assert not any(torch.equal(ema.weights[name], own[name]) for name in own)
+        trained = own.keys() - {"0.bias"}  # whose gradient, before BatchNorm, is rounding and may be zero
+        assert not any(torch.equal(ema.weights[name], own[name]) for name in trained)
         with ema.applied(model):
             assert all(torch.equal(p, expected[name]) for name, p in model.named_parameters())
         assert all(torch.equal(p, own[name]) for name, p in model.named_parameters())
