@@ -67,6 +67,7 @@ class StateMetric:
 
     def __init__(self, metric: Any, update: Callable[[Any, Any, Any], object]) -> None:
         self._metric = metric
+        metric.distributed_available_fn = _never  # else `compute` would add up over the ranks what is merged already
         self._update = update
         self._parts: dict[str, list[Any]] = {}
         self._sums: dict[str, TreeSum[Tensor]] = {}
@@ -138,6 +139,10 @@ def from_torchmetrics(metric: Any, update: Callable[[Any, Any, Any], object] | N
                 f"{name} sums its state {state!r} from a default that is not 0: each update would count it"
             )
     return StateMetric(metric.clone(), _update if update is None else update)
+
+
+def _never() -> bool:
+    return False
 
 
 def _update(metric: Any, output: Any, batch: Any) -> None:
