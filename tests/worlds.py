@@ -122,6 +122,8 @@ def _serve(rank, world_size, place, chosen, store_path, pipe):
 
     # A rank outlives its runs. Each that it kept would keep threads of gloo, which wake a hundred times a second.
     run.atexit = SimpleNamespace(register=lambda _: None, unregister=lambda _: None)
+    # As in supervised workers: what a failed program sent, and no rank received, would end the rank ten minutes later.
+    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
     gc.freeze()
     torch.set_num_threads(1)
     multiprocessing.set_start_method("fork", force=True)  # of data workers: another fork server would start anew
