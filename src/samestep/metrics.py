@@ -104,7 +104,13 @@ class StateMetric:
             setattr(metric, state, total.root())
         for state, parts in self._parts.items():
             setattr(metric, state, _merged(parts, metric._reductions[state]))
-        return _named_values(name, metric.compute())
+        try:
+            return _named_values(name, metric.compute())
+        except Exception as error:
+            raise UsageError(
+                f"the metric {name} ({type(metric).__name__}) cannot be computed from its states, merged over "
+                f"microbatches: {type(error).__name__}: {error}"
+            ) from error
 
 
 def from_torchmetrics(metric: Any, update: Callable[[Any, Any, Any], object] | None = None) -> StateMetric:

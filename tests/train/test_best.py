@@ -121,6 +121,26 @@ def test_best_weights_that_nobody_keeps_are_refused(tmp_path, monkeypatch, optio
         pass
 
 
+def test_best_weights_of_another_metric_are_refused(tmp_path):
+    folder = tmp_path / "run"
+    in_turns(1, fit, folder, ("accuracy", "max"))
+    trainer = make(None, run_dir=folder, best=("accuracy", "min"))
+    trainer.fit(points(), 6, eval_data=points(), metrics=METRICS, resume="auto")
+    message = r"the best weights, of epoch \d, are not in .*, which has step-"
+    with trainer, pytest.raises(UsageError, match=message), trainer.best_weights():
+        pass
+
+
+def test_a_metric_with_several_entries_is_a_goal_by_one_of_them():
+    torchmetrics = pytest.importorskip("torchmetrics")
+    metrics = {"f1": torchmetrics.classification.MulticlassF1Score(3, average=None)}
+    trainer = make(None, best="f1/1")
+    trainer.fit(points(), 2, eval_data=points(), metrics=metrics)
+    assert trainer.best is not None
+    with pytest.raises(UsageError, match="got best='f1', and the evaluation gave f1/0, f1/1, f1/2; name one of them"):
+        make(None, best="f1").fit(points(), 2, eval_data=points(), metrics=metrics)
+
+
 def test_patience_ends_the_fit_on_all_devices_and_a_finished_run_does_not_go_on(tmp_path):
     whole = in_turns(1, fit, None, ("accuracy", "max"), None, None, 12)[0]
     digest, scores, best = in_turns(2, fit, tmp_path / "run", ("accuracy", "max"), 2, None, 12)[0]
@@ -142,6 +162,55 @@ def test_an_end_by_steps_is_exact_and_a_resume_keeps_to_it(tmp_path):
     assert in_turns(3, lambda c: program(c, None, tmp_path / "run", max_steps=7))[0] == cut
     assert in_turns(3, lambda c: program(c, None, tmp_path / "run", max_steps=9))[0] == whole == (whole[0], 9, 3)
     assert in_turns(1, lambda c: program(c, epochs=1, max_steps=7))[0][1:] == (3, 1)
+
+
+def test_an_end_by_steps_at_the_end_of_an_epoch_records_that_epoch_after_a_resume_too(tmp_path):
+    def program(communicator):
+        with make(communicator, run_dir=tmp_path / "run", checkpoint_steps=3) as trainer:
+            trainer.fit(points(), max_steps=6, eval_data=points(), metrics=METRICS, resume="auto")
+            return trainer.digest, trainer.step.num_steps, [record.eval for record in trainer.history]
+
+    first = in_turns(2, program)[0]
+    assert (first[1], len(first[2])) == (6, 2)
+    assert in_turns(1, program)[0] == first
+
+
+CALLS = {
+    "steps, then epochs": ({"max_steps": 4}, {"epochs": 2}),
+    "one that a hook ended": ({"epochs": 3}, {"epochs": 2}),
+    "alike": ({"epochs": 1}, {"epochs": 1}, {"epochs": 1}),
+}
+
+
+class Ends:
+    """Ends the first call after its first epoch; and the program after a step, if one is given."""
+
+    def __init__(self, after, ends):
+        self._after, self._ends = after, ends
+
+    def on_step_end(self, trainer, result):
+        if trainer.step.num_steps == self._after:
+            raise KeyError("killed")
+
+    def on_epoch_end(self, trainer, record):
+        if self._ends and record.epoch == 1:
+            trainer.stop()
+
+
+@pytest.mark.parametrize("kind", CALLS)
+def test_a_program_of_several_calls_goes_on_in_the_one_that_was_under_way(kind, tmp_path):
+    def program(communicator, run_dir=None, after=None):
+        hook = Ends(after, "hook" in kind)
+        with make(communicator, run_dir=run_dir, checkpoint_steps=1, keep=2, hooks=[hook]) as trainer:
+            for options in CALLS[kind]:
+                trainer.fit(points(), resume="auto" if run_dir else None, **options)
+            return trainer.digest, trainer.step.num_steps, len(trainer.history)
+
+    whole = in_turns(1, program)[0]
+    for after in (2, 5, 8):
+        with pytest.raises(KeyError, match="killed"):
+            in_turns(2, program, tmp_path / str(after), after)
+        assert in_turns(3, program, tmp_path / str(after))[0] == whole
 
 
 def test_evaluations_are_as_rare_as_asked_for():

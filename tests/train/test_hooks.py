@@ -398,3 +398,34 @@ def test_a_saved_average_of_the_script_s_own_is_not_named_and_is_kept(tmp_path, 
     assert first[0][1] == 6
     assert in_turns(1, program) == first[:1]
     assert RIDING not in capsys.readouterr().err
+
+
+def test_a_variable_of_a_hook_that_has_no_value_yet_ends_no_run(tmp_path):
+    def program(communicator):
+        class Later(Hook):
+            def on_epoch_end(self, trainer, record):
+                if record.epoch > 1:
+                    seen.append(extra)
+
+        seen = []
+        with make(communicator, [Later()], run_dir=tmp_path / "run") as trainer:
+            trainer.fit(points(), 1)
+            extra = 3
+            trainer.fit(points(), 1)
+        return seen
+
+    assert in_turns(1, program) == [[3]]
+
+
+def test_a_hook_of_a_step_is_not_taken_for_a_step_that_hangs():
+    phases = []
+
+    class Slow(Hook):
+        def on_step_end(self, trainer, result):
+            phases.append(trainer.run.membership.heartbeat.enter("script"))
+
+    def program(communicator):
+        make(communicator, [Slow()]).fit(points(), 1)
+
+    in_turns(1, program)
+    assert set(phases) == {"script"}

@@ -269,6 +269,9 @@ def test_values_of_another_kind_are_refused_in_a_sentence():
     run = Run(4)
     with pytest.raises(UsageError, match="gather takes a tensor, got an int"):
         run.gather(3)
+    for odd in (torch.zeros(1, dtype=torch.float8_e4m3fn), torch.zeros((1,) * 9), torch.eye(2).to_sparse()):
+        with pytest.raises(UsageError, match="gather takes a dense tensor of at most 8 dimensions, got a"):
+            run.gather(odd)
     model = torch.nn.Linear(1, 1)
     with pytest.raises(UsageError, match=r"got a str as scheduler; needed: one of torch\.optim\.lr_scheduler"):
         run.train_step(model, torch.optim.SGD(model.parameters(), 0.1), lambda m, b: m(b).mean(), scheduler="cosine")

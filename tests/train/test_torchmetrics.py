@@ -196,6 +196,34 @@ def test_texts_are_measured_and_predicted():
             assert values["bleu"] == pytest.approx(whole.compute().item(), rel=1e-6)
 
 
+LENGTHS = (3, 1, 4, 1, 5)
+
+
+class Sequences(torch.utils.data.Dataset):
+    """Sequences of several lengths, of which some have one row."""
+
+    def __len__(self):
+        return len(LENGTHS)
+
+    def __getitem__(self, index):
+        return torch.arange(float(LENGTHS[index]))
+
+
+@pytest.mark.parametrize("microbatches", [2, 5])
+def test_lists_of_tensors_by_sample_are_told_from_tensors_of_all_samples(microbatches):
+    def program(communicator, forward):
+        run = Run(5, microbatches, communicator=communicator)
+        return run.predict(torch.nn.Identity(), Sequences(), collate_fn=list, forward=forward)
+
+    for world_size in (1, 2):
+        for found in in_turns(world_size, program, lambda model, batch: [each * 2 for each in batch]):
+            assert [each.tolist() for each in found] == [[2.0 * k for k in range(n)] for n in LENGTHS]
+        whole = in_turns(world_size, program, lambda model, batch: [torch.tensor([len(each) for each in batch])])
+        assert [[each.tolist() for each in found] for found in whole] == [[list(LENGTHS)]] * world_size
+    with pytest.raises(UsageError, match=r"predict got outputs of shapes .* for the microbatches, which cannot be"):
+        in_turns(1, program, lambda model, batch: torch.nn.utils.rnn.pad_sequence(batch, batch_first=True))
+
+
 class Summed(torchmetrics.Metric):
     def __init__(self):
         super().__init__()
@@ -238,6 +266,17 @@ class Averaged(Summed):
 def test_a_mean_of_means_is_refused():
     with pytest.raises(UsageError, match="Averaged averages its state 'mean' over updates, whatever their samples"):
         Run(4, 2).evaluate(torch.nn.Identity(), scores(), {"x": Averaged()})
+
+
+class Failing(torchmetrics.MaxMetric):
+    def compute(self):
+        raise IndexError("no value")
+
+
+def test_an_error_of_a_metric_names_it():
+    metric = metrics.from_torchmetrics(Failing(), first_alone)
+    with pytest.raises(UsageError, match=r"the metric x \(Failing\) cannot be computed .*: IndexError: no value"):
+        Run(4, 2).evaluate(torch.nn.Identity(), numbers(), {"x": metric})
 
 
 def test_the_metric_that_is_given_stays_as_it_was():

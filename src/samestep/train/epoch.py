@@ -95,11 +95,19 @@ class Goal:
 
     def check(self, metrics: Mapping[str, Any] | None, has_data: bool) -> None:
         """Raises a `UsageError` unless the metric is measured."""
-        if not has_data or self.metric not in (metrics or {}):
+        # A metric with several entries gives `name/entry`.
+        if not has_data or not {self.metric, self.metric.partition("/")[0]} & {*(metrics or {})}:
             there = ", ".join(metrics or {}) if has_data else "no eval_data"
             raise UsageError(
                 f"got best={self.metric!r}, and fit has {there or 'no metrics'}; needed: eval_data, and a metric of "
                 "this name"
+            )
+
+    def check_measured(self, found: Mapping[str, float]) -> None:
+        """Raises a `UsageError` unless an evaluation gave the metric a value."""
+        if self.metric not in found:
+            raise UsageError(
+                f"got best={self.metric!r}, and the evaluation gave {', '.join(found)}; name one of them (--best)"
             )
 
     def best(self, history: Iterable[EpochRecord]) -> EpochRecord | None:
@@ -203,6 +211,28 @@ class Progress:
         self.eval_loader: Loader | None = None  # of the call of `fit` under way
         self._run, self._step = run, step
         self._waiting: dict[str, Any] | None = None
+        # The epochs and max_steps of each call of `fit` that has ended, with the epochs that were done, or planned.
+        self._calls: list[list[int | None]] = []
+        self._num_calls = 0  # begun by this program
+
+    def begin_call(self, epochs: int | None, max_steps: int | None) -> tuple[bool, int | None]:
+        """Whether this call of `fit` had ended in the run that was resumed, where another followed; and where it ended.
+
+        A program with other calls than those of the state is left to what its arguments say.
+        """
+        number, self._num_calls = self._num_calls, self._num_calls + 1
+        if self._calls[number : number + 1] and self._calls[number][:2] == [epochs, max_steps]:
+            return True, self._calls[number][2]
+        self._calls[number:] = [[epochs, max_steps, None]]
+        return False, None
+
+    def end_call(self, done: int | None) -> None:
+        """Ends the call of `fit` under way."""
+        self._calls[self._num_calls - 1][2] = done
+
+    def is_complete(self, loader: Loader | DataLoader[Any]) -> bool:
+        """Whether all batches of the epoch under way are done, of which there is no record yet."""
+        return 0 < self.epoch.num_batches == num_batches(loader)
 
     def capture(
         self, loader: Loader | DataLoader[Any], cursor: Mapping[str, Any] | None, contract: Mapping[str, Any]
@@ -211,6 +241,7 @@ class Progress:
         from samestep.train.checkpoint.state import capture  # loaded with the first checkpoint
 
         rest = {
+            "calls": [list(call) for call in self._calls[: self._num_calls - 1]],
             "history": [record.as_json() for record in self.history],
             "epoch": asdict(self.epoch),
             "cursor": cursor,
@@ -258,11 +289,13 @@ class Progress:
             own_epoch = {**asdict(EpochSoFar()), "generators": epoch.generators, "of_loader": epoch.of_loader}
             own_epoch["scalars"] = dict.fromkeys(epoch.scalars, (0.0, 0.0))
             check_alike("epoch", rest["epoch"], own_epoch)
+            calls = [[epochs, max_steps, done] for epochs, max_steps, done in rest["calls"]]
+            check_alike("calls of fit", calls, [[0, 0, 0] for _ in calls])
         generators = generator_states(device)
         self._waiting = restore(self._step, resumed.snapshot)
         self._waiting["generators"] = generator_states(device)
         restore_generators(generators, device)
-        self.history, self.epoch = history, epoch
+        self.history, self.epoch, self._calls = history, epoch, calls
         with as_bad_checkpoint(NOT_OURS):
             for name, state in rest.get("state", {}).items():
                 if name in self._step.extra_state:  # else the change of the contract was allowed

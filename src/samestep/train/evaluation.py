@@ -129,13 +129,16 @@ def predict(
 def _predict(membership: Membership, model: nn.Module, loader: Loader, forward: Forward | None, precision: str) -> Any:
     """`predict` by the current ranks."""
     # Of each microbatch, by its place in the data: whether it has an entry a sample, and these or else its tensors.
-    outputs: dict[int, tuple[bool, list[Any]]] = {}
+    # None if it may be either, as one sample in a list with one row.
+    outputs: dict[int, tuple[bool | None, list[Any]]] = {}
     structures: list[Any] = []  # one is enough: all are alike
 
     def keep(number: int, microbatch: int, num_samples: int, value: Any, output: Any) -> None:
         place = number * membership.num_microbatches + microbatch
-        if _is_by_sample(output, num_samples):
-            outputs[place] = True, [_plain(entry, _host_copy) for entry in output]
+        is_by_sample = _is_by_sample(output, num_samples)
+        if is_by_sample is not False:
+            outputs[place] = is_by_sample, [_plain(entry, _host_copy) for entry in output]
+        if is_by_sample:
             return
         for leaf in leaves(output):
             if not _has_rows(leaf, num_samples):
@@ -143,7 +146,8 @@ def _predict(membership: Membership, model: nn.Module, loader: Loader, forward: 
                     f"predict needs outputs with the samples along dim 0, or a list with an entry a sample, got "
                     f"{describe(leaf)} for {num_samples} samples; say what to keep with forward=lambda model, batch: …"
                 )
-        outputs[place] = False, [_host_copy(leaf) for leaf in leaves(output)]
+        if is_by_sample is False:
+            outputs[place] = False, [_host_copy(leaf) for leaf in leaves(output)]
         if not structures:
             structures.append(map_tensors(lambda _: torch.empty(0), output))
 
@@ -151,17 +155,27 @@ def _predict(membership: Membership, model: nn.Module, loader: Loader, forward: 
     membership.heartbeat.enter("exchange")
     of_all = _gather(membership.communicator, ([_plain(each, lambda leaf: leaf) for each in structures], outputs))
     in_order = [found for _, found in sorted((pair for _, each in of_all for pair in each.items()), key=itemgetter(0))]
-    if len({is_by_sample for is_by_sample, _ in in_order}) > 1:
+    kinds = {is_by_sample for is_by_sample, _ in in_order}
+    if {True, False} <= kinds:
         raise UsageError(
             "predict got a list with an entry a sample for some microbatches, and tensors of all samples for others; "
             "say what to keep with forward=lambda model, batch: …"
         )
-    if in_order and in_order[0][0]:
+    # As many outputs as samples, whatever the number of samples, are not outputs.
+    if True in kinds or (kinds == {None} and len({len(entries) for _, entries in in_order}) > 1):
         return [entry for _, entries in in_order for entry in entries]
     structure = next((each for each in (structures, *(found for found, _ in of_all)) if each), [None])[0]
-    columns = iter([torch.cat(column) for column in zip(*(tensors for _, tensors in in_order), strict=True)])
-    if not in_order or not in_order[0][1]:
+    rows = [leaves(found) for _, found in in_order]
+    if not rows or not rows[0]:
         raise UsageError("the model returned no tensor to predict with")
+    for column in zip(*rows, strict=True):
+        if len({leaf.shape[1:] for leaf in column}) > 1:
+            shapes = ", ".join(sorted({str(list(leaf.shape)) for leaf in column}))
+            raise UsageError(
+                f"predict got outputs of shapes {shapes} for the microbatches, which cannot be joined; have the model "
+                "return a list with an entry a sample, or tensors of one shape, by forward=lambda model, batch: …"
+            )
+    columns = iter([torch.cat(column) for column in zip(*rows, strict=True)])
     return map_tensors(lambda _: next(columns), structure)
 
 
@@ -170,13 +184,14 @@ def _has_rows(leaf: Any, num_samples: int) -> bool:
     return isinstance(leaf, Tensor) and leaf.ndim > 0 and len(leaf) == num_samples
 
 
-def _is_by_sample(output: Any, num_samples: int) -> bool:
-    """Whether an output is a list with an entry a sample, such as a detector's list of dicts."""
+def _is_by_sample(output: Any, num_samples: int) -> bool | None:
+    """Whether an output is a list with an entry a sample, such as a detector's list of dicts; None if it may be one."""
     if not isinstance(output, list | tuple) or len(output) != num_samples:
         return False
-    # Two tensors of two samples each are two outputs.
-    are_outputs = all(_has_rows(leaf, num_samples) for leaf in leaves(output))
-    return not are_outputs or any(isinstance(entry, Mapping) for entry in output)
+    if not all(_has_rows(leaf, num_samples) for leaf in leaves(output)):
+        return True
+    # Two tensors with two rows each are two outputs, or those of two samples.
+    return True if any(isinstance(entry, Mapping) for entry in output) else None
 
 
 def _host_copy(leaf: Any) -> Any:

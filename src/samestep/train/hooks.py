@@ -1,7 +1,7 @@
 """Hooks: objects that a trainer calls at fixed points, the further state that it keeps, and the moving average."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from functools import partial
 from inspect import getattr_static, getclosurevars
@@ -118,8 +118,10 @@ class Hooks(StepObserver):
             method(self._trainer, *args)
 
     def on_update(self, step: Any, result: StepResult) -> None:
-        """A step has ended."""
+        """A step has ended; a hook may take its time, like the script between two steps."""
+        before = step.membership.heartbeat.enter("script")
         self.call("on_step_end", result)
+        step.membership.heartbeat.enter(before)
 
     def contract(self) -> dict[str, Any]:
         """The part of the contract that says what else is state; empty without any."""
@@ -176,8 +178,9 @@ def _held_by(source: str, thing: Any) -> Iterator[tuple[str, str, Any, Tensor]]:
     functions = [thing, vars(type(thing)).get("__call__"), *(getattr(thing, event, None) for event in EVENTS)]
     for function in (getattr(one, "__func__", one) for one in functions):
         if isinstance(function, FunctionType):
-            found = getclosurevars(function)
-            variables |= {**found.globals, **found.nonlocals}
+            with suppress(ValueError):  # a variable of an enclosing function that has no value yet
+                found = getclosurevars(function)
+                variables |= {**found.globals, **found.nonlocals}
     owner = getattr(thing, "__self__", thing)
     for name, value in {**variables, **getattr(owner, "__dict__", {})}.items():
         for tensor in _tensors(value, depth=3):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from samestep.comm.communicator import Communicator, make_communicator
+from samestep.comm.communicator import DTYPES, Communicator, make_communicator
 from samestep.comm.environment import Environment, chosen_profile, read_environment
 from samestep.comm.heartbeat_page import LEAVES_EARLY, Heartbeat, HeartbeatPage
 from samestep.comm.membership import Membership
@@ -270,6 +270,10 @@ class Run:
 
         if not isinstance(tensor, Tensor):
             raise UsageError(f"gather takes a tensor, got {describe(tensor)}; torch.tensor(…) makes one of numbers")
+        if tensor.layout != torch.strided or tensor.dtype not in DTYPES or tensor.ndim > 8:
+            raise UsageError(
+                f"gather takes a dense tensor of at most 8 dimensions, got {describe(tensor)} of layout {tensor.layout}"
+            )
 
         def gather() -> list[Tensor]:
             ranks = range(self.communicator.world_size)

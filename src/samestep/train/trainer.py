@@ -174,18 +174,19 @@ class Trainer:
         All ranks enter it. In a hook's `on_epoch_end` the best one is of the epochs before.
 
         Raises:
-            UsageError: there is no such checkpoint: the trainer has no `best` or no `run_dir`, or no evaluation yet.
+            UsageError: there is no such checkpoint: the trainer has no `best` or no `run_dir`, no evaluation yet, or
+                the folder's is of another metric or epoch, from before a resume.
             CheckpointError: it is not good.
         """
-        folder = self._log.folder
-        if folder is None or self.best is None:
+        folder, best = self._log.folder, self.best
+        if folder is None or best is None:
             raise UsageError(
                 "there are no best weights: they are kept by Trainer(run_dir=…, best=…) after an evaluation in fit"
             )
         from samestep.train.checkpoint.resume import weights_applied
 
         self._perform_on_main(self._log.finish_checkpoints)
-        with weights_applied(self.run.membership, self.step, folder / CHECKPOINT_FOLDER):
+        with weights_applied(self.run.membership, self.step, folder / CHECKPOINT_FOLDER, best.epoch):
             yield self.model
 
     def __repr__(self) -> str:
@@ -280,9 +281,11 @@ class Trainer:
                 self._join()
             else:
                 self._open(resume, allow_contract_change)
-        self._planned = None if epochs is None else (self._planned or 0) + epochs
+        is_known, end = progress.begin_call(epochs, max_steps)
+        self._planned = end if is_known else None if epochs is None else (self._planned or 0) + epochs
         self._max_steps = max_steps
-        if self._is_of_later_call():
+        if is_known or self._is_of_later_call():
+            progress.end_call(self._planned)
             return self.history
         membership = self.run.membership
         membership.asks_end = False
@@ -290,11 +293,16 @@ class Trainer:
             try:
                 self._hooks.call("on_fit_start")
                 progress.go_on(loader)
-                if self._is_over():
+                if self._is_over() and not progress.is_complete(loader):
                     self._say_over()
-                while not self._is_over() and (record := self._train_epoch(loader)) is not None:
+                while progress.is_complete(loader) or not self._is_over():
+                    record = self._train_epoch(loader)
+                    if record is None:
+                        break
                     if progress.eval_loader is not None and metrics and record.epoch % eval_every == 0:
                         record = replace(record, eval=self.evaluate(progress.eval_loader, metrics, forward=forward))
+                        if self._goal is not None:
+                            self._goal.check_measured(record.eval)
                         self._hooks.call("on_evaluation_end", record.eval)
                     self._end_epoch(loader, record)
                 if progress.epoch.num_batches > 0:
@@ -309,6 +317,7 @@ class Trainer:
                 raise
             finally:
                 self._planned = len(self.history)
+                progress.end_call(self._planned)
                 if membership.stop == END_OF_FIT:
                     membership.stop = 0
         return self.history

@@ -80,14 +80,22 @@ def receive_state(membership: Membership, step: Steps, find: Callable[[], Resume
 
 
 @contextmanager
-def weights_applied(membership: Membership, step: TrainStep, folder: Path) -> Iterator[None]:
+def weights_applied(membership: Membership, step: TrainStep, folder: Path, epoch: int) -> Iterator[None]:
     """Has the model the weights and buffers of the best checkpoint of a folder within the block, its own after it.
 
-    Entered by all ranks; raises a `CheckpointError` if that checkpoint is not good, or of another model.
+    Entered by all ranks; raises a `UsageError` if the folder has none of the end of this epoch, and a `CheckpointError`
+    if it is not good, or of another model.
     """
 
     def find() -> Resumed:
-        path = named_checkpoint(folder / BEST_FILE)
+        path = named_checkpoint(folder / BEST_FILE) if (folder / BEST_FILE).is_file() else None
+        done = None if path is None else _resumed(Found(path, read_checkpoint(path), ())).rest
+        if path is None or done is None or len(done["history"]) != epoch or done["epoch"]["num_batches"]:
+            raise UsageError(
+                f"the best weights, of epoch {epoch}, are not in {folder}, which has "
+                f"{'no best checkpoint' if path is None else f'{path.name} as its best'}: the metric, the folder or "
+                "the checkpoint to resume has changed since; evaluate after another epoch with this one"
+            )
         return _resumed(Found(path, read_checkpoint(path, only="model"), ()))
 
     def write(tensors: Mapping[str, Stored]) -> None:
