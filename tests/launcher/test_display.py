@@ -74,3 +74,9 @@ def test_without_a_terminal_there_is_no_bar():
         [sys.executable, "-c", PROGRAM.format(quiet=False)], capture_output=True, text=True, check=True
     )
     assert (done.stdout, done.stderr) == ("a [bold]line[/bold]\n", "")
+
+
+def test_an_end_by_steps_has_no_number_of_epochs():
+    terminal, _ = show(program=PROGRAM.replace("epochs=2", "epochs=None"))
+    assert "epoch 1 " in terminal
+    assert "None" not in terminal

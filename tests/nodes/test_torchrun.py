@@ -182,6 +182,18 @@ def test_a_machine_whose_host_is_not_there_says_so_in_a_sentence(nodes):
     assert error.startswith(f"samestep: error: nothing answered at {nodes.endpoint} in 2 s; check that")
 
 
+def test_a_machine_that_waits_for_the_others_ends_upon_ctrl_c(nodes):
+    script = nodes.script(SMALL)
+    meeting = ["--master-addr", "localhost", "--master-port", str(nodes.port), "--node-rank", "0"]
+    waiting = nodes.start("run", "--nnodes", "2", *meeting, "--devices", "cpu:1", script, TMPDIR=str(nodes.folder))
+    nodes.wait_for_text("err-0", f"samestep: 1 of 2 machines is at {nodes.endpoint} after ")
+    waiting.send_signal(signal.SIGINT)
+    ended = nodes.end_of(waiting)
+    assert ended.code == 128 + signal.SIGINT
+    assert "Traceback" not in ended.stderr
+    assert not list(nodes.folder.glob("samestep-torchrun-*"))
+
+
 @pytest.mark.parametrize("numbered", [False, True])
 def test_the_first_machine_says_what_it_waits_for_and_goes_on_when_the_second_is_there(nodes, numbered):
     script = nodes.script(SMALL)

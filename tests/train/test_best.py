@@ -61,7 +61,7 @@ def test_goals_that_cannot_be_are_named(options, message):
     ("options", "message"),
     [
         ({}, "got best='f1', and fit has no eval_data"),
-        ({"eval_data": points(), "metrics": METRICS}, "got best='f1', and fit has accuracy, loss"),
+        ({"eval_data": points(), "metrics": METRICS}, "got best='f1', and fit has the metrics accuracy, loss; needed"),
     ],
 )
 def test_a_goal_that_is_not_measured_is_refused_before_the_first_step(options, message):

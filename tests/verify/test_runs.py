@@ -215,9 +215,13 @@ def test_what_cannot_be_read_is_said(tmp_path):
 def test_the_table_tells_where_a_run_resumes_and_what_script_it_was(tmp_path):
     contract = {"command": ["python", "lib/train [x].py", "--lr", "1"]}
     make_run(tmp_path / "[run]", [step(11, loss=0.123456)], contract=contract, checkpoints=["step-00000008"])
-    (row,) = [line for line in shown(tmp_path).splitlines() if "[run]" in line]
-    for cell in ("train [x].py", "crashed, resumes from step-00000008", " 12 ", " 0 ", "0.1235", " 2 "):
+    row, how = [line for line in shown(tmp_path).splitlines() if "[run]" in line]
+    for cell in ("train [x].py", "crashed", " 12 ", " 0 ", "0.1235", " 2 "):
         assert cell in row
+    assert how == f"to go on from step-00000008: its program, with resume={str(tmp_path / '[run]')!r}"
+    make_run(tmp_path / "b", [step(3)], contract={"recipe": "lenet"}, checkpoints=["step-00000003"])
+    command = f"to go on from step-00000003: samestep train --resume {tmp_path / 'b'}"
+    assert command in shown(tmp_path).splitlines()
 
 
 def test_json_has_every_field_and_stays_json(tmp_path):

@@ -1,15 +1,19 @@
 """`samestep runs`: the runs below a folder, newest first."""
 
 import json
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from samestep.recipes.catalog import NAMES
 from samestep.text import make_console, make_table, print_table
 
 if TYPE_CHECKING:
     from samestep.verify.runs import RunStatus
+
+MOST_LEFT = 10  # of the runs that can be resumed, the newest, have their command below the table
 
 
 def runs(
@@ -60,7 +64,7 @@ def _print(found: "list[RunStatus]") -> None:
         table.add_row(
             escape(run.path.resolve().name),
             escape(run.recipe or "-"),
-            escape(_state(run)),
+            run.state,
             f"{run.steps:,}",
             str(run.epochs) if run.epochs_planned is None else f"{run.epochs} of {run.epochs_planned}",
             "-" if run.loss is None else f"{run.loss:.4g}",
@@ -74,10 +78,8 @@ def _print(found: "list[RunStatus]") -> None:
     for run in found:
         for problem in run.problems:
             console.print(f"note: {run.path}: {problem}", markup=False)
-
-
-def _state(run: "RunStatus") -> str:
-    """The state, and the checkpoint that a resume would begin with."""
-    if run.state in ("stopped", "crashed") and run.checkpoint is not None:
-        return f"{run.state}, resumes from {run.checkpoint}"
-    return run.state
+    left = [run for run in found if run.state in ("stopped", "crashed") and run.checkpoint is not None]
+    for run in left[:MOST_LEFT]:
+        command = f"samestep train --resume {shlex.quote(str(run.path))}"
+        how = command if run.recipe in NAMES else f"its program, with resume={str(run.path)!r}"
+        console.print(f"to go on from {run.checkpoint}: {how}", markup=False, soft_wrap=True)

@@ -46,7 +46,8 @@ class Display:
             self._bar.start()
         self._bar.update(
             self._task,
-            description=f"epoch {event.get('epoch')}/{event.get('epochs')}",
+            description="epoch "
+            + "/".join(str(event[name]) for name in ("epoch", "epochs") if event.get(name) is not None),
             completed=event.get("step") or 0,
             total=event.get("steps"),
             figures=_figures(event),

@@ -6,6 +6,7 @@ program of each worker.
 
 import json
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -184,18 +185,26 @@ class Meeting:
     @contextmanager
     def watched(self, started: Path) -> Iterator[None]:
         """Tells meanwhile, in a thread, how many machines are there, until a worker has made the file `started`."""
+        if self.num_machines[1] == 1:
+            yield
+            return
         is_over = threading.Event()
-        thread = threading.Thread(target=self._watch, args=(started, is_over), daemon=True)
-        if self.num_machines[1] > 1:
-            thread.start()
+        signals, ours = socket.socketpair()
+        for end in (signals, ours):
+            end.setblocking(False)
+        thread = threading.Thread(target=self._watch, args=(started, is_over, signals), daemon=True)
+        before = signal.set_wakeup_fd(ours.fileno(), warn_on_full_buffer=False)
+        thread.start()
         try:
             yield
         finally:
             is_over.set()
-            if thread.is_alive():
-                thread.join(GONE_SECONDS)
+            signal.set_wakeup_fd(before)
+            thread.join(GONE_SECONDS)
+            for end in (signals, ours):
+                end.close()
 
-    def _watch(self, started: Path, is_over: threading.Event) -> None:
+    def _watch(self, started: Path, is_over: threading.Event, signals: socket.socket) -> None:
         """Tells how many machines are there when the number changes, and every half minute."""
         from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
@@ -203,12 +212,24 @@ class Meeting:
         began = printed = time.monotonic()
         known = 0
         while not is_over.wait(LOOK_SECONDS) and not started.exists():
+            _leave_if_asked(signals, is_over, started)
             count, now = present.count(), time.monotonic()
             if count == 0 or (count == known and now - printed < TELL_SECONDS):
                 continue
             printed, known, self.count = now, count, count
             are = "is" if count == 1 else "are"
             self.say(f"{count} of {self.machines} {are} at {self.place} after {now - began:.0f} s")
+
+
+def _leave_if_asked(signals: socket.socket, is_over: threading.Event, started: Path) -> None:
+    """Ends this process after a signal whose handler does not run: torch's store waits for machines in C++."""
+    try:
+        signum = signals.recv(1)[0]
+    except BlockingIOError:
+        return
+    if signum in (signal.SIGINT, signal.SIGTERM) and not is_over.wait(LOOK_SECONDS) and not started.exists():
+        shutil.rmtree(started.parent, ignore_errors=True)
+        os._exit(128 + signum)
 
 
 def _answers(host: str, port: int) -> bool:

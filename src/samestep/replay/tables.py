@@ -95,7 +95,8 @@ def _parameters(view: StepView) -> "Table":
     table = make_table("parameter", "shape", "norm", "gradient norm", "update / norm", "not finite")
     for one in view.parameters:
         gradient = "none" if one.grad_norm is None else _short(one.grad_norm)
-        cells = (_shape(one.shape), _short(one.norm), gradient, _short(one.update_ratio, ".2e"), _bad(one.nonfinite))
+        ratio = _short(one.update_ratio, ".2e") if one.norm else "-"  # of what is zero, as biases at the beginning
+        cells = (_shape(one.shape), _short(one.norm), gradient, ratio, _bad(one.nonfinite))
         table.add_row(escape(one.name), *cells)
     return table
 

@@ -21,6 +21,7 @@ SIGNS = {"holds": ("✓", "green"), "fails": ("✕", "bold red"), "note": ("·",
 STATE_STYLES = {"finished": "green", "running": "blue", "running?": "blue", "crashed": "red"}
 EVENT_STYLES = {"death": "red", "heal": "green", "join": "green", "resume": "blue"}
 LEVELS = "▁▂▃▄▅▆▇█"
+ALL_COLUMNS = 90  # a narrower terminal has no room for the first value of each curve
 SPARK_WIDTH = 40  # characters
 HIDDEN = ("loss/train_epoch", "world_size")  # curves that other lines show
 MAX_CURVES = 12
@@ -135,16 +136,19 @@ def _print_curves(runs: Sequence[RunSummary], console: "Console") -> None:
     from rich.text import Text
 
     table = make_table("curve", "")
-    for title in ("first", "last", "min", "max"):
+    table.columns[0].no_wrap = True
+    titles = ("first", "last", "min", "max")[console.width < ALL_COLUMNS :]
+    for title in titles:
         table.add_column(title, justify="right", overflow="fold")
     for run in runs:
         found = [(tag, curve) for tag, curve in run.curves.items() if tag not in HIDDEN and len(curve.finite)]
         found.sort(key=lambda pair: (pair[0] != "loss/train", not pair[0].endswith("/eval")))
         for tag, curve in found[: MAX_CURVES if len(runs) == 1 else 2]:
             values = (float(curve.values[0]), curve.last, float(curve.finite.min()), float(curve.finite.max()))
-            spark = Text(sparkline(curve, max(8, min(SPARK_WIDTH, console.width - 72))), "blue")
+            spark = Text(sparkline(curve, max(4, min(SPARK_WIDTH, console.width - 76))), "blue")
             texts = [size(v) if v is not None and tag.startswith("memory/") else number(v) for v in values]
-            table.add_row(Text(one_line(tag if len(runs) == 1 else f"{run.name}: {tag}")), spark, *texts)
+            label = Text(one_line(tag if len(runs) == 1 else f"{run.name}: {tag}"))
+            table.add_row(label, spark, *texts[-len(titles) :])
     if table.row_count:
         console.print(table)
     for run in runs:

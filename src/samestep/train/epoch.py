@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from difflib import get_close_matches
 from math import isfinite, nan
 from typing import TYPE_CHECKING, Any
 
@@ -97,11 +98,12 @@ class Goal:
         """Raises a `UsageError` unless the metric is measured."""
         # A metric with several entries gives `name/entry`.
         if not has_data or not {self.metric, self.metric.partition("/")[0]} & {*(metrics or {})}:
-            there = ", ".join(metrics or {}) if has_data else "no eval_data"
-            raise UsageError(
-                f"got best={self.metric!r}, and fit has {there or 'no metrics'}; needed: eval_data, and a metric of "
-                "this name"
+            there = f"the metrics {', '.join(metrics or {}) or 'none'}" if has_data else "no eval_data"
+            near = get_close_matches(self.metric, metrics or {}, 1)
+            needed = (
+                f"did you mean {near[0]!r}?" if near and has_data else "needed: eval_data, and a metric of this name"
             )
+            raise UsageError(f"got best={self.metric!r}, and fit has {there}; {needed} (--best)")
 
     def check_measured(self, found: Mapping[str, float]) -> None:
         """Raises a `UsageError` unless an evaluation gave the metric a value."""
