@@ -116,6 +116,16 @@ def test_the_newest_is_taken_and_some_are_kept(tmp_path):
     assert [step for step, _ in list_checkpoints(tmp_path / "kept")] == [4, 5]
 
 
+def test_a_checkpoint_that_is_not_there_beside_others_is_refused(tmp_path):
+    def program(communicator):
+        parts = Parts(communicator)
+        parts.run.save_checkpoint(tmp_path, parts.train(1).step, parts.loader)
+        with pytest.raises(UsageError, match=r"there is no .*step-1; .* has step-00000001: name one of them"):
+            parts.run.load_checkpoint(tmp_path / "step-1", parts.step, parts.loader)
+
+    alone(program)
+
+
 def test_without_a_checkpoint_there_is_nothing_to_load(tmp_path, capsys):
     def program(communicator):
         parts = Parts(communicator)
