@@ -159,9 +159,9 @@ def find_checkpoint(place: str | Path, tell: Callable[[str], None]) -> Resumed |
             f"{path} is the run folder of a Trainer, or of a command: go on by fit(…, resume={str(path)!r})"
         )
     if not path.exists() and (beside := list_checkpoints(path.parent)):
+        names = ", ".join(each.name for _, each in beside[-3:])
         raise UsageError(
-            f"there is no {path}; {path.parent} has {', '.join(each.name for _, each in beside[-3:])}: name one of them, "
-            "or the folder for the newest"
+            f"there is no {path}; {path.parent} has {names}: name one of them, or the folder for the newest"
         )
     return _newest(path, str(path), "start again in another folder", tell) if list_checkpoints(path) else None
 
