@@ -49,7 +49,7 @@ TRAINING = """
         first = state["epoch"]
         model.load_state_dict(state["model"]), optimizer.load_state_dict(state["optimizer"])
     dist.barrier()
-    for epoch in range(first, 3):
+    for epoch in range(first, options.get("epochs", 3)):
         torch.manual_seed(100 * epoch + seed)
         sampler.set_epoch(epoch)
         for x, y in loader:
@@ -74,6 +74,9 @@ TRAINING = """
     print("rank", rank, json.dumps(facts), flush=True)
     dist.destroy_process_group()
 """
+
+
+LONG = 20  # epochs: a run lasts longer than the time to its first death
 
 
 def trained(folder, devices, logical=4, words=(), environment=None, **options):
@@ -128,7 +131,7 @@ def killed_at_random(folder, draw):
     (folder / "train.py").write_text(textwrap.dedent(TRAINING))
     devices, logical = draw.randint(2, 4), 4
     words = ["--devices", f"cpu:{devices}", "--logical-devices", str(logical), "--max-restarts", str(devices - 1)]
-    command = [*SAMESTEP, "run", *words, "train.py", json.dumps({"pids": "pid"})]
+    command = [*SAMESTEP, "run", *words, "train.py", json.dumps({"pids": "pid", "epochs": LONG})]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     kills = 0
     with subprocess.Popen(command, cwd=folder, **pipes) as run:
@@ -161,7 +164,7 @@ def killed_at_random(folder, draw):
 @pytest.mark.slow
 @pytest.mark.parametrize("chunk", range(10))
 def test_a_run_whose_ranks_are_killed_at_random_ends_in_the_bits_of_the_undisturbed(chunk, tmp_path):
-    state, restarts = trained(tmp_path / "undisturbed", "cpu:1")[2], 0
+    state, restarts = trained(tmp_path / "undisturbed", "cpu:1", epochs=LONG)[2], 0
     for index in range(10):
         seed = 10 * chunk + index
         kills, messages, ended = killed_at_random(tmp_path / str(index), random.Random(seed))
