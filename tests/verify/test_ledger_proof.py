@@ -419,7 +419,7 @@ def test_show_ends_with_the_last_steps_and_what_happened_meanwhile(tmp_path):
     rows = [row.split() for row in shown.splitlines() if row.strip()]
     assert [row[0] for row in rows if row[0].isdigit()] == ["8", "9"]
     assert ["9", "skipped"] in [row[:2] for row in rows]
-    assert any(row[1:] == ["8", "death", "rank", "1,", "cause", "SIGKILL"] for row in rows)
+    assert any(row[2:] == ["8", "death", "rank", "1,", "cause", "SIGKILL"] for row in rows)
     assert not any("start" in row for row in rows)
     assert "note: the last line is unfinished, and left out" in shown
 

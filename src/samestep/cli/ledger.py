@@ -194,7 +194,7 @@ def _print_events(console: "Console", events: "list[Any]") -> None:
     table = make_table("time", "before step", "event", "")
     for event in events:
         rest = {key: value for key, value in event.items() if key not in ("event", "step", "time")}
-        if isinstance(digest := rest.get("digest"), str):
+        if isinstance(digest := rest.get("digest"), str) and len(digest) > 16:
             rest["digest"] = f"{digest[:16]}…"  # --json has all of it
         words = ", ".join(
             f"{key} {value if isinstance(value, str) else json.dumps(value)}" for key, value in rest.items()
