@@ -65,6 +65,7 @@ def device_mesh(communicator: Communicator, mesh: Mesh, timeout: timedelta) -> D
             if communicator.rank in line:
                 assert isinstance(group, dist.ProcessGroup), "this rank is in it"
                 own.append(group)
+    communicator.barrier()  # a rank that ends at once must not close gloo's connections while others still make them
     ranks = torch.arange(communicator.world_size).view([mesh.sizes[axis] for axis in AXES])
     # Not init_device_mesh, whose groups have torch's timeout and not that of the run.
     return DeviceMesh.from_group(own, communicator.device.type, mesh=ranks, mesh_dim_names=AXES)
