@@ -138,17 +138,16 @@ def _predict(membership: Membership, model: nn.Module, loader: Loader, forward: 
         is_by_sample = _is_by_sample(output, num_samples)
         if is_by_sample is not False:
             outputs[place] = is_by_sample, [_plain(entry, _host_copy) for entry in output]
-        if is_by_sample:
-            return
-        for leaf in leaves(output):
-            if not _has_rows(leaf, num_samples):
-                raise UsageError(
-                    f"predict needs outputs with the samples along dim 0, or a list with an entry a sample, got "
-                    f"{describe(leaf)} for {num_samples} samples; say what to keep with forward=lambda model, batch: …"
-                )
-        if is_by_sample is False:
+        else:
+            for leaf in leaves(output):
+                if not _has_rows(leaf, num_samples):
+                    raise UsageError(
+                        f"predict needs outputs with the samples along dim 0, or a list with an entry a sample, got "
+                        f"{describe(leaf)} for {num_samples} samples; say what to keep with "
+                        "forward=lambda model, batch: …"
+                    )
             outputs[place] = False, [_host_copy(leaf) for leaf in leaves(output)]
-        if not structures:
+        if not is_by_sample and not structures:
             structures.append(map_tensors(lambda _: torch.empty(0), output))
 
     _forward_all(membership, model, loader, forward, precision, keep)

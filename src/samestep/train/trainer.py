@@ -282,8 +282,9 @@ class Trainer:
             else:
                 self._open(resume, allow_contract_change)
         is_known, end = progress.begin_call(epochs, max_steps)
-        self._planned = end if is_known else None if epochs is None else (self._planned or 0) + epochs
-        self._max_steps = max_steps
+        if not is_known and epochs is not None:
+            end = (self._planned or 0) + epochs
+        self._planned, self._max_steps = end, max_steps
         if is_known or self._is_of_later_call():
             progress.end_call(self._planned)
             return self.history

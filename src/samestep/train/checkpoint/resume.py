@@ -88,15 +88,19 @@ def weights_applied(membership: Membership, step: TrainStep, folder: Path, epoch
     """
 
     def find() -> Resumed:
-        path = named_checkpoint(folder / BEST_FILE) if (folder / BEST_FILE).is_file() else None
-        done = None if path is None else _resumed(Found(path, read_checkpoint(path), ())).rest
-        if path is None or done is None or len(done["history"]) != epoch or done["epoch"]["num_batches"]:
-            raise UsageError(
-                f"the best weights, of epoch {epoch}, are not in {folder}, which has "
-                f"{'no best checkpoint' if path is None else f'{path.name} as its best'}: the metric, the folder or "
-                "the checkpoint to resume has changed since; evaluate after another epoch with this one"
-            )
-        return _resumed(Found(path, read_checkpoint(path, only="model"), ()))
+        there = "no best checkpoint"
+        if (folder / BEST_FILE).is_file():
+            path = named_checkpoint(folder / BEST_FILE)
+            snapshot = read_checkpoint(path)
+            done = _resumed(Found(path, snapshot, ())).rest
+            if len(done["history"]) == epoch and not done["epoch"]["num_batches"]:
+                only_model = replace(snapshot, files={"model": snapshot.files["model"]})
+                return _resumed(Found(path, only_model, ()))
+            there = f"{path.name} as its best"
+        raise UsageError(
+            f"the best weights, of epoch {epoch}, are not in {folder}, which has {there}: the metric, the folder or "
+            "the checkpoint to resume has changed since; evaluate after another epoch with this one"
+        )
 
     def write(tensors: Mapping[str, Stored]) -> None:
         load_model(step.model, tensors, step.sharded_state, step.state_communicator.rank)
