@@ -121,6 +121,33 @@ def test_a_script_that_is_not_adopted_finds_its_rank(tmp_path):
     assert [(tmp_path / f"rank-{rank}.txt").read_text() for rank in (0, 1)] == ["0 0 2 True\n", "1 1 2 True\n"]
 
 
+ASKS = "the script runs as one for a single process, without these variables; if it deals with ranks, or a library of "
+
+
+@pytest.mark.parametrize(
+    ("library", "call", "said", "code"),
+    [
+        (
+            "def size(): return os.getenv('WORLD_SIZE', '1')",
+            "asking.size()",
+            "asking.py, line 2, reads WORLD_SIZE: ",
+            0,
+        ),
+        ("def rank(): return int(os.environ['RANK'])", "asking.rank()", "KeyError: 'RANK'\nsamestep: ", 1),
+        ("RANK = os.environ.get('RANK')", "asking.RANK", "", 0),  # as libraries do to know who prints
+        ("def home(): return os.environ['PATH']", "asking.home()", "", 0),
+    ],
+)
+def test_a_library_that_asks_for_ranks_when_it_is_called_is_named_once(tmp_path, library, call, said, code):
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "asking.py").write_text(f"import os\n{library}\n")
+    path = script(tmp_path, f"import sys\nsys.path.append('lib')\nimport asking\nfor _ in range(3):\n    {call}\n")
+    done = samestep("run", "--devices", "cpu:2", path, cwd=tmp_path)
+    assert done.returncode == code, done.stderr
+    assert said in done.stderr
+    assert done.stderr.count(ASKS) == (2 if code else bool(said)), done.stderr  # the line, and beside an error its note
+
+
 def test_a_name_to_wrap_that_is_never_called_is_an_error_that_says_what_was(tmp_path):
     path = script(tmp_path, PLAIN)
     done = samestep(

@@ -193,6 +193,77 @@ def test_an_installed_module_is_not_judged_by_the_libraries_around_it(folder, mo
     assert reads_as("tool.start", is_module=True).kind == "native"
 
 
+LIBRARY = {
+    "lib/ranklib/__init__.py": "from .tools import *\nfrom .trainer import MyTrainer as Tuner",
+    "lib/ranklib/tools.py": "from ranklib.ranks import start as begin, mean\nfrom torch import nn",
+    "lib/ranklib/ranks.py": """
+        import os
+        import torch.distributed as dist
+
+        def start(backend):
+            return _start(backend) if "WORLD_SIZE" in os.environ else None
+
+        def _start(backend):
+            dist.init_process_group(backend)
+
+        def mean(x):
+            return x / dist.get_world_size() if dist.is_initialized() else x
+    """,
+    "lib/ranklib/trainer.py": """
+        import torch, transformers
+        from . import ranks
+
+        class MyTrainer(transformers.Trainer):
+            pass
+
+        class Runner:
+            def __init__(self):
+                self.set_up()
+
+            def set_up(self):
+                ranks.start("gloo")
+
+        class Net(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+
+            def fit(self):
+                return Runner()
+    """,
+    "lib/plainlib.py": "import ranklib\ndef start(): ranklib.begin()",  # whose file does not use torch
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (
+            "import ranklib\nranklib.begin('gloo')",
+            "line 2, uses ranklib.begin, which calls init_process_group (ranks.py",
+        ),
+        ("from ranklib import begin as go\nif go: go()", "line 2, uses ranklib.begin, which calls init_process_group"),
+        ("from ranklib.ranks import start\nstart()", "uses ranklib.ranks.start, which calls"),
+        ("import ranklib.trainer as t\nt.Runner()", "uses ranklib.trainer.Runner, which calls init_process_group"),
+        ("from ranklib import Tuner\nclass Own(Tuner): pass", "uses ranklib.Tuner, which uses transformers.Trainer"),
+        ("import ignite.distributed as idist\nwith idist.Parallel('gloo'): pass", "uses ignite.distributed.Parallel"),
+        ("from ignite.distributed import Parallel", "imports ignite.distributed.Parallel"),
+        ("import ranklib\nranklib.mean(1)", ""),
+        ("import ranklib\nranklib.nowhere(1)\nranklib.ranks.start.nowhere()", ""),
+        ("from ranklib.trainer import Net\nNet()", ""),
+        ("import ranklib", ""),
+        ("import plainlib\nplainlib.start()", ""),
+        ("from transformers import BertConfig, BertModel\nBertModel(BertConfig())", ""),
+        ("import torchmetrics, datasets\ntorchmetrics.MeanMetric()\ndatasets.load_dataset('x')", ""),
+        ("from ignite.engine import create_supervised_trainer\ncreate_supervised_trainer()", ""),
+    ],
+)
+def test_functions_of_libraries_count_as_far_as_the_script_calls_them(folder, monkeypatch, text, reason):
+    monkeypatch.syspath_prepend(str(folder(LIBRARY) / "lib"))
+    reading = read(folder, text)
+    assert (reading.kind == "native") == bool(reason), reading.reason
+    assert reason in reading.reason
+
+
 def test_reading_does_not_import_torch(folder):
     path = folder({"train.py": "import torch, samestep\nsamestep.Run"}) / "train.py"
     code = (

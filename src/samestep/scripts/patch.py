@@ -12,7 +12,8 @@
 | `seeding` | seeds and states of the generators of torch, NumPy and Python |
 | `files/patches` | open, os, shutil, tempfile, subprocess, input, downloads, and libraries that write files |
 | `loading/choice` | DataLoader.__iter__ |
-| `script` | torch.distributed: the run's own process group is hidden; with a profile, functions of this package |
+| `script` | torch.distributed: the run's own process group is hidden; os.environ: a library that asks for ranks |
+| `script` (with a profile) | functions of this package |
 | `wrapping` | nn.Module.__call__, Optimizer.__init__ |
 
 `late_dynamo` is applied with them, so that all see the same torch._dynamo, whenever it is imported.

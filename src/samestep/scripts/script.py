@@ -2,10 +2,12 @@
 
 import functools
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from traceback import walk_stack
 from typing import Any, NoReturn
 
 import torch.distributed as dist
@@ -14,7 +16,7 @@ from torch.profiler import record_function
 
 from samestep.comm.environment import Environment, chosen_profile, read_environment
 from samestep.engine.forward_backward import backward_on_this_thread
-from samestep.engine.site import is_script_file
+from samestep.engine.site import is_own_file, is_script_file
 from samestep.errors import PeerLostError, UsageError
 from samestep.launcher.program import run_module, run_script
 from samestep.scripts import backward, output, parallel, seeding, wrapping
@@ -31,6 +33,11 @@ RANK_VARIABLES = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_NAME"),
     *("ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"),
     *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"),
+)
+READ_BY_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+DEALS_WITH_RANKS = (
+    "the script runs as one for a single process, without these variables; if it deals with ranks, or a library of its "
+    "does, give --no-adopt"
 )
 
 
@@ -54,6 +61,8 @@ def run_adopted(
             else:
                 run_script(target, tuple(argv))
     except (Exception, SystemExit) as error:
+        if isinstance(error, KeyError) and error.args and error.args[0] in READ_BY_RANKS:
+            error.add_note(f"samestep: {DEALS_WITH_RANKS}")
         _delay_error(adoption, error)
         raise
     finally:
@@ -86,7 +95,7 @@ def adopted(
         stack.enter_context(output.script_streams(adoption))
         for part in (output, parallel, backward, seeding, files, choice):
             stack.enter_context(applied(part.patches(adoption)))
-        stack.enter_context(applied(_process_group(adoption)))
+        stack.enter_context(applied([*_process_group(adoption), _environment(adoption)]))
         stack.enter_context(wrapping.shared_out(adoption, wrap))
         stack.enter_context(seeding.seeded(adoption, seed))
         yield
@@ -110,6 +119,25 @@ def _process_group(adoption: Adoption) -> list[Patch]:
         Patch(dist, "is_initialized", never),
         Patch(dist, "is_torchelastic_launched", never),
     ]
+
+
+def _environment(adoption: Adoption) -> Patch:
+    """Has a line name the first library that asks for ranks when it is called: it may be one that starts them."""
+    owner, torch_files = type(os.environ), f"{Path(dist.__file__).parents[1]}{os.sep}"
+    read, readers = owner.__getitem__, list[str]()
+
+    def getitem(environment: Any, name: str) -> str:
+        if name in READ_BY_RANKS and not readers:
+            lines = [(frame.f_code.co_filename, line) for frame, line in walk_stack(sys._getframe(1))]
+            file, line = next(each for each in lines if not each[0].startswith("<frozen "))
+            # Many libraries ask while they are imported, to know whose messages to show.
+            is_import = any("importlib" in each for each, _ in lines)
+            if not (is_import or is_own_file(file) or file.startswith(torch_files)):
+                readers.append(file)
+                adoption.notice(f"{file}, line {line}, reads {name}: {DEALS_WITH_RANKS}")
+        return read(environment, name)
+
+    return Patch(owner, "__getitem__", getitem)
 
 
 @contextmanager

@@ -2,7 +2,8 @@
 
 And will it import modules that are better imported before the workers are forked?
 
-The script and the modules beside it that it imports are parsed. Nothing is imported, torch least of all.
+The script and the modules beside it that it imports are parsed, and of installed libraries the functions and classes
+that it calls: a library may start the ranks. Nothing is imported, torch least of all.
 """
 
 import ast
@@ -12,7 +13,10 @@ import sys
 import warnings
 from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Literal
 
@@ -21,6 +25,8 @@ from samestep.launcher.job import DYNAMO, TRAINING
 from samestep.launcher.program import stated_microbatches
 
 MAX_FILES = 200
+MAX_LIBRARY_FILES = 50
+MAX_CALLS = 6  # from a script into functions of libraries, one calling the next
 RANK_VARIABLES = frozenset({"RANK", "LOCAL_RANK", "WORLD_SIZE"})
 STARTERS = frozenset({"init_process_group", "init_device_mesh"})
 FRAMEWORKS = frozenset(
@@ -29,7 +35,12 @@ FRAMEWORKS = frozenset(
         *("pytorch_lightning", "ray", "trl"),
     }
 )
-TRAINERS = {"samestep": ("Run", "Trainer", "launch"), "transformers": ("Trainer", "Seq2SeqTrainer")}
+TRAINERS = {
+    "samestep": ("Run", "Trainer", "launch"),
+    "transformers": ("Trainer", "Seq2SeqTrainer"),
+    "ignite.distributed": ("Parallel", "initialize", "spawn"),  # which look up the class that starts the ranks
+}
+CALLED_WITH_A_CLASS = ("__init__", "__post_init__", "__enter__", "__call__")
 NOT_FOLLOWED = frozenset({"samestep", "torch"})
 OWN_HOMES = ("samestep.train", "samestep.engine", "samestep.launcher")
 OWN_SIGNS = ("uses samestep.", "imports samestep.")
@@ -88,6 +99,27 @@ class Source:
     package: str  # the dotted name of the package that it is in; empty for a file of the top folder
     nodes: tuple[ast.AST, ...]  # nodes that may run, outer ones first
 
+    @property
+    def name(self) -> str:
+        """The dotted name of the module."""
+        own = [] if self.path.stem == "__init__" else [self.path.stem]
+        return ".".join([*filter(None, [self.package]), *own])
+
+    @cached_property
+    def aliases(self) -> dict[str, str]:
+        """The full names of what is imported or defined: `from torch import nn as layers`."""
+        found = {}
+        for node in self.nodes:
+            if isinstance(node, ast.Import):
+                found.update({alias.asname: alias.name for alias in node.names if alias.asname})
+                found.update({name: name for alias in node.names if (name := alias.name.partition(".")[0])})
+            elif isinstance(node, ast.ImportFrom):
+                base = _base_of(node, self)
+                found.update({alias.asname or alias.name: f"{base}.{alias.name}".lstrip(".") for alias in node.names})
+            elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+                found.setdefault(node.name, f"{self.name}.{node.name}")
+        return found
+
 
 @dataclass
 class Evidence:
@@ -98,6 +130,97 @@ class Evidence:
     own: str = ""
     calls: list[ast.Call] = field(default_factory=list)
     preload: set[str] = field(default_factory=set)
+    libraries: "Libraries" = field(default_factory=lambda: Libraries())
+
+
+class Libraries:
+    """The installed libraries, read as far as a script calls their functions and classes."""
+
+    def __init__(self) -> None:
+        self._folders: dict[str, Folder | None] = {}
+        self._sources: dict[Path, Source | None] = {}
+        self._known: set[str] = set()  # names that start no ranks, or are being looked at
+
+    def sign(self, name: str, depth: int = MAX_CALLS) -> str:
+        """How calling a function or class, by its full name, starts ranks; empty if it does not, as far as is seen."""
+        owner, _, last = name.rpartition(".")
+        if last in TRAINERS.get(owner, ()):
+            return f"uses {name}"
+        if name in self._known or not depth or (definition := self._definition(name)) is None:
+            return ""
+        self._known.add(name)
+        source, node = definition
+        aliases = source.aliases
+        bases = node.bases if isinstance(node, ast.ClassDef) else []
+        calls = [part for body in _bodies(node) for part in ast.walk(body) if isinstance(part, ast.Call)]
+        for call in calls:
+            if (meant := _meaning(call.func, aliases)) in STARTERS:
+                return f"calls {meant} ({_place(source, call)})"
+        used = [*bases, *(call.func for call in calls)]
+        return next(filter(None, (self.sign(_full_name(part, aliases), depth - 1) for part in used)), "")
+
+    def _definition(self, name: str, depth: int = MAX_CALLS) -> tuple[Source, ast.FunctionDef | ast.ClassDef] | None:
+        """The file and statement that define a name, through the modules that import it from one another."""
+        top, parts = name.partition(".")[0], name.split(".")
+        if top not in self._folders:
+            self._folders[top] = _installed(top)
+        folder = self._folders[top]
+        if folder is None or not depth:
+            return None
+        length = len(parts) - 1
+        while length and len(folder.files_of(".".join(parts[:length]))) < length:
+            length -= 1  # not all of these names are modules
+        if not length:
+            return None
+        path, wanted, rest = folder.files_of(".".join(parts[:length]))[-1], parts[length], parts[length + 1 :]
+        text = path.read_bytes()
+        # What is defined in a file that does not use torch starts no ranks: most libraries are seen through quickly.
+        if b"torch" not in text and re.search(rf"\b(def|class)\s+{wanted}\b".encode(), text):
+            return None
+        if (source := self._parsed(path, folder)) is None:
+            return None
+        for node in source.nodes:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == wanted:
+                return (source, node) if not rest or isinstance(node, ast.ClassDef) else None
+        origins = [source.aliases.get(wanted, ""), *_wildcards(source, wanted)]
+        asked = (".".join([origin, *rest]) for origin in origins if origin)
+        return next(filter(None, (self._definition(other, depth - 1) for other in asked if other != name)), None)
+
+    def _parsed(self, path: Path, folder: Folder) -> Source | None:
+        if path not in self._sources:
+            fits = len(self._sources) < MAX_LIBRARY_FILES
+            self._sources[path] = _parse(path, folder, is_main=False) if fits else None
+        return self._sources[path]
+
+
+def _installed(top: str) -> Folder | None:
+    """Where an installed library is that may use torch; None for a part of Python, and for what is not followed."""
+    if top in NOT_FOLLOWED or not _is_library(top) or (spec := importlib.util.find_spec(top)) is None:
+        return None
+    with suppress(PackageNotFoundError):  # a package by another name is read
+        if not any(re.match(r"torch\b", need) for need in distribution(top).requires or ()):
+            return None
+    places = [*(spec.submodule_search_locations or ()), *([spec.origin] if str(spec.origin).endswith(".py") else [])]
+    return Folder(Path(places[0]).parent, top) if places else None
+
+
+def _wildcards(source: Source, name: str) -> list[str]:
+    """The full names that a name may have if it is one of `from module import *`."""
+    imports = (node for node in source.nodes if isinstance(node, ast.ImportFrom) and node.names[0].name == "*")
+    return [f"{_base_of(node, source)}.{name}" for node in imports]
+
+
+def _bodies(node: ast.stmt) -> list[ast.stmt]:
+    """What a call of a function or class runs: of a class its constructor, and the methods that this calls on self."""
+    if not isinstance(node, ast.ClassDef):
+        return [node]
+    methods = {part.name: part for part in node.body if isinstance(part, ast.FunctionDef)}
+    found = [name for name in CALLED_WITH_A_CLASS if name in methods]
+    for name in found:  # which grows meanwhile
+        for part in ast.walk(methods[name]):
+            if isinstance(part, ast.Attribute) and part.attr in methods and _last_name(part.value) == "self":
+                found += [part.attr] if part.attr not in found else []
+    return [methods[name] for name in found]
 
 
 def reads_as(target: str | Path, *, is_module: bool = False) -> Reading:
@@ -212,11 +335,12 @@ def _tests_name(test: ast.expr, name: str) -> bool:
 
 def _look(source: Source, folder: Folder, evidence: Evidence) -> None:
     """Notes the first signs in a file."""
-    aliases = _aliases(source)
+    aliases = source.aliases
     optional = _optional_imports(source)
     for node in source.nodes:
         if not evidence.native or not evidence.own:
-            sign = _native_sign(node, aliases, folder, node in optional)
+            libraries = None if evidence.native else evidence.libraries
+            sign = _native_sign(node, aliases, folder, node in optional, libraries)
             if sign:
                 evidence.native = evidence.native or f"{_place(source, node)}, {sign}"
             if sign.startswith(OWN_SIGNS):
@@ -231,24 +355,18 @@ def _look(source: Source, folder: Folder, evidence: Evidence) -> None:
         evidence.preload.update(_preloads(node, aliases, folder))
 
 
-def _aliases(source: Source) -> dict[str, str]:
-    """The full names of imported ones: `from torch.distributed import init_process_group as start`."""
-    found = {}
-    for node in source.nodes:
-        if isinstance(node, ast.Import):
-            found.update({alias.asname: alias.name for alias in node.names if alias.asname})
-            found.update({name: name for alias in node.names if (name := alias.name.partition(".")[0])})
-        elif isinstance(node, ast.ImportFrom) and not node.level:
-            found.update({alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names})
-    return found
-
-
-def _native_sign(node: ast.AST, aliases: dict[str, str], folder: Folder, is_optional: bool) -> str:
+def _native_sign(
+    node: ast.AST, aliases: dict[str, str], folder: Folder, is_optional: bool, libraries: Libraries | None
+) -> str:
     """How a node shows that a script deals with ranks; empty if it does not."""
     if isinstance(node, ast.Call):
         meant = _meaning(node.func, aliases)
         if meant in STARTERS:
             return f"calls {meant}"
+    used = [node.func] if isinstance(node, ast.Call) else node.bases if isinstance(node, ast.ClassDef) else []
+    for name in (_full_name(part, aliases) for part in used):
+        if libraries and name and not folder.files_of(name.partition(".")[0]) and (sign := libraries.sign(name)):
+            return sign if sign == f"uses {name}" else f"uses {name}, which {sign}"
     if isinstance(node, ast.Import | ast.ImportFrom):
         return _import_sign(node, folder, is_optional)
     if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
@@ -347,6 +465,14 @@ def _last_name(node: ast.AST) -> str:
     if isinstance(node, ast.Attribute):
         return node.attr
     return node.id if isinstance(node, ast.Name) else ""
+
+
+def _full_name(node: ast.expr, aliases: dict[str, str]) -> str:
+    """A dotted expression as the full name of what was imported or defined; empty for any other."""
+    if isinstance(node, ast.Attribute):
+        owner = _full_name(node.value, aliases)
+        return f"{owner}.{node.attr}" if owner else ""
+    return aliases.get(node.id, "") if isinstance(node, ast.Name) else ""
 
 
 def _meaning(node: ast.expr, aliases: dict[str, str]) -> str:
