@@ -1,5 +1,7 @@
 """The loader: each sample once an epoch; neither order nor randomness depends on devices or workers."""
 
+import multiprocessing
+import pickle
 from collections import Counter
 from contextlib import nullcontext
 from itertools import pairwise
@@ -10,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loader_programs import Noisy, NoisyStream, draws_around, make_loader, read, read_with
-from torch.utils.data import IterableDataset, Subset, TensorDataset
-from worlds import in_turns
+from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
+from worlds import cpu_only, in_turns
 
 from samestep.core.microbatches import microbatch_bounds
 from samestep.data import fetch
@@ -399,6 +401,28 @@ def test_what_is_no_dataset_is_refused_by_its_type(wrong):
 def test_a_number_of_workers_below_none_is_refused():
     with pytest.raises(UsageError, match="num_workers=-1"):
         loader_of(torch.zeros(3), num_workers=-1)
+
+
+@cpu_only("with an accelerator the default stays")
+def test_workers_are_forked_where_python_would_start_them_otherwise_unless_that_was_chosen(monkeypatch):
+    class Local(Dataset):  # which cannot be sent to a new process
+        def __len__(self):
+            return 8
+
+        def __getitem__(self, index):
+            return torch.tensor(index)
+
+    usual = ["forkserver", "spawn", "fork"]  # on Linux since Python 3.14
+    chosen = multiprocessing.get_start_method(allow_none=True)
+    monkeypatch.setattr(multiprocessing, "get_all_start_methods", lambda: usual)
+    try:
+        multiprocessing.set_start_method("forkserver", force=True)
+        assert [batch.ids().tolist() for batch in loader_of(Local(), num_workers=1)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+        multiprocessing.set_start_method("spawn", force=True)
+        with pytest.raises((AttributeError, pickle.PicklingError), match="Local"):
+            list(loader_of(Local(), num_workers=1))
+    finally:
+        multiprocessing.set_start_method(chosen, force=True)
 
 
 def test_lists_arrays_tensor_datasets_and_subsets_are_datasets():

@@ -83,8 +83,8 @@ def test_a_script_sees_what_python_would_show_it(starter, start_method):
         assert fact == {**fact, **expected, "rank": rank}
         if sys.platform == "linux":
             name, short, *parent = fact["titles"]
-            assert (name, short) == (f"samestep worker {rank}/2 scripts/facts.py", f"samestep {rank}/2")
-            assert start_method == "spawn" or parent == ["samestep fork server scripts/facts.py", "samestep fork"]
+            assert (name, short) == (f"samestep worker {rank}/2 scripts/facts.py", f"samestep-{rank}/2")
+            assert start_method == "spawn" or parent == ["samestep fork server scripts/facts.py", "samestep-fork"]
     assert facts[0]["port"] == facts[1]["port"]
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", facts[0]["port"]), timeout=1)
@@ -231,6 +231,17 @@ def test_a_starter_with_two_threads_refuses_to_fork(starter):
         "(--start-method spawn)\n"
     )
     assert not (starter.folder / "ran").exists()
+
+
+def test_a_handler_at_the_fork_may_take_the_wake_up_descriptor_away(starter):
+    starter.script(
+        "customs/sitecustomize.py",
+        "import os, signal\nos.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))\n",
+    )
+    starter.script("hello.py", "print('hello')")
+    starter.variables["PYTHONPATH"] = str(starter.folder / "customs")
+    done = starter.run("--devices", "cpu:2", "hello.py")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "hello\n", "")
 
 
 @pytest.mark.parametrize(

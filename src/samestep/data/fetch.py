@@ -1,6 +1,7 @@
 """Fetching samples one by one, in this process or in workers, with randomness that depends on the sample alone."""
 
 import contextlib
+import multiprocessing
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -180,6 +181,12 @@ def fetch_batches(
     if num_workers == 0:
         yield from map(samples.__getitems__, requests)
         return
+    # Python 3.14 no longer forks by default, and what it does instead runs a script without a main guard once more. On
+    # an accelerator, whose threads a fork may break, its default stays.
+    default = multiprocessing.get_all_start_methods()[0]
+    is_default = multiprocessing.get_start_method(allow_none=True) in (None, default)
+    if multiprocessing_context is None and default == "forkserver" and is_default and device.type == "cpu":
+        multiprocessing_context = "fork"
     yield from DataLoader(
         samples,
         batch_sampler=requests,  # type: ignore[arg-type]  # torch types it as lists of int, and takes any iterable

@@ -49,7 +49,8 @@ class ForkServer:
     """The fork server's state, used by its one thread."""
 
     control: socket.socket
-    wake: int
+    wake: int  # becomes readable upon a signal
+    waker: int  # the end to which signals are written
     forks: bool
     collects: bool  # whether the workers collect garbage by themselves, as Python does by default
     port: int = 0  # of the store
@@ -73,7 +74,7 @@ def serve(control: socket.socket, supervisor: int, forks: bool = True) -> Instru
         if forks:
             gc.disable()  # takes a tenth of an import's time, and leaves holes in the pages that the workers share
             importlib.import_module("torch.distributed")
-        server = ForkServer(control, _install_signals(), forks, collects)
+        server = ForkServer(control, *_install_signals(), forks, collects)
         _start_store(server)
         return _loop(server)
     except BaseException as error:
@@ -157,7 +158,7 @@ def _start(server: ForkServer, message: dict[str, Any]) -> Instruction | None:
     """Starts one worker; returns its instruction in a forked worker, None in the server."""
     if not server.name:
         server.name = Job.from_json(message["instruction"]["job"]).name
-        process_tree.set_title(f"samestep fork server {server.name}", "samestep fork")
+        process_tree.set_title(f"samestep fork server {server.name}", "samestep-fork")
     attempt = message["instruction"]["assignment"]["attempt"]
     if attempt != server.attempt:
         server.attempt = attempt
@@ -195,9 +196,10 @@ def _become_worker(server: ForkServer, parent: int) -> None:
         os.setpgid(0, 0)
         if server.collects:
             gc.enable()
-        waker = signal.set_wakeup_fd(-1)
+        # It does not return the waker if a handler at the fork has taken it away, as asyncio's does since Python 3.12.
+        signal.set_wakeup_fd(-1)
         server.control.close()
-        for fd in (server.wake, waker, *server.received):
+        for fd in (server.wake, server.waker, *server.received):
             os.close(fd)
     except BaseException:
         traceback.print_exc()
@@ -234,7 +236,7 @@ def _host_store(listener: socket.socket) -> NoReturn:
     """Hosts the store until a signal ends the process."""
     import torch.distributed as dist
 
-    process_tree.set_title("samestep store", "samestep store")
+    process_tree.set_title("samestep store", "samestep-store")
     port = listener.getsockname()[1]
     stderr = os.dup(2)
     if LOG_LEVEL not in os.environ:
@@ -338,15 +340,15 @@ def _end_all(server: ForkServer) -> None:
         process_tree.sweep_group(pid)
 
 
-def _install_signals() -> int:
-    """Makes SIGCHLD and SIGTERM wake the loop; returns the descriptor that their numbers are written to."""
+def _install_signals() -> tuple[int, int]:
+    """Makes SIGCHLD and SIGTERM wake the loop; returns the ends of the pipe that their numbers are written to."""
     wake, waker = os.pipe()
     os.set_blocking(wake, False)
     os.set_blocking(waker, False)
     signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
     for signum in (signal.SIGCHLD, signal.SIGTERM):
         signal.signal(signum, lambda _signum, _frame: None)
-    return wake
+    return wake, waker
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ def work(instruction: Instruction, call: Call | None = None) -> int:
     _reset_signals()
     _take_streams(instruction)
     which = f"{instruction.assignment.rank}/{instruction.assignment.world_size}"
-    process_tree.set_title(f"samestep worker {which} {instruction.job.name}", f"samestep {which}")
+    process_tree.set_title(f"samestep worker {which} {instruction.job.name}", f"samestep-{which}")
     os.environ.update(worker_variables(instruction))
     channel = Channel(instruction.fds["events"])
     try:

@@ -445,7 +445,7 @@ class Run:
                 streams: end the epoch when one of them cannot fill its microbatch; by default the others go on.
             num_workers: number of processes that fetch samples; the bits do not depend on it.
             collate_fn: makes a batch of a list of samples; torch's by default.
-            multiprocessing_context: how worker processes start; the platform's way by default.
+            multiprocessing_context: how workers start; by default in Python's way, on CPUs under Linux by a fork.
             cache: "device" keeps a dataset of tensors in the device's memory.
 
         Raises:
