@@ -22,8 +22,8 @@ train: $(USABLE)
 test: $(READY)
 	$(PYTEST) -m quick
 
-# What `make test` leaves out: tests over real processes and on fake GPUs, without which it fails. Those that take
-# minutes each are in `make test-all` alone.
+# What `make test` leaves out: tests over real processes and on fake GPUs, without which it fails, unless torch is a
+# build for CUDA. Those that take minutes each are in `make test-all` alone.
 test-rest: export SAMESTEP_TEST_NEEDS_FAKE_GPUS := 1
 test-rest: $(READY) fake-cuda
 	$(PYTEST) -m "not quick and not slow"

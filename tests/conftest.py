@@ -39,6 +39,8 @@ ON_FAKE_GPUS = "on fake GPUs"
 
 def pytest_configure(config):
     """Compiles the package: without bytecode files, each of hundreds of programs would do so anew."""
+    if "FAKE_CUDA_DEVICES" in os.environ and fake_cuda.cannot_be():
+        pytest.exit(fake_cuda.cannot_be(), returncode=0)
     if not hasattr(config, "workerinput"):
         compileall.compile_dir(SOURCE, quiet=2)
 
@@ -49,10 +51,12 @@ def pytest_collection_modifyitems(config, items):
     if DEVICE == "cuda":  # tests that start programs on fake GPUs do so in the other run, the one on CPUs
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("fake_gpus")])
         items[:] = [item for item in items if not item.get_closest_marker("fake_gpus")]
-    files = set()
+    files, reason = set(), fake_cuda.cannot_be()
+    if not reason and not GPUS_ARE_REQUIRED and not fake_cuda.is_built():
+        reason = "the fake CUDA device is not built: make fake-cuda"
     for item in items:
-        if item.get_closest_marker("fake_gpus") and not GPUS_ARE_REQUIRED and not fake_cuda.is_built():
-            item.add_marker(pytest.mark.skip(reason="the fake CUDA device is not built: make fake-cuda"))
+        if item.get_closest_marker("fake_gpus") and reason:
+            item.add_marker(pytest.mark.skip(reason=reason))
         if starts_processes(item):
             files.add(item.path)
             if name_of(item) in SMOKE:

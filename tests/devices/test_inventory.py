@@ -14,7 +14,9 @@ from machines import CPU, CPU_TORCH, CUDA_TORCH, gpu, instance, server
 from samestep.devices import inventory as inventory_module
 from samestep.devices.inventory import Inventory, TorchBuild, discover, physical_cores, torch_build, usable_cores
 from samestep.devices.nvidia import Gpu, Reading
-from samestep.devices.probe import ask_torch
+from samestep.devices.probe import ask_torch, load_driver
+from samestep.devices.selection import select
+from samestep.errors import DeviceError
 
 
 def bare(build: TorchBuild) -> Inventory:
@@ -154,6 +156,18 @@ def test_mig_mode_is_named_where_it_hides_gpus() -> None:
     inventory = found(CUDA_TORCH, Reading(split), {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"})
     assert [device.visible_as for device in inventory.devices] == [instance(0, 1).uuid]
     assert "MIG mode leaves 1 of this machine's 2 GPUs visible." in inventory.notes
+
+
+def test_without_a_driver_no_process_asks_for_it_and_the_mend_is_the_driver() -> None:
+    if load_driver() is not None:
+        pytest.skip("this machine has a driver")
+    inventory = found(CUDA_TORCH, Reading(), {})  # a process would fail this test, which is one of `make test`
+    assert inventory.notes == (
+        "torch 2.13.0+cu130 was built for CUDA, and no NVIDIA driver answers; install it to use a GPU.",
+    )
+    for spec, mend in (("cuda:0", "cpu:2"), ("0,", "cpu:2"), ("xpu:0", "cpu:2, or install a build of torch for xpu")):
+        with pytest.raises(DeviceError, match=rf"no NVIDIA driver answers; .*\); ask for {mend}$"):
+            select(spec, inventory)
 
 
 def test_problems_of_the_driver_are_noted() -> None:

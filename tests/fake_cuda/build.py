@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib.metadata
+import importlib.util
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,20 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 HERE = Path(__file__).parent
+BESIDE_CUDA = "the fake CUDA device takes the place of CUDA: its tests need a build of torch without it"
+NO_CUDA = "cuda: Optional[str] = None"  # in torch's version.py
+
+
+def is_beside_cuda() -> bool:
+    """Whether the installed torch is a build for CUDA, which registers itself where the fake device does."""
+    spec = importlib.util.find_spec("torch")  # a Python without torch has no build
+    return spec is not None and NO_CUDA not in _version_file(spec.origin).read_text(encoding="utf-8")
+
+
+def _version_file(torch_file: str | None) -> Path:
+    """The version.py of torch itself."""
+    assert torch_file is not None
+    return Path(torch_file).with_name("version.py")
 
 
 def library() -> Path:
@@ -67,8 +82,7 @@ def build() -> Path:
     libraries = Path(torch.__file__).parent / "lib"
     links = [f"-L{libraries}", f"-Wl,-rpath,{libraries}", *("-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python")]
     (folder / "torch").mkdir(exist_ok=True)
-    version = Path(torch.__file__).with_name("version.py").read_text(encoding="utf-8")
-    version = version.replace("cuda: Optional[str] = None", "cuda: Optional[str] = '12.8'")
+    version = _version_file(torch.__file__).read_text(encoding="utf-8").replace(NO_CUDA, "cuda: Optional[str] = '12.8'")
     (folder / "torch" / "version.py").write_text(version, encoding="utf-8")
     half = target.with_suffix(".half")
     _run(["g++", "-shared", "-o", str(half), *map(str, objects), *links])
@@ -86,4 +100,4 @@ def _run(command: list[str]) -> None:
 
 if __name__ == "__main__":
     start = time.monotonic()
-    print(f"{build()} ({time.monotonic() - start:.0f} s)")
+    print(BESIDE_CUDA if is_beside_cuda() else f"{build()} ({time.monotonic() - start:.0f} s)")

@@ -199,7 +199,7 @@ def _with_nvidia(bare: Inventory, reading: "nvidia.Reading", environ: Mapping[st
     elif devices and not gpus:
         notes.append(f"NVML does not answer, so {unknown} is unknown.")
     if not devices and not gpus:
-        notes.append(f"{build} was built for CUDA, and no NVIDIA driver answers.")
+        notes.append(f"{build} was built for CUDA, and no NVIDIA driver answers; install it to use a GPU.")
     if len(devices) < len(gpus):
         setting = environ.get("CUDA_VISIBLE_DEVICES")
         cause = "MIG mode" if setting is None else f"CUDA_VISIBLE_DEVICES={setting}"
@@ -230,7 +230,11 @@ def _probed_devices(build: TorchBuild, variable: str | None, environ: Mapping[st
 
 
 def _ask(whom: str, environ: Mapping[str, str], kind: Kind = "cuda") -> tuple[Device, ...]:
-    """The devices by the probe in a child process; none if it fails."""
+    """The devices by the probe in a child process; none if it fails, or if there is no driver, as on many machines."""
+    from samestep.devices.probe import load_driver
+
+    if whom == "driver" and load_driver() is None:
+        return ()
     command = [sys.executable, "-P", str(_PROBE), whom]
     options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": _PROBE_SECONDS, "check": True}
     try:

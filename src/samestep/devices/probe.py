@@ -12,17 +12,22 @@ import uuid
 from typing import Any
 
 
+def load_driver() -> Any:
+    """The CUDA driver's library, which starts nothing before it is initialised; None if there is none."""
+    try:
+        return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+    except OSError:
+        return None
+
+
 def ask_driver() -> list[dict[str, Any]]:
     """The devices of the CUDA driver, after CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER; makes no context.
 
     Source: CUDA driver API, device management (cuDeviceGetUuid_v2 returns a MIG instance's own UUID).
     """
-    try:
-        cuda = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
-    except OSError:
-        return []
+    cuda = load_driver()
     count = ctypes.c_int(0)
-    if cuda.cuInit(0) != 0 or cuda.cuDeviceGetCount(ctypes.byref(count)) != 0:
+    if cuda is None or cuda.cuInit(0) != 0 or cuda.cuDeviceGetCount(ctypes.byref(count)) != 0:
         return []
     rows = []
     for ordinal in range(count.value):

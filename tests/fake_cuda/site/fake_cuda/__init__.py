@@ -25,8 +25,9 @@ from typing import Any
 
 
 def install() -> None:
-    """Has torch find the fake GPUs as soon as it is imported."""
-    sys.meta_path.insert(0, _Finder())
+    """Has torch find the fake GPUs as soon as it is imported; nothing for a build of torch with CUDA of its own."""
+    if not _build.is_beside_cuda():
+        sys.meta_path.insert(0, _Finder())
 
 
 def counts() -> tuple[int, int]:
@@ -97,6 +98,11 @@ class _Loader(importlib.machinery.SourceFileLoader):
         """Executes the module, then completes it."""
         super().exec_module(module)
         self._complete(module)
+
+
+def cannot_be() -> str:
+    """A sentence if the installed torch is a build for CUDA; imports no torch."""
+    return str(_build.BESIDE_CUDA) if _build.is_beside_cuda() else ""
 
 
 def is_built() -> bool:
