@@ -8,7 +8,7 @@ from samestep.comm.environment import Environment, read_environment
 from samestep.errors import UsageError
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "node-a"}
-TORCHRUN |= {"MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_RESTART_COUNT": "2"}
+TORCHRUN |= {"MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "x"}
 TORCHRUN |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
 SLURM = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NODEID": "1"}
 SLURM |= {"SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_TASKS_PER_NODE": "4(x2)", "SLURM_STEP_NODELIST": "gpu[03-05,9],x1"}
@@ -34,7 +34,7 @@ def test_torchrun_and_our_own_launcher_set_everything():
     environment = read_environment(TORCHRUN)
     assert place(environment) == (5, 8, 1, 4)
     assert (environment.master_addr, environment.master_port) == ("node-a", 29500)
-    assert (environment.launcher, environment.store_is_kept, environment.attempt) == ("torchrun", True, 2)
+    assert (environment.launcher, environment.store_is_kept) == ("torchrun", True)
     assert read_environment({**SLURM, **OPEN_MPI, **TORCHRUN}) == environment, "also under a scheduler"
     assert (environment.device_kind, environment.num_threads) == (None, None)
     environment = read_environment({**TORCHRUN, "SAMESTEP_DEVICE_KIND": "cpu", "SAMESTEP_THREADS": "3"})

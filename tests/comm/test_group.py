@@ -4,6 +4,7 @@ import multiprocessing
 import socket
 import sys
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -17,7 +18,7 @@ from worlds import PATIENCE_SECONDS, PRELOADED, in_turns
 from samestep.comm.connecting import connect
 from samestep.comm.environment import Environment
 from samestep.comm.group import GroupTransport
-from samestep.comm.rendezvous import roll_call
+from samestep.comm.rendezvous import rendezvous, roll_call
 from samestep.errors import PeerLostError, UsageError
 
 KILLED = -9
@@ -170,6 +171,28 @@ def test_a_roll_call_names_those_who_do_not_answer_and_the_host_of_a_store_that_
     assert roll_call(client, 1, 3, 1.0, store_host=0) == (0,)
     with pytest.raises(RuntimeError):
         roll_call(client, 1, 3, 1.0, store_host=None)
+
+
+def test_ranks_meet_alone_whatever_earlier_ones_have_left_in_the_store():
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def arrive(rank, seconds=60.0):
+        place = Environment(rank, 2, master_port=server.port, store_is_kept=True)
+        return rendezvous(place, timedelta(seconds=seconds))
+
+    def meet():
+        with ThreadPoolExecutor(2) as pool:
+            return list(pool.map(arrive, range(2)))
+
+    with pytest.raises(PeerLostError, match=r"met 1 of 2 ranks within 0\.1 s; missing: 0"):
+        arrive(1, 0.1)
+    for number in range(2):
+        one, other = meet()
+        assert not one.check(["address"])
+        one.set("address", str(number))
+        assert other.get("address") == str(number).encode()
+        with pytest.raises(PeerLostError, match="missing: 1"):
+            arrive(0, 0.1)
 
 
 TENTHS = [torch.tensor(0.1 + rank) for rank in range(4)]

@@ -60,6 +60,11 @@ class Nodes(Marked):
         self.started.append(process)
         return process
 
+    def worker(self, rank):
+        """The process of a rank, started by torchrun."""
+        (found,) = [process for process in self.processes() if process.environ().get("RANK") == str(rank)]
+        return found
+
     def wait_for_text(self, name, text):
         """Waits until a program has written a text to the file of its output."""
         deadline = time.monotonic() + SECONDS

@@ -8,7 +8,7 @@ import sys
 import time
 
 import pytest
-from node_scripts import FAILING, PARALLEL, RANKS, SMALL, TRAINER
+from node_scripts import FAILING, NATIVE, PARALLEL, RANKS, SMALL, TRAINER
 from torch.distributed import TCPStore
 
 from samestep.cli.options import NodeOptions, WorkerOptions, chosen_devices, chosen_torchrun
@@ -296,6 +296,61 @@ def test_a_node_killed_in_mid_run_is_left_behind_and_the_digest_is_that_of_an_un
     assert ended.digest == alone(nodes, script).digest
     for path in (nodes.folder.parent / "temporary").glob("samestep-torchrun-*"):
         shutil.rmtree(path)  # of the agent that was killed
+
+
+@pytest.mark.parametrize(
+    ("killed", "is_numbered"),
+    [
+        pytest.param(1, False, id="rank 1"),
+        pytest.param(0, False, id="rank 0", marks=pytest.mark.slow),
+        pytest.param(1, True, id="rank 1, with numbers", marks=pytest.mark.slow),
+    ],
+)
+def test_a_worker_killed_while_both_agents_live_restarts_all_with_the_digest_of_an_undisturbed_run(
+    nodes, killed, is_numbered
+):
+    script = nodes.script(TRAINER)
+    after = ["--max-restarts", "1", "--devices", "cpu:1", "--log-dir", "logs", script, EPOCHS]
+    if is_numbered:
+        started = nodes.start_all(2, ["run"], after)
+    else:
+        started = [nodes.start("run", "--nnodes", "2", "--rdzv-endpoint", nodes.endpoint, *after) for _ in range(2)]
+    nodes.wait_for(CHECKPOINT)
+    nodes.worker(killed).send_signal(signal.SIGKILL)
+    ended = [nodes.end_of(process) for process in started]
+    assert [node.code for node in ended] == [0, 0], ended[0].stderr + ended[1].stderr
+    told = "".join(node.stdout for node in ended)
+    assert "resumed from step-" in told
+    assert f"digest {alone(nodes, script).digest}" in told
+    assert (nodes.folder / "logs" / "rank-1.log").read_text().count("begun") == 2
+
+
+@pytest.mark.slow
+def test_a_script_with_process_groups_of_its_own_is_restarted_after_a_worker_was_killed(nodes):
+    script = nodes.script(NATIVE)
+    one = nodes.run("run", "--devices", "cpu:2", script)
+    (nodes.folder / "state.pt").unlink()
+    options = ["run", "--nnodes", "2", "--rdzv-endpoint", nodes.endpoint, "--max-restarts", "1", "--devices", "cpu:1"]
+    started = [nodes.start(*options, script) for _ in range(2)]
+    nodes.wait_for("state.pt")
+    nodes.worker(1).send_signal(signal.SIGKILL)
+    ended = [nodes.end_of(process) for process in started]
+    assert [node.code for node in ended] == [0, 0], ended[0].stderr + ended[1].stderr
+    told = "".join(node.stdout for node in ended)
+    assert "resumed from step" in told
+    assert f"digest {one.digest}" in told
+
+
+def test_a_recipe_goes_on_by_itself_after_a_worker_of_another_machine_was_killed(nodes):
+    recipe = ["train", "mlp", "--epochs", EPOCHS, "--devices", "cpu:1"]
+    one = nodes.run(*recipe, "--run-dir", "one")
+    meeting = ["--nnodes", "2", "--rdzv-endpoint", nodes.endpoint, "--max-restarts", "1"]
+    started = [nodes.start(*recipe, *meeting, "--run-dir", "mine", "--checkpoint-steps", "5") for _ in range(2)]
+    nodes.wait_for(CHECKPOINT)
+    nodes.worker(1).send_signal(signal.SIGKILL)
+    ended = [nodes.end_of(process) for process in started]
+    assert [node.code for node in ended] == [0, 0], ended[0].stderr + ended[1].stderr
+    assert f"digest   {one.digest}" in "".join(node.stdout for node in ended)
 
 
 @pytest.mark.slow

@@ -39,7 +39,6 @@ class Environment:
     device_kind: str | None = None  # the kind of device that our launcher chose ("cpu", "cuda", …); else None
     num_threads: int | None = None  # CPU threads a worker that our launcher chose; else None
     store_is_kept: bool = False  # whether the launcher hosts the store; if not, rank 0 does
-    attempt: int = 0  # how often the launcher has restarted the ranks; a store may outlive them
     joins: bool = False  # whether this process was started late, in the place of a lost one
     transport: str = "auto"  # one of `TRANSPORTS`
     nodes: str = "auto"  # whether sums go by nodes, one of `NODES`
@@ -111,7 +110,6 @@ def _checked(env: Mapping[str, str], names: Sequence[str], launcher: str) -> Env
         device_kind=env.get("SAMESTEP_DEVICE_KIND"),
         num_threads=_number(env, "SAMESTEP_THREADS", 0) or None,
         store_is_kept=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        attempt=_number(env, "TORCHELASTIC_RESTART_COUNT", 0),
         joins=env.get("SAMESTEP_JOINS") == "1",
         transport=chosen_transport(env),
         nodes=chosen_nodes(env),

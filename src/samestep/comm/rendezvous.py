@@ -15,6 +15,7 @@ from samestep.errors import PeerLostError, UsageError
 
 FIRST_POLL_SECONDS, POLL_SECONDS = 0.0005, 0.02
 BACKLOG = 1024
+ARRIVALS = "samestep/arrivals"
 LOOPBACKS = ("localhost", "ip6-localhost", "::1")
 
 
@@ -51,18 +52,29 @@ def rendezvous(environment: Environment, timeout: timedelta) -> dist.Store:
             multi_tenant=True,
             master_listen_fd=listener,
         )
-        # The store may outlive the processes, and a process may connect again: a prefix of its own keeps every
-        # rendezvous apart from the addresses that an earlier one has left.
-        number = store.add(f"samestep/{environment.attempt}/{rank}", 1)
-        ours = dist.PrefixStore(f"samestep/{environment.attempt}.{number}", store)
+        number = store.add(f"{ARRIVALS}/{rank}", 1)
     except (RuntimeError, ValueError, OSError) as error:
         verb = "open" if rank == hosting else "reach"
         raise UsageError(
             f"rank {rank} cannot {verb} the store at {host}:{port}, as MASTER_ADDR and MASTER_PORT say: {error}"
         ) from error
-    seconds = timeout.total_seconds()
+    seconds, ranks = timeout.total_seconds(), range(environment.world_size)
+
+    def admit() -> None:
+        for other in ranks if rank == 0 else ():
+            store.set(f"{ARRIVALS}/{other}.{store.add(f'{ARRIVALS}/{other}', 0)}/0", prefix)
+
     try:
-        missing = roll_call(dist.PrefixStore("meeting", ours), rank, environment.world_size, seconds, hosting)
+        # The store may outlive the processes, and torchrun's agents count restarts each for themselves: so rank 0
+        # numbers the rounds, and tells each rank that arrives the number, under a key that no process has known before.
+        call = dist.PrefixStore(f"{ARRIVALS}/{rank}.{number}", store)
+        if rank == 0:
+            call.set("0", f"samestep/{store.add('samestep/rounds', 1)}")
+        missing = roll_call(call, 1, 2, seconds, hosting)
+        if not missing:
+            prefix = call.get("0").decode()
+            ours = dist.PrefixStore(prefix, store)
+            missing = roll_call(dist.PrefixStore("meeting", ours), rank, len(ranks), seconds, hosting, check=admit)
     except RuntimeError as error:
         raise PeerLostError(f"the store at {host}:{port} went while rank {rank} waited for the others") from error
     if missing:
@@ -82,7 +94,7 @@ def join_store(environment: Environment, timeout: timedelta) -> dist.Store:
         store = dist.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
     except RuntimeError as error:
         raise PeerLostError(f"the run to join is over: no answer at {host}:{port}") from error
-    return dist.PrefixStore(f"samestep/{environment.attempt}.1", store)
+    return dist.PrefixStore("samestep/1", store)
 
 
 def store_host(environment: Environment) -> int | None:

@@ -181,12 +181,10 @@ def fetch_batches(
     if num_workers == 0:
         yield from map(samples.__getitems__, requests)
         return
-    # Python 3.14 no longer forks by default, and what it does instead runs a script without a main guard once more. On
-    # an accelerator, whose threads a fork may break, its default stays.
-    default = multiprocessing.get_all_start_methods()[0]
-    is_default = multiprocessing.get_start_method(allow_none=True) in (None, default)
-    if multiprocessing_context is None and default == "forkserver" and is_default and device.type == "cpu":
-        multiprocessing_context = "fork"
+    # Python 3.14 no longer forks by default, and what it does runs a script without a main guard again in each worker.
+    usual = (None, "forkserver") if multiprocessing.get_all_start_methods()[0] == "forkserver" else ()
+    if device.type == "cpu" and multiprocessing.get_start_method(allow_none=True) in usual:
+        multiprocessing_context = multiprocessing_context or "fork"
     yield from DataLoader(
         samples,
         batch_sampler=requests,  # type: ignore[arg-type]  # torch types it as lists of int, and takes any iterable

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from samestep.devices.device import Device, Kind
+from samestep.devices.probe import load_driver
 from samestep.text import counted
 
 if TYPE_CHECKING:
@@ -231,8 +232,6 @@ def _probed_devices(build: TorchBuild, variable: str | None, environ: Mapping[st
 
 def _ask(whom: str, environ: Mapping[str, str], kind: Kind = "cuda") -> tuple[Device, ...]:
     """The devices by the probe in a child process; none if it fails, or if there is no driver, as on many machines."""
-    from samestep.devices.probe import load_driver
-
     if whom == "driver" and load_driver() is None:
         return ()
     command = [sys.executable, "-P", str(_PROBE), whom]

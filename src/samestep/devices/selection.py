@@ -191,8 +191,7 @@ def _of_kind(kind: Kind | None, indices: Sequence[int] | None, inventory: Invent
         wanted = f"device {numbers}" if kind is None else f"{kind}:{numbers}".removesuffix(":")
         why = f" ({' '.join(inventory.notes)})" if inventory.notes else ""
         mend = f"ask for {devices[0].kind} or for cpu:2" if devices else "ask for cpu:2"
-        build = inventory.torch.kind
-        if not devices and (build == "cpu" or kind not in (None, build)):
+        if not devices and (inventory.torch.kind == "cpu" or kind not in (None, inventory.torch.kind)):
             mend += f", or install a build of torch for {kind or 'an accelerator'}"
         raise DeviceError(f"asked for {wanted}, {_has(inventory)}{why}; {mend}")
     if indices is None:

@@ -50,7 +50,7 @@ class ForkServer:
 
     control: socket.socket
     wake: int  # becomes readable upon a signal
-    waker: int  # the end to which signals are written
+    waker: int  # the end to which signals are written; at the fork asyncio takes it away, since Python 3.12
     forks: bool
     collects: bool  # whether the workers collect garbage by themselves, as Python does by default
     port: int = 0  # of the store
@@ -196,7 +196,6 @@ def _become_worker(server: ForkServer, parent: int) -> None:
         os.setpgid(0, 0)
         if server.collects:
             gc.enable()
-        # It does not return the waker if a handler at the fork has taken it away, as asyncio's does since Python 3.12.
         signal.set_wakeup_fd(-1)
         server.control.close()
         for fd in (server.wake, server.waker, *server.received):

@@ -101,10 +101,8 @@ def send_signal(pid: int, signum: int) -> None:
 
 
 def set_title(title: str, short: str) -> None:
-    """Sets this process's command line and name (15 bytes at most) in `ps` and `top`; on Linux, else nothing.
-
-    Python reads its number of threads in /proc/self/stat, where a space in the name would move it.
-    """
+    """Sets this process's command line and name (15 bytes at most) in `ps` and `top`; on Linux, else nothing."""
+    assert " " not in short, "Python looks for its number of threads by the spaces of /proc/self/stat"
     with contextlib.suppress(OSError, ValueError, IndexError):
         Path("/proc/self/comm").write_text(short)
         line = Path("/proc/self/cmdline").read_bytes()

@@ -33,7 +33,7 @@ from samestep.launcher.worker import exit_code_of, leave
 from samestep.launcher.workers import begin_log, make_log_dir
 from samestep.text import counted
 
-TOKENS, STARTED = "tokens", "started"  # files beside torchrun's logs
+TOKENS, STARTED = "tokens", "started-"  # files beside torchrun's logs; the second with a local rank
 DEFAULT_PORT = 29400  # torchrun's
 WAIT_SECONDS = "600"  # torchrun's
 LOOK_SECONDS, TELL_SECONDS, GONE_SECONDS = 0.5, 30.0, 5.0
@@ -60,6 +60,8 @@ def hand_over(
     meeting.say(f"waiting at {meeting.place} for {meeting.machines}, up to {meeting.seconds} s")
     variables = {"SAMESTEP_DEVICE_KIND": selection.kind, "SAMESTEP_THREADS": str(num_threads)}
     os.environ.update({**process_variables(selection, num_threads), **variables})
+    if policy.max_restarts:  # a store for each round: a script's own process groups would meet dead ranks in an old one
+        os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
 
     from torch.distributed import DistError, run
     from torch.distributed.elastic.multiprocessing import SignalException
@@ -77,7 +79,7 @@ def hand_over(
         given = {**torchrun.options, "nproc-per-node": num_workers, "max-restarts": policy.max_restarts}
         options = [f"--{name}={value}" for name, value in {**given, "log-dir": folder}.items()]
         try:
-            with meeting.watched(Path(folder, STARTED)):
+            with meeting.watched(Path(folder, f"{STARTED}0")):
                 run.run(run.parse_args([*options, "--no-python", *worker]))
         except ChildFailedError as error:
             rank, failed = error.get_first_failure()
@@ -280,12 +282,12 @@ def main() -> None:
     place, job = read_environment(), Job.from_json(json.loads(sys.argv[1]))
     terminal = open(os.dup(2), "w", buffering=1, encoding="utf-8", errors="replace")  # noqa: SIM115 - until the end
     log = None if job.log_dir is None or place.rank == 0 else str(Path(job.log_dir) / f"rank-{place.rank}.log")
+    is_restarted = _settle(place, **json.loads(sys.argv[2]))
     if place.rank > 0:
-        _redirect(log, anew=place.attempt == 0)
-    _settle(place, **json.loads(sys.argv[2]))
+        _redirect(log, anew=not is_restarted)
     report = None
     try:
-        run_program(job.restarted() if place.attempt else job, {})
+        run_program(job.restarted() if is_restarted else job, {})
         code = 0
     except SystemExit as stop:
         code, message = exit_code_of(stop)
@@ -304,15 +306,18 @@ def main() -> None:
     leave(code)
 
 
-def _settle(place: Environment, folder: str, variables: Sequence[Mapping[str, str]]) -> None:
-    """Tells the agent of the start; gives a logical device its device of this machine, and the file of the tokens."""
-    Path(folder, STARTED).touch()
-    if not variables:
-        return
-    index = place.local_rank * len(variables) // place.local_world_size
-    os.environ.update(variables[index])
-    if place.local_world_size > len(variables):
-        os.environ[TOKEN_VARIABLE] = f"{os.open(Path(folder, TOKENS), os.O_RDWR)}:{index}"
+def _settle(place: Environment, folder: str, variables: Sequence[Mapping[str, str]]) -> bool:
+    """Tells the agent of the start, and gives a logical device its device and tokens; whether it is a restart."""
+    # torchrun's count of restarts leaves out those that another machine's failure caused.
+    mark = Path(folder, f"{STARTED}{place.local_rank}")
+    is_restarted = mark.exists()
+    mark.touch()
+    if variables:
+        index = place.local_rank * len(variables) // place.local_world_size
+        os.environ.update(variables[index])
+        if place.local_world_size > len(variables):
+            os.environ[TOKEN_VARIABLE] = f"{os.open(Path(folder, TOKENS), os.O_RDWR)}:{index}"
+    return is_restarted
 
 
 def _redirect(log: str | None, *, anew: bool) -> None:

@@ -93,7 +93,6 @@ def run_probed(
 ) -> None:
     """Runs a program as this rank and writes `rank-N.jsonl`: the function that the runner starts in every worker."""
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)
     if rank == 0:
         _redirect(str(Path(folder) / "rank-0.out"))
     recorder = Recorder()
