@@ -15,6 +15,7 @@ from train_programs import classification
 
 from samestep.engine.losses import Mean
 from samestep.metrics import accuracy, cross_entropy
+from samestep.train.hooks import Hook
 from samestep.train.run import Run
 from samestep.train.trainer import Trainer
 
@@ -166,6 +167,13 @@ class Stream(IterableDataset):
             yield x[place] + 0.1 * torch.rand(()), y[place]
 
 
+class StatisticsFixed(Hook):
+    """Puts the normalisation into evaluation mode in the third epoch."""
+
+    def on_epoch_start(self, trainer, epoch):
+        trainer.model[1].train(epoch != 3)
+
+
 def own_generator():
     return torch.Generator().manual_seed(99)
 
@@ -204,6 +212,7 @@ CASES = {
     "late check": {"optimizer": "adamw fused", "options": {"late_check": True}},
     "noisy evaluation": {"eval": "noisy"},
     "evaluation by a loader": {"eval": "loader"},
+    "evaluation mode in parts": {"trainer": {"hooks": [StatisticsFixed()]}},
     "own loader": {"data": "loader"},
     "own loader, drop_last": {"data": "loader, drop_last"},
 }

@@ -135,6 +135,27 @@ def test_the_modes_of_all_modules_are_put_back(verb):
     assert in_run(program, 2) == [True, True]
 
 
+class Merging(nn.Linear):
+    """Merges its weights for evaluation, and separates them again in `train(True)`, as adapters do."""
+
+    is_merged = False
+
+    def train(self, mode=True):
+        self.is_merged = not mode
+        return super().train(mode)
+
+
+def test_a_module_that_does_more_in_train_than_to_set_the_mode_does_it_after_an_evaluation():
+    def program(run):
+        model = nn.Sequential(Merging(2, 3))
+        merged = []
+        model[0].register_forward_hook(lambda module, *_: merged.append(module.is_merged))
+        run.predict(model, points())
+        return all(merged), model[0].is_merged
+
+    assert in_run(program) == [(True, False)]
+
+
 @pytest.mark.parametrize("broken", ["model", "metric"])
 def test_the_modes_and_generators_are_put_back_after_an_error(broken):
     def fail(*_):

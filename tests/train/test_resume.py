@@ -305,7 +305,13 @@ def nothing(*args):
     return None
 
 
+def forget_modes(progress, resumed, restore=epoch.Progress.restore):
+    restore(progress, resumed)
+    progress._waiting["evaluating"] = []
+
+
 TWINS = {
+    "modes": ("evaluation mode in parts", 7, epoch.Progress, "restore", forget_modes),
     "generators": ("user's, shuffled", 3, state, "restore_generators", nothing),
     "generators of the epoch": ("user's, shuffled", 4, epoch, "restore_generators", nothing),
     "generators of the loader": ("user's, own generator", 4, epoch, "restore_loader_generators", nothing),

@@ -13,6 +13,7 @@ from statistics import mean, median
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from train_programs import METRICS, Notes, classification, classifier, fit, make_trainer, points
 from worlds import in_turns
@@ -23,6 +24,7 @@ from samestep.metrics import accuracy
 from samestep.recipes.job import train
 from samestep.train import atomic_io
 from samestep.train.checkpoint.storage import newest_checkpoint
+from samestep.train.digest import state_digest
 from samestep.train.run import Run
 from samestep.train.runlog.ledger import from_line
 from samestep.train.trainer import EpochRecord, Trainer
@@ -52,6 +54,70 @@ def test_twin_a_second_fit_that_begins_at_the_first_epoch_again_is_noticed(monke
     whole = alone(fit, (2,))
     monkeypatch.setattr(Loader, "load_state_dict", lambda self, state: None)
     assert alone(fit, (1, 1)) != whole
+
+
+class Frozen(nn.Sequential):
+    """Keeps its normalisation in evaluation mode by its own `train`, which nobody but a trainer calls."""
+
+    def train(self, mode=True):
+        super().train(mode)
+        self[1].eval()
+        return self
+
+
+MODES = {  # the model, its parts in evaluation mode before `fit`, or by a hook, and those in which steps then find it
+    "training mode": (nn.Sequential, [], [], []),
+    "a part": (nn.Sequential, ["1"], [], ["1"]),
+    "the model itself, but not its parts": (nn.Sequential, [""], [], [""]),
+    "a part, by a hook": (nn.Sequential, [], ["1"], ["1"]),
+    "one by the script, one by a hook": (nn.Sequential, ["3"], ["1"], ["1", "3"]),
+    "as a whole, as from_pretrained leaves it": (nn.Sequential, ["", "0", "1", "2", "3", "4"], [], []),
+    "as a whole, with a train of its own": (Frozen, ["", "0", "1", "2", "3", "4"], [], ["1"]),
+    "a part by train of its own, which was not called before": (Frozen, [], [], ["1"]),
+}
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_parts_in_evaluation_mode_stay_so_as_in_a_loop_of_ones_own(name, capsys):
+    kind, before, hooked, expected = MODES[name]
+
+    def put(model, names):
+        for part in names:
+            model.get_submodule(part).training = False
+
+    class ByHook:
+        def on_epoch_start(self, trainer, epoch):
+            put(trainer.model, hooked if epoch == 1 else [])
+
+    def program(communicator, by_trainer):
+        run = Run(16, 4, 2, communicator=communicator)
+        model, seen = kind(*classifier()), set()
+        put(model, before)
+        model.register_forward_pre_hook(
+            lambda *_: seen.add(tuple(n for n, part in model.named_modules() if not part.training))
+        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if by_trainer:
+            with Trainer(run, model, optimizer, classification, hooks=[ByHook()]) as trainer:
+                trainer.fit(points(), 1)
+                trainer.fit(points(), max_steps=6)
+                trainer.fit(points(), 1)  # it begins within an epoch
+        else:
+            for module in model.modules():
+                module.training = True
+            put(model, expected)
+            step, loader = run.train_step(model, optimizer, classification), run.loader(points(), shuffle=True)
+            for _ in range(2):
+                for batch in loader:
+                    step(batch)
+        return state_digest(model, optimizer), seen
+
+    digest, _ = alone(program, False)
+    for result in in_turns(2, program, True):
+        assert result == (digest, {tuple(expected)})
+    told = capsys.readouterr().out
+    assert ("as a whole" in told) == (len(before) == 6)
+    assert (f"{len(expected)} of 6 modules" in told) == (bool(expected) and kind is nn.Sequential)
 
 
 def test_records_hold_what_came_of_each_epoch():

@@ -7,12 +7,14 @@ from math import isfinite, nan
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.utils.data import DataLoader
 
 from samestep.comm.communicator import Communicator
 from samestep.data.loader import Loader
 from samestep.engine.step import TrainStep
 from samestep.errors import CheckpointError, UsageError
+from samestep.text import counted
 from samestep.train.checkpoint.local_shards import whole_tensors
 from samestep.train.determinism import check_alike, generator_states, restore_generators
 from samestep.train.run import Run
@@ -204,6 +206,24 @@ def make_eval_loader(run: Run, data: Any, epoch: int, num_workers: int, collate_
     return loader
 
 
+def enter_training_mode(model: nn.Module) -> str:
+    """Puts a model into training mode, except parts of it that are in evaluation mode; returns a line about these."""
+    kept, all_names = in_evaluation_mode(model), [name for name, _ in model.named_modules()]
+    model.train()  # may be the model's own method, which leaves a part in evaluation mode
+    if kept == all_names:  # as an evaluation of the script's, or `from_pretrained`, leaves it: no part was chosen
+        return "the model was in evaluation mode as a whole: it is put into training mode"
+    kept = sorted({*kept} - {*in_evaluation_mode(model)})
+    for name in kept:
+        model.get_submodule(name).training = False
+    which = f"{len(kept)} of {counted(len(all_names), 'module')}, from {''.join(kept[:1]) or 'the model itself'} on"
+    return f"in evaluation mode, as before: {which}; to train all in training mode call model.train()" if kept else ""
+
+
+def in_evaluation_mode(model: nn.Module) -> list[str]:
+    """The names of the modules in evaluation mode."""
+    return [name for name, module in model.named_modules() if not module.training]
+
+
 class Progress:
     """The epochs of a trainer: the records of those that are done, and the one under way."""
 
@@ -249,6 +269,7 @@ class Progress:
             "cursor": cursor,
             "eval_cursor": None if self.eval_loader is None else self.eval_loader.state_dict(),
             "loader_generators": loader_generator_states(loader),
+            "evaluating": in_evaluation_mode(self._step.model),
             "contract": contract,
         }
         if self._step.extra_state:
@@ -293,6 +314,7 @@ class Progress:
             check_alike("epoch", rest["epoch"], own_epoch)
             calls = [[epochs, max_steps, done] for epochs, max_steps, done in rest["calls"]]
             check_alike("calls of fit", calls, [[0, 0, 0] for _ in calls])
+            check_alike("modules in evaluation mode", rest["evaluating"], [""] * len(rest["evaluating"]))
         generators = generator_states(device)
         self._waiting = restore(self._step, resumed.snapshot)
         self._waiting["generators"] = generator_states(device)
@@ -328,6 +350,8 @@ class Progress:
                 )
             if self.eval_loader is not None and state["eval_cursor"] is not None:
                 self.eval_loader.load_state_dict(state["eval_cursor"])
+            for name, module in self._step.model.named_modules() if "evaluating" in state else ():
+                module.training = name not in state["evaluating"]
             if state["generators"] is not None:
                 restore_generators(state["generators"], self._run.device)
 
@@ -337,7 +361,7 @@ class Progress:
             "cursor": loader.state_dict() if isinstance(loader, Loader) else None,
             "eval_cursor": None if self.eval_loader is None else self.eval_loader.state_dict(),
             "loader_generators": loader_generator_states(loader),
-            "generators": None,  # the script may have drawn since
+            "generators": None,  # the script may have drawn since, and changed modes
         }
 
     def add(self, record: EpochRecord) -> None:

@@ -271,6 +271,7 @@ def _evaluating(model: nn.Module, device: torch.device, precision: str) -> Itera
             yield restore_buffers
     finally:
         restore_buffers()
+        model.train(modes[0][1])  # also of modules that do more there, such as to merge weights and to undo it
         for module, mode in modes:
             module.training = mode
 

@@ -29,6 +29,7 @@ from samestep.train.epoch import (
     Progress,
     batches_left,
     begin_epoch,
+    enter_training_mode,
     make_eval_loader,
     make_loader,
     mean_of,
@@ -221,6 +222,8 @@ class Trainer:
 
         Calls go on where the one before ended: `fit(data, 1)` in a loop of n turns ends in the bits of `fit(data, n)`,
         apart from hooks, whose `on_fit_start` and `on_fit_end` are called in each turn.
+        Parts of the model in evaluation mode, such as a frozen backbone, stay in it; a model that is in it as a whole,
+        as after `model.eval()`, is put into training mode.
         Ctrl-C and SIGTERM let the step under way end; then a checkpoint is written and the program ends with the exit
         code 128 + signal. A second one ends it at once.
 
@@ -292,6 +295,8 @@ class Trainer:
         membership.asks_end = False
         with stopping_on_request(membership):
             try:
+                if text := enter_training_mode(self.model):
+                    self.say(text)
                 self._hooks.call("on_fit_start")
                 progress.go_on(loader)
                 if self._is_over() and not progress.is_complete(loader):
@@ -429,9 +434,9 @@ class Trainer:
         """Runs through the loader once, or through the rest of an epoch that was begun; None if the call ends in it."""
         membership, log, progress = self.run.membership, self._log, self._progress
         number, is_cut = len(self.history) + 1, False
-        self.model.train()
         log.forget_unread()
         if not progress.epoch.generators:  # else it was begun before the program was resumed, or this rank joined
+            enter_training_mode(self.model)
             self._hooks.call("on_epoch_start", number)
             progress.epoch = begin_epoch(loader, self.run.device)
         epoch, steps = progress.epoch, num_batches(loader)
