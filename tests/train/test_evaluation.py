@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.data import Dataset, IterableDataset
 from train_programs import METRICS, classifier, evaluate, evaluate_with_draws, many_outputs, points, predict
 from worlds import in_turns
 
@@ -246,14 +247,67 @@ def test_outputs_of_any_dtype_and_views_of_a_buffer_are_gathered_as_they_are():
         assert torch.equal(result, x[:, :1])
 
 
-def test_a_shuffled_loader_is_predicted_in_its_order():
-    def program(run):
-        loader = run.loader(torch.arange(61.0).unsqueeze(1), shuffle=True)
-        return loader.ids(0, 0, 61).tolist(), run.predict(nn.Identity(), loader).squeeze(1).tolist()
+class Drawing(Dataset):
+    """Rows whose number is their value, each with noise of its own."""
 
-    for ids, values in in_run(program, 3):
-        assert ids == values
-        assert ids != sorted(ids)
+    def __len__(self):
+        return 61
+
+    def __getitem__(self, index):
+        return index + 0.5 * torch.rand(1)
+
+
+class InOrder(IterableDataset):
+    """The same as a stream."""
+
+    def __iter__(self):
+        return iter([index + 0.5 * torch.rand(1) for index in range(61)])
+
+
+def row_stream(index, count):
+    return list(torch.arange(61.0).unsqueeze(1)[index::count])
+
+
+LOADERS = {
+    "shuffled": lambda run: run.loader(torch.arange(61.0).unsqueeze(1), shuffle=True),
+    "samples that draw": lambda run: run.loader(Drawing(), shuffle=True),
+    "workers": lambda run: run.loader(Drawing(), shuffle=True, num_workers=1),
+    "an iterable dataset": lambda run: run.loader(InOrder()),
+    "streams": lambda run: run.loader(streams=row_stream),
+    "streams, exact": lambda run: run.loader(streams=row_stream, exact_states=True),
+}
+
+
+def epochs_with(communicator, kind, begun, evaluates):
+    """Two epochs of a loader, the first of which may have begun before, and what is measured between its batches."""
+    run = Run(8, 4, 2, communicator=communicator)
+    loader, seen, found = LOADERS[kind](run), [], []
+    if begun:
+        other = LOADERS[kind](run)
+        next(iter(other))
+        loader.load_state_dict(other.state_dict())
+    for _ in range(2):
+        for batch in loader:
+            seen.append((batch.epoch, batch.position, {k: v.flatten().tolist() for k, v in batch.microbatches.items()}))
+            if evaluates:
+                mean = run.evaluate(nn.Identity(), loader, {"mean": lambda output, batch: output[:, 0].floor()})
+                found.append((mean["mean"], run.predict(nn.Identity(), loader).flatten().tolist()))
+    return seen, found
+
+
+@pytest.mark.parametrize("begun", [False, True])
+@pytest.mark.parametrize("kind", LOADERS)
+def test_a_whole_epoch_is_measured_in_the_order_of_the_data_wherever_the_loader_is(kind, begun):
+    reference = in_turns(3, epochs_with, kind, begun, False)
+    measured = in_turns(3, epochs_with, kind, begun, True)
+    assert [seen for seen, _ in measured] == [seen for seen, _ in reference]
+    assert measured[0][1] == measured[1][1] == in_turns(1, epochs_with, kind, begun, True)[0][1]
+    of_epoch = {}
+    for (epoch, *_), (mean, outputs) in zip(*measured[0], strict=True):
+        assert mean == 30
+        assert sorted(map(int, outputs)) == list(range(61))
+        assert kind.startswith("streams") or [int(value) for value in outputs] == list(range(61))
+        assert of_epoch.setdefault(epoch, outputs) == outputs
 
 
 @pytest.mark.parametrize("method", ["evaluate", "predict"])

@@ -48,6 +48,24 @@ def test_two_fits_go_on_where_one_would():
     assert alone(fit, (1, 1, 1)) == whole
 
 
+@pytest.mark.parametrize("calls", [(4,), (1, 1, 1, 1)])
+def test_the_loader_that_is_trained_on_may_be_evaluated_on_too(calls):
+    def program(communicator, is_same):
+        with make_trainer(communicator) as trainer:
+            loader = trainer.run.loader(Rows(), shuffle=True)
+            for number in calls:
+                options = {"eval_data": loader, "metrics": METRICS, "eval_every": 2} if is_same else {}
+                trainer.fit(loader, number, **options)
+            return trainer.digest, [record.eval for record in trainer.history]
+
+    first, second = in_turns(2, program, True)
+    assert first == second
+    assert first[0] == alone(program, False)[0]
+    measured = [scores for scores in first[1] if scores]
+    assert len(measured) == 2
+    assert measured[0] != measured[1]
+
+
 def test_twin_a_second_fit_that_begins_at_the_first_epoch_again_is_noticed(monkeypatch):
     from samestep.data.loader import Loader
 

@@ -6,6 +6,8 @@ microbatches like any other.
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import copy
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -141,14 +143,20 @@ class Loader:
         count = self.num_samples if num_samples is None else num_samples
         return permute(positions, count or 0, self.seed, epoch) if self.shuffle else positions
 
-    def bookmark(self) -> tuple[dict[str, Any], bool]:
-        """The loader's position, for `go_back`."""
-        return self.state_dict(), self._left_early
-
-    def go_back(self, bookmark: tuple[dict[str, Any], bool]) -> None:
-        """Returns to the position of a bookmark."""
-        self.load_state_dict(bookmark[0])
-        self._left_early = bookmark[1]
+    @contextmanager
+    def whole_epoch(self) -> Iterator["Loader"]:
+        """Yields a loader of the data in their own order, at the beginning of this one's epoch; its place is kept."""
+        whole, (epoch, position) = copy(self), (self.cursor.epoch, self.cursor.position)
+        whole.shuffle = False
+        if self._streams is not None:  # which both read
+            places = self._streams.state_at(epoch, position)
+            sizes = self._streams.sizes_from(position) if position else {}  # a batch may be read ahead
+        whole.load_state_dict({"epoch": epoch, "position": 0})
+        try:
+            yield whole
+        finally:
+            if self._streams is not None:
+                self._streams.load(epoch, position, places, sizes)
 
     def state_dict(self) -> dict[str, Any]:
         """The cursor and the epoch's number of samples; batches that were yielded count as consumed.
@@ -384,7 +392,7 @@ def as_dataset(value: Any) -> Any:
         return value
     raise DataError(
         f"got {type(value).__name__} as a dataset; needed: tensors with a common first dimension, a dataset with "
-        "__len__ and __getitem__, or a torch.utils.data.IterableDataset"
+        "__len__ and __getitem__ (of a DataLoader its `dataset`), or a torch.utils.data.IterableDataset"
     )
 
 

@@ -197,15 +197,6 @@ def make_loader(
     return loader
 
 
-def make_eval_loader(run: Run, data: Any, epoch: int, num_workers: int, collate_fn: Collate | None) -> Loader:
-    """The given loader, or a new one over a dataset to evaluate on, as it is after so many epochs."""
-    if isinstance(data, Loader):
-        return data
-    loader = run.loader(data, num_workers=num_workers, collate_fn=collate_fn)
-    loader.load_state_dict({"epoch": epoch, "position": 0})
-    return loader
-
-
 def enter_training_mode(model: nn.Module) -> str:
     """Puts a model into training mode, except parts of it that are in evaluation mode; returns a line about these."""
     kept, all_names = in_evaluation_mode(model), [name for name, _ in model.named_modules()]
@@ -230,7 +221,6 @@ class Progress:
     def __init__(self, run: Run, step: TrainStep) -> None:
         self.history: list[EpochRecord] = []
         self.epoch = EpochSoFar()
-        self.eval_loader: Loader | None = None  # of the call of `fit` under way
         self._run, self._step = run, step
         self._waiting: dict[str, Any] | None = None
         # The epochs and max_steps of each call of `fit` that has ended, with the epochs that were done, or planned.
@@ -267,7 +257,6 @@ class Progress:
             "history": [record.as_json() for record in self.history],
             "epoch": asdict(self.epoch),
             "cursor": cursor,
-            "eval_cursor": None if self.eval_loader is None else self.eval_loader.state_dict(),
             "loader_generators": loader_generator_states(loader),
             "evaluating": in_evaluation_mode(self._step.model),
             "contract": contract,
@@ -348,8 +337,6 @@ class Progress:
                     "the checkpoint is of a run with a DataLoader of its own, whose place in the data a dataset has "
                     "not; give fit the DataLoader again"
                 )
-            if self.eval_loader is not None and state["eval_cursor"] is not None:
-                self.eval_loader.load_state_dict(state["eval_cursor"])
             for name, module in self._step.model.named_modules() if "evaluating" in state else ():
                 module.training = name not in state["evaluating"]
             if state["generators"] is not None:
@@ -359,7 +346,6 @@ class Progress:
         """Has the next `go_on` go on with the epoch under way, in the middle of which training has ended."""
         self._waiting = {
             "cursor": loader.state_dict() if isinstance(loader, Loader) else None,
-            "eval_cursor": None if self.eval_loader is None else self.eval_loader.state_dict(),
             "loader_generators": loader_generator_states(loader),
             "generators": None,  # the script may have drawn since, and changed modes
         }

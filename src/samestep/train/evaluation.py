@@ -53,7 +53,7 @@ def evaluate(
     of_sums = {name: metric for name, metric in named.items() if isinstance(metric, Metric)}
     of_states = {name: metric for name, metric in named.items() if isinstance(metric, StateMetric)}
     values = _carry_out(
-        membership, loader, lambda: _evaluate(membership, model, loader, of_sums, of_states, forward, precision)
+        membership, loader, lambda whole: _evaluate(membership, model, whole, of_sums, of_states, forward, precision)
     )
     # In the order in which they were asked for.
     return {key: value for name in named for key, value in values[name].items()}
@@ -123,7 +123,7 @@ def predict(
     precision: str = "32-true",
 ) -> Any:
     """The model's outputs for every sample of a loader; see `samestep.Run.predict`."""
-    return _carry_out(membership, loader, lambda: _predict(membership, model, loader, forward, precision))
+    return _carry_out(membership, loader, lambda whole: _predict(membership, model, whole, forward, precision))
 
 
 def _predict(membership: Membership, model: nn.Module, loader: Loader, forward: Forward | None, precision: str) -> Any:
@@ -212,17 +212,14 @@ def _gather(communicator: Communicator, value: Any) -> list[Any]:
     return [torch.load(BytesIO(part), weights_only=True) for part in communicator.gather_bytes(buffer.getbuffer())]
 
 
-def _carry_out(membership: Membership, loader: Loader, attempt: Callable[[], T]) -> T:
-    """Runs an operation on the loader's next epoch, again from its start if a rank is lost meanwhile."""
-    start = loader.bookmark()
+def _carry_out(membership: Membership, loader: Loader, attempt: Callable[[Loader], T]) -> T:
+    """Runs an operation on a whole epoch of a loader, again from its start if a rank is lost meanwhile."""
 
     def once() -> T:
-        if membership.version != version:
-            loader.go_back(start)
-        _check_same_length(membership, loader)
-        return attempt()
+        with loader.whole_epoch() as whole:
+            _check_same_length(membership, whole)
+            return attempt(whole)
 
-    version = membership.version
     before = membership.heartbeat.enter("evaluate")
     try:
         return membership.perform(once)

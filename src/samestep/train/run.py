@@ -491,7 +491,8 @@ class Run:
 
         Args:
             model: restored to its mode and buffers afterwards.
-            data: anything `loader` takes, or a loader of this run.
+            data: anything `loader` takes, or a loader of this run: read from the beginning of its epoch in the order of
+                the data; it keeps its place.
             metrics: name to metric: one of `samestep.metrics`, one of torchmetrics, or a function of (output, batch).
             forward: `forward(model, batch)` returns the output; by default `model` is called with a batch's first
                 entry.

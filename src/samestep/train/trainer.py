@@ -30,7 +30,6 @@ from samestep.train.epoch import (
     batches_left,
     begin_epoch,
     enter_training_mode,
-    make_eval_loader,
     make_loader,
     mean_of,
     num_batches,
@@ -268,15 +267,13 @@ class Trainer:
         if (rerun := current_rerun()) is not None:
             resume, allow_contract_change = rerun.checkpoint(self), True
         progress = self._progress
-        done = len(self.history)
-        loader = make_loader(self.run, dataset, done, num_workers, collate_fn, shuffle)
-        progress.eval_loader = (
-            None if eval_data is None else make_eval_loader(self.run, eval_data, done, num_workers, collate_fn)
-        )
-        if progress.eval_loader is not None:
+        loader = make_loader(self.run, dataset, len(self.history), num_workers, collate_fn, shuffle)
+        if eval_data is not None:
             from samestep.train.evaluation import check_forward  # loaded by runs that evaluate
 
-            check_forward(progress.eval_loader, forward)
+            if not isinstance(eval_data, Loader):
+                eval_data = self.run.loader(eval_data, num_workers=num_workers, collate_fn=collate_fn)
+            check_forward(eval_data, forward)
         log = self._log
         if not log.has_begun:
             self._contract = {**loader_contract(loader), **self._contract}
@@ -305,8 +302,8 @@ class Trainer:
                     record = self._train_epoch(loader)
                     if record is None:
                         break
-                    if progress.eval_loader is not None and metrics and record.epoch % eval_every == 0:
-                        record = replace(record, eval=self.evaluate(progress.eval_loader, metrics, forward=forward))
+                    if eval_data is not None and metrics and record.epoch % eval_every == 0:
+                        record = replace(record, eval=self.evaluate(eval_data, metrics, forward=forward))
                         if self._goal is not None:
                             self._goal.check_measured(record.eval)
                         self._hooks.call("on_evaluation_end", record.eval)
