@@ -30,6 +30,58 @@ def test_fused_optimizers_on_a_cpu_are_refused_where_parts_end_anywhere(worlds):
     assert "fused=True rounds on a CPU by the limits of a tensor" in sentence
 
 
+class Marked(nn.Parameter):
+    """A parameter of a class of its own."""
+
+
+class Scaled(nn.Linear):
+    """Reads an attribute of its weight."""
+
+    def forward(self, x):
+        return super().forward(x) * getattr(self.weight, "gain", 1.0)
+
+
+def with_parameters(communicator, strategy, kind):
+    """The digest of two steps of a model whose first weight is special, or the sentence with which it is refused."""
+    run = samestep.Run(32, 8, communicator=communicator)
+    model = nn.Sequential(Scaled(5, 8), nn.Linear(8, 2)).to(getattr(torch, kind, torch.float32))
+    weight = model[0].weight
+    weight.gain = 3.0
+
+    def loss(given, batch):
+        given_loss = classify(given, (batch[0].to(weight.dtype), batch[1]))
+        return given_loss + weight.square().sum() if kind == "held" else given_loss
+
+    try:
+        step = run.train_step(model, torch.optim.SGD(model.parameters(), 0.1), loss, strategy=strategy)
+        for _ in range(2):
+            step(table(32))
+    except SamestepError as error:
+        return f"{type(error).__name__}: {error}"
+    return samestep.state_digest(step)
+
+
+def test_attributes_of_parameters_are_those_of_what_stands_for_them(worlds):
+    (reference,) = worlds(1).run(with_parameters, "replicate", "attribute")
+    assert len(reference) == 64
+    for world_size in (1, 2):
+        assert worlds(world_size).run(with_parameters, "sharded", "attribute") == [reference] * world_size
+
+
+@cpu_only("the kernels of GPUs round alike, wherever a part ends")
+@pytest.mark.parametrize("kind", ["bfloat16", "float16"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_parameters_of_16_bits_are_refused_on_a_cpu(worlds, kind, world_size):
+    for sentence in worlds(world_size).run(with_parameters, "sharded", kind):
+        assert sentence.startswith("UsageError: SGD rounds parameters of 16 bits on a CPU by the limits of a tensor")
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_loss_that_has_kept_a_parameter_from_before_it_was_sharded_is_refused(worlds, world_size):
+    for sentence in worlds(world_size).run(with_parameters, "sharded", "held"):
+        assert sentence.startswith("LossError: the loss reads parameter 0.weight by itself")
+
+
 def test_ranks_that_take_turns_cannot_form_a_process_group():
     assert "needs one process a rank" in in_turns(2, refused, "sharded", {})[0]
 
@@ -40,6 +92,12 @@ def test_ranks_that_take_turns_cannot_form_a_process_group():
         (lambda m: m.register_parameter("scale", nn.Parameter(torch.tensor(1.0))), "scale has no dimension"),
         (lambda m: m.first.to(torch.float64), "of several types"),
         (lambda m: m.register_parameter("t", nn.Parameter(torch.ones(3, 4).t())), "t is not contiguous"),
+        (lambda m: m.last.weight.register_hook(torch.zeros_like), "last.weight has hooks on its gradient"),
+        (
+            lambda m: m.last.weight.register_post_accumulate_grad_hook(lambda p: None),
+            "last.weight has hooks on its gradient",
+        ),
+        (lambda m: m.register_parameter("own", Marked(torch.ones(3))), "own is of the class Marked"),
     ],
 )
 def test_parameters_that_cannot_be_sharded_are_named(change, words):

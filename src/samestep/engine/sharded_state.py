@@ -16,7 +16,7 @@ from samestep.errors import LossError, UsageError
 
 MIXED = "torch.Tensor and DTensor"  # in torch's message when a sharded tensor meets another
 ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD")
-"""The update of an element depends on that element alone, and on a CPU not on where a tensor begins or ends."""
+"""The update of an element depends on it alone; on a CPU, from 32 bits on, not on where a tensor begins or ends."""
 
 
 @dataclass(frozen=True)
@@ -292,6 +292,12 @@ def check_elementwise(optimizers: Sequence[Optimizer], device: torch.device, by_
             raise UsageError(
                 f"{name} may need the whole of a parameter, or depend on where it begins: if its state is sharded "
                 f"over the ranks use one of {', '.join(ELEMENTWISE)}, else strategy='replicate' without shard_optimizer"
+            )
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if by_rows and device.type == "cpu" and any(parameter.dtype.itemsize < 4 for parameter in held):
+            raise UsageError(
+                f"{name} rounds parameters of 16 bits on a CPU by the limits of a tensor; with strategy='sharded' use "
+                "model.float() and precision='bf16-mixed', else strategy='replicate' (with shard_optimizer=True)"
             )
         if by_rows and device.type == "cpu" and any(group.get("fused") for group in optimizer.param_groups):
             raise UsageError(

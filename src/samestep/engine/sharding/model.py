@@ -44,13 +44,19 @@ class ShardedModel:
         inner = plan_modules(model, options)
         membership.deal_in_turn()
         # By the parameters that the optimizers hold now: FSDP2 replaces them by DTensors.
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        given = dict(model.named_parameters())
+        names = {id(parameter): name for name, parameter in given.items()}
         modules = shard_modules(model, inner, data_mesh(communicator, membership.timeout), options)
         self.model = model
         self._dtensors = dict(model.named_parameters())
         for module in modules:  # FSDP2 moves a shard at its first unsharding, and never again
             module.unshard()
+            _hand_on_attributes(given, model)
             module.reshard()
+        _hand_on_attributes(given, model)
+        for name, parameter in given.items():  # one that the loss has kept has the values of now for ever
+            if parameter.requires_grad:
+                refuse_reading(name, parameter)
         own = {id(parameter): name for name, parameter in self._dtensors.items()}
         self.groups = [group for module in modules if (group := _group(module, own)).members]  # the model is the last
         self.state = ShardedState(
@@ -95,6 +101,12 @@ class ShardedModel:
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
+
+
+def _hand_on_attributes(given: Mapping[str, nn.Parameter], model: nn.Module) -> None:
+    """Sets the attributes that parameters were given, such as `no_weight_decay`, on those that stand for them now."""
+    for name, parameter in model.named_parameters():
+        vars(parameter).update(vars(given[name]))
 
 
 def _local(parameter: nn.Parameter) -> nn.Parameter:

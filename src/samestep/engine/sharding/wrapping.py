@@ -94,6 +94,13 @@ def check_parameters(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         check_dimension(name, parameter, "sharded")
         check_contiguous(name, parameter, "keep the whole model on each device (strategy='replicate')")
+        has_hooks = parameter._backward_hooks or parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+        if has_hooks or type(parameter) is not nn.Parameter:
+            what = "has hooks on its gradient" if has_hooks else f"is of the class {type(parameter).__name__}"
+            raise UsageError(
+                f"parameter {name} {what}, which strategy='sharded' would lose, since FSDP2 replaces it: do that in "
+                "the forward of its module, or use strategy='replicate' (with shard_optimizer=True to save memory)"
+            )
         if parameter.requires_grad:
             kinds.setdefault(parameter.dtype, name)
     if len(kinds) > 1:
