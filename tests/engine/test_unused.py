@@ -128,6 +128,33 @@ def test_a_model_that_is_frozen_altogether_is_refused():
         in_turns(1, lambda communicator: make_step(communicator, nn.Linear(5, 1).requires_grad_(False)))
 
 
+def test_parameters_without_a_gradient_are_named_once(capfd):
+    def program(communicator):
+        step = make_step(communicator, Branches())
+        for batch in batches():
+            step(batch)
+
+    in_turns(3, program)
+    lines = capfd.readouterr().err.splitlines()
+    named = [line for line in lines if "got no gradient in the first 3 steps" in line]
+    assert named == [next(line for line in lines if "2 of 8 parameters" in line)]
+    assert ": never.weight, never.bias;" in named[0]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_loss_of_other_tensors_alone_is_refused_before_anything_moves(world_size):
+    def program(communicator):
+        model, other = nn.Linear(5, 1), nn.Linear(5, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)
+        step = make_step(communicator, model, lambda _, batch: mean_squared(other, batch), optimizer)
+        before = bits(model, optimizer)
+        with pytest.raises(UsageError, match="none of the 2 parameters that are trained got a gradient in step 0"):
+            step(table())
+        return bits(model, optimizer) == before and step.num_steps == 0
+
+    assert all(in_turns(world_size, program))
+
+
 def test_parameters_that_change_their_order_in_memory_keep_their_gradients():
     def program(communicator, turns):
         model = nn.Sequential(nn.Unflatten(1, (5, 1, 1)), nn.Conv2d(5, 4, 1), nn.Flatten(), nn.Linear(4, 1))

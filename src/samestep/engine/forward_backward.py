@@ -1,11 +1,14 @@
 """Forward and backward of one microbatch: the same computation whichever rank runs it."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import gc
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.grad_mode import set_multithreading_enabled
 
 from samestep.comm.membership import Membership
@@ -54,6 +57,7 @@ class ForwardBackward:
         self._scale = scale
         self._explain = explain
         self._weights: dict[tuple[float, torch.dtype], Tensor] = {}
+        self._alive: list[weakref.ref[Tensor]] | None = None  # leaves, found when they are needed
 
     def run(
         self,
@@ -64,7 +68,7 @@ class ForwardBackward:
         is_only: bool = False,
         microbatch: int | None = None,
     ) -> MicrobatchLoss:
-        """Leaves the gradients of some leaves (of all if there are none) in their `.grad`; returns the loss.
+        """Leaves the gradients of some leaves in their `.grad`, those of others as they were; returns the loss.
 
         A run that does not count, to measure memory or along with other ranks, has no microbatch number.
         """
@@ -77,8 +81,10 @@ class ForwardBackward:
             if microbatch is not None:
                 self.observers.on_loss(microbatch, loss)
             self.observers.on_phase("backward")
-            # Looked up in its module, so that a replacement by the script or a library is called.
-            torch.autograd.backward(loss.value, self.initial_gradient(loss, is_only), inputs=inputs or None)
+            initial, others = self.initial_gradient(loss, is_only), self.keep_others([loss.value], inputs)
+            with others or _PLAIN:
+                # Looked up in its module, so that a replacement by the script or a library is called.
+                torch.autograd.backward(loss.value, initial, inputs=None if others else inputs)
         except RuntimeError as error:
             if (explained := self._explain(error)) is not None:
                 raise explained from error
@@ -89,6 +95,22 @@ class ForwardBackward:
                 raise
             raise explained from None
         return loss
+
+    def keep_others(self, roots: Iterable[Tensor], own: Iterable[Tensor]) -> AbstractContextManager[None] | None:
+        """Keeps the gradients of other leaves in a backward that must not be told its `inputs`; None for others."""
+        # The backward of a Function may call backward itself, as reentrant checkpointing and reversible layers do. Told
+        # its inputs, autograd leaves such a node out if it sees no path from it to one of them.
+        nodes = graph_nodes(roots)
+        if not any(isinstance(node, BackwardCFunction) for node in nodes):
+            return None
+        if self._alive is None:  # what a nested backward reaches is in no graph yet
+            tensors = [one for one in gc.get_objects() if issubclass(type(one), Tensor)]
+            self._alive = [weakref.ref(one) for one in tensors if one.requires_grad and one.is_leaf]
+        alive = [leaf for reference in self._alive if (leaf := reference()) is not None]
+        leaves = {id(leaf): leaf for leaf in (*alive, *(node.variable for node in nodes if hasattr(node, "variable")))}
+        for leaf in own:
+            leaves.pop(id(leaf), None)
+        return _gradients_kept(list(leaves.values()))
 
     def forward(self, model: Any, value: Any, num_samples: int, counts: Any) -> MicrobatchLoss:
         """The loss of a microbatch, by the model or a proxy of it."""
@@ -147,6 +169,32 @@ class ForwardBackward:
         if batch.sizes is not None:
             advice = "let each stream end with two samples or more"
         return explain_lone_sample(error, self.model, where, advice)
+
+
+def graph_nodes(roots: Iterable[Tensor]) -> list[Any]:
+    """The nodes of the graph of some tensors, each once."""
+    # Without recursion: a graph may be deeper than Python's stack.
+    found = list({root.grad_fn: None for root in roots if root.grad_fn is not None})
+    seen = set(found)
+    for node in found:
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                found.append(following)
+    return found
+
+
+@contextmanager
+def _gradients_kept(leaves: Sequence[Tensor]) -> Iterator[None]:
+    """Keeps the `.grad` of some leaves, to which autograd would add in place."""
+    gradients = [leaf.grad for leaf in leaves]
+    for leaf in leaves:
+        leaf.grad = None
+    try:
+        yield
+    finally:
+        for leaf, gradient in zip(leaves, gradients, strict=True):
+            leaf.grad = gradient
 
 
 def check_differentiable(loss: MicrobatchLoss) -> None:

@@ -4,6 +4,7 @@ While a rank runs its last microbatch, a bucket whose gradients are complete is 
 the last layers overlaps with the backward of the first.
 """
 
+import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -21,6 +22,7 @@ from samestep.engine.observer import StepObserver
 from samestep.engine.zero1 import Zero1Parts
 from samestep.errors import DeterminismError
 
+HELD_STEPS = 2  # in which nothing is sent during a backward, to see whether it adds to a gradient again
 REUSED_BYTES = 4 * 2**20  # memory of larger gradients is allocated anew: nothing beside copying them, and none is held
 
 
@@ -65,6 +67,7 @@ class GradientSum:
         self._reuses = sum(self.bucket_bytes) <= REUSED_BYTES
         self._spare: list[list[FlatSum]] = [[] for _ in self._buckets]
         self._hooks: list[RemovableHandle] = []
+        self._held: float = HELD_STEPS + 1
         self.begin(())
         if overlap and communicator.world_size > 1 and len(self._buckets) > 1:
             self._hooks = [
@@ -89,6 +92,7 @@ class GradientSum:
         self._results: list[FlatSum] = []
         self._totals: list[Tensor] = []
         self._last_microbatch: int | None = None
+        self._held -= 1
         self.used = [False] * len(self.parameters)
         self.forget()
         if self._hooks:
@@ -279,13 +283,17 @@ class GradientSum:
             owner = reference()
             if owner is None or owner._last_microbatch is None:
                 return
+            if index not in owner._awaited[number]:
+                owner._held = math.inf
             if number < len(owner._started):
                 raise DeterminismError(
                     f"parameter {owner._names[index]} received a second gradient in one backward after its first was "
-                    "sent (reentrant activation checkpointing does this): use use_reentrant=False there, "
-                    "or train_step(..., overlap=False)"
+                    "sent, as in none of the first steps (reentrant activation checkpointing in some steps only does "
+                    "this): use use_reentrant=False there, or train_step(..., overlap=False)"
                 )
             owner._awaited[number].discard(index)
+            if owner._held >= 0:
+                return
             # In the order of the buckets, whatever the order of the gradients: all ranks must send in the same order.
             while len(owner._started) < len(owner._buckets) and not owner._awaited[len(owner._started)]:
                 owner._take(len(owner._started), owner._last_microbatch)

@@ -33,7 +33,7 @@ from samestep.engine.parameters import PurityCheck, named_parameters, settle_sta
 from samestep.engine.precision import FiniteCheck, LossScale, divisor, left_out_if
 from samestep.engine.result import ADVICE, Agreed, StepResult, StepStats, read_headers, write_header
 from samestep.engine.sharded_state import ShardedState
-from samestep.engine.side_effects import Traces
+from samestep.engine.side_effects import MOST_NAMES, Traces
 from samestep.engine.strategies import Replicate, Sharded
 from samestep.engine.strategy import ExchangeOptions, Layout
 from samestep.errors import DataError, DeterminismError, NonFiniteError, OutOfMemoryError, PeerLostError, UsageError
@@ -41,6 +41,7 @@ from samestep.errors import DataError, DeterminismError, NonFiniteError, OutOfMe
 if TYPE_CHECKING:
     from samestep.engine.diagnosis import Shortage  # loaded by failures alone
 
+FIRST_STEPS = 3  # after which parameters without a gradient are named
 CLIP_EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 _Schedule = tuple[dict[str, Any], list[Any]]
 
@@ -75,6 +76,8 @@ class TrainStep:
         self.extra_state: Mapping[str, Any] = {}
         self.settings = settings_of(self.optimizers, scheduler)
         self.observers = Observers([HeartbeatObserver(membership.heartbeat), *observers, *observers_in_scope()])
+        self._used: set[str] = set()  # parameters that had a gradient in the first steps of this process
+        self._num_noted = 0
         self._failed = False  # once true, for good: the other ranks are at another step
         self._num_threads = torch.get_num_threads()
 
@@ -199,6 +202,7 @@ class TrainStep:
             self._read_up_to(agreed.failed - 1)
 
         # 3. The same arithmetic on every rank.
+        self._note_used(layout, agreed.flags[num_flags:])
         self.observers.on_phase("update")
         return self._update(batch, layout, num_leaves, used=agreed.flags[num_flags:])
 
@@ -241,6 +245,27 @@ class TrainStep:
             raise self.microbatches.explain_shortage(batch, shortage, layout, self.optimizers)
         membership.stop, membership.checkpoint_agreed = agreed.stop, agreed.checkpoint
         return agreed
+
+    def _note_used(self, layout: Layout, used: list[bool]) -> None:
+        """Names the parameters that got no gradient in the first steps; raises a `UsageError` if none got one."""
+        if self._num_noted == FIRST_STEPS:
+            return
+        self._num_noted += 1
+        names = [name for name, parameter in self._named.items() if parameter.requires_grad]
+        self._used.update(name for name, is_used in zip(names, used, strict=True) if is_used)
+        if not self._used:
+            self._abandon(layout)
+            raise UsageError(
+                f"none of the {len(names)} parameters that are trained got a gradient in step {self.num_steps}: the "
+                "loss depends on other tensors alone; check detach(), no_grad, and what the optimizer holds"
+            )
+        missing = [name for name in names if name not in self._used]
+        if missing and self._num_noted == FIRST_STEPS:
+            shown = ", ".join(missing[:MOST_NAMES]) + (", …" if len(missing) > MOST_NAMES else "")
+            self.membership.notice(
+                f"{len(missing)} of {len(names)} parameters got no gradient in the first {FIRST_STEPS} steps: {shown}; "
+                "if the loss should depend on them, check detach() and no_grad, else freeze them (requires_grad)"
+            )
 
     @torch.no_grad()
     def _update(self, batch: Batch, layout: Layout, num_leaves: int, used: list[bool]) -> StepResult:

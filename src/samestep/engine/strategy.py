@@ -41,7 +41,7 @@ class GradientExchange(Protocol):
 
     @property
     def inputs(self) -> tuple[Tensor, ...]:
-        """The leaves whose gradients autograd computes; all leaves if empty."""
+        """The leaves whose gradients autograd computes; those of others stay what they were."""
 
     @property
     def is_sharded(self) -> bool:

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node
 
 from samestep.data.batch import Batch
+from samestep.engine.forward_backward import graph_nodes
 from samestep.engine.losses import MicrobatchLoss
 from samestep.engine.observer import StepObserver
 from samestep.engine.result import StepResult
@@ -27,7 +27,6 @@ FIRST_STEP, LAST_STEP = 4, 16  # those measured: after the first ones, which are
 LEAST_GAIN = 1.25
 LEAST_SHARE = 0.7  # of a step that the microbatches must take
 NUM_LAYERS, NUM_ROUNDS = 8, 10
-MOST_NODES = 20_000
 
 
 class FixedCost(StepObserver):
@@ -111,15 +110,8 @@ class FixedCost(StepObserver):
 
 
 def num_operations(loss: Tensor) -> int:
-    """The operations in the graph of a loss, at most 20,000."""
-    waiting: list[Node | None] = [loss.grad_fn]
-    known: set[Node] = set()
-    while waiting and len(known) < MOST_NODES:
-        node = waiting.pop()
-        if node is not None and node not in known:
-            known.add(node)
-            waiting += [following for following, _ in node.next_functions]
-    return len(known)
+    """The operations in the graph of a loss."""
+    return len(graph_nodes([loss]))
 
 
 def seconds_of_operation(device: torch.device) -> float:

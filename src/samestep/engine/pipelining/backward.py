@@ -5,12 +5,15 @@ input, for which the stage before waits, comes first, and those of the weights f
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from samestep.engine.forward_backward import graph_nodes
 from samestep.engine.losses import MicrobatchLoss
 from samestep.engine.sharded_state import reads_itself
 from samestep.errors import LossError
@@ -26,6 +29,7 @@ class MicrobatchInStage:
     weight: float = 1.0  # times the value of the loss it is the sum over the microbatch
     row: tuple[Tensor, Tensor] | None = None  # the loss; its count with the sum of the gradients' elements so far
     seeds: Sequence[Tensor | None] = ()  # the gradients of the outputs
+    others: AbstractContextManager[None] | None = None  # `ForwardBackward.keep_others`
     groups: list[dict[str, Any]] | None = None  # of torch, with which the backward for the weights continues
     early: list[tuple[nn.Parameter, Tensor]] = field(default_factory=list)  # of weights, found with those of the input
 
@@ -47,15 +51,19 @@ class MicrobatchInStage:
 
 def whole_backward(microbatch: MicrobatchInStage, parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
     """Leaves the gradients of the parameters in their `.grad`; returns those of the inputs."""
-    # By `grad`, since accumulating by `backward` would change the strides of an input's gradient.
+    # By hooks, since accumulating in `.grad` would change the strides of an input's gradient.
     outputs, seeds = microbatch.roots
     leaves = microbatch.leaves
     if not outputs or not (leaves or parameters):
         return [None] * len(microbatch.inputs)
-    found = torch.autograd.grad(outputs, [*leaves, *parameters], seeds, allow_unused=True)
-    for parameter, gradient in zip(parameters, found[len(leaves) :], strict=True):
-        parameter.grad = gradient
-    return _spread_out(microbatch, found[: len(leaves)])
+    found: list[Tensor | None] = [None] * len(leaves)
+    for place, leaf in enumerate(leaves):
+        leaf.register_hook(partial(found.__setitem__, place))
+    with microbatch.others or nullcontext():
+        torch.autograd.backward(outputs, seeds, inputs=None if microbatch.others else [*leaves, *parameters])
+    for leaf in leaves:
+        leaf.grad = None
+    return _spread_out(microbatch, found)
 
 
 def input_backward(microbatch: MicrobatchInStage, parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
@@ -65,9 +73,9 @@ def input_backward(microbatch: MicrobatchInStage, parameters: Sequence[nn.Parame
     outputs, seeds = microbatch.roots
     if not outputs or not microbatch.leaves:
         return [None] * len(microbatch.inputs)
-    # A view, such as the output of a reshape, would be detached from the graph of its base: compute both parts at
-    # once instead.
-    if any(output._is_view() or output.is_leaf for output in outputs):  # which stage_backward_input detaches in place
+    # `stage_backward_input` would detach a view, such as the output of a reshape, from the graph of its base, and a
+    # Function whose backward calls backward computes the gradients of weights, too: compute both parts at once instead.
+    if microbatch.others is not None or any(output._is_view() or output.is_leaf for output in outputs):
         of_inputs = whole_backward(microbatch, parameters)
         microbatch.groups, microbatch.early = [], [(p, p.grad) for p in parameters if p.grad is not None]
         for parameter in parameters:  # else the backward of another microbatch would be added to it
@@ -100,17 +108,9 @@ def weight_backward(microbatch: MicrobatchInStage, parameters: Sequence[nn.Param
 
 def check_read(loss: Tensor, foreign: Mapping[int, str]) -> None:
     """Raises a `LossError` if a loss depends on a parameter of another stage; `foreign` has their names by ids."""
-    # Without recursion: a graph may be deeper than Python's stack.
-    seen: set[Any] = set()
-    waiting = [loss.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
+    for node in graph_nodes([loss]):
         if (name := foreign.get(id(getattr(node, "variable", None)))) is not None:
             raise LossError(reads_itself(name))
-        waiting += [other for other, _ in node.next_functions]
 
 
 def _spread_out(microbatch: MicrobatchInStage, found: Sequence[Tensor | None]) -> list[Tensor | None]:

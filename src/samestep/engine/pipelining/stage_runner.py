@@ -173,6 +173,7 @@ class StageRunner:
         parameters = self._gradients.stage_parameters[stage]
         if action.kind != WEIGHT:
             self._begin_backward(kept, stage, place)
+            kept.others = self._compute.keep_others(kept.roots[0], [*kept.leaves, *parameters])
         found: list[Tensor | None] = []
         if action.kind == INPUT:
             found = input_backward(kept, parameters)

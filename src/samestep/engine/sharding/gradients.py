@@ -97,7 +97,6 @@ class ShardedGradientSum:
     """Sums the gradients of all microbatches of a step, each rank its part: a `GradientExchange`."""
 
     is_sharded = True
-    inputs: tuple[Tensor, ...] = ()  # FSDP2 finds the leaves
 
     def __init__(
         self, sharded: ShardedModel, trainable: dict[str, nn.Parameter], membership: Membership, observers: Observers
@@ -105,6 +104,7 @@ class ShardedGradientSum:
         self._sharded = sharded
         self._communicator = communicator = membership.communicator
         self._names = list(trainable)
+        self.inputs: tuple[Tensor, ...] = tuple(p for p in sharded.model.parameters() if p.requires_grad)
         self.parameters = list(trainable.values())
         self._index = {name: index for index, name in enumerate(self._names)}
         self._groups = sharded.groups
@@ -235,6 +235,7 @@ class ShardedGradientSum:
         for path, parameter in group.module.named_parameters():  # type: ignore[attr-defined]
             name = f"{prefix}.{path}" if prefix else path
             if name in wanted and name in self._index and id(parameter) not in names:
+                self.inputs += (parameter,)
                 hooks.append(parameter.register_post_accumulate_grad_hook(self._note_use(self._index[name])))
         group.module.reshard()
         return hooks
