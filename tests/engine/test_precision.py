@@ -4,11 +4,13 @@ import pytest
 import torch
 from engine_programs import bits, in_turns, make_step, mean_squared, perceptron, table
 from torch import nn
+from worlds import cpu_only
 
 from samestep.engine import precision as precision_module
 from samestep.engine.norms import block_norm, block_norms
 from samestep.engine.precision import INITIAL_SCALE, LossScale, check_precision
 from samestep.errors import NonFiniteError, UsageError
+from samestep.metrics import mean_squared_error
 from samestep.train.run import Run
 
 ALWAYS = torch.tensor(True)
@@ -163,3 +165,28 @@ def test_each_norm_has_at_least_32_bits_whatever_stands_before_it():
         for norm, tensor in zip(norms, tensors, strict=True):
             assert torch.equal(norm, block_norm(tensor))
     assert block_norms([single, half])[1] == 120000
+
+
+def in_autocast_of_the_script(communicator, is_inside):
+    """Steps and evaluations, of the weights and of others that take their place, within an autocast or without."""
+    run = Run(24, 8, communicator=communicator)
+    model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1))
+    step = run.train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), mean_squared, precision="bf16-mixed")
+    metrics = {"error": mean_squared_error}
+    with torch.autocast("cpu", torch.bfloat16, enabled=is_inside):
+        model(table()[0])
+        found = [run.evaluate(model, table(), metrics, precision="bf16-mixed")]
+        found += [step(table()).loss for _ in range(3)]
+        model[0].weight.data = model[0].weight.data * 2
+        found += [run.evaluate(model, table(), metrics, precision="bf16-mixed")]
+        after = model[0](table()[0]).float()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(after, model[0](table()[0]).float()) == is_inside
+    return found, bits(step)
+
+
+@cpu_only("autocast of the CPU")
+def test_an_autocast_of_the_script_keeps_no_weights_beyond_an_update():
+    inside, outside = (in_turns(1, in_autocast_of_the_script, is_inside)[0] for is_inside in (True, False))
+    assert inside == outside
+    assert len(set(inside[0][1:4])) == 3

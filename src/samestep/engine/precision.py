@@ -4,7 +4,7 @@ Names as in Lightning: `32-true`, `bf16-mixed`, `16-mixed`. Parameters, gradient
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -27,9 +27,16 @@ def check_precision(name: str) -> torch.dtype | None:
     return PRECISIONS[name]
 
 
-def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
+@contextmanager
+def autocast(device: torch.device, dtype: torch.dtype | None) -> Iterator[None]:
     """The context of a forward; without a dtype it switches the script's own autocast off."""
-    return torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
+    # Inside an autocast of the script, torch would keep the narrow copies of the weights beyond an update.
+    torch.clear_autocast_cache()
+    try:
+        with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
+            yield
+    finally:
+        torch.clear_autocast_cache()
 
 
 class LossScale:
