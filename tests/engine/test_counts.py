@@ -1,12 +1,16 @@
 """Global counts: denominators summed over the global batch before the forward."""
 
+import random
+
 import numpy as np
 import pytest
 import torch
 from engine_programs import in_turns, make_step, table
 from torch import nn
 
+from samestep.engine import losses as losses_module
 from samestep.errors import LossError
+from samestep.train.run import Run
 
 NUM_SAMPLES = 22
 
@@ -49,6 +53,46 @@ def test_a_loss_with_two_denominators_is_that_of_the_whole_batch():
         assert float.fromhex(loss) == pytest.approx(expected.item(), rel=1e-6)  # float32 sums in another order
     for a, b in zip(parameters, plain.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)  # the same
+
+
+def masked(model, batch, count):
+    """The loss of the features that a mask leaves, beside noise."""
+    scores = model(batch["x"] + 0.01 * torch.randn_like(batch["x"]))
+    return ((scores - batch["y"]).square() * batch["mask"]).sum() / count
+
+
+def run_masked(communicator, strategy="replicate"):
+    """Steps whose count is that of weights drawn for it; the losses, the masks, and the script's next draw."""
+    masks = {}
+
+    def draw(batch):
+        batch["mask"] = torch.rand(len(batch["x"]), 1) * np.random.rand()
+        masks[float(batch["x"][0, 0])] = batch["mask"].flatten().tolist()
+        return batch["mask"].sum() + random.random()
+
+    mesh = {"mesh": {"data": 1, "pipe": -1}} if strategy == "pipeline" else {}
+    run = Run(24, 7, communicator=communicator, **mesh)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 1))
+    step = run.train_step(model, torch.optim.SGD(model.parameters(), 0.1), masked, counts_fn=draw, strategy=strategy)
+    x, y = table()
+    losses = [step({"x": x + k, "y": y}).loss.hex() for k in range(3)]
+    return losses, masks, torch.rand(1).item()
+
+
+@pytest.mark.parametrize("strategy", ["replicate", "pipeline", "sharded"])
+def test_counts_that_are_drawn_depend_on_the_microbatch_alone(worlds, strategy):
+    ((losses, masks, then),) = in_turns(1, run_masked)
+    assert len({tuple(mask) for mask in masks.values()}) == 21, "each microbatch of each step draws anew"
+    found = worlds(2).run(run_masked, strategy)
+    assert {key: mask for result in found for key, mask in result[1].items()} == masks
+    assert [(result[0], result[2]) for result in found] == [(losses, then)] * 2
+
+
+def test_twin_counts_drawn_by_one_seed_are_noticed(monkeypatch):
+    monkeypatch.setattr(losses_module, "derive_seed", lambda *parts: 1)
+    ((_, masks, _),) = in_turns(1, run_masked)
+    assert len({tuple(mask) for mask in masks.values()}) < 21
 
 
 @pytest.mark.parametrize("num_samples", [NUM_SAMPLES, 4])

@@ -9,8 +9,12 @@ import torch
 from torch import Tensor
 
 from samestep.comm.communicator import Communicator
+from samestep.core.seeds import derive_seed
 from samestep.data.batch import Batch
+from samestep.data.randomness import Generators
 from samestep.errors import LossError
+
+COUNTS = 1  # the last part of a seed
 
 
 @dataclass(frozen=True)
@@ -141,17 +145,23 @@ def describe(value: Any) -> str:
 class GlobalCounts:
     """Sums the numbers that `counts_fn` returns for each microbatch over the global batch, along the tree."""
 
-    def __init__(self, counts_fn: Callable[[Any], Any], communicator: Communicator) -> None:
-        self._counts_fn = counts_fn
+    def __init__(self, counts_fn: Callable[[Any], Any], communicator: Communicator, seed: int, stream: int) -> None:
+        self._counts_fn, self._seed, self._stream = counts_fn, seed, stream
+        self._generators = Generators(communicator.device)
         self._communicator = communicator
         self._names: tuple[str, ...] | None = None
         self._is_sequence = False
 
-    def sum(self, batch: Batch, ranges: Sequence[range]) -> Any:
+    def sum(self, batch: Batch, ranges: Sequence[range], step: int) -> Any:
         """The counts of the global batch: 0-d tensors on the device, in the structure that `counts_fn` returned."""
         device = self._communicator.device
         mine = ranges[self._communicator.rank]
-        values = {microbatch: self._numbers(self._counts_fn(value)) for microbatch, value in batch.microbatches.items()}
+        values = {}
+        with self._generators.preserved():
+            for microbatch, value in batch.microbatches.items():
+                # It may draw, as the masks of a language model: other numbers than the microbatch's forward.
+                self._generators.seed(derive_seed(self._seed, self._stream, step, microbatch, COUNTS))
+                values[microbatch] = self._numbers(self._counts_fn(value))
         # A rank without microbatches of its own knows the number of counts from the others alone.
         width = max(row[0] for row in self._communicator.gather_words([max(map(len, values.values()), default=0)]))
         rows = torch.zeros(len(mine), width, dtype=wide_dtype(device), device=device)

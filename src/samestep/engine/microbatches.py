@@ -34,7 +34,7 @@ class MicrobatchRunner:
         compute, gradients, buffers, purity = self._compute, layout.gradients, layout.buffers, layout.purity
         assert isinstance(buffers, BufferMerge), "each microbatch runs through the whole model on this rank"
         membership, observers, generators = compute.membership, compute.observers, compute.generators
-        counts = None if layout.counts is None else layout.counts.sum(batch, membership.data_ranges)
+        counts = None if layout.counts is None else layout.counts.sum(batch, membership.data_ranges, step)
         mine = sorted(batch.microbatches) if batch.sizes is None else list(membership.executed)
         if membership.is_dealt:  # the batch may hold one that this rank only runs along with the others
             mine = [microbatch for microbatch in mine if microbatch in membership.mine]

@@ -357,10 +357,12 @@ class TrainStep:
         for parameter in self._named.values():
             parameter.grad = None
         gradients, buffers = self.strategy.lay_out(trainable, self.optimizers, self.observers)
-        state, counts_fn = self.strategy.state, self.config.counts_fn
+        state, config = self.strategy.state, self.config
         # Local shards are what microbatches could write to, unless each rank has the parameters whole (ZeRO-1).
         parts = None if state is None or state.has_whole_parameters else state.parts
-        counts = None if counts_fn is None else GlobalCounts(counts_fn, self.membership.data)
+        counts = None
+        if config.counts_fn is not None:
+            counts = GlobalCounts(config.counts_fn, self.membership.data, config.seed, config.stream)
         self._trained = self._what_is_trained()
         return Layout(gradients, buffers, PurityCheck(self.model, parts), counts)
 

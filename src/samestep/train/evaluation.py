@@ -306,6 +306,7 @@ def _forward_all(
                     restore_buffers()
                 if end_batch is not None:
                     membership.heartbeat.enter("exchange")
+                    generators.seed(derive_seed(loader.seed, EVALUATION_STREAM, number))
                     end_batch()
             num_batches += 1
     return num_batches

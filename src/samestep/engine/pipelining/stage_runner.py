@@ -47,7 +47,7 @@ class StageRunner:
         assert isinstance(layout.buffers, StageBuffers), "laid out by the pipeline's strategy"
         self._gradients, self._buffers, self._purity = layout.gradients, layout.buffers, layout.purity
         self._stats = stats
-        self._counts = None if layout.counts is None else layout.counts.sum(batch, membership.data_ranges)
+        self._counts = None if layout.counts is None else layout.counts.sum(batch, membership.data_ranges, step)
         self._is_only = self._compute.is_only(batch)
         if batch.sizes is not None and 0 in batch.sizes:
             raise UsageError(
