@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 import torch
 from loader_programs import Noisy, NoisyInGroups
-from torch.utils.data import ConcatDataset, Dataset, Subset, default_collate
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, default_collate
 
 from samestep.core.seeds import derive_seed
-from samestep.data.fetch import SAMPLE_STREAM, UNSEEDED, BatchIds, SeededSamples, fetch_batches
+from samestep.data.fetch import SAMPLE_STREAM, BatchIds, SeededSamples, draws_nothing, fetch_batches
 from samestep.data.randomness import Generators
 from samestep.data.streams import StreamReader
+from samestep.data.tensors import TensorData
 from samestep.errors import DataError
 
 CPU = torch.device("cpu")
@@ -27,7 +28,7 @@ def _generators_put_back():
 def fetch(dataset, ids_of_microbatches, num_workers=0, seed=3, epoch=0):
     """All microbatches, as lists of samples."""
     requests = (BatchIds(epoch, [np.array(ids)]) for ids in ids_of_microbatches)
-    samples = SeededSamples(dataset, seed, list)
+    samples = SeededSamples(dataset, seed, list, CPU)
     return [microbatch for (microbatch,) in fetch_batches(samples, requests, num_workers, None, CPU)]
 
 
@@ -64,7 +65,7 @@ def test_samples_fetched_in_groups_are_asked_for_a_microbatch_at_a_time():
             return ids
 
     assert fetch(Groups(10), [[4, 2], [7]]) == [[4, 2], [7]]
-    assert asked == [[4, 2], [4, 2], [7]]  # the first twice: with generators seeded, and without
+    assert asked == [[4, 2], [7]]
     assert all(type(i) is int for ids in asked for i in ids)
 
 
@@ -77,12 +78,6 @@ def test_a_group_of_another_length_than_was_asked_for_is_refused():
         fetch(Short(10), [[4, 2]])
 
 
-def test_a_dataset_travels_to_workers_without_the_generators_of_this_process():
-    samples = SeededSamples(Noisy(4), 0, list)
-    samples.__getitems__(BatchIds(0, [np.array([1])]))
-    assert samples.__getstate__()["_generators"] is None
-
-
 def test_samples_are_fetched_only_when_they_are_asked_for():
     fetched = []
 
@@ -92,7 +87,7 @@ def test_samples_are_fetched_only_when_they_are_asked_for():
             return index
 
     requests = (BatchIds(0, [np.array([i])]) for i in range(10))
-    batches = fetch_batches(SeededSamples(Watched(10), 0, default_collate), requests, 0, None, CPU)
+    batches = fetch_batches(SeededSamples(Watched(10), 0, default_collate, CPU), requests, 0, None, CPU)
     assert next(batches)[0].tolist() == [0]
     assert set(fetched) == {0}
 
@@ -139,6 +134,9 @@ WAYS = {
     "generators forked": (forked, range(64)),
     "seed read": (lambda: float(torch.initial_seed() % 2**31), range(64)),
     "seeded anew": (lambda: torch.rand(()).item() + torch.manual_seed(7).initial_seed(), range(64)),
+    "one forked": (forked, [37]),
+    "one seed read": (lambda: float(torch.initial_seed() % 2**31), [12]),
+    "one state put back": (put_back, [5]),
     "nothing": (lambda: 1.0, range(64)),
 }
 BATCHES = [[[4, 2], [7, 1]], [[9, 11, 8]], [[37, 3], [5]], [[6], [12]]]
@@ -161,7 +159,7 @@ def by_hand(dataset, collate, seed=3, epoch=1):
 def by_loader(dataset, collate, num_workers=0, seed=3, epoch=1):
     """The same by the loader's way."""
     requests = (BatchIds(epoch, [np.array(ids) for ids in batch]) for batch in BATCHES)
-    return list(fetch_batches(SeededSamples(dataset, seed, collate), requests, num_workers, None, CPU))
+    return list(fetch_batches(SeededSamples(dataset, seed, collate, CPU), requests, num_workers, None, CPU))
 
 
 def noisy_collate(samples):
@@ -170,7 +168,7 @@ def noisy_collate(samples):
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("collate", [default_collate, noisy_collate])
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_workers", [0, 1, 3])
 def test_whatever_draws_gets_the_draws_of_its_own_seed(way, collate, num_workers):
     expected = str(by_hand(Drawn(*WAYS[way]), collate))
     assert str(by_loader(Drawn(*WAYS[way]), collate, num_workers)) == expected
@@ -183,14 +181,111 @@ def test_the_seeds_are_seen_by_all_but_those_that_draw_nothing(way):
     assert len(by_seed) == 1 + (way != "nothing")
 
 
-def test_a_dataset_that_draws_nothing_is_read_once_but_for_its_first_microbatch(monkeypatch):
-    seeds = []
-    seed = Generators.seed
-    monkeypatch.setattr(Generators, "seed", lambda self, number: (seeds.append(number), seed(self, number)))
-    dataset = Drawn(*WAYS["nothing"])
+@pytest.mark.parametrize("way", WAYS)
+def test_every_sample_is_read_once(way):
+    dataset = Drawn(*WAYS[way])
     by_loader(dataset, default_collate)
-    assert dataset.reads == [4, 2] + [index for batch in BATCHES for ids in batch for index in ids]
-    assert len([number for number in seeds if number != UNSEEDED]) == 2
+    assert dataset.reads == [index for batch in BATCHES for ids in batch for index in ids]
+
+
+class Known:
+    """Tensors, arrays and other attributes."""
+
+    def __init__(self, read, **attributes):
+        self.x, self.rand, self.change = torch.arange(128.0).view(64, 2), 3, None
+        self.array, self.objects = np.arange(64), np.array([{}, 1] * 32, dtype=object)
+        self.inner = Drawn(*WAYS["torch"])
+        for name, value in attributes.items():
+            setattr(self, name, value)
+        self.__class__ = type("Known", (Known,), {"__getitem__": read})
+
+    def __len__(self):
+        return 64
+
+    @property
+    def drawn(self):
+        return torch.rand(2)
+
+    def method(self, index):
+        return torch.rand(2)
+
+
+def changing(self, index):
+    row = torch.as_tensor(self.x[index], dtype=torch.float32)
+    if self.change is not None:
+        row = self.change(row)
+    return row, int(self.array[index])
+
+
+def importing(self, index):
+    import random  # a name that the code brings with it
+
+    return random.random()
+
+
+def held(value):
+    return lambda self, index: value[index]
+
+
+def by_default(self, index, rows=WAYS):
+    return rows["torch"][0]()
+
+
+DRAWS_NOTHING = {
+    "a row": Known(lambda self, index: self.x[index]),
+    "rows": Known(lambda self, index: {"x": self.x[index, :1].float() / 255, "y": self.array[index + 1 - 1]}),
+    "converted": Known(
+        lambda self, index: (torch.tensor(self.array[index], dtype=torch.int64), np.asarray(self.x[index]))
+    ),
+    "unchanged": Known(changing),
+    "part": Subset(Known(lambda self, index: self.x[index]), [*range(64)]),
+    "parts": ConcatDataset([Known(lambda self, index: self.x[index]), torch.arange(8)]),
+    "list": [1, 2, 3],
+    "tensors": TensorDataset(torch.arange(3)),
+    "tensor data": TensorData(torch.arange(3)),
+}
+MAY_DRAW = {
+    "torch": Known(lambda self, index: self.x[index] + torch.rand(2)),
+    "a name of both": Known(lambda self, index: self.x[index] + torch.rand(self.rand)),
+    "numpy": Known(lambda self, index: np.random.rand()),
+    "a method": Known(lambda self, index: self.method(index)),
+    "a property": Known(lambda self, index: self.drawn),
+    "itself": Known(lambda self, index: len(self) + self),
+    "passed on": Known(lambda self, index: {"me": self}),
+    "a dataset": Known(lambda self, index: self.inner[index]),
+    "objects": Known(lambda self, index: self.objects[index]),
+    "changed": Known(changing, change=torch.rand_like),
+    "an import": Known(importing),
+    "a variable": Known(held(Drawn(*WAYS["torch"]))),
+    "a default": Known(by_default),
+    "a function": Known(lambda self, index: [forked() for _ in range(2)]),
+    "a subclass of tensors": type("Noise", (TensorDataset,), {"__getitem__": lambda self, index: torch.rand(2)})(
+        torch.ones(3)
+    ),
+    "a transform": TensorData(torch.arange(3), torch.rand_like),
+    "part": Subset(Drawn(*WAYS["one forked"]), [1]),
+    "parts": ConcatDataset([[1], Drawn(*WAYS["one forked"])]),
+    "in groups": NoisyInGroups(3),
+}
+
+
+@pytest.mark.parametrize(
+    ("dataset", "expected"), [*((each, True) for each in DRAWS_NOTHING), *((each, False) for each in MAY_DRAW)]
+)
+def test_only_what_cannot_draw_is_read_without_seeds(monkeypatch, dataset, expected):
+    data = (DRAWS_NOTHING if expected else MAY_DRAW)[dataset]
+    assert draws_nothing(data) is expected
+    if expected:
+        monkeypatch.setattr(Generators, "seed", None)
+        (found,) = SeededSamples(data, 3, default_collate, CPU).__getitems__(BatchIds(0, [np.array([0, 2])]))
+        assert str(found) == str(default_collate([data[0], data[2]]))
+
+
+def test_an_attribute_that_is_changed_after_the_first_batch_may_draw():
+    data = Known(changing)
+    assert draws_nothing(data)
+    data.change = torch.rand_like
+    assert not draws_nothing(data)
 
 
 def test_an_error_after_a_draw_is_that_of_the_sample_with_its_own_seed():
@@ -201,28 +296,6 @@ def test_an_error_after_a_draw_is_that_of_the_sample_with_its_own_seed():
             return str(error)
 
     assert outcome(by_loader) == outcome(by_hand)
-
-
-def test_values_that_cannot_be_compared_are_read_with_seeds(monkeypatch):
-    class Opaque:
-        def __init__(self, samples):
-            self.value = torch.stack(samples) + forked()
-
-    found = [each.value for batch in by_loader(Drawn(*WAYS["nothing"]), Opaque) for each in batch]
-    expected = [each.value for batch in by_hand(Drawn(*WAYS["nothing"]), Opaque) for each in batch]
-    assert str(found) == str(expected)
-
-
-def test_a_dataset_that_cannot_be_read_twice_is_read_with_seeds():
-    class Once(Drawn):
-        def __getitem__(self, index):
-            if index in self.reads:
-                raise RuntimeError(f"{index} again")
-            return super().__getitem__(index)
-
-    assert str(by_loader(Once(*WAYS["nothing"]), default_collate)) == str(
-        by_hand(Drawn(*WAYS["nothing"]), default_collate)
-    )
 
 
 def test_tables_are_read_a_batch_at_a_time(monkeypatch):
@@ -243,7 +316,7 @@ def test_tables_are_read_a_batch_at_a_time(monkeypatch):
         calls.clear()
         found = by_loader(dataset, list)
         assert found == [[[dataset[index] for index in ids] for ids in batch] for batch in BATCHES], kind
-        assert len(calls) <= 2 + len(BATCHES) * (2 if kind == "parts" else 1), kind
+        assert len(calls) <= len(BATCHES) * (2 if kind == "parts" else 1), kind
     with pytest.raises(IndexError):
         by_loader(Subset(kinds["parts"], [64] * 64), list)
     shaped = table.with_transform(lambda rows: {"x": [torch.tensor(x) + torch.rand(()) for x in rows["x"]]})

@@ -1,10 +1,13 @@
 """The loader: each sample once an epoch; neither order nor randomness depends on devices or workers."""
 
+import itertools
 import multiprocessing
 import pickle
+import random
 from collections import Counter
 from contextlib import nullcontext
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -24,7 +27,7 @@ from samestep.data.tensors import TensorData
 from samestep.errors import DataError, UsageError
 from samestep.train.run import Run
 
-KINDS = ["tensors", "scrambled", "one by one", "in groups", "stream"]
+KINDS = ["tensors", "scrambled", "gathered", "one by one", "rarely", "in groups", "stream"]
 
 
 def joined(results, num_pass=0):
@@ -277,8 +280,8 @@ def test_whatever_draws_no_number_of_devices_or_workers_changes_it(kind, masking
     shuffle = kind != "stream"
     reference = joined(alone(kind, 19, shuffle=shuffle, masking=masking))
     assert joined(together(3, kind, 19, shuffle=shuffle, masking=masking)) == reference
-    if kind in ("one by one", "in groups"):
-        assert joined(alone(kind, 19, shuffle=shuffle, masking=masking, num_workers=2)) == reference
+    for num_workers in (2, 3) if kind in ("one by one", "rarely", "in groups") else ():
+        assert joined(alone(kind, 19, shuffle=shuffle, masking=masking, num_workers=num_workers)) == reference
 
 
 @pytest.mark.parametrize("masking", [False, True])
@@ -295,6 +298,46 @@ def test_the_scripts_own_draws_do_not_see_the_loader(kind, num_workers, masking,
     assert draws(kind, num_workers) == reference
 
 
+def test_draws_on_the_device_belong_to_the_sample_too():
+    def noise(communicator):
+        class OnDevice(Noisy):
+            def __getitem__(self, index):
+                return torch.rand(2, device=communicator.device)
+
+        loader = Run(8, 4, communicator=communicator).loader(OnDevice(16))
+        return {(b.position, k): each.tolist() for b in loader for k, each in b.microbatches.items()}
+
+    reference = in_turns(1, noise)[0]
+    assert len({str(row) for rows in reference.values() for row in rows}) == 16
+    found = {}
+    for part in in_turns(2, noise):
+        found.update(part)
+    assert found == reference
+
+
+OWN_GENERATORS = {
+    "nothing": (lambda: None, ""),
+    "the global one": (lambda: torch.default_generator, ""),
+    "numpy": (lambda: np.random.default_rng(0), "Generator"),
+    "numpy, the old kind": (lambda: np.random.RandomState(0), "RandomState"),
+    "python": (lambda: random.Random(0), "Random"),
+    "torch": (lambda: torch.Generator(), "Generator"),
+    "in a transform": (lambda: [SimpleNamespace(generator=random.Random(0))], "Random"),
+    "in a part": (lambda: Subset(SimpleNamespace(rng=random.Random(0)), [0]), "Random"),
+}
+
+
+@pytest.mark.parametrize("kind", OWN_GENERATORS)
+def test_a_generator_of_the_datasets_own_is_named(capsys, kind):
+    make, name = OWN_GENERATORS[kind]
+    dataset = Noisy(4)
+    dataset.held = make()
+    loader_of(dataset)
+    text = capsys.readouterr().err
+    assert (f"a generator of its own ({name})" in text) == bool(name), text
+    assert bool(text) == bool(name)
+
+
 def test_ranks_without_a_microbatch_draw_what_the_others_draw():
     results = in_turns(4, lambda c: draws_around(c, "one by one", 6, batch=3))
     assert all(drawn == results[0] for drawn in results)
@@ -308,10 +351,36 @@ def test_twin_noise_that_follows_the_process_is_noticed(monkeypatch):
     assert joined(together(3, "one by one", 19)) != joined(alone("one by one", 19))
 
 
-def test_twin_draws_that_go_unnoticed_follow_the_process(monkeypatch):
-    monkeypatch.setattr(fetch, "_is_same", lambda seeded, unseeded: True)
-    monkeypatch.setattr(Generators, "fingerprint", lambda self: ())
+def test_twin_samples_that_are_taken_to_draw_nothing_follow_the_process(monkeypatch):
+    monkeypatch.setattr(fetch, "draws_nothing", lambda dataset: True)
     assert joined(together(3, "one by one", 19)) != joined(alone("one by one", 19))
+
+
+@pytest.mark.parametrize("kind", ["one by one", "rarely", "in groups"])
+def test_twin_seeds_that_count_what_the_process_reads_are_noticed(monkeypatch, kind):
+    numbers = itertools.count()
+    monkeypatch.setattr(fetch, "derive_seed", lambda *parts: next(numbers))
+    assert joined(together(3, kind, 19)) != joined(alone(kind, 19))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_every_rank_reads_its_samples_once_an_epoch(world_size):
+    """A dataset may have a next view of a sample at each visit."""
+
+    class Views(Noisy):
+        def __init__(self, count):
+            super().__init__(count)
+            self.visits = [0] * count
+
+        def __getitem__(self, index):
+            self.visits[index] += 1
+            return torch.tensor([float(self.visits[index])])
+
+    def seen(communicator):
+        loader = Run(16, 8, communicator=communicator).loader(Views(32))
+        return sum(float(x) for _ in range(2) for b in loader for each in b.microbatches.values() for x in each)
+
+    assert sum(in_turns(world_size, seen)) == 32 * (1 + 2)
 
 
 def test_twin_generators_that_are_not_put_back_are_noticed(monkeypatch):

@@ -1,27 +1,48 @@
 """Fetching samples one by one, in this process or in workers, with randomness that depends on the sample alone."""
 
-import contextlib
+import builtins
+import dis
 import multiprocessing
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
+from inspect import CO_VARARGS, CO_VARKEYWORDS
 from itertools import islice
+from types import CodeType, FunctionType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    StackDataset,
+    Subset,
+    TensorDataset,
+    default_collate,
+    get_worker_info,
+)
 
 from samestep.core.seeds import derive_seed
-from samestep.data.batch import checksum
-from samestep.data.nested import leaves
 from samestep.data.randomness import Generators
+from samestep.data.tensors import TensorData
 from samestep.errors import DataError
 
 SAMPLE_STREAM = 2**32  # distinct from the streams of train steps, which are numbered from 0
 MICROBATCH_STREAM = SAMPLE_STREAM + 1
-UNSEEDED = 0  # the seed of the generators before samples that seem not to use them
+# Kinds of datasets that draw nothing; and what a `__getitem__` can use without a draw: attributes of these kinds, these
+# functions and modules, and these names in any of them.
+ROWS = (list, tuple, range, Tensor, np.ndarray, np.memmap, TensorDataset)
+PLAIN = (Tensor, np.ndarray, np.memmap, int, float, bool, str, type(None))
+CONVERTERS = (torch, np, int, float, bool, str, len, tuple, dict)
+CONVERSIONS = re.compile(
+    "tensor|as_tensor|from_numpy|array|asarray|is_tensor|item|tolist|numpy|to|type|astype|dtype|shape|float|double|half|"
+    "long|int|bool|float32|float64|int64|uint8|clone|copy|contiguous|view|reshape|flatten|squeeze|unsqueeze|permute|T"
+)
 
 
 @dataclass(frozen=True)
@@ -36,78 +57,42 @@ class SeededSamples(Dataset[Any]):
     """A dataset whose samples draw from generators seeded by (seed, epoch, sample id), in any process.
 
     A dataset with `__getitems__` fetches a microbatch at a time, with generators seeded by the microbatch's first id.
-    `collate_fn` draws on from the state after the last sample.
+    `collate_fn` draws on from the state after the last sample. The generators are restored after each batch.
 
-    Seeding takes longer than reading a small sample. So it is left out for a dataset whose first microbatch is the same
-    with and without it, until a batch changes the state of a generator: that batch is read again, and all later ones
-    are seeded at once.
+    Seeding takes longer than reading a small sample. It is left out where nothing can draw (`draws_nothing`), and not
+    where nothing was seen to: a draw may be rare, and need not leave a trace (`torch.random.fork_rng`).
     """
 
-    def __init__(self, dataset: Any, seed: int, collate_fn: Callable[[list[Any]], Any]) -> None:
+    def __init__(self, dataset: Any, seed: int, collate_fn: Callable[[list[Any]], Any], device: torch.device) -> None:
         self._dataset = dataset
         self._seed = seed
         self._collate = collate_fn
+        self._device = device
         self._generators: Generators | None = None
-        self._untouched: tuple[Any, ...] | None = None  # the fingerprint of generators from which nothing was drawn
-        self._draws: bool | None = None  # not known before the first microbatch
 
     def __getitems__(self, request: BatchIds) -> list[Any]:
         """The collated microbatches of one batch."""
         groups = [ids.tolist() for ids in request.microbatches]
-        first = [self._first(request.epoch, groups.pop(0))] if self._draws is None and groups else []
-        rest = None if self._draws else self._unseeded(groups)
-        if rest is None:
-            self._draws = True
-            rest = [self._seeded(request.epoch, ids) for ids in groups]
-        return first + rest
+        known = draws_nothing(self._dataset)
+        read: list[Any] = _read_groups(self._dataset, groups) if known else [None] * len(groups)
+        if known and self._collate is default_collate:
+            return list(map(default_collate, read))
+        if self._generators is None:  # worker processes draw on the CPU
+            self._generators = Generators(self._device if get_worker_info() is None else torch.device("cpu"))
+        with (generators := self._generators).preserved():
+            return [self._seeded(generators, request.epoch, *each) for each in zip(groups, read, strict=True)]
 
-    def _seeded(self, epoch: int, ids: list[int]) -> Any:
-        """One microbatch, collated."""
-        generators = self._own_generators()
-        if hasattr(self._dataset, "__getitems__"):
-            generators.seed(derive_seed(self._seed, SAMPLE_STREAM, epoch, ids[0]))
-            return self._collate(_group(self._dataset, ids))
+    def _seeded(self, generators: Generators, epoch: int, ids: list[int], samples: list[Any] | None) -> Any:
+        """One microbatch, collated; its samples are given if reading them draws nothing."""
+        in_groups = hasattr(self._dataset, "__getitems__")
+        if in_groups or samples is not None:
+            generators.seed(derive_seed(self._seed, SAMPLE_STREAM, epoch, ids[0 if in_groups else -1]))
+            return self._collate(_group(self._dataset, ids) if samples is None else samples)
         samples = []
         for sample_id in ids:
             generators.seed(derive_seed(self._seed, SAMPLE_STREAM, epoch, sample_id))
             samples.append(self._dataset[sample_id])
         return self._collate(samples)
-
-    def _unseeded(self, groups: Sequence[list[int]]) -> list[Any] | None:
-        """The microbatches read without seeding each; None if that has changed the state of a generator."""
-        generators = self._own_generators()
-        if self._untouched is None:
-            generators.seed(UNSEEDED)
-            self._untouched = generators.fingerprint()
-        generators.seed(UNSEEDED)
-        try:
-            found = [self._collate(samples) for samples in _read_groups(self._dataset, groups)]
-        except Exception:
-            if generators.fingerprint() == self._untouched:
-                raise
-            return None  # an unlucky draw may be the reason
-        return found if generators.fingerprint() == self._untouched else None
-
-    def _first(self, epoch: int, ids: list[int]) -> Any:
-        """The first microbatch, read with and without seeding to find whether samples depend on generators.
-
-        A draw changes the state of a generator. Code that reads the state and restores it (`torch.random.fork_rng`), or
-        reads the seed (`torch.initial_seed`), is recognised by the values alone.
-        """
-        seeded, unseeded = self._seeded(epoch, ids), None
-        with contextlib.suppress(Exception):  # a dataset that cannot be read twice
-            unseeded = self._unseeded([ids])
-        self._draws = unseeded is None or not _is_same(seeded, unseeded[0])
-        return seeded
-
-    def _own_generators(self) -> Generators:
-        if self._generators is None:
-            self._generators = Generators(torch.device("cpu"))
-        return self._generators
-
-    def __getstate__(self) -> dict[str, Any]:
-        """The state to pickle, without the generators: a worker process makes its own."""
-        return {**self.__dict__, "_generators": None}
 
 
 def _group(dataset: Any, ids: list[int]) -> list[Any]:
@@ -131,10 +116,8 @@ def _read_groups(dataset: Any, groups: Sequence[list[int]]) -> list[list[Any]]:
 def _is_table(dataset: Any) -> bool:
     """Whether a dataset is a table of the library `datasets` that gives Python values, or consists of such tables."""
     # As tensors or arrays, a value's type may depend on the values that are missing beside it.
-    if type(dataset) is Subset:
-        return _is_table(dataset.dataset)
-    if type(dataset) is ConcatDataset:
-        return all(map(_is_table, dataset.datasets))
+    if type(dataset) in (Subset, ConcatDataset):
+        return all(map(_is_table, parts_of(dataset)))
     library = sys.modules.get("datasets")
     return library is not None and isinstance(dataset, library.Dataset) and dataset.format["type"] is None
 
@@ -158,13 +141,60 @@ def _rows(dataset: Any, ids: Sequence[int]) -> list[Any]:
     return rows
 
 
-def _is_same(first: Any, second: Any) -> bool:
-    """Whether two collated microbatches are equal to the bit; False if they hold values that cannot be compared."""
-    for entry in leaves(first):
-        is_array = isinstance(entry, np.ndarray) and not entry.dtype.hasobject
-        if not is_array and not isinstance(entry, Tensor | str | bytes | int | float | None):
-            return False
-    return len(leaves(first)) == len(leaves(second)) and checksum(first) == checksum(second)
+def draws_nothing(dataset: Any) -> bool:
+    """Whether it is certain that reading a sample draws nothing: by the kind of the dataset, or by its code."""
+    if type(dataset) in (Subset, ConcatDataset, StackDataset):
+        return all(map(draws_nothing, parts_of(dataset)))
+    if type(dataset) is TensorData:
+        return dataset.transform is None
+    return type(dataset) in ROWS or _is_table(dataset) or _takes_rows_only(dataset)
+
+
+def parts_of(dataset: Any) -> list[Any]:
+    """The datasets of which one of torch's consists; empty for others."""
+    if type(dataset) is Subset:
+        return [dataset.dataset]
+    if type(dataset) not in (ConcatDataset, StackDataset):
+        return []
+    return list(dataset.datasets.values() if isinstance(dataset.datasets, dict) else dataset.datasets)
+
+
+def _takes_rows_only(dataset: Any) -> bool:
+    """Whether `__getitem__` takes rows of the dataset's own tensors and arrays, and at most converts them."""
+    kind, own = type(dataset), getattr(dataset, "__dict__", {})
+    read = getattr(kind, "__getitem__", None)
+    if not isinstance(read, FunctionType) or read.__defaults__ or hasattr(dataset, "__getitems__"):
+        return False
+    names = _names(read.__code__)
+    if names is None or any("__getattribute__" in vars(base) for base in kind.__mro__[:-1]):
+        return False
+    values = [own if hasattr(kind, name) else own.get(name, own) for name in names[0]]
+    outer = [read.__globals__.get(name, getattr(builtins, name, None)) for name in names[1]]
+    if any(isinstance(value, np.ndarray) and value.dtype.hasobject for value in values):
+        return False
+    return all(type(value) in PLAIN for value in values) and {*map(id, outer)} <= {*map(id, CONVERTERS)}
+
+
+@cache
+def _names(code: CodeType) -> tuple[set[str], set[str]] | None:
+    """The attributes of self and the globals that a method of one argument uses; None if it may use more."""
+    inner = (*code.co_freevars, *code.co_cellvars, *(value for value in code.co_consts if isinstance(value, CodeType)))
+    if inner or code.co_argcount + code.co_kwonlyargcount != 2 or code.co_flags & (CO_VARARGS | CO_VARKEYWORDS):
+        return None
+    own, outer, follows_self = set(), set(), False
+    for step in dis.get_instructions(code):
+        is_attribute = step.opname in ("LOAD_ATTR", "LOAD_METHOD")
+        if follows_self and is_attribute:
+            own.add(step.argval)
+        elif step.opname == "LOAD_GLOBAL" and not follows_self:
+            outer.add(step.argval)
+        elif follows_self or (step.opcode in dis.hasname and not (is_attribute and CONVERSIONS.fullmatch(step.argval))):
+            return None
+        variables = step.argval if isinstance(step.argval, tuple) else (step.argval,)  # from Python 3.13 on also two
+        follows_self = step.opcode in dis.haslocal and code.co_varnames[0] in variables
+        if follows_self and (len(variables) > 1 or not step.opname.startswith("LOAD_FAST")):
+            return None
+    return own, outer
 
 
 def fetch_batches(
@@ -174,10 +204,7 @@ def fetch_batches(
     multiprocessing_context: str | None,
     device: torch.device,
 ) -> Iterator[list[Any]]:
-    """Yields the collated microbatches of each request, in order.
-
-    Without workers each batch may leave the global generators seeded.
-    """
+    """Yields the collated microbatches of each request, in order."""
     if num_workers == 0:
         yield from map(samples.__getitems__, requests)
         return

@@ -22,8 +22,15 @@ from samestep.core.microbatches import microbatch_bounds
 from samestep.core.order import Cursor, batch_length, num_batches, permute
 from samestep.core.seeds import derive_seed
 from samestep.data.batch import Batch, checksum, settle
-from samestep.data.fetch import MICROBATCH_STREAM, BatchIds, SeededSamples, fetch_batches
-from samestep.data.randomness import Generators
+from samestep.data.fetch import (
+    MICROBATCH_STREAM,
+    SAMPLE_STREAM,
+    BatchIds,
+    SeededSamples,
+    draws_nothing,
+    fetch_batches,
+)
+from samestep.data.randomness import Generators, held_generators
 from samestep.data.staging import RowGather, cached, fetch_ahead
 from samestep.data.streams import MakeStream, StreamReader, Streams
 from samestep.data.tensors import InMemory, TensorData
@@ -94,6 +101,12 @@ class Loader:
             options = seed, global_batch_size, drop_last, exact_states, self._collate, self._generators
             self._streams = Streams(streams, membership, device, *options)
         self._left_early = False
+        if not self.is_stream and (held := {type(one).__name__ for one in held_generators(self.dataset)}):
+            membership.notice(
+                f"the dataset keeps a generator of its own ({', '.join(sorted(held))}), which is not seeded by sample: "
+                "samples that draw from it depend on num_workers and on the number of devices. Draw from the global "
+                "generators of torch, NumPy or Python, or seed one of your own from these in __getitem__"
+            )
 
     def __len__(self) -> int:
         """Global batches of an epoch over the present dataset."""
@@ -226,9 +239,8 @@ class Loader:
             return _quiet(self._stream(), self._generators)
         if isinstance(self.dataset, InMemory) and self._collate is default_collate:
             batches = self._in_memory(self.dataset)
-            return batches if self.dataset.transform is None else _quiet(batches, self._generators)
-        batches = self._one_by_one()
-        return batches if self._num_workers > 0 else _quiet(batches, self._generators)
+            return batches if draws_nothing(self.dataset) else _quiet(batches, self._generators)
+        return self._one_by_one()
 
     def _renew(self, epoch: int, position: int) -> Batch:
         """One batch, fetched in this process for the present ranks; the loader's position stays."""
@@ -243,10 +255,10 @@ class Loader:
         plan = self._plan(self.cursor.epoch, self.cursor.position)
         if type(dataset) is not TensorData:  # a subclass's `gather` may depend on all of a microbatch's ids
             for place, ids in plan:
-                microbatches = {
-                    microbatch: settle(dataset.gather(torch.from_numpy(some)), self._device)
-                    for microbatch, some in ids.items()
-                }
+                microbatches = {}
+                for microbatch, some in ids.items():  # it may draw, as `__getitems__` may
+                    self._generators.seed(derive_seed(self.seed, SAMPLE_STREAM, place[0], int(some[0])))
+                    microbatches[microbatch] = settle(dataset.gather(torch.from_numpy(some)), self._device)
                 yield self._batch(place, self._transformed(dataset, place, microbatches, ids))
             return
         rows = RowGather(dataset, self._device)
@@ -277,7 +289,7 @@ class Loader:
         epoch, first = self.cursor.epoch, self.cursor.position
         plan, again = self._plan(epoch, first), self._plan(epoch, first)
         requests = (BatchIds(epoch, list(batch_ids.values())) for _, batch_ids in again)
-        samples = SeededSamples(self.dataset, self.seed, self._collate)
+        samples = SeededSamples(self.dataset, self.seed, self._collate, self._device)
         fetched = fetch_batches(samples, requests, self._num_workers, self._context, self._device)
         for (place, batch_ids), found in zip(plan, fetched, strict=True):
             microbatches = zip(batch_ids, found, strict=True)

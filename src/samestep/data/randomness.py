@@ -10,6 +10,8 @@ script's own draws do not depend on the microbatches that its rank has run.
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
+from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +21,8 @@ from torch import Tensor
 
 from samestep.core.seeds import derive_seed
 
+GENERATORS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
+MAX_PARTS = 64  # longer lists are taken for data
 ASIDE_STREAM = 2**34  # distinct from the streams of steps, samples and evaluations
 
 
@@ -71,14 +75,6 @@ class Generators:
         numpy = mtrand.get_bit_generator(), mtrand.get_state(legacy=False)
         return SavedState(of_torch, random.getstate(), *numpy)
 
-    def fingerprint(self) -> tuple[Any, ...]:
-        """A value that is the same after each `seed` with the same number, and another one after any draw.
-
-        Python's and NumPy's generators are drawn from for it, which is faster than to read their states.
-        """
-        of_torch = [generator.get_state().numpy().tobytes() for generator in self.of_torch]
-        return *of_torch, random.getrandbits(128), mtrand.bytes(16)
-
     def restore(self, saved: SavedState) -> None:
         """Restores the saved state of every generator."""
         mtrand.set_bit_generator(saved.of_numpy)
@@ -107,6 +103,16 @@ def seed_process(seed: int) -> None:
     np.random.seed(seed % 2**32)
     mtrand.set_bit_generator(mtrand.get_bit_generator())  # drops the cached half of a normal pair
     random.seed(seed)
+
+
+def held_generators(holder: Any, depth: int = 3) -> list[Any]:
+    """The generators in the attributes of an object, and in those of what they hold: a dataset's transforms."""
+    if isinstance(holder, GENERATORS):
+        return [holder] if holder not in (torch.default_generator, mtrand._rand) else []
+    if depth == 0 or isinstance(holder, type | ModuleType | FunctionType):
+        return []
+    parts = holder if isinstance(holder, list | tuple) else getattr(holder, "__dict__", {}).values()
+    return [one for part in islice(parts, MAX_PARTS) for one in held_generators(part, depth - 1)]
 
 
 def seed_each(generators: Sequence[Any], *seed: int) -> None:

@@ -19,7 +19,6 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
-    ConcatDataset,
     DataLoader,
     DistributedSampler,
     IterableDataset,
@@ -27,8 +26,6 @@ from torch.utils.data import (
     MapDataPipe,
     RandomSampler,
     SequentialSampler,
-    StackDataset,
-    Subset,
     SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
@@ -36,7 +33,7 @@ from torch.utils.data import (
 )
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
-from samestep.data.fetch import SeededSamples
+from samestep.data.fetch import SeededSamples, parts_of
 from samestep.engine.site import script_line
 from samestep.scripts.adoption import Adoption
 from samestep.scripts.loading.broadcast import Rank0Iterator
@@ -136,13 +133,8 @@ def is_known_sampler(loader: DataLoader[Any]) -> bool:
 
 def is_in_memory(dataset: Any) -> bool:
     """Whether a dataset holds its samples in memory, judged by its type."""
-    if type(dataset) is Subset:
-        return is_in_memory(dataset.dataset)
-    if type(dataset) is ConcatDataset:
-        return all(is_in_memory(part) for part in dataset.datasets)
-    if type(dataset) is StackDataset:
-        parts = dataset.datasets.values() if isinstance(dataset.datasets, dict) else dataset.datasets
-        return all(is_in_memory(part) for part in parts)
+    if parts := parts_of(dataset):
+        return all(map(is_in_memory, parts))
     return type(dataset) is TensorDataset or (isinstance(dataset, _MEMORIES) and isinstance(dataset, Sized))
 
 
