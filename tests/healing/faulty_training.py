@@ -3,9 +3,9 @@
 JSON holds "folder" (of the run), "faults", a list of {"rank", "step", "phase", "kind"}, and perhaps "spares", "resume",
 "checkpoint_steps", "epochs", "pause" (seconds a microbatch), and "wait_for": a slot that has to be there before step 5
 ends; "options" are the step's, "fused" is Adam's, "plain" leaves BatchNorm out, with "messages" NCCL takes two messages
-for a sum, with "streams" each microbatch has one, and "hooked" adds an average and a hook that counts. A fault may
-"skip" so many passages. It leaves a file behind that says where it struck, on the clock that all processes share;
-"pid-SLOT" is there once a worker has taken a step.
+for a sum, with "streams" each microbatch has one, "hooked" adds an average and a hook that counts, and "best" is the
+trainer's. A fault may "skip" so many passages. It leaves a file behind that says where it struck, on the clock that all
+processes share; "pid-SLOT" is there once a worker has taken a step.
 """
 
 import ctypes
@@ -33,10 +33,13 @@ from samestep.engine.buffers import BufferMerge
 from samestep.engine.gradients import GradientSum
 from samestep.errors import PeerLostError
 from samestep.metrics import accuracy
+from samestep.train.checkpoint import export as export_module
 from samestep.train.checkpoint import resume as resume_module
+from samestep.train.checkpoint import saver as saver_module
 from samestep.train.checkpoint import storage as checkpoint_module
 from samestep.train.hooks import EMA
 from samestep.train.run import Run
+from samestep.train.runlog import loggers as loggers_module
 from samestep.train.runlog import recorder as recorder_module
 from samestep.train.trainer import Trainer
 
@@ -75,6 +78,9 @@ class Faults:
                 self._mine.remove(fault)
                 self._do(fault)
                 return
+
+    def is_due(self, phase):
+        return any(fault["phase"] == phase and self.step() >= fault["step"] for fault in self._mine)
 
     def tell_pid(self):
         path = self._folder / f"pid-{self._slot}"
@@ -163,6 +169,7 @@ def put_in_place(faults, model, optimizer):
         faults.strike("finish")
         real_finish(self)
 
+    striking_writes(faults)
     checkpoint_module._fill, BufferMerge.exchange, GradientSum.finish = fill, merge, finish
     resume_module.broadcast_state, Communicator.barrier, recorder_module.write_json = (
         broadcast_state,
@@ -207,6 +214,47 @@ class Counts:
 
     def load_state_dict(self, state):
         self.counts = state
+
+
+class Ends:
+    """A hook in which things go wrong."""
+
+    def __init__(self, faults):
+        self._faults = faults
+
+    def on_epoch_end(self, trainer, record):
+        self._faults.strike("epoch end")
+
+
+def striking_writes(faults):
+    """Puts faults where the rank that writes passes by."""
+
+    def before(owner, name, phase):
+        real = getattr(owner, name)
+
+        def struck(*args, **options):
+            if (named := phase(*args)) is not None:
+                faults.strike(named)
+            return real(*args, **options)
+
+        setattr(owner, name, struck)
+
+    def torn(file, path, data):
+        """Half a line is written of an epoch."""
+        kind = "metrics" if path.name == "metrics.jsonl" else "events"
+        if b"loss/train_epoch" not in data:
+            return None
+        if faults.is_due(kind):
+            file.write(data[: len(data) // 2])
+        return kind
+
+    before(checkpoint_module, "_point", lambda folder, file, name: f"point {file}")
+    before(checkpoint_module, "write_sealed_tensors", lambda path, tensors: f"write {path.stem}")
+    before(checkpoint_module, "_discard", lambda path: "discard")
+    before(saver_module.CheckpointSaver, "save", lambda saver, snapshot: "save")
+    before(loggers_module, "append_whole", torn)
+    before(recorder_module.Recorder, "draw", lambda *_: "draw")
+    before(export_module, "write_tensors", lambda *_: "weights")
 
 
 def between_steps(trainer, faults):
@@ -267,12 +315,14 @@ def main():
         model,
         optimizer,
         loss,
-        hooks=hooks,
+        hooks=[*hooks, Ends(faults)],
         run_dir=folder,
         loggers=[Log(faults)],
         digest_every=told.get("digest_every", 1),
         checkpoint_steps=told.get("checkpoint_steps", 3),
         max_grad_norm=1.0,
+        best=told.get("best"),
+        checkpoint_minutes=None,
         **told.get("options", {}),
     ) as trainer:
         faults.step = lambda: trainer.step.num_steps

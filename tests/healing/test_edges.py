@@ -1,8 +1,14 @@
-"""Deaths at the very beginning and at the very end of a run: what the run leaves is whole all the same."""
+"""Deaths at the beginning and end of a run, and of what the writing rank writes: what the run leaves is whole."""
 
 import json
+from pathlib import Path
 
 import pytest
+from conftest import SCRIPT, run_script
+from safetensors.torch import load_file
+
+from samestep.data.batch import checksum
+from samestep.train.checkpoint.resume import read_state
 
 
 @pytest.mark.slow
@@ -22,3 +28,85 @@ def test_a_rank_dies_when_all_is_written_and_the_run_ends_once(train, undisturbe
     assert told.outcome.exit_code == 0, told.outcome.failure
     assert (told.steps, told.digests) == (undisturbed.steps, undisturbed.digests)
     assert [event["event"] for event in told.events].count("end") == 1
+
+
+MAIN_FIRST = str(Path(__file__).with_name("main_first_script.py"))
+BEST = {"best": "accuracy", "checkpoint_steps": 4}  # the best is epoch 2 of 3, whose last step has a checkpoint already
+TIMED = ("seconds", "memory/", "checkpoint/", "samples_per_second")
+POINTS = {
+    "the hook at the epoch's end": "epoch end",
+    "before the state is taken": "save",
+    "while a file is written": "write optimizer",
+    "before the checkpoint has its name": "checkpoint",
+    "while the one without the record is replaced": "discard",
+    "before the newest is named": "point latest",
+    "before the best is named": "point best",
+    "the epoch's line of the metrics": "metrics",
+    "the epoch's TensorBoard event": "events",
+    "the loss curve": "draw",
+    "the weights": "weights",
+}
+AT = {"draw": 12, "weights": 12}  # else the end of epoch 2
+
+
+@pytest.fixture(scope="module")
+def undisturbed_best(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("undisturbed-best")
+    told = {"folder": str(folder / "run"), "faults": [], **BEST}
+    assert run_script(SCRIPT, 1, told).exit_code == 0
+    return left_by(folder / "run")
+
+
+def left_by(folder):
+    """All that a run has left in its folder, apart from times: of a line that is there twice, the later one."""
+    checkpoints = folder / "checkpoints"
+    left = {"folders": sorted(path.name for path in checkpoints.iterdir()), "events": events_of(folder)}
+    for name in ("best", "latest"):
+        state = read_state(checkpoints / name)
+        history = [[record["epoch"], record["train_loss"], record["eval"]] for record in state.rest["history"]]
+        left[name] = state.name, {key: checksum(t) for key, t in state.snapshot.files["model"].items()}, history
+    left["weights"] = {name: checksum(tensor) for name, tensor in load_file(folder / "weights.safetensors").items()}
+    left["metrics"] = {}
+    for line in (folder / "metrics.jsonl").read_text().splitlines():
+        values = {tag: value for tag, value in json.loads(line).items() if not tag.startswith(TIMED)}
+        left["metrics"][values["step"], "epoch" in values] = values
+    left["metrics"] = {key: values for key, values in left["metrics"].items() if len(values) > 1}
+    left["curve"] = (folder / "loss.png").stat().st_size > 0
+    return left
+
+
+def events_of(folder):
+    """The scalars that TensorBoard shows, by tag and step."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    accumulator = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0}).Reload()
+    tags = [tag for tag in accumulator.Tags()["scalars"] if not tag.startswith(TIMED)]
+    return {tag: {event.step: event.value for event in accumulator.Scalars(tag)} for tag in tags}
+
+
+@pytest.mark.parametrize("devices", [2, 3])
+@pytest.mark.parametrize("point", POINTS)
+def test_what_the_writing_rank_owes_is_written_by_its_successor(train, undisturbed, undisturbed_best, point, devices):
+    phase = POINTS[point]
+    skip = 1 if phase in ("save", "write optimizer", "checkpoint", "point latest") else 0  # that of the step alone
+    fault = {"rank": 0, "step": AT.get(phase, 8), "phase": phase, "kind": "SIGKILL", "skip": skip}
+    told = train(devices, [fault], **BEST)
+    assert told.outcome.exit_code == 0, told.outcome.failure
+    assert [struck["phase"] for struck in told.struck] == [phase]
+    assert left_by(told.folder / "run") == undisturbed_best
+    assert (told.steps, told.digests) == (undisturbed.steps, undisturbed.digests)
+    assert [event["event"] for event in told.events][-1] == "end"
+
+
+def test_a_checkpoint_that_its_writer_did_not_complete_is_begun_by_the_next_one(train):
+    told = train(2, [{"rank": 0, "step": 5, "phase": "checkpoint", "kind": "SIGKILL"}], checkpoint_steps=5)
+    assert told.outcome.exit_code == 0, told.outcome.failure
+    first, *others = (event["step"] for event in told.events if event["event"] == "checkpoint")
+    assert 5 < first < 10
+    assert others == [10, 12]
+
+
+def test_a_block_of_rank_0_is_begun_anew_by_the_next_one_while_the_others_wait(tmp_path):
+    outcome = run_script(MAIN_FIRST, 3, {"folder": str(tmp_path)})
+    assert outcome.exit_code == 0, outcome.failure
+    assert (tmp_path / "log").read_text().split() == ["0", "1", "2"]

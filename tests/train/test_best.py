@@ -6,6 +6,7 @@ from resume_programs import BATCH, METRICS, NUM_MICROBATCHES, SEED, classificati
 from worlds import in_turns
 
 from samestep.errors import UsageError
+from samestep.train.checkpoint.resume import read_state
 from samestep.train.checkpoint.storage import list_checkpoints
 from samestep.train.epoch import EpochRecord, Goal
 from samestep.train.run import Run
@@ -110,6 +111,25 @@ def with_best_weights(communicator, folder, strategy):
             assert model is trainer.model
             of_best = trainer.evaluate(points(), METRICS)
         return of_best, trainer.evaluate(points(), METRICS), trainer.digest == before
+
+
+@pytest.mark.parametrize("best", [None, "loss"])
+def test_a_checkpoint_of_an_epochs_last_step_gives_way_to_the_one_with_the_record(tmp_path, best):
+    def program(communicator):
+        with make(communicator, run_dir=tmp_path / "run", best=best, checkpoint_steps=3) as trainer:
+            trainer.fit(points(), 3, eval_data=points(), metrics=METRICS)
+            if best is not None:
+                with trainer.best_weights() as model:
+                    assert trainer.run.evaluate(model, points(), METRICS) == trainer.best.eval
+            last = 3 if best is None else trainer.best.epoch
+            return [record.eval for record in trainer.history[:last]]
+
+    history = in_turns(2, program)[0]
+    newest = read_state(tmp_path / "run" / "checkpoints" / ("latest" if best is None else "best"))
+    assert (newest.name, [record["eval"] for record in newest.rest["history"]]) == (
+        f"step-{3 * len(history):08d}",
+        history,
+    )
 
 
 @pytest.mark.parametrize("options", [{}, {"best": "loss"}, {"run_dir": "run"}])

@@ -12,7 +12,13 @@ from torch import nn
 from samestep.errors import RunFolderError
 from samestep.train import atomic_io
 from samestep.train.checkpoint.saver import CheckpointSaver, to_host_copy
-from samestep.train.checkpoint.storage import Snapshot, list_checkpoints, newest_checkpoint, write_checkpoint
+from samestep.train.checkpoint.storage import (
+    Snapshot,
+    list_checkpoints,
+    newest_checkpoint,
+    read_checkpoint,
+    write_checkpoint,
+)
 
 
 def save(saver, step, size=5000):
@@ -88,15 +94,16 @@ def test_a_second_save_waits_for_the_first(tmp_path):
     saver.close()
 
 
-def test_a_writer_that_comes_second_leaves_the_checkpoint_of_the_first(tmp_path):
+@pytest.mark.parametrize("facts", [{"a": 1}, {"a": 0}], ids=["equal", "other"])
+def test_a_writer_that_comes_second_leaves_an_equal_checkpoint_of_the_first_and_replaces_another(tmp_path, facts):
     gate, saver = Gate(), CheckpointSaver(tmp_path)
     saver.save(Snapshot(1, {}, gate.facts()))
     assert gate.entered.wait(60)
-    first = write_checkpoint(tmp_path, Snapshot(1, {}, {})).stat().st_ino
+    first = write_checkpoint(tmp_path, Snapshot(1, {}, facts)).stat().st_ino
     gate.opened.set()
     saver.close()
-    assert os.listdir(tmp_path / "step-00000001")
-    assert (tmp_path / "step-00000001").stat().st_ino == first
+    assert read_checkpoint(tmp_path / "step-00000001").facts == {"a": 1}
+    assert ((tmp_path / "step-00000001").stat().st_ino == first) == (facts == {"a": 1})
     assert sorted(os.listdir(tmp_path)) == ["latest", "step-00000001"]
 
 

@@ -288,23 +288,34 @@ class Run:
             with run.main_first():
                 dataset = load_dataset("…")
 
-        If it fails on rank 0, the other ranks raise that error, too.
+        If it fails on rank 0, the other ranks raise that error, too. If rank 0 is lost in it, the next rank begins it
+        anew.
         """
         from samestep.train.exceptions import raise_together
 
-        def share(error: Exception | None) -> None:
-            self.membership.perform(lambda: raise_together(self.communicator, error))
+        def is_any(value: bool) -> bool:
+            return any(done for (done,) in self.communicator.gather_words([value]))
 
-        if not self._is_main:
-            share(None)
+        def is_done(here: bool, error: Exception | None = None) -> bool:
+            def share() -> bool:
+                raise_together(self.communicator, error)
+                return is_any(here)
+
+            done = self.membership.perform(share)
+            # Again: the word of a rank that is lost in between may have reached some of the others only.
+            return self.membership.perform(lambda: is_any(done))
+
+        goes_first = self._is_main
+        while not (goes_first or self.membership.is_late or is_done(False)):
+            goes_first = self._is_main
         try:
             yield
         except Exception as error:
-            if self._is_main:
-                share(error)
+            if goes_first:
+                is_done(True, error)
             raise
-        if self._is_main:
-            share(None)
+        if goes_first:
+            is_done(True)
 
     def __repr__(self) -> str:
         """The contract and the place of this process in the run."""

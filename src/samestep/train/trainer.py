@@ -501,21 +501,28 @@ class Trainer:
 
         self._log.checkpoint(progress.epoch, capture)
 
-    def _stop(self, loader: Loader | DataLoader[Any]) -> NoReturn:
-        """Exits after the checkpoint is complete on all ranks; otherwise a launcher would kill the rest."""
-        log, signum = self._log, self.run.membership.stop
-        log.compare()
+    def _complete_checkpoint(self, loader: Loader | DataLoader[Any], is_best: bool = False) -> None:
+        """Has the state written while all ranks wait; by the next writer if one is lost before it is complete."""
+        log, heartbeat = self._log, self.run.membership.heartbeat
 
         def write() -> None:
             if not log.is_writer:
                 log.take_over()
             if not is_sharded(self.step):
-                self._checkpoint(loader)
+                self._checkpoint(loader, is_best)
             log.finish_checkpoints()
 
         if is_sharded(self.step):
-            self._checkpoint(loader)
+            self._checkpoint(loader, is_best)
+        before = heartbeat.enter("exchange")  # a rank that waits for the one that writes does not hang
         self._perform_on_main(write)
+        heartbeat.enter(before)
+
+    def _stop(self, loader: Loader | DataLoader[Any]) -> NoReturn:
+        """Exits after the checkpoint is complete on all ranks; otherwise a launcher would kill the rest."""
+        log, signum = self._log, self.run.membership.stop
+        log.compare()
+        self._complete_checkpoint(loader)
         self._tell_checkpoint()
         log.event("stop", signal=signum)
         how = self._resume_command or f"fit(…, resume={str(log.folder)!r})"
@@ -527,18 +534,21 @@ class Trainer:
 
     def _end_epoch(self, loader: Loader | DataLoader[Any], record: EpochRecord) -> None:
         """Records and shows an epoch, keeps the best, and agrees on whether it is the last one."""
-        log = self._log
+        log, membership = self._log, self.run.membership
         log.note_healed(self._progress.epoch)
         self._progress.add(record)
-        log.epoch(record)
         shown = [self._epoch_line] if self._epoch_line else [(name, f"test {name}") for name in record.eval]
-        self.say(record.describe(shown))
+        log.epoch(record, record.describe(shown))
         self._hooks.call("on_epoch_end", record)
         if self.best is record and log.folder is not None:
             log.compare()
-            self._checkpoint(loader, is_best=True)
+            # Where others would go on without the writer, none goes on before it is complete: the next step overwrites
+            # the only state from which they could write it.
+            has_heirs = membership.can_heal and membership.world_size > 1
+            (self._complete_checkpoint if has_heirs else self._checkpoint)(loader, is_best=True)
             self._tell_checkpoint()
-        self.run.membership.agree_on_end()
+        membership.agree_on_end()
+        log.epochs_agreed(self._progress.epoch)
 
     def _end_fit(self, loader: Loader | DataLoader[Any]) -> None:
         """Writes a checkpoint, the weights and the loss curve; all ranks wait until they are complete."""
@@ -553,16 +563,16 @@ class Trainer:
         def record_end(digest: str) -> None:
             if log.is_writer:
                 log.finish_checkpoints()
-                log.event("end", digest=digest)
                 log.draw(self.history, self._name)
+                log.event("end", digest=digest)  # after all else is written
 
         def end_on_main() -> None:
             if not log.is_writer or self._ended_at == self.step.num_steps:
                 return  # all was written; the attempt is repeated since another rank was lost after that
             if not log.has_checkpoint or not self.history:
                 self._checkpoint(loader)
-            record_end(self.digest)
             write_weights(weights, self.step)
+            record_end(self.digest)
             self._ended_at = self.step.num_steps
 
         def attempt() -> None:
@@ -573,8 +583,8 @@ class Trainer:
             if not log.has_checkpoint or not self.history:
                 self._checkpoint(loader)
             digest = self.digest
-            on_main(self.run.communicator, lambda: record_end(digest))
             write_weights(weights, self.step)
+            on_main(self.run.communicator, lambda: record_end(digest))
 
         membership.perform(attempt)
         membership.perform(lambda: self.run.communicator.barrier())

@@ -109,7 +109,7 @@ class CheckpointSaver:
         def attempt() -> Path:
             if first is not None and _identity(parent) != first:  # a retry would make a run anew that was moved away
                 raise RunFolderError(f"{parent} is not there any more: it was moved or replaced")
-            return write_checkpoint(self._folder, snapshot, self._keep)
+            return write_checkpoint(self._folder, snapshot, self._keep, replace=True)
 
         path = retrying(attempt, self._retries, self._failures.append)
         return SavedCheckpoint(path.name, snapshot.step, time.monotonic() - began)

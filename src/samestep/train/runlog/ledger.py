@@ -136,7 +136,7 @@ class LedgerWriter:
     def _entries_backwards(self, having: bytes = b"") -> Iterator[dict[str, Any]]:
         """The whole entries in the file, from the last on; of lines that contain some bytes."""
         with writing(self._path):
-            for line in _lines_backwards(self._file):
+            for line in lines_backwards(self._file):
                 entry = from_line(line) if having in line else None
                 if entry is not None:
                     yield entry
@@ -224,7 +224,7 @@ def lacking(path: Path, steps: int) -> str:
 def mend_last_line(file: FileIO, path: Path, is_whole: Callable[[bytes], bool]) -> None:
     """Ends a last line without a newline if it is whole, else cuts it off; a special file is left alone."""
     with writing(path):
-        if not path.is_file() or not (last := next(_lines_backwards(file))):
+        if not path.is_file() or not (last := next(lines_backwards(file))):
             return
         if not is_whole(last):
             file.truncate(file.seek(0, os.SEEK_END) - len(last))
@@ -232,7 +232,7 @@ def mend_last_line(file: FileIO, path: Path, is_whole: Callable[[bytes], bool]) 
     append_whole(file, path, b"\n")
 
 
-def _lines_backwards(file: FileIO) -> Iterator[bytes]:
+def lines_backwards(file: FileIO) -> Iterator[bytes]:
     """The lines of a file without newlines, from the last on; the first is what follows the last newline."""
     start, pieces = file.seek(0, os.SEEK_END), list[bytes]()
     while start > 0:

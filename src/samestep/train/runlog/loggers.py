@@ -28,7 +28,7 @@ import os
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from io import BytesIO, FileIO
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -38,7 +38,7 @@ from samestep.engine.losses import describe
 from samestep.errors import UsageError
 from samestep.extras import is_installed, missing
 from samestep.train.atomic_io import append_whole, make_folder, open_unbuffered
-from samestep.train.runlog.ledger import mend_last_line
+from samestep.train.runlog.ledger import lines_backwards, mend_last_line
 
 
 @runtime_checkable
@@ -99,6 +99,14 @@ class JsonlLogger:
         values = {tag: float(value) for tag, value in scalars.items()}
         line = {"step": int(step)} | {tag: v if math.isfinite(v) else str(v) for tag, v in values.items()}
         append_whole(self._file, self._path, (json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n").encode())
+
+    def last_value(self, tag: str) -> float | None:
+        """The last value of a tag in the file; None if there is none."""
+        for line in lines_backwards(self._file):
+            with suppress(ValueError):
+                if tag in (values := json.loads(line)):
+                    return float(values[tag])
+        return None
 
     def close(self) -> None:
         """Closes the file."""

@@ -62,7 +62,8 @@ class StepNote:
 class Recorder:
     """Writes ledger, metrics and TensorBoard events into `folder`, if there is one, and to the user's loggers.
 
-    `purge_step` is the first step that a resumed run does again; `contract` is None if another rank has written it.
+    `purge_step` is the first step, as loggers count, that a resumed run records again; `contract` is None for a rank
+    that takes over: it goes on after the last step in the ledger, which is the last of a step's records to be written.
     Raises a `RunFolderError` if the folder cannot be written to.
     """
 
@@ -80,6 +81,8 @@ class Recorder:
         self._timed_steps, self._timed_at = 0, time.monotonic()
         self._known_deaths: set[int] = set()
         self._seconds: dict[str, float] = defaultdict(float)
+        self._metrics: JsonlLogger | None = None
+        self._last: int | None = None  # the last step that the writer before has recorded
         if folder is None:
             return
         try:
@@ -88,9 +91,13 @@ class Recorder:
                 write_json(folder / CONTRACT_FILE, {**relaunch(), **contract})
                 (folder / RESULT_FILE).unlink(missing_ok=True)  # a run that goes on has not ended after all
             self._ledger = LedgerWriter(folder / LEDGER_FILE)
-            self._loggers.append(JsonlLogger(folder / METRICS_FILE))
+            if contract is None:
+                self._known_deaths, self._last = self._ledger.recorded_deaths(), self._ledger.last_step()
+                purge_step = 1 if self._last is None else self._last + 2  # loggers count the updates
             if is_installed("tensorboard"):
                 self._loggers.append(TensorBoardLogger(folder / TENSORBOARD_FOLDER, purge_step))
+            self._metrics = JsonlLogger(folder / METRICS_FILE)
+            self._loggers.append(self._metrics)  # the last one: what it has, all have
             if contract is not None:  # once a run: a rank that takes over does not repeat it
                 for module, file in (("tensorboard", "TensorBoard's event file"), ("matplotlib", PICTURE_FILE)):
                     if not is_installed(module):
@@ -111,9 +118,9 @@ class Recorder:
 
     def step(self, note: StepNote) -> None:
         """Records a step."""
-        if self._ledger is not None:
-            self._ledger.write(note.entry())
         self.log(note.result.step + 1, note.scalars())
+        if self._ledger is not None:
+            self._ledger.write(note.entry())  # after the loggers: a step in the ledger is owed to none of them
         for kind, seconds in note.seconds.items():
             self._seconds[kind] += seconds
         self._timed_steps += 1
@@ -121,13 +128,14 @@ class Recorder:
             self._log_times(note.result.step + 1)
 
     def catch_up(self, notes: Iterable[StepNote]) -> None:
-        """Records the steps that the previous writer did not get to, and reads which deaths it recorded."""
-        last = None
-        if self._ledger is not None:
-            self._known_deaths, last = self._ledger.recorded_deaths(), self._ledger.last_step()
+        """Records the steps that the previous writer did not get to."""
         for note in notes:
-            if last is None or note.result.step > last:
+            if self._last is None or note.result.step > self._last:
                 self.step(note)
+
+    def has_epoch(self, epoch: int) -> bool:
+        """Whether an epoch is recorded."""
+        return self._metrics is not None and epoch <= (self._metrics.last_value("epoch") or 0)
 
     def event(self, name: str, step: int, /, **fields: Any) -> None:
         """Writes an event to the ledger, at once."""

@@ -1,6 +1,8 @@
 """The run log: the steps that every rank remembers, and the files that rank 0 writes of them.
 
-If rank 0 is lost, the next rank 0 opens a recorder of its own and writes the steps that the one before did not get to.
+If rank 0 is lost, the next rank 0 opens a recorder of its own and writes what the one before owed: steps, epochs, and a
+checkpoint of its own if one was begun and is not complete. Nothing is dropped on the other ranks before all know that
+it is written; what was written just before the loss may be there twice, and the later line counts.
 """
 
 import time
@@ -137,6 +139,9 @@ class RunLog:
         self._blocked: dict[int, float] = {}  # seconds that training waited for a checkpoint, by its step
         self._recent: deque[StepNote] = deque(maxlen=REMEMBERED_STEPS)
         self._unread: deque[StepNote] = deque()
+        self._owed: list[tuple[int, EpochRecord, str]] = []  # the epochs that may not be recorded yet
+        self._begun = 0  # the step of the last checkpoint that was begun, on all ranks
+        self._owes_checkpoint = False
         self._num_healed = 0
         self._last_checkpoint = (0, time.monotonic())
 
@@ -179,7 +184,7 @@ class RunLog:
             lack = lacking(self.folder / LEDGER_FILE, self._step.num_steps)
             if lack:
                 self.display.line(f"{lack}; the run goes on, and its state is not affected")
-        recorder = self._open(self._step.num_steps if goes_on else None, contract)
+        recorder = self._open(self._step.num_steps + 1 if goes_on else None, contract)
         try:
             recorder.begin(self._step.num_steps, resumed_from, changes)
         except BaseException:
@@ -193,10 +198,18 @@ class RunLog:
         self.display = Display(self._membership.rank)
 
     def take_over(self) -> None:
-        """Makes this rank the writer after the one before was lost."""
+        """Makes this rank the writer after the one before was lost, and records what that one owed."""
+        from samestep.train.checkpoint.storage import list_checkpoints
+
         self.display = Display(self._membership.rank)
-        recorder = self._open(self._recent[0].result.step + 1 if self._recent else self._step.num_steps)
+        recorder = self._open(None)
         recorder.catch_up(self._recent)
+        for step, record, line in self._owed:
+            if not recorder.has_epoch(record.epoch):
+                self._record_epoch(step, record, line)
+        if self.folder is not None:
+            complete = (step for step, _ in list_checkpoints(self.folder / CHECKPOINT_FOLDER))
+            self._owes_checkpoint = self._begun > max(complete, default=0)
 
     def _open(self, purge_step: int | None, contract: Mapping[str, Any] | None = None) -> Recorder:
         """Opens the recorder of this rank, as the only one that writes to the folder."""
@@ -275,11 +288,22 @@ class RunLog:
         if self._recorder is not None:
             self._recorder.event(name, self._step.num_steps, **fields)
 
-    def epoch(self, record: EpochRecord) -> None:
-        """Records an epoch, on the rank that writes."""
+    def epoch(self, record: EpochRecord, line: str) -> None:
+        """Records an epoch and shows its line, on the rank that writes; on all it is owed until `epochs_agreed`."""
+        self._owed.append((self._step.num_steps, record, line))
+        self._last_checkpoint = (-1, self._last_checkpoint[1])  # one of this step is without the record
+        self._record_epoch(*self._owed[-1])
+
+    def epochs_agreed(self, epoch: EpochSoFar) -> None:
+        """Ends what is owed of epochs, after an operation that no writer enters before it has recorded them."""
+        self.note_healed(epoch)
+        self._owed.clear()
+
+    def _record_epoch(self, step: int, record: EpochRecord, line: str) -> None:
         if self._recorder is not None:
-            self._recorder.log(self._step.num_steps, record.tags())
+            self._recorder.log(step, record.tags())
             self._recorder.flush()
+            self.display.line(line)
 
     def draw(self, history: Sequence[EpochRecord], name: str) -> None:
         """Draws the losses so far, on the rank that writes."""
@@ -300,6 +324,7 @@ class RunLog:
         if self._checkpoint_steps is not None and self._step.num_steps % self._checkpoint_steps == 0:
             return step != self._step.num_steps
         is_old = self._checkpoint_seconds is not None and time.monotonic() - when >= self._checkpoint_seconds
+        is_old = is_old or self._owes_checkpoint
         if membership.world_size == 1:
             return is_old
         membership.asks_checkpoint = is_old and membership.rank == 0  # sent to the others with the next step
@@ -313,7 +338,7 @@ class RunLog:
     def count_checkpoint(self) -> None:
         """Counts the state of the last step as kept, from now on."""
         self._last_checkpoint = (self._step.num_steps, time.monotonic())
-        self._membership.asks_checkpoint = False
+        self._membership.asks_checkpoint = self._owes_checkpoint = False
 
     def checkpoint(self, epoch: EpochSoFar, capture: Callable[[], "Snapshot"]) -> None:
         """Has the state written on the rank that writes; if it is sharded, by all ranks in a collective call."""
@@ -321,6 +346,8 @@ class RunLog:
         if self.folder is None:
             return
         self.settle(epoch, wait=True)  # on every rank: it may raise
+        self.note_healed(epoch)  # the ranks have compared their states just now, perhaps without the writer
+        self._begun = self._step.num_steps
         if self._recorder is None and not collective:
             return
         before = self._membership.heartbeat.enter("checkpoint")
@@ -392,7 +419,7 @@ class RunLog:
 
         start = time.perf_counter()
         over = self._step.state_communicator
-        write = partial(write_sharded, self._membership.communicator, over, folder, state, self._keep)
+        write = partial(write_sharded, self._membership.communicator, over, folder, state, self._keep, replaces=True)
         path = retrying(write, self._retries, self.display.line)
         seconds = time.perf_counter() - start
         if self._recorder is not None:
