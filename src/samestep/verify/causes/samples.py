@@ -221,12 +221,15 @@ def _with_divisible_datasets() -> AbstractContextManager[None]:
         indices = list(inner(sampler))
         return iter(indices[: divisible(len(indices))])
 
-    def cut_distributed(_: Any, sampler: Any) -> Iterator[int]:
+    def cut_distributed(inner: Callable[..., Iterator[int]], sampler: Any) -> Iterator[int]:
         length = len(sampler.dataset)
-        indices = list(range(length))
-        if sampler.shuffle:  # as the sampler does it
-            generator = torch.Generator().manual_seed(sampler.seed + sampler.epoch)
-            indices = torch.randperm(length, generator=generator).tolist()
+        alone = {"rank": 0, "num_replicas": 1, "num_samples": length, "total_size": length}
+        own = {name: getattr(sampler, name) for name in alone}
+        vars(sampler).update(alone)  # the order stays that of the sampler, or of another antidote
+        try:
+            indices = list(inner(sampler))
+        finally:
+            vars(sampler).update(own)
         return iter(indices[: divisible(length)][sampler.rank :: sampler.num_replicas])
 
     def whole(inner: Callable[..., Iterator[list[int]]], batches: Any) -> Iterator[list[int]]:
