@@ -35,6 +35,7 @@ ROWS = {
     "learning_rate_stepped": "learning_rate",
     "mixup": "draws",
     "own_mean": "mean_of_means",
+    "tokens": "mean_of_means",
 }
 """Scripts for DistributedDataParallel or with an exchange by hand, and the cause that each has; held to `allclose`."""
 
@@ -50,7 +51,7 @@ API = {
 }
 """Programs that use samestep and still break its promise; held to `bitwise`."""
 
-QUICK = ("alone", "api_stream", "mean_of_means")
+QUICK = ("alone", "api_stream", "mean_of_means", "tokens")
 TOGETHER = (
     *("augmentation", "batchnorm", "buffers", "dropout", "global_batch", "learning_rate", "local_clip"),
     *("mean_of_means", "module_state", "order", "sampler"),

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from samestep.comm.environment import read_environment
 from samestep.verify.causes.evidence import Cause, Evidence, by_step, listed, on_devices
@@ -37,7 +38,7 @@ def listen(facts: Facts) -> list[Wrap]:
         given = _mean_arguments(signature, args, kwargs)
         if given:
             with torch.no_grad(), torch._C.DisableTorchFunction():
-                facts.add("mean", function=f"F.{name}", count=_num_terms(name, given, all_alike=False))
+                facts.add("mean", function=f"F.{name}", count=_num_terms(name, given))
         return inner(*args, **kwargs)
 
     def backward(inner: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> Any:
@@ -66,12 +67,10 @@ def _mean_arguments(signature: Signature, args: tuple[Any, ...], kwargs: dict[st
     return bound.arguments if is_mean else {}
 
 
-def _num_terms(name: str, given: dict[str, Any], *, all_alike: bool) -> float:
-    """The number that a loss divides its sum by, or would divide it by if all elements were counted alike."""
+def _num_terms(name: str, given: dict[str, Any]) -> float:
+    """The number that a loss divides its sum by."""
     target: Tensor = given["target"]
     if name in LABELLED and not target.is_floating_point():
-        if all_alike:
-            return float(target.numel())
         valid = target[target != given["ignore_index"]]
         weight = given.get("weight")
         return float(valid.numel() if weight is None else weight[valid].sum())
@@ -141,9 +140,20 @@ def _suspect_mean(evidence: Evidence) -> str | None:
 
 
 def _with_one_denominator() -> AbstractContextManager[None]:
-    """Means become sums over one number, the same on every rank: the sum of the ranks' counts in the first call."""
+    """Means become sums over one number, the same on every rank: the sum of the ranks' counts in the first call.
+
+    For torch's losses that is the samples of a DataLoader's batch, which no padding changes, and which the batches of
+    several devices add up to; the terms of the loss if there is no DataLoader.
+    """
     world_size = read_environment().world_size
     denominators: dict[str, float] = {}
+    batch_size = 0
+
+    def next_index(inner: Callable[..., Any], batches: Any) -> Any:
+        nonlocal batch_size
+        index = inner(batches)
+        batch_size = len(index) if isinstance(index, list) else 1
+        return index
 
     def denominator(key: str, count: float, device: torch.device) -> float:
         if key not in denominators:
@@ -164,12 +174,16 @@ def _with_one_denominator() -> AbstractContextManager[None]:
         given = _mean_arguments(signature, args, kwargs)
         if not given:
             return inner(*args, **kwargs)
-        whole = denominator(name, _num_terms(name, given, all_alike=True), given["input"].device)
+        whole = denominator(name, batch_size or _num_terms(name, given), given["input"].device)
         given["reduction"] = "sum"
         given.update((key, None) for key in ("size_average", "reduce") if key in given)
         return inner(**given) * (world_size / whole)
 
-    return wrapped(*_wraps_of_losses(loss), Wrap(torch.autograd, "backward", backward))
+    return wrapped(
+        *_wraps_of_losses(loss),
+        Wrap(torch.autograd, "backward", backward),
+        Wrap(_BaseDataLoaderIter, "_next_index", next_index),
+    )
 
 
 def _suspect_metrics(evidence: Evidence) -> str | None:
