@@ -26,13 +26,14 @@ ROOT = Path(__file__).resolve().parents[2]
 THREE = ("cpu:1", "cpu:2", "cpu:3")
 
 SAME_NAME = """
-alone augmentation batchnorm buffers draws dropout flags global_batch local_clip loss_scale mean_of_means metrics
-module_state order own_generator sampler unseeded unshared unused
+alone augmentation batchnorm buffers draws dropout flags global_batch local_clip loss_factor loss_scale mean_of_means
+metrics module_state order own_generator sampler unseeded unshared unused
 """
 ROWS = {
     **{name: name for name in SAME_NAME.split()},
     "learning_rate_scaled": "learning_rate",
     "learning_rate_stepped": "learning_rate",
+    "loss_sum": "loss_factor",
     "mixup": "draws",
     "own_mean": "mean_of_means",
     "tokens": "mean_of_means",

@@ -58,6 +58,15 @@ def test_samples_that_accelerate_repeats_to_make_batches_even_are_found(verdict_
 
 
 @pytest.mark.slow
+def test_a_loss_that_the_trainer_of_transformers_multiplies_by_the_devices_is_found(verdict_on):
+    verdict = verdict_on(script("transformers"), "classes", steps=STEPS)
+    mends = {cause.key: cause.advice for cause in verdict.causes}
+    assert mends.keys() == {"global_batch", "dropout", "loss_factor"}
+    assert "accepts_loss_kwargs = False" in mends["loss_factor"]
+    assert verdict_on(script("transformers"), "classes", "mended", steps=STEPS).agrees
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MENDS)
 def test_once_mended_a_script_of_a_framework_is_equal_up_to_rounding(verdict_on, name):
     verdict = verdict_on(script(name), "mended", steps=STEPS)

@@ -23,7 +23,7 @@ from samestep.verify.recording import Recording
 from samestep.verify.runner import ProgramRunner, RunSpec
 from samestep.verify.sanity_checks import Compared, count_compared, idle_parameters, refusals
 
-COUNTS = ("mean_of_means", "metrics")
+COUNTS = ("loss_factor", "mean_of_means", "metrics")
 MAX_IDLE = 6
 
 Pair = tuple[RunSpec, RunSpec]

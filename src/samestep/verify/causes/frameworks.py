@@ -69,8 +69,17 @@ MENDS = {
     ("transformers", "dropout"): "Set the config's dropout probabilities (hidden_dropout_prob, "
     "attention_probs_dropout_prob, resid_pdrop, …) to 0; or run it by samestep run --logical-devices V, whose V ranks "
     "draw the same masks on any devices.",
-    ("transformers", "mean_of_means"): "TrainingArguments(average_tokens_across_devices=True), with a model or "
-    "compute_loss_func that divides by num_items_in_batch.",
+    (
+        "transformers",
+        "mean_of_means",
+    ): "TrainingArguments(average_tokens_across_devices=True), for a loss that divides by "
+    "num_items_in_batch: that of a causal language model, or a compute_loss_func.",
+    (
+        "transformers",
+        "loss_factor",
+    ): "The loss takes no num_items_in_batch, and is multiplied by the number of devices all "
+    "the same: model.accepts_loss_kwargs = False, before the Trainer is made; or, if a compute_loss_func has it, "
+    "TrainingArguments(average_tokens_across_devices=False).",
     ("transformers", "unseeded"): "transformers.set_seed(42), before the model is made.",
 }
 """By framework and key of the cause."""

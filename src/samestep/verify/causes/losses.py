@@ -1,6 +1,7 @@
-"""Causes in means: a loss or a metric that is the mean over devices of means over unequal shares."""
+"""Causes in losses and metrics: means over devices of means over unequal shares, and factors that devices leave."""
 
 import inspect
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -17,6 +18,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from samestep.comm.environment import read_environment
 from samestep.verify.causes.evidence import Cause, Evidence, by_step, listed, on_devices
 from samestep.verify.causes.facts import Facts, first_rows
+from samestep.verify.recording import Recording
 from samestep.verify.wrapping import DISTRIBUTED, Wrap, wrapped
 
 LABELLED = ("cross_entropy", "nll_loss")
@@ -26,6 +28,7 @@ DENSE = (
 )
 OWN = "the program's own mean"
 MAX_NODES = 16
+NEAR = 0.1
 PASSED = ("Neg", "Squeeze", "Unsqueeze", "View", "Reshape", "ToCopy", "Clone", "Alias", "Mul")
 # As it is before it is wrapped: the exchanges of counterfactuals are not the program's.
 _reduce: Callable[..., Any] = dist.all_reduce if dist.is_available() else lambda *args: None
@@ -186,6 +189,51 @@ def _with_one_denominator() -> AbstractContextManager[None]:
     )
 
 
+def _suspect_factor(evidence: Evidence) -> str | None:
+    if not evidence.is_ddp:
+        return None
+    first, *others = evidence.firsts
+    for run in others:
+        losses, gradients = ([size(one) for one in (first, run)] for size in (_mean_loss, _gradient_norm))
+        if not all(losses) or not all(gradients):
+            continue
+        more, ratio = run.world_size / first.world_size, losses[1] / losses[0]
+        is_sum = abs(ratio * more - 1) < NEAR and gradients[1] < gradients[0] * (1 - NEAR)  # not all add gradients up
+        if is_sum or abs(ratio / more - 1) < NEAR:
+            sizes = (f"{loss:.6g} on {on_devices(one)}" for loss, one in zip(losses, (first, run), strict=True))
+            return f"the mean over the ranks of the first losses was {' and '.join(sizes)}: {ratio:.3g} times as much"
+    return None
+
+
+def _mean_loss(run: Recording) -> float:
+    """The mean over the ranks of what backward began with in the first step."""
+    return sum(sum(rank[0]["loss"]) for rank in run.steps) / run.world_size if run.num_steps else 0.0
+
+
+def _gradient_norm(run: Recording) -> float:
+    """The 2-norm of all gradients of rank 0 in the first step."""
+    return math.hypot(*(norm or 0.0 for group in run.steps[0][0]["gradients"] for norm in group["norm"]))
+
+
+def _with_one_factor() -> AbstractContextManager[None]:
+    """Losses are divided by the mean over the ranks of the first one, and with it by any factor that they all have."""
+    world_size = read_environment().world_size
+    factor = 0.0
+
+    def backward(inner: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal factor
+        if isinstance(tensors, Tensor) and tensors.numel() == 1:
+            if not factor:
+                mean = tensors.detach().clone()
+                if world_size > 1 and dist.is_initialized():
+                    _reduce(mean)
+                factor = abs(float(mean)) / world_size or 1.0
+            tensors = tensors / factor
+        return inner(tensors, *args, **kwargs)
+
+    return wrapped(Wrap(torch.autograd, "backward", backward))
+
+
 def _suspect_metrics(evidence: Evidence) -> str | None:
     if not evidence.is_ddp:
         return None
@@ -255,6 +303,14 @@ def _with_weighted_metrics() -> Iterator[None]:
         handle.remove()
 
 
+LOSS_FACTOR = Cause(
+    "loss_factor",
+    "the loss, or its gradient, has the number of devices as a factor",
+    "Call backward on the mean over the device's samples, times nothing. The gradients of the devices are averaged: of "
+    "a sum over a device's samples, or a mean times world_size, a factor remains.",
+    _suspect_factor,
+    _with_one_factor,
+)
 MEAN_OF_MEANS = Cause(
     "mean_of_means",
     "the loss is a mean over devices of means over unequal counts",
