@@ -126,6 +126,12 @@ def test_what_happens_after_the_backward_is_placed_there(verdict_on, script):
     assert (verdict.difference.quantity, verdict.place.direction) == ("gradient", "exchange")
 
 
+def test_a_program_that_ends_its_process_group_is_not_told_that_it_never_started_one(verdict_on, script):
+    verdict = verdict_on(script(parallel(factor="(1 + 0.1 * size)") + "    dist.destroy_process_group()\n"), steps=20)
+    assert verdict.unexplained is not None
+    assert "alone" not in {cause.key for cause in verdict.suspects}
+
+
 def test_inputs_that_differ_are_told_before_any_module_and_what_is_not_explained_proves_no_count(verdict_on, script):
     shifted = parallel(share="x[rank::size] + size")
     verdict = verdict_on(script(shifted))

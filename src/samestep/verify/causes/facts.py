@@ -50,7 +50,7 @@ class Facts:
     Attributes:
         calls: the modules that are being called.
         in_dataset: whether a dataset is making samples.
-        at_step: called after every step, to look at what only shows then.
+        at_step: called after every step, to look at what shows then, and may be gone when the program ends.
     """
 
     def __init__(self) -> None:
@@ -77,9 +77,9 @@ class Facts:
         text = json.dumps({"name": name, **fields}, sort_keys=True)
         self._counts[text] = self._counts.get(text, 0) + 1
 
-    def take(self) -> list[dict[str, Any]]:
-        """The facts since the last call."""
-        for look in self.at_step:
+    def take(self, *, after_step: bool) -> list[dict[str, Any]]:
+        """The facts since the last call; `after_step`: whether that was before a step that has just been taken."""
+        for look in self.at_step if after_step else ():
             look()
         new = [*self._facts, *({**json.loads(text), "times": times} for text, times in self._counts.items())]
         self._facts, self._counts = [], {}

@@ -75,6 +75,6 @@ class Recorder:
         wraps = [wrap for family in families for wrap in family.listen(self._facts)]
         return patches_for(wraps, in_compiled=False)
 
-    def facts(self) -> list[dict[str, Any]]:
-        """The facts since the last call, as JSON objects with a "name"; to be called after every step."""
-        return self._facts.take()
+    def facts(self, *, after_step: bool = False) -> list[dict[str, Any]]:
+        """The facts since the last call, as JSON objects with a "name"."""
+        return self._facts.take(after_step=after_step)

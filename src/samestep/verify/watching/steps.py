@@ -70,7 +70,7 @@ class Steps:
     batches: Batches
     metrics: Metrics
     modules: Modules
-    facts: Callable[[], Sequence[dict[str, Any]]]  # the causes' observations since the last call
+    facts: Callable[..., Sequence[dict[str, Any]]]  # the causes' observations since the last call
     end: Callable[[], None]  # ends the program after the last step
     num_wanted: int  # steps to record
     detail: int | None = None  # the step whose modules are recorded
@@ -135,7 +135,7 @@ class Steps:
                 buffers={"names": [name for name, _ in buffers], **_summary([buffer for _, buffer in buffers])},
                 **samples,
             )
-        self.write_rest()
+        self.write_rest(after_step=True)
         self.losses, self.inputs, self.microbatches = [], [], []
         self.num_rows = 0
         self._gradients, self._states = [], []
@@ -144,11 +144,11 @@ class Steps:
         self.modules.step = self.number if self.number == self.detail else None
         self.end_if_done()
 
-    def write_rest(self) -> None:
+    def write_rest(self, *, after_step: bool = False) -> None:
         """Writes the reduced numbers and the facts since the last step."""
         for values in self.metrics.take():
             self.writer.write("metric", step=self.number, **values)
-        for fact in self.facts():
+        for fact in self.facts(after_step=after_step):
             self.writer.write("fact", **{"step": self.number, **fact})
 
     def _meet(self, optimizer: Optimizer) -> _Known:
