@@ -206,8 +206,9 @@ def test_a_number_that_differs_from_run_to_run_is_a_clock_and_not_compared():
     ours, again = with_metric(recording(1), [3.25]), with_metric(recording(1), [3.5], attempt=1)
     other = with_metric(recording(2), [9.0])
     assert first_difference(ours, other, "allclose") is not None
-    assert first_difference(ours, other, "allclose", Tolerance(ours, again=again)) is None
-    assert first_difference(ours, again, "bitwise", Tolerance(ours, again=again)) is None
+    clocks = Tolerance(ours, clocks=frozenset({0}))
+    assert first_difference(ours, other, "allclose", clocks) is None
+    assert first_difference(ours, again, "bitwise", clocks) is None
 
 
 def test_rounding_that_grows_fast_in_a_program_is_allowed_what_it_was_seen_to_do():
@@ -217,6 +218,67 @@ def test_rounding_that_grows_fast_in_a_program_is_allowed_what_it_was_seen_to_do
     assert first_difference(ours, other, "allclose", Tolerance(ours, response=(ours, nudged))) is None
     far = changed(recording(2), off("states", 0.1))
     assert first_difference(ours, far, "allclose", Tolerance(ours, response=(ours, nudged))) is not None
+
+    late = Tolerance(ours, response=(ours, nudged), since=1)
+    assert first_difference(ours, other, "allclose", late).step == 0
+
+
+def test_a_loss_that_rounding_alone_changes_much_is_lost_from_that_step_on():
+    def grows(line):
+        line["loss"] = [line["loss"][0] * (1 + 1e-4 * 100 ** line["step"])]
+
+    ours = recording(1)
+    assert Tolerance(ours).lost() is None
+    assert Tolerance(ours, response=(ours, changed(ours, grows))).lost() == 1
+
+
+def put(path, value):
+    """Changes one entry of a step's line."""
+
+    def change(line):
+        *outer, last = path
+        for key in outer:
+            line = line[key]
+        line[last] = value
+
+    return change
+
+
+INFINITE = {"norm": [math.inf], "bits": [3], "summary": [vector(math.inf)]}
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "quantity"),
+    [
+        (put(["states", 0], {"optimizer": 0, "lr": [0.1], "moments": [5], **INFINITE}), None, "state"),
+        (put(["buffers"], {"names": ["1.running_mean"], **INFINITE}), None, "buffer"),
+        (put(["buffers", "names"], []), None, "buffer"),
+        (put(["states", 0, "lr"], [math.nan]), None, "lr"),
+        (put(["rows"], [1, 2, 3, 4]), put(["rows"], [5, 6, 7, 8]), "samples"),
+    ],
+    ids=("an infinite parameter", "an infinite buffer", "no buffer", "no rate", "other contents of equal numbers"),
+)
+def test_nothing_is_equal_because_it_cannot_be_compared(ours, theirs, quantity):
+    runs = [changed(recording(1), change or (lambda line: None)) for change in (ours, theirs)]
+    for pair in (runs, reversed(runs)):
+        assert first_difference(*pair, "allclose").quantity == quantity
+
+
+def test_a_reduced_number_that_is_not_finite_differs_from_one_that_is():
+    for value in (math.nan, math.inf):
+        broken = with_metric(recording(2), [value])
+        assert first_difference(broken, broken, "allclose") is None
+        for pair in ((with_metric(recording(1), [0.5]), broken), (broken, with_metric(recording(1), [0.5]))):
+            assert first_difference(*pair, "allclose").quantity == "metric"
+
+
+def test_parameters_that_are_not_finite_prove_nothing():
+    def poison(line):
+        if line["step"] > 0:
+            line["states"][0]["norm"] = [math.nan]
+
+    runs = [changed(run, poison) for run in (recording(1), recording(2))]
+    assert "from step 1 on parameters are not finite" in next(refusals(runs))
 
 
 @pytest.mark.parametrize("family", ["ddp", "api"])

@@ -1,6 +1,7 @@
 """`samestep verify`: programs that agree reach their tier; of others the place and the cause are found."""
 
 import json
+import re
 import sys
 import textwrap
 from pathlib import Path
@@ -132,6 +133,40 @@ def test_a_program_that_ends_its_process_group_is_not_told_that_it_never_started
     assert "alone" not in {cause.key for cause in verdict.suspects}
 
 
+def test_what_is_left_under_all_antidotes_is_told_with_its_place(verdict_on, script, capsys):
+    text = parallel(factor="(1 + 0.1 * size)", share="nn.functional.dropout(x[rank::size], 0.1)")
+    verdict = verdict_on(script(text))
+    assert {cause.key for cause in verdict.suspects} == {"dropout", "draws"}
+    assert (verdict.unexplained.step, verdict.unexplained.quantity) == (0, "loss")
+    assert verdict.unexplained_place.direction == "backward"
+    show(verdict)
+    printed = capsys.readouterr().out
+    assert f"without the effect of dropout, draws there is left: step 0: {verdict.unexplained.text}" in printed
+    assert verdict.unexplained_place.text in printed
+
+
+def test_a_cause_that_another_hides_is_looked_for_once_that_is_gone(verdict_on, script):
+    text = """
+        import torch, torch.distributed as dist
+        from torch import nn
+        from torch.utils.data import DataLoader, TensorDataset
+
+        dist.init_process_group("gloo")
+        torch.manual_seed(1234 + dist.get_rank())
+        x = torch.randn(48, 3, generator=torch.Generator().manual_seed(0))
+        model = nn.parallel.DistributedDataParallel(nn.Linear(3, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for (part,) in DataLoader(TensorDataset(x), batch_size=12 // dist.get_world_size(), shuffle=True):
+            optimizer.zero_grad()
+            model(part).square().mean().backward()
+            optimizer.step()
+    """
+    verdict = verdict_on(script(text))
+    assert [cause.key for cause in verdict.causes] == ["unshared"]
+    assert verdict.causes[0].evidence.endswith("(without the effect of order)")
+    assert verdict.unexplained is None
+
+
 def test_inputs_that_differ_are_told_before_any_module_and_what_is_not_explained_proves_no_count(verdict_on, script):
     shifted = parallel(share="x[rank::size] + size")
     verdict = verdict_on(script(shifted))
@@ -179,6 +214,115 @@ def test_rounding_that_a_program_makes_large_is_no_difference(verdict_on, script
     verdict = verdict_on(script(text), steps=6)
     assert verdict.reached == "allclose"
     assert verdict.difference is None
+
+
+NOISY = """
+    import random, torch, torch.distributed as dist
+    import numpy as np
+    from torch import nn
+    from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, random_split
+
+    dist.init_process_group("gloo")
+    BEFORE
+    torch.manual_seed(0)
+    x, factor = torch.randn(72, 3), 1.0
+    DATA
+    data = TensorDataset(x)
+    SPLIT
+    model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sampler = DistributedSampler(data, shuffle=False)
+    for (part,) in DataLoader(data, batch_size=12 // dist.get_world_size(), sampler=sampler):
+        STEP
+        optimizer.zero_grad()
+        (model(part).square().mean() * factor).backward()
+        optimizer.step()
+        AFTER
+    dist.destroy_process_group()
+"""
+METRIC = "score = {}; dist.all_reduce(score); score /= dist.get_world_size()"
+
+
+def noisy(**places):
+    text = NOISY
+    for place in ("BEFORE", "DATA", "SPLIT", "STEP", "AFTER"):
+        text = text.replace(place, places.get(place.lower(), "pass"))
+    return text
+
+
+@pytest.mark.parametrize(
+    "places",
+    [
+        {"before": "noise = torch.randn(72, 3)", "data": "x = x + noise"},
+        {"before": "split = torch.randperm(72)", "split": "data = torch.utils.data.Subset(data, split[:48])"},
+        {"data": "x = x + torch.from_numpy(np.random.default_rng().normal(size=(72, 3))).float()"},
+        {"step": "factor = random.Random().uniform(0.5, 1.5)"},
+        {"before": "chosen = random.sample(range(72), 9)", "after": METRIC.format("model.module(x[chosen]).mean()")},
+    ],
+    ids=("the data", "a split", "a generator of numpy's", "a generator of python's", "an evaluation"),
+)
+def test_what_nobody_seeded_is_no_rounding_but_named_and_confirmed(verdict_on, script, places):
+    verdict = verdict_on(script(noisy(**places)))
+    assert not verdict.agrees
+    assert verdict.reached in (None, "count-exact", "sample-exact")
+    assert [cause.key for cause in verdict.causes] == ["unseeded"]
+    assert verdict.unexplained is None
+    assert not any("order of chance" in note for note in verdict.notes)
+    seeded = noisy(**places).replace('group("gloo")', 'group("gloo"); torch.manual_seed(1); random.seed(1)')
+    seeded = seeded.replace("default_rng()", "default_rng(1)").replace("Random()", "Random(1)")
+    assert verdict_on(script(seeded)).agrees
+
+
+@pytest.mark.parametrize(
+    ("after", "note"),
+    [
+        (f"import time; {METRIC.format('torch.tensor(time.time() % 60)')}", "0 are compared: .* 3 differ on cpu:1"),
+        ("if dist.get_world_size() > 1: dist.all_reduce(torch.tensor(0.5))", "0 are compared: .* 3 on cpu:2"),
+    ],
+    ids=("a clock", "on several devices only"),
+)
+def test_of_reduced_numbers_that_are_not_compared_is_said_why(verdict_on, script, after, note):
+    verdict = verdict_on(script(noisy(after=after)))
+    assert verdict.agrees
+    assert any(re.search(note, text) for text in verdict.notes)
+
+
+def test_an_order_of_chance_excuses_no_draws(verdict_on, script):
+    race = "chance = torch.tensor(os.urandom(1)[0] / 256); dist.broadcast(chance, 0)\n        "
+    race += "for p in model.parameters(): p.grad *= 1 + 4e-7 * chance\n        optimizer.step()"
+    text = noisy(before="import os", step="factor = 1").replace("optimizer.step()", race)
+    assert verdict_on(script(text)).reached == "allclose"
+    text = text.replace("factor = 1", "number = locals().get('number', 0) + 1; factor = 1 + NOISE").replace(
+        "NOISE", "1e-4 * random.random() * (number > 2)"
+    )
+    verdict = verdict_on(script(text))
+    assert [cause.key for cause in verdict.causes] == ["unseeded"]
+    assert verdict.unexplained is None
+
+
+def test_where_no_metric_was_reached_agreement_says_so(verdict_on, script):
+    for steps, is_said in ((2, True), (20, False)):
+        verdict = verdict_on(script(noisy()), steps=steps)
+        assert verdict.agrees
+        assert any("no metric was compared" in note for note in verdict.notes) is is_said
+
+
+@pytest.mark.parametrize(
+    ("change", "refusal"),
+    [
+        (("lr=LR", "lr=400"), "rounding alone may change the loss"),
+        (("loss = model(mine)", "loss = model(mine / (number < 2))"), "from step 2 on parameters are not finite"),
+    ],
+    ids=("chaos", "NaN"),
+)
+def test_agreement_of_what_cannot_be_told_apart_is_refused(verdict_on, script, change, refusal):
+    verdict = verdict_on(
+        script(PARALLEL.replace(*change).replace("LR", "0.1").replace("SHARE", "x[rank::size]").replace("FACTOR", "1")),
+        steps=6,
+    )
+    assert not verdict.agrees
+    assert verdict.difference is None
+    assert refusal in verdict.refusals[0]
 
 
 @pytest.mark.slow

@@ -290,8 +290,11 @@ def _show_rest(console: "Console", verdict: "Verdict") -> None:
             names = ", ".join(cause.key for cause in verdict.causes)
             _say(console, "confirmed", f"without the effect of {names} the runs agree; with any of it left they differ")
         return
-    left = "with that taken away, " if verdict.causes else ""
+    gone = ", ".join(cause.key for cause in (*verdict.causes, *verdict.suspects))
+    left = f"without the effect of {gone} there is left: " if gone else ""
     _say(console, "unexplained", f"{left}step {verdict.unexplained.step}: {verdict.unexplained.text}")
+    if verdict.unexplained_place is not None:
+        _say(console, "", verdict.unexplained_place.text)
     if verdict.suspects:
         for cause in verdict.suspects:
             _show_cause(console, "suspect", cause)

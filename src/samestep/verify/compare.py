@@ -35,6 +35,7 @@ RESPONSE_FACTOR = 16.0
 COARSE = 1e-5
 COARSE_FACTOR = 2.0
 MOMENTUM_FACTOR = 10.0
+MOST_LOST = 0.1
 
 
 @dataclass(frozen=True)
@@ -62,11 +63,13 @@ class Tolerance:
     (Higham, Accuracy and Stability of Numerical Algorithms, section 4.2), and every step adds to the error of those
     before. Some programs let rounding grow faster: Adam divides a gradient that is nothing but rounding by its own
     size. That is measured by a run on the first devices whose gradients are changed by a few units of rounding a step.
+    A difference may grow so only once it is there: where it arises first it is no larger than the error of a sum.
     """
 
     plain: Recording  # the reference
     response: tuple[Recording, Recording] | None = None  # without and with changed gradients, if that was measured
-    again: Recording | None = None  # a second run on the same devices: numbers that differ in it are clocks or the like
+    clocks: frozenset[int] = frozenset()  # the reduced numbers that are not compared
+    since: int = 0  # the first step in which the response counts
     _responses: dict[tuple[Any, ...], list[float]] = field(default_factory=dict, compare=False, repr=False)
 
     def unit(self, step: int) -> float:
@@ -79,10 +82,7 @@ class Tolerance:
 
     def loss(self, step: int) -> float:
         """The bound for the loss."""
-        values = [abs(sum(line["loss"])) for line in self.plain.steps[0][: step + 1] if line["loss"]]
-        finite = [value for value in values if math.isfinite(value)]
-        own = self.unit(step) * (max(finite[-1], sum(finite) / len(finite)) if finite else 0.0)
-        return max(own, RESPONSE_FACTOR * self._response(("loss",), step))
+        return max(self.unit(step) * self._loss_size(step), RESPONSE_FACTOR * self._response(("loss",), step))
 
     def bound(self, part: str, step: int, group: int, index: int) -> float:
         """The bound for one parameter's gradient ("gradients") or value ("states"), or one buffer, by 2-norm."""
@@ -102,12 +102,18 @@ class Tolerance:
         """The bound for a number that the program reduced; rounding may change which of two classes is likelier."""
         return max(1e-4 if self.unit(0) > COARSE else 1e-5, self.unit(step)) * abs(value)
 
-    def unsteady(self) -> set[int]:
-        """The reduced numbers that differ in a second run on the same devices."""
-        if self.again is None:
-            return set()
-        pairs = enumerate(zip(self.plain.lines("metric"), self.again.lines("metric"), strict=False))
-        return {index for index, (first, second) in pairs if first["after"] != second["after"]}
+    def lost(self) -> Iterator[str]:
+        """The reason why agreement in late steps would prove nothing, if there is one."""
+        responses = ((step, self._response(("loss",), step)) for step in range(self.plain.num_steps))
+        late = (step for step, gap in responses if RESPONSE_FACTOR * gap > MOST_LOST * self._loss_size(step))
+        for step in list(late)[:1]:
+            yield f"from step {step} on rounding alone may change the loss by a tenth: compare --steps {step}"
+
+    def _loss_size(self, step: int) -> float:
+        """The size of the losses up to a step: the mean one's, or the last one's if that is more."""
+        values = [abs(sum(line["loss"])) for line in self.plain.steps[0][: step + 1] if line["loss"]]
+        finite = [value for value in values if math.isfinite(value)]
+        return max(finite[-1], sum(finite) / len(finite)) if finite else 0.0
 
     def _gradient_size(self, line: Line, optimizer: int, index: int) -> float:
         """The 2-norm of a gradient, and what it would be if all elements of all gradients were of one size."""
@@ -121,7 +127,7 @@ class Tolerance:
 
     def _response(self, path: tuple[Any, ...], step: int) -> float:
         """The largest difference of one quantity up to a step that changed gradients made."""
-        if self.response is None:
+        if self.response is None or step < self.since:
             return 0.0
         if path not in self._responses:
             calm, nudged = (recording.steps[0] for recording in self.response)
@@ -141,14 +147,15 @@ def first_difference(
     return min((one for one in found if one is not None), key=lambda one: one.rank, default=None)
 
 
-def ranks_apart(recording: Recording) -> Difference | None:
+def ranks_apart(recording: Recording, parts: Sequence[str] = ("gradients", "states")) -> Difference | None:
     """The first step in which the ranks of one run hold different gradients or parameters; None if there is none."""
     names = [[line["names"] for line in recording.lines("parameters", rank)] for rank in range(recording.world_size)]
     if any(other != names[0] for other in names):
         return None  # each rank trains other parameters
     for step in range(recording.num_steps):
         first, *others = (steps[step] for steps in recording.steps)
-        for part, what in (("gradients", "the gradient"), ("states", "the value")):
+        for part in parts:
+            what = "the gradient" if part == "gradients" else "the value"
             for rank, other in enumerate(others, 1):
                 for one, two in zip(first[part], other[part], strict=False):
                     for index in _unequal(one["bits"], two["bits"]):
@@ -230,6 +237,11 @@ class _Comparison:
     def _samples(self, step: int) -> Iterator[Difference]:
         """The samples that were trained on."""
         first, second = self.ours.samples(step), self.theirs.samples(step)
+        if self.ours.devices == self.theirs.devices:  # ids are positions, behind which there may be other samples
+            rows = [[rank[step]["rows"] for rank in run.steps] for run in (self.ours, self.theirs)]
+            if first == second and rows[0] != rows[1] and all(None not in taken for taken in rows):
+                text = f"other samples: those of equal numbers have other contents on {self.theirs.label}"
+                yield self._found(step, "samples", text)
         if first is None or second is None or first == second:
             return
         counted = ((self.ours.label, first, second), (self.theirs.label, second, first))
@@ -256,7 +268,7 @@ class _Comparison:
             yield max(gradients, key=lambda found: found[0])[1]  # the one that is farthest out of bounds
         for one, two in zip(first["states"], second["states"], strict=False):
             for a, b in zip(one["lr"], two["lr"], strict=False):
-                if abs(a - b) > 1e-12 * abs(a):
+                if a != b and not abs(a - b) <= 1e-12 * abs(a):
                     text = "the learning rate is {:.6g} on {}, {:.6g} on {}"
                     yield self._found(step, "lr", text, (a, b), relative=_relative(abs(a - b), a))
         yield from (difference for _, difference in self._tensors(step, "states", first, second))
@@ -264,12 +276,15 @@ class _Comparison:
             for index in _unequal(one["moments"], two["moments"]) if self._exact else ():
                 name = self.ours.parameters(one["optimizer"])["names"][index]
                 yield self._found(step, "moments", f"the optimizer's state of {name} is not the same", name=name)
-        if first["buffers"]["names"] == second["buffers"]["names"]:
+        names = [line["buffers"]["names"] for line in (first, second)]
+        if names[0] == names[1]:
             yield from (difference for _, difference in self._tensors(step, "buffers", first, second))
+        elif other := sorted(set(names[0]) ^ set(names[1])):
+            yield self._found(step, "buffer", f"other buffers: {', '.join(other[:MAX_NAMED])}")
 
     def _losses(self, step: int) -> Iterator[Difference]:
         """The loss: on several ranks that hold a share each, their mean or their sum."""
-        first, second = (_losses_of(run, step) for run in (self.ours, self.theirs))
+        first, second = (losses_of(run, step) for run in (self.ours, self.theirs))
         if not first or not second or set(map(repr, first)) & set(map(repr, second)):
             return
         apart = min(abs(a - b) for a in first for b in second)
@@ -289,7 +304,7 @@ class _Comparison:
                 else:
                     apart = distance(one["summary"][index], two["summary"][index])
                     bound = self.allowed.bound(part, step, group, index)
-                if not self._exact and apart <= bound:
+                if not self._exact and apart <= bound and math.isfinite(apart):
                     continue
                 names = one["names"] if part == "buffers" else self.ours.parameters(one["optimizer"])["names"]
                 name, by = names[index], _percent(apart, sizes[0])
@@ -305,19 +320,25 @@ class _Comparison:
     def _metrics(self) -> Iterator[Difference]:
         """Numbers that the program reduced over its ranks: their sum, or their mean, must not depend on the ranks."""
         ours, theirs = self.ours, self.theirs
-        unsteady = self.allowed.unsteady()
-        for index, (first, second) in enumerate(zip(ours.lines("metric"), theirs.lines("metric"), strict=False)):
-            if index in unsteady:
+        for index, first, second in paired_metrics(ours, theirs):
+            if index in self.allowed.clocks:
                 continue
-            if len(first["after"]) != len(second["after"]) or first["step"] != second["step"]:
-                return
             for a, b in zip(first["after"], second["after"], strict=True):
                 means = (a / ours.world_size, b / theirs.world_size)
                 bound = self.allowed.metric(max(0, min(first["step"], ours.num_steps) - 1), a)
-                if min(abs(a - b), abs(means[0] - means[1]) * ours.world_size) > bound:
+                apart = abs(a - b), abs(means[0] - means[1]) * ours.world_size
+                if repr(a) != repr(b) and not min(apart) <= bound < math.inf:
                     text = "a number that the program reduces over its ranks is {:.9g} on {}, {:.9g} on {} "
                     text += f"(a mean over the ranks: {means[0]:.9g} and {means[1]:.9g})"
                     yield self._found(first["step"], "metric", text, (a, b), relative=_relative(abs(a - b), a))
+
+
+def paired_metrics(ours: Recording, theirs: Recording) -> Iterator[tuple[int, Line, Line]]:
+    """The reductions that can be compared, by number: all before the first that comes elsewhere, or in another size."""
+    for index, (first, second) in enumerate(zip(ours.lines("metric"), theirs.lines("metric"), strict=False)):
+        if len(first["after"]) != len(second["after"]) or first["step"] != second["step"]:
+            return
+        yield index, first, second
 
 
 def _groups(line: Line, part: str) -> Sequence[Line]:
@@ -326,7 +347,7 @@ def _groups(line: Line, part: str) -> Sequence[Line]:
     return found
 
 
-def _losses_of(recording: Recording, step: int) -> list[float]:
+def losses_of(recording: Recording, step: int) -> list[float]:
     """The numbers that may be a step's loss: the mean over ranks, and their sum."""
     totals = [float(sum(steps[step]["loss"])) for steps in recording.steps if steps[step]["loss"]]
     if not totals or recording.family != "ddp":

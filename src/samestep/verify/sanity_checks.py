@@ -67,11 +67,13 @@ def _not_learning(recording: Recording) -> Iterator[str]:
     """Signs of a model that learns nothing."""
     lines = recording.steps[0][: recording.num_steps]
     norms = [norm for line in lines for group in line["gradients"] for norm in group["norm"]]
+    sizes = ((step, norm) for step, line in enumerate(lines) for group in line["states"] for norm in group["norm"])
+    poisoned = next((step for step, norm in sizes if not math.isfinite(norm)), None)
     losses = [sum(line["loss"]) for line in lines if line["loss"]]
     if not any(norms):
         yield "all gradients are zero: a model that learns nothing is the same on any devices"
-    elif not any(norm is not None and math.isfinite(norm) for norm in norms):
-        yield "no gradient is finite"
+    elif poisoned is not None:
+        yield f"from step {poisoned} on parameters are not finite: NaN is the same on any devices"
     elif len(losses) > 2 and len(set(losses)) == 1:
         yield f"the loss is {losses[0]:.9g} in all {len(losses)} steps: nothing is learned, or not from the data"
     starts = {line["optimizer"]: line["bits"] for line in recording.lines("parameters")}

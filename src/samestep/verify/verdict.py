@@ -10,14 +10,16 @@ they do not?     name the first step, quantity and module that differ
                  the others are confirmed: with them neutralised the runs agree, with any one left they do not
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field, replace
 
 from samestep.errors import WorkerError
+from samestep.verify.causes.datasets import OWN_GENERATORS
 from samestep.verify.causes.evidence import Cause, Evidence
 from samestep.verify.causes.frameworks import advice_on
+from samestep.verify.causes.machine import UNSEEDED
 from samestep.verify.causes.table import CAUSES, PAGES
-from samestep.verify.compare import TIERS, Difference, Tier, Tolerance, first_difference, reached
+from samestep.verify.compare import ORDER, TIERS, Difference, Tier, Tolerance, first_difference, paired_metrics, reached
 from samestep.verify.place import Place, first_place
 from samestep.verify.recording import Recording
 from samestep.verify.runner import ProgramRunner, RunSpec
@@ -25,6 +27,9 @@ from samestep.verify.sanity_checks import Compared, count_compared, idle_paramet
 
 COUNTS = ("loss_factor", "mean_of_means", "metrics")
 MAX_IDLE = 6
+NOISE = (UNSEEDED.key, OWN_GENERATORS.key)
+"""The causes by which two runs on the same devices differ by more than rounding."""
+BEFORE_NUDGE = (0, ORDER.index("loss"))
 
 Pair = tuple[RunSpec, RunSpec]
 
@@ -55,7 +60,8 @@ class Verdict:
     place: Place | None = None
     causes: tuple[Named, ...] = ()  # those that were confirmed
     suspects: tuple[Named, ...] = ()  # the others, if not all of the difference could be explained
-    unexplained: Difference | None = None  # the first difference with all confirmed causes neutralised
+    unexplained: Difference | None = None  # the first difference with all causes and suspects neutralised
+    unexplained_place: Place | None = None  # its place, if it is not that of the first difference
     notes: tuple[str, ...] = ()
     num_runs: int = 0
 
@@ -77,6 +83,8 @@ class _Inquiry:
     named: list[Named] = field(default_factory=list)
     suspects: list[Named] = field(default_factory=list)
     unexplained: Difference | None = None
+    unexplained_place: Place | None = None
+    clocks: frozenset[int] = frozenset()  # the reduced numbers that are not compared
     _response: tuple[Recording, Recording] | None = None
 
     def run(self, spec: RunSpec) -> Recording:
@@ -100,55 +108,87 @@ class _Inquiry:
                 text = f"the counterfactual run failed: {recording.failure}"
                 return Difference(recording.num_steps, "steps", "", text, (ours.label, theirs.label))
         tier = tier or self.required
-        found = first_difference(ours, theirs, tier, self.tolerance(pair[0]))
+        found = first_difference(ours, theirs, tier, self.tolerance(pair))
         if found is not None and tier == "allclose" and found.quantity in ("loss", "gradient", "state", "buffer"):
             self._measure(pair[0].devices)
-            found = first_difference(ours, theirs, tier, self.tolerance(pair[0]))
+            found = first_difference(ours, theirs, tier, self.tolerance(pair))
         return found
 
-    def tolerance(self, spec: RunSpec) -> Tolerance:
-        """How far a run may be from this one by rounding."""
-        again = None if spec.neutral else self.runner.known(RunSpec(spec.devices, self.steps, attempt=1))
-        return Tolerance(self.runner.record(spec), self._response, again)
+    def tolerance(self, pair: Pair) -> Tolerance:
+        """How far two runs may be apart by rounding."""
+        ours, theirs = map(self.runner.record, pair)
+        allowed = Tolerance(ours, self._response, self.clocks)
+        start = first_difference(ours, theirs, "bitwise", allowed) if ours.devices == theirs.devices else None
+        return allowed if start is None else replace(allowed, since=start.step + 1)
 
     def _measure(self, devices: str) -> None:
-        """Measures how rounding grows, once."""
+        """Measures how rounding grows, once; with all seeded if it is not the same twice, to measure rounding alone."""
         if self._response is None:
             self.report(f"measuring on {devices} how rounding grows")
-            nudged = self.runner.record(RunSpec(devices, self.steps, nudge=True))
-            if nudged.failure is None:
-                self._response = (self.run(RunSpec(devices, self.steps)), nudged)
+            calm, again = RunSpec(devices, self.steps), RunSpec(devices, self.steps, attempt=1)
+            if first_difference(self.run(calm), self.run(again), "bitwise") is not None:
+                calm = replace(calm, neutral=NOISE)
+            pair = self.runner.record(calm), self.runner.record(replace(calm, nudge=True))
+            start = first_difference(*pair, "allclose")
+            if all(run.failure is None for run in pair) and (start is None or start.rank > BEFORE_NUDGE):
+                self._response = pair
+
+    def find_clocks(self, pair: Pair) -> None:
+        """Finds the reduced numbers that differ in a second run on the same devices, with all seeded too."""
+        for neutral in ((), NOISE):
+            ours, theirs = (self.runner.record(replace(spec, neutral=neutral)) for spec in pair)
+            found = {index for index, one, two in paired_metrics(ours, theirs) if one["after"] != two["after"]}
+            if ours.failure is None and theirs.failure is None:
+                self.clocks = frozenset(found)
+            if not found:
+                return
+
+    def place(self, pair: Pair, difference: Difference) -> Place | None:
+        """The first module that differs in the step in which runs part."""
+        if difference.quantity in ("samples", "inputs", "start", "steps", "metric", "lr"):
+            return None
+        self.report(f"recording every module in step {difference.step}")
+        specs = (replace(spec, steps=difference.step + 1, detail=difference.step) for spec in pair)
+        ours, theirs = map(self.runner.record, specs)
+        if ours.failure is not None or theirs.failure is not None:
+            return None
+        return first_place(ours, theirs, exact=self.required == "bitwise")
 
     def explain(self, pair: Pair, evidence: Evidence) -> None:
         """Confirms causes until the two runs agree with all of them neutralised, or no suspect is left."""
-        while (difference := self.compare(current := self._without(pair, (), self.steps))) is not None:
-            suspects = self._suspects(evidence, current)
-            confirmed = self._confirm(pair, list(suspects), min(self.steps, difference.step + 1))
-            if not confirmed:
-                self.unexplained = self.unexplained or difference
+        while (left := self.compare(current := self._without(pair, (), self.steps))) is not None:
+            steps, shown, suspects, gone = min(self.steps, left.step + 1), evidence, dict[Cause, Named](), ""
+            while left is not None and (fresh := self._suspects(shown, current, suspects)):
+                suspects.update({cause: replace(one, evidence=one.evidence + gone) for cause, one in fresh.items()})
+                names = ", ".join(cause.key for cause in suspects)
+                self.report(f"running without the effect of {names}")
+                left = self.compare(current := self._without(pair, list(suspects), steps))
+                shown, gone = Evidence(tuple(map(self.runner.record, current))), f" (without the effect of {names})"
+            if left is not None:
+                if self.unexplained is None:
+                    self.unexplained = left
+                    self.unexplained_place = self.place(current, left) if current[0].neutral else None
                 self.suspects += [named for named in suspects.values() if named not in self.suspects]
                 return
+            confirmed = self._needed(pair, [cause for cause in CAUSES if cause in suspects], steps)
             self.named += [suspects[cause] for cause in confirmed]
             self.base += tuple(confirmed)
 
-    def _suspects(self, evidence: Evidence, current: Pair) -> dict[Cause, Named]:
-        """The causes that something points to; those of rounding alone only if nothing else is left."""
+    def _suspects(self, evidence: Evidence, current: Pair, known: Container[Cause]) -> dict[Cause, Named]:
+        """The further causes that something points to; those of rounding alone only if nothing else is left."""
+        if any(run.failure for run in evidence.runs):
+            return {}
         only_rounding = self.required == "bitwise" and self.compare(current, "allclose") is None
         found = {}
         for cause in CAUSES:
-            if cause not in self.base and (only_rounding or not cause.bits_only):
+            if cause not in self.base and cause not in known and (only_rounding or not cause.bits_only):
                 sign = cause.suspect(evidence)
                 if sign is not None:
                     found[cause] = Named(cause.key, cause.title, sign, advice_on(cause, evidence), PAGES[cause.key])
         return found
 
-    def _confirm(self, pair: Pair, suspects: list[Cause], steps: int) -> list[Cause]:
-        """The suspects that are needed, and together suffice, to make the two runs agree for some steps."""
-        if not suspects:
-            return []
-        self.report(f"running without the effect of {', '.join(cause.key for cause in suspects)}")
-        if self.compare(self._without(pair, suspects, steps)) is not None:
-            return []
+    def _needed(self, pair: Pair, suspects: list[Cause], steps: int) -> list[Cause]:
+        """Of suspects without which the two runs agree for some steps those that are needed for it."""
         needed = suspects
         for cause in reversed(suspects):
             rest = [other for other in needed if other is not cause]
@@ -186,6 +226,8 @@ def reach_verdict(
     pairs = [(first, other) for other in others]
     recordings = (reference, *(inquiry.run(other) for other in others))
     evidence = Evidence(recordings)
+    if others:
+        inquiry.find_clocks(pairs[0])
     differing = [(pair, found) for pair in pairs if (found := inquiry.compare(pair)) is not None]
     verdict = Verdict(
         program=runner.program.label,
@@ -194,13 +236,13 @@ def reach_verdict(
         required=inquiry.required,
         reached=_reached(inquiry, pairs, evidence),
         compared=count_compared(recordings),
-        refusals=tuple(refusals(recordings)),
-        notes=tuple(_notes(inquiry, recordings)) if others else (),
+        refusals=(*refusals(recordings), *(inquiry.tolerance(pairs[0]).lost() if pairs else ())),
+        notes=tuple(_notes(inquiry, pairs[0], recordings)) if others else (),
     )
     if differing and verdict.compared.steps > 0:
         differing.sort(key=lambda item: (item[1].rank, item[0][1].attempt == 0))
         pair, difference = differing[0]
-        place = _place(inquiry, pair, difference)
+        place = inquiry.place(pair, difference)
         for other, _ in differing:
             inquiry.explain(other, evidence)
         verdict = replace(
@@ -210,6 +252,7 @@ def reach_verdict(
             causes=tuple(inquiry.named),
             suspects=tuple(inquiry.suspects),
             unexplained=inquiry.unexplained,
+            unexplained_place=inquiry.unexplained_place,
         )
         if inquiry.unexplained is not None and verdict.reached == "count-exact":
             verdict = replace(verdict, reached="sample-exact")  # a difference without a cause may be a denominator
@@ -220,35 +263,34 @@ def _reached(inquiry: _Inquiry, pairs: Sequence[Pair], evidence: Evidence) -> Ti
     """The highest tier at which all runs agree; None if there is none, or nothing to compare."""
     counts = not any(cause.suspect(evidence) for cause in CAUSES if cause.key in COUNTS)
     tiers = [
-        reached(inquiry.run(ours), inquiry.run(theirs), inquiry.tolerance(ours), counts=counts)
-        for ours, theirs in pairs
+        reached(inquiry.run(pair[0]), inquiry.run(pair[1]), inquiry.tolerance(pair), counts=counts) for pair in pairs
     ]
     return None if None in tiers else max(tiers, key=lambda tier: TIERS.index(tier or "bitwise"), default=None)
 
 
-def _place(inquiry: _Inquiry, pair: Pair, difference: Difference) -> Place | None:
-    """The first module that differs in the step in which runs part."""
-    if difference.quantity in ("samples", "inputs", "start", "steps", "metric", "lr"):
-        return None
-    inquiry.report(f"recording every module in step {difference.step}")
-    specs = (replace(spec, steps=difference.step + 1, detail=difference.step) for spec in pair)
-    ours, theirs = map(inquiry.runner.record, specs)
-    if ours.failure is not None or theirs.failure is not None:
-        return None
-    return first_place(ours, theirs, exact=inquiry.required == "bitwise")
-
-
-def _notes(inquiry: _Inquiry, recordings: Sequence[Recording]) -> list[str]:
+def _notes(inquiry: _Inquiry, repeat: Pair, recordings: Sequence[Recording]) -> list[str]:
     """Further sentences for the user."""
     notes = []
     first, again = recordings[:2]
-    if inquiry.required != "bitwise" and first_difference(first, again, "bitwise") is not None:
+    allowed = inquiry.tolerance(repeat)
+    if allowed.since and first_difference(first, again, inquiry.required, allowed) is None:
         notes.append(
             f"two runs on {first.devices} are equal only up to rounding: an operation adds in an order of chance"
         )
+    ended = any(line["reason"] == "program" for line in first.lines("end"))
+    counts = {run.label: sum(1 for _ in run.lines("metric")) for run in recordings}
+    num_compared = min(sum(1 for _ in paired_metrics(first, run)) for run in recordings) - len(inquiry.clocks)
+    if max(counts.values()) > num_compared:
+        seen = ", ".join(f"{count} on {label}" for label, count in counts.items())
+        notes.append(
+            f"of the numbers that the program reduces itself {num_compared} are compared: there are {seen}, and "
+            f"{len(inquiry.clocks)} differ on {first.devices} from run to run, as clocks do"
+        )
+    elif not num_compared and first.family == "ddp" and not ended:
+        notes.append(f"no metric was compared: in {first.num_steps} steps the program reduced none; try more --steps")
     idle = idle_parameters(first)
     if idle and len(idle) < sum(len(line["names"]) for line in first.lines("parameters")):
         notes.append(f"of {len(idle)} parameters the gradient is zero in all steps: {', '.join(idle[:MAX_IDLE])}")
-    if any(line["reason"] == "program" for line in first.lines("end")):
+    if ended:
         notes.append(f"the program ended by itself after {first.num_steps} steps")
     return notes

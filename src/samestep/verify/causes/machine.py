@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from samestep.data.randomness import seed_process
 from samestep.engine.side_effects import Watch
 from samestep.verify.causes.evidence import Cause, Evidence, on_devices
 from samestep.verify.causes.facts import Facts
+from samestep.verify.compare import first_difference
 from samestep.verify.recording import Recording
 from samestep.verify.wrapping import Wrap, around_roots, by_script, wrapped
 
@@ -29,18 +31,26 @@ def listen(facts: Facts) -> list[Wrap]:
     random.seed(None)
     watch = Watch()
     start = list(map(checksum, watch.states()))
+    seeded: set[str] = set()
 
     def before(root: nn.Module) -> None:
         if torch.is_grad_enabled() and next(root.parameters(), None) is not None:
             facts.add_once("flags", **_flags(root))
 
-    def look() -> None:
+    def look(when: str = "after step {}") -> None:
         now = list(map(checksum, watch.states()))
         moved = [name for name, one, other in zip(GENERATORS, start, now, strict=True) if one != other]
-        facts.add("generators", states=dict(zip(GENERATORS, now, strict=True)), moved=moved)
+        facts.add("generators", states=dict(zip(GENERATORS, now, strict=True)), moved=moved, when=when)
+
+    def seed(name: str, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if name not in seeded:  # what was drawn before does not show later
+            seeded.add(name)
+            look("when the program seeded it first")
+        return inner(*args, **kwargs)
 
     facts.at_step.append(look)
-    return [around_roots(before)]
+    seeds = ((torch, "manual_seed", ("torch.random",)), (np.random, "seed", ()), (random, "seed", ()))
+    return [around_roots(before), *(Wrap(at, name, partial(seed, at.__name__), also) for at, name, also in seeds)]
 
 
 def _flags(root: nn.Module) -> dict[str, Any]:
@@ -95,16 +105,25 @@ def _with_fixed_flags() -> AbstractContextManager[None]:
 
 def _suspect_unseeded(evidence: Evidence) -> str | None:
     for one, other in evidence.repeats:
-        for rank in range(one.world_size):
-            pairs = zip(one.facts("generators", rank), other.facts("generators", rank), strict=False)
-            for first, second in pairs:
-                for name in GENERATORS:
-                    drawn = name in first["moved"] and name in second["moved"]
-                    if drawn and first["states"][name] != second["states"][name]:
-                        return (
-                            f"the global generator of {name} was drawn from and stood elsewhere after step "
-                            f"{first['step']} in two runs on {on_devices(one)}: nothing has seeded it"
-                        )
+        runs = f"in two runs on {on_devices(one)}"
+        drawn = _drawn_unseeded(one, other)
+        if drawn is not None:
+            return f"{drawn} {runs}: nothing has seeded it"
+        start, found = (first_difference(one, other, tier) for tier in ("bitwise", "allclose"))
+        if start is not None and found is not None and found.step == start.step:
+            return f"more than rounding differs {runs}: {found.text}"
+    return None
+
+
+def _drawn_unseeded(one: Recording, other: Recording) -> str | None:
+    """The global generator that was drawn from, and had another state in each of two runs on the same devices."""
+    for rank in range(one.world_size):
+        for first, second in zip(one.facts("generators", rank), other.facts("generators", rank), strict=False):
+            for name in GENERATORS:
+                drawn = name in first["moved"] and name in second["moved"]
+                if drawn and first["states"][name] != second["states"][name]:
+                    when = first["when"].format(first["step"])
+                    return f"the global generator of {name} was drawn from and stood elsewhere {when}"
     return None
 
 
@@ -114,6 +133,9 @@ def _with_seeds() -> AbstractContextManager[None]:
     def seed(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         given = args[0] if args else next(iter(kwargs.values()), None)
         return inner(SEED) if given is None else inner(*args, **kwargs)
+
+    def make(inner: Callable[..., None], self: Any, x: Any = None) -> None:
+        inner(self, SEED if x is None and by_script() else x)
 
     def default_rng(inner: Callable[..., Any], seed: Any = None) -> Any:
         return inner(SEED if seed is None and by_script() else seed)
@@ -125,6 +147,7 @@ def _with_seeds() -> AbstractContextManager[None]:
     seed_process(SEED)
     return wrapped(
         Wrap(random, "seed", seed),
+        Wrap(random.Random, "__init__", make),
         Wrap(np.random, "seed", seed),
         Wrap(np.random, "default_rng", default_rng, ("numpy.random._generator",)),
         Wrap(torch, "seed", torch_seed),
@@ -132,25 +155,13 @@ def _with_seeds() -> AbstractContextManager[None]:
 
 
 def _suspect_races(evidence: Evidence) -> str | None:
-    if _suspect_unseeded(evidence) is not None:
-        return None
     for one, other in evidence.repeats:
-        step = _first_difference(one, other)
-        if step is not None:
+        found = first_difference(one, other, "bitwise")
+        if found is not None and found.quantity != "metric" and _drawn_unseeded(one, other) is None:
             return (
-                f"two runs on {on_devices(one)} differ in step {step}, although every generator had the same state: a "
-                "kernel adds in the order in which its threads happen to arrive"
+                f"two runs on {on_devices(one)} differ in step {found.step}, although every generator had the same "
+                "state: a kernel adds in the order in which its threads happen to arrive"
             )
-    return None
-
-
-def _first_difference(one: Recording, other: Recording) -> int | None:
-    """The first step whose gradients or states differ between two runs on the same devices."""
-    for step in range(min(one.num_steps, other.num_steps)):
-        for ours, theirs in zip(one.steps, other.steps, strict=True):
-            for field in ("gradients", "states"):
-                if [group["bits"] for group in ours[step][field]] != [group["bits"] for group in theirs[step][field]]:
-                    return step
     return None
 
 
