@@ -94,7 +94,7 @@ def check_parameters(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         check_dimension(name, parameter, "sharded")
         check_contiguous(name, parameter, "keep the whole model on each device (strategy='replicate')")
-        has_hooks = parameter._backward_hooks or parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+        has_hooks = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
         if has_hooks or type(parameter) is not nn.Parameter:
             what = "has hooks on its gradient" if has_hooks else f"is of the class {type(parameter).__name__}"
             raise UsageError(
