@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from resume_programs import CASES, EPOCHS, Noisy, classification, plain, points, train
+from torch import nn
 from torch.utils.data import DataLoader
 from worlds import in_turns
 
@@ -16,6 +17,7 @@ from samestep.train.checkpoint import state
 from samestep.train.digest import state_digest
 from samestep.train.run import Run
 from samestep.train.runlog.ledger import from_line
+from samestep.train.trainer import Trainer
 
 STEPS = 12
 QUICK = {
@@ -372,3 +374,105 @@ def test_a_loader_that_is_not_ours_may_be_another_object():
     assert loader_contract(first) == loader_contract(second)
     assert loader_contract(first) != loader_contract(DataLoader(Noisy(), batch_size=5, shuffle=True))
     assert plain()[0].weight.shape == (8, 2)
+
+
+class Extra(nn.Module):
+    """A model with an extra state, which its forward uses, and a buffer that is in no `state_dict`."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last, self.scale = nn.Linear(2, 8), nn.Linear(8, 3), [1.0, torch.ones(2)]
+        self.register_buffer("shift", torch.zeros(8), persistent=False)
+        self.first.requires_grad_(False)
+
+    def get_extra_state(self):
+        return {"scale": self.scale}
+
+    def set_extra_state(self, state):
+        self.scale = state["scale"]
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.first(x) + self.shift)) * self.scale[0] * self.scale[1].sum()
+
+
+class Changes:
+    """A hook that changes something after a step, or when an epoch begins."""
+
+    def __init__(self, change, each):
+        if each == "step":
+            self.on_step_end = lambda trainer, result: change(trainer)
+        else:
+            self.on_epoch_start = lambda trainer, epoch: change(trainer) if epoch >= 2 else None
+
+
+def grow(trainer):
+    trainer.model.scale = [trainer.model.scale[0] * 1.1, trainer.model.scale[1] + 0.1]
+
+
+def set_options(trainer):
+    trainer.step.optimizers[0].param_groups[0].update(lr=0.2 / trainer.step.num_steps, momentum=0.5)
+
+
+KEPT = {
+    "requires_grad": (lambda trainer: trainer.model.first.requires_grad_(True), "epoch"),
+    "requires_grad, frozen": (lambda trainer: trainer.model.last.bias.requires_grad_(False), "epoch"),
+    "extra state": (grow, "step"),
+    "a buffer that is not persistent": (lambda trainer: trainer.model.shift.add_(0.1), "step"),
+    "options of a parameter group": (set_options, "step"),
+}
+
+
+def changing(communicator, kind, folder, resume=None, stop=None):
+    run = Run(10, 4, 5, communicator=communicator)
+    model = Extra()
+    change, each = KEPT[kind]
+    stopping = Changes(lambda trainer: trainer.stop() if trainer.step.num_steps == stop else None, "step")
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    hooks = [Changes(change, each), stopping]
+    with Trainer(run, model, optimizer, classification, run_dir=folder, hooks=hooks, digest_every=1) as trainer:
+        trainer.fit(points(), 4, resume=resume)
+        return trainer.digest, model.scale[0], [p.requires_grad for p in model.parameters()]
+
+
+@pytest.mark.parametrize("kind", KEPT)
+def test_what_hooks_change_in_model_and_optimizer_is_kept(kind, tmp_path):
+    reference = alone(changing, kind, tmp_path / "whole")
+    for stop in (1, 4, 7):
+        folder = tmp_path / str(stop)
+        in_turns(2, changing, kind, folder, None, stop)
+        assert in_turns(3, changing, kind, folder, "auto") == [reference] * 3
+
+
+@pytest.mark.parametrize("kind", ["requires_grad", "extra state"])
+def test_twin_flags_and_extra_state_that_are_not_restored_are_noticed(kind, tmp_path, monkeypatch):
+    monkeypatch.setattr(state, "_restore_extras", lambda *_: None)
+    alone(changing, kind, tmp_path / "cut", None, 7)
+    assert alone(changing, kind, tmp_path / "cut", "auto") != alone(changing, kind, tmp_path / "whole")
+
+
+def test_flags_that_the_program_sets_otherwise_now_are_the_programs(tmp_path):
+    def program(communicator, frozen, resume=None):
+        model = plain()
+        model[0].requires_grad_(not frozen)
+        run = Run(10, 4, 5, communicator=communicator)
+        with Trainer(
+            run, model, torch.optim.SGD(model.parameters(), 0.1), classification, run_dir=tmp_path / "run"
+        ) as trainer:
+            trainer.fit(points(), 1 if resume is None else 2, resume=resume)
+        return [parameter.requires_grad for parameter in model[0].parameters()]
+
+    assert alone(program, False) == [True, True]
+    assert alone(program, True, "auto") == [False, False]
+
+
+def test_extra_state_of_another_kind_is_refused_with_its_place(tmp_path):
+    class Sets(Extra):
+        def get_extra_state(self):
+            return {"seen": {1, 2}}
+
+    model = nn.Sequential(Sets())
+    run = Run(10, 4, 5)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    trainer = Trainer(run, model, optimizer, classification, run_dir=tmp_path / "run", digest_every=1)
+    with trainer, pytest.raises(UsageError, match=r"a set at extra state 0\.seen, which a checkpoint cannot hold"):
+        trainer.fit(points(), 1)

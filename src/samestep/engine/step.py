@@ -52,6 +52,7 @@ class TrainStep:
     Attributes:
         num_steps: steps taken so far.
         settings: the settings of optimizers and scheduler when the step was made.
+        began_trained: by the parameters' names, whether they were trainable then.
         extra_state: further objects by name whose `state_dict()` counts as state in digests; equal on all ranks.
         strategy: places the state on the ranks.
         compute: forward and backward of one microbatch.
@@ -75,6 +76,7 @@ class TrainStep:
         self.num_steps = 0
         self.extra_state: Mapping[str, Any] = {}
         self.settings = settings_of(self.optimizers, scheduler)
+        self.began_trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
         self.observers = Observers([HeartbeatObserver(membership.heartbeat), *observers, *observers_in_scope()])
         self._used: set[str] = set()  # parameters that had a gradient in the first steps of this process
         self._num_noted = 0

@@ -40,7 +40,7 @@ from samestep.engine.sharded_state import LocalShard, ShardedState
 from samestep.engine.step import TrainStep
 from samestep.errors import DeterminismError, UsageError
 from samestep.train.checkpoint.local_shards import held_by, local_state, local_tensors, unsharded
-from samestep.train.checkpoint.packing import pack
+from samestep.train.checkpoint.packing import extra_states, pack
 from samestep.train.determinism import generator_states
 
 ROW_WORDS = 4096
@@ -108,9 +108,10 @@ def named_state(
                 for leaf in leaves(value):
                     if isinstance(leaf, Tensor | LocalShard | int | float | str | bool) or leaf is None:
                         yield f"optimizer {number}: {owner}: {key}", leaf
-    for name, value in extra.items():
-        packed = pack(value.state_dict(), f"state {name}")
-        yield f"state {name}", json.dumps(packed.facts, sort_keys=True)
+    extra_of = {f"extra state {name}": value for name, value in extra_states(model).items()}
+    for name, value in (extra_of | {f"state {name}": value.state_dict() for name, value in extra.items()}).items():
+        packed = pack(value, name)
+        yield name, json.dumps(packed.facts, sort_keys=True)
         yield from sorted(packed.tensors.items())
 
 

@@ -63,6 +63,16 @@ def pack(value: Any, prefix: str) -> Packed:
     )
 
 
+def extra_states(model: nn.Module) -> dict[str, Any]:
+    """The extra states of modules that have one, by the modules' names."""
+    none = nn.Module.get_extra_state
+    return {
+        path: module.get_extra_state()
+        for path, module in model.named_modules()
+        if getattr(type(module), "get_extra_state", none) is not none
+    }
+
+
 def unpack(facts: Any, tensors: Mapping[str, Any]) -> Any:
     """The state that was packed; its tensors are copies in host memory, or the given local shards."""
     with as_bad_checkpoint(UNREADABLE, CheckpointError):

@@ -29,7 +29,7 @@ from samestep.train.checkpoint.local_shards import (
     localized,
     optimizer_state_dict,
 )
-from samestep.train.checkpoint.packing import as_bad_checkpoint, check_packed, pack, unpack
+from samestep.train.checkpoint.packing import as_bad_checkpoint, check_packed, extra_states, pack, unpack
 from samestep.train.checkpoint.storage import Snapshot
 from samestep.train.determinism import check_generators, generator_states, restore_generators
 from samestep.train.paths import FACTS_FILE
@@ -47,6 +47,7 @@ class _Parts:
 
     steps: tuple[TrainStep, ...]
     models: dict[str, tuple[nn.Module, ShardedState | None]]
+    began: list[dict[str, bool]]  # of each model, which parameters were trainable at first
     optimizers: list[tuple[Optimizer, ShardedState | None]]
     settings: list[dict[str, Any]]
 
@@ -69,6 +70,9 @@ def capture(step: Steps, rest: Mapping[str, Any]) -> Snapshot:
         "generators": generator_states(parts.steps[0].communicator.device),
         "rest": dict(rest),
     }
+    extra = {name: found for name, (model, _) in parts.models.items() if (found := extra_states(model))}
+    if extra:
+        others["extra"] = extra
     remaining = pack(others, "run")
     files: dict[str, dict[str, Stored]] = {
         name: model_tensors(model, sharded, world_size) for name, (model, sharded) in parts.models.items()
@@ -76,6 +80,10 @@ def capture(step: Steps, rest: Mapping[str, Any]) -> Snapshot:
     files["optimizer"] = {name: tensor for each in packed for name, tensor in each.tensors.items()}
     files["rest"] = remaining.tensors
     facts = {"format": FORMAT, "optimizers": [each.facts for each in packed], "run": remaining.facts}
+    facts["trained"] = {
+        name: {key: p.requires_grad for key, p in model.named_parameters() if p.requires_grad != began.get(key)}
+        for (name, (model, _)), began in zip(parts.models.items(), parts.began, strict=True)
+    }
     facts["not_persistent"] = {name: not_persistent(model) for name, (model, _) in parts.models.items()}
     return Snapshot(sum(each.num_steps for each in parts.steps), files, facts)
 
@@ -134,6 +142,11 @@ def _check_parts(parts: _Parts, others: Mapping[str, Any], state: Snapshot) -> N
             raise CheckpointError(f"the checkpoint has the state of {there} {what}, this program has {here}")
     for name, (model, sharded) in parts.models.items():
         check_model(model, state.files[name], sharded)
+        extra, ours = sorted(others.get("extra", {}).get(name, {})), sorted(extra_states(model))
+        if extra != ours:
+            raise CheckpointError(
+                f"the checkpoint is of another model: it has extra state of {extra}, the model has some of {ours}"
+            )
     for was, now in zip(others["settings"], parts.settings, strict=True):
         kinds = [name for name, _ in was["optimizers"]], [name for name, _ in now["optimizers"]]
         if kinds[0] != kinds[1]:
@@ -172,6 +185,7 @@ def _restore(parts: _Parts, others: Mapping[str, Any], state: Snapshot) -> dict[
     rank = parts.steps[0].state_communicator.rank
     for name, (model, sharded) in parts.models.items():
         load_model(model, state.files[name], sharded, rank)
+    _restore_extras(parts, others, state)
     for each in parts.steps:
         each.strategy.after_load()
     for (optimizer, sharded), packed in zip(parts.optimizers, state.facts["optimizers"], strict=True):
@@ -189,6 +203,16 @@ def _restore(parts: _Parts, others: Mapping[str, Any], state: Snapshot) -> dict[
     restore_generators(others["generators"], parts.steps[0].communicator.device)
     rest: dict[str, Any] = others["rest"]
     return rest
+
+
+def _restore_extras(parts: _Parts, others: Mapping[str, Any], state: Snapshot) -> None:
+    """Restores the extra states of modules, and which parameters were frozen or unfrozen in training."""
+    for (name, (model, _)), began in zip(parts.models.items(), parts.began, strict=True):
+        for path, extra in others.get("extra", {}).get(name, {}).items():
+            model.get_submodule(path).set_extra_state(extra)
+        changed = state.facts.get("trained", {}).get(name, {})
+        for key, parameter in model.named_parameters():
+            parameter.requires_grad_(changed.get(key, began.get(key, parameter.requires_grad)) is True)
 
 
 def model_tensors(model: nn.Module, sharding: ShardedState | None = None, world_size: int = 1) -> dict[str, Stored]:
@@ -276,10 +300,12 @@ def not_persistent(model: nn.Module) -> list[str]:
 def _parts(step: Steps) -> _Parts:
     steps = (step,) if isinstance(step, TrainStep) else tuple(step)
     models = {id(each.model): (each.model, each.sharded_state) for each in steps}.values()
+    began = {id(each.model): each.began_trained for each in reversed(steps)}  # by the first step of a model
     names = ("model" if number == 0 else f"model.{number}" for number in range(len(models)))
     optimizers = {id(one): (one, each.sharded_state) for each in steps for one in each.optimizers}.values()
     settings = [{"optimizers": each.settings.optimizers, "scheduler": each.settings.scheduler} for each in steps]
-    return _Parts(steps, dict(zip(names, models, strict=True)), list(optimizers), settings)
+    of_models = [began[id(model)] for model, _ in models]
+    return _Parts(steps, dict(zip(names, models, strict=True)), of_models, list(optimizers), settings)
 
 
 def _others(state: Snapshot) -> dict[str, Any]:
