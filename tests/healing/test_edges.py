@@ -69,8 +69,8 @@ def left_by(folder):
     left["metrics"] = {}
     for line in (folder / "metrics.jsonl").read_text().splitlines():
         values = {tag: value for tag, value in json.loads(line).items() if not tag.startswith(TIMED)}
-        left["metrics"][values["step"], "epoch" in values] = values
-    left["metrics"] = {key: values for key, values in left["metrics"].items() if len(values) > 1}
+        if len(values) > 1:  # else a line of times alone, of which there is one a second
+            left["metrics"][values["step"], "epoch" in values] = values
     left["curve"] = (folder / "loss.png").stat().st_size > 0
     return left
 

@@ -358,6 +358,38 @@ def test_what_changes_unsaved_is_named_with_its_mend(tmp_path, capsys):
     assert "the loss function has shadow (Tensor)" in line
 
 
+class PerEpoch:
+    """A hook with a scheduler that counts epochs."""
+
+    def __init__(self, scheduler):
+        self.scheduler = scheduler
+
+    def on_epoch_end(self, trainer, record):
+        self.scheduler.step()
+
+
+@pytest.mark.parametrize("is_saved", [False, True])
+def test_a_scheduler_of_a_hook_is_named_at_the_checkpoint_after_its_step_unless_it_is_state(tmp_path, capsys, is_saved):
+    def program(communicator, folder, resume=None, epochs=4):
+        run = Run(BATCH, NUM_MICROBATCHES, SEED, communicator=communicator)
+        model = plain().to(run.device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+        state = {"scheduler": scheduler} if is_saved else None
+        hooks = [PerEpoch(scheduler)]
+        with Trainer(run, model, optimizer, classification, run_dir=folder, hooks=hooks, state=state) as trainer:
+            trainer.fit(points(), epochs, resume=resume)
+            return trainer.digest
+
+    (whole,) = in_turns(1, program, tmp_path / "whole")
+    capsys.readouterr()
+    in_turns(1, program, tmp_path / "run", None, 2)
+    lines = [line for line in capsys.readouterr().err.splitlines() if RIDING in line]
+    assert len(lines) == 1 - is_saved
+    assert all("PerEpoch has scheduler (StepLR)" in line and "state={'scheduler': scheduler}" in line for line in lines)
+    assert (in_turns(2, program, tmp_path / "run", "auto") == [whole] * 2) == is_saved
+
+
 def test_what_is_constant_saved_or_of_a_run_without_a_folder_is_not_named(tmp_path, capsys):
     weight, teacher = torch.ones(3), plain()
 

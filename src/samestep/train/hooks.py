@@ -81,8 +81,8 @@ class Hooks(StepObserver):
 
     def watching(self, loss_fn: Any, is_saved: bool) -> list[StepObserver]:
         """The observers of the trainer's step: this object if a hook wants the steps, and one for what is not saved."""
-        unsaved = [Unsaved(loss_fn, self._stateless, self.state)] if is_saved else []
-        return [*([self] if self._methods["on_step_end"] else []), *unsaved]
+        self._unsaved = [Unsaved(loss_fn, self._stateless, self.state)] if is_saved else []
+        return [*([self] if self._methods["on_step_end"] else []), *self._unsaved]
 
     def _add(self, hook: Any) -> None:
         """Takes in the methods of a hook, and the hook itself if it has state."""
@@ -114,6 +114,8 @@ class Hooks(StepObserver):
 
     def call(self, event: str, *args: Any) -> None:
         """Calls a method of all hooks, in their order."""
+        for unsaved in self._unsaved if event == "on_checkpoint" else ():
+            unsaved.report(self._trainer.step)
         for method in self._methods[event]:
             method(self._trainer, *args)
 
@@ -133,32 +135,37 @@ class Hooks(StepObserver):
 
 
 class Unsaved(StepObserver):
-    """Names, after the second step, what rides along unsaved: held by hooks or the loss function, and changing.
+    """Names what rides along unsaved: held by hooks or the loss function, and changing.
 
-    Found are tensors, modules too, that an attribute of a hook, or a variable that a method of it or the loss function
-    uses, leads to, that are written in place from step to step, and that are neither the model's nor in the state.
+    Found are, by an attribute of a hook, or a variable that a method of it or the loss function uses: tensors, modules
+    too, that the second step writes in place, and objects with `state_dict` and `load_state_dict`, such as schedulers,
+    whose state is another one at a checkpoint; if they are neither the model's nor in the state.
     """
 
     def __init__(self, loss_fn: Any, hooks: Iterable[Any], state: Mapping[str, Any]) -> None:
         self._sources = {"the loss function": loss_fn, **{f"the hook {type(h).__name__}": h for h in hooks}}
         self._state = state
-        self._before: dict[int, int] | None = None  # the versions of tensors after the first step, by id
-        self._kept: list[tuple[str, str, Any, Tensor]] = []
-        self._is_done = False
+        self._before: dict[int, Any] | None = None  # the versions after the first step, by id
+        self._kept: list[tuple[str, str, Any, Any]] = []
 
     def on_update(self, step: Any, result: StepResult) -> None:
         """Looks after the first step, and reports after the second."""
-        if self._is_done:
-            return
         if self._before is None:
             self._kept = [found for source, value in self._sources.items() for found in _held_by(source, value)]
-            self._before = {id(tensor): version_of(tensor) for *_, tensor in self._kept}
-            return
+            self._before = {id(thing): _version(thing) for *_, thing in self._kept}
+        elif any(isinstance(thing, Tensor) for *_, thing in self._kept):
+            self.report(step)
+            self._kept = [found for found in self._kept if not isinstance(found[3], Tensor)]  # their memory is freed
+
+    def report(self, step: Any) -> None:
+        """Names what has changed since the first step."""
         saved = {tensor.data_ptr() for tensor in chain(step.model.parameters(), step.model.buffers())}
         states = [value.state_dict() for value in self._state.values()]
         saved |= {leaf.data_ptr() for state in states for leaf in leaves(state) if isinstance(leaf, Tensor)}
-        for source, name, owner, tensor in self._kept:
-            if version_of(tensor) != self._before[id(tensor)] and tensor.data_ptr() not in saved:
+        saved |= {id(each) for each in (step.scheduler, *step.optimizers, *self._state.values())}
+        for source, name, owner, thing in self._kept:
+            is_saved = (thing.data_ptr() if isinstance(thing, Tensor) else id(thing)) in saved
+            if not is_saved and _version(thing) != (self._before or {})[id(thing)]:
                 mend = f"give it by state={{{name!r}: {name}}}"
                 if not hasattr(owner, "load_state_dict"):
                     mend = "keep it in an object with state_dict and load_state_dict, and give that by state={…}"
@@ -166,11 +173,17 @@ class Unsaved(StepObserver):
                     f"{source} has {name} ({type(owner).__name__}), which changes in training and is in no checkpoint: "
                     f"a resumed run would begin it anew; {mend}"
                 )
-        self._kept, self._is_done = [], True
 
 
-def _held_by(source: str, thing: Any) -> Iterator[tuple[str, str, Any, Tensor]]:
-    """The source, the name, its value, and each tensor in it, of what a hook or a loss function holds."""
+def _version(thing: Any) -> Any:
+    """What changes if a tensor is written, or the state of an object is another one."""
+    with suppress(Exception):  # of the script's own code, perhaps before it is ready
+        return version_of(thing) if isinstance(thing, Tensor) else repr(thing.state_dict())
+    return None
+
+
+def _held_by(source: str, thing: Any) -> Iterator[tuple[str, str, Any, Any]]:
+    """The source, the name, its value, and each tensor or stateful object in it, of what a hook or a loss holds."""
     variables: dict[str, Any] = {}
     while isinstance(thing, partial):
         variables |= {**{f"argument {number}": value for number, value in enumerate(thing.args)}, **thing.keywords}
@@ -183,22 +196,23 @@ def _held_by(source: str, thing: Any) -> Iterator[tuple[str, str, Any, Tensor]]:
                 variables |= {**found.globals, **found.nonlocals}
     owner = getattr(thing, "__self__", thing)
     for name, value in {**variables, **getattr(owner, "__dict__", {})}.items():
-        for tensor in _tensors(value, depth=3):
-            yield source, name, value, tensor
+        for held in _held_in(value, depth=3):
+            yield source, name, value, held
 
 
-def _tensors(value: Any, depth: int) -> Iterator[Tensor]:
-    """The tensors of a value: of modules, lists and mappings, and attributes of objects of the script's."""
-    if isinstance(value, Tensor):
+def _held_in(value: Any, depth: int) -> Iterator[Any]:
+    """The tensors and stateful objects in a value: in modules, lists, mappings, attributes of the script's objects."""
+    if isinstance(value, Tensor | nn.Module):
+        yield from (value,) if isinstance(value, Tensor) else chain(value.parameters(), value.buffers())
+        return
+    if hasattr(value, "load_state_dict") and not isinstance(value, type) and "samestep." not in type(value).__module__:
         yield value
-    elif isinstance(value, nn.Module):
-        yield from chain(value.parameters(), value.buffers())
-    elif depth > 0 and isinstance(value, list | tuple | dict) and len(value) <= MOST_ENTRIES:
+    if depth > 0 and isinstance(value, list | tuple | dict) and len(value) <= MOST_ENTRIES:
         for entry in list(value.values() if isinstance(value, dict) else value):
-            yield from _tensors(entry, depth - 1)
+            yield from _held_in(entry, depth - 1)
     elif depth > 0 and type(value).__module__.partition(".")[0] not in LIBRARIES:
         for entry in list(getattr(value, "__dict__", {}).values()):
-            yield from _tensors(entry, depth - 1)
+            yield from _held_in(entry, depth - 1)
 
 
 def _checked_state(state: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -66,11 +66,7 @@ def pack(value: Any, prefix: str) -> Packed:
 def extra_states(model: nn.Module) -> dict[str, Any]:
     """The extra states of modules that have one, by the modules' names."""
     none = nn.Module.get_extra_state
-    return {
-        path: module.get_extra_state()
-        for path, module in model.named_modules()
-        if getattr(type(module), "get_extra_state", none) is not none
-    }
+    return {p: m.get_extra_state() for p, m in model.named_modules() if type(m).get_extra_state is not none}
 
 
 def unpack(facts: Any, tensors: Mapping[str, Any]) -> Any:

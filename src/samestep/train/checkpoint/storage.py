@@ -98,9 +98,8 @@ def is_checkpoint_name(name: str) -> bool:
 def write_checkpoint(folder: Path, snapshot: Snapshot, keep: int = 3, replace: bool = False) -> Path:
     """Writes a checkpoint, whole or not at all, and removes older ones.
 
-    A good one of the same step is kept, since equal steps have equal weights, unless `replace` says that other content
-    takes its place, such as a record of the evaluation. Other good ones are removed only when the new one is complete,
-    and only if they are older.
+    A good one of the same step is kept unless `replace` says that other content takes its place, such as the record of
+    an evaluation. Other good ones are removed only when the new one is complete, and only if they are older.
     """
     check_keep(keep)
     temporary = begin_checkpoint(folder, snapshot.step, replace)

@@ -28,7 +28,7 @@ import os
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from io import BytesIO, FileIO
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -103,9 +103,8 @@ class JsonlLogger:
     def last_value(self, tag: str) -> float | None:
         """The last value of a tag in the file; None if there is none."""
         for line in lines_backwards(self._file):
-            with suppress(ValueError):
-                if tag in (values := json.loads(line)):
-                    return float(values[tag])
+            if f'"{tag}": '.encode() in line:
+                return float(json.loads(line)[tag])
         return None
 
     def close(self) -> None:

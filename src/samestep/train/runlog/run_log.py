@@ -1,8 +1,7 @@
 """The run log: the steps that every rank remembers, and the files that rank 0 writes of them.
 
 If rank 0 is lost, the next rank 0 opens a recorder of its own and writes what the one before owed: steps, epochs, and a
-checkpoint of its own if one was begun and is not complete. Nothing is dropped on the other ranks before all know that
-it is written; what was written just before the loss may be there twice, and the later line counts.
+checkpoint if one was begun and is not complete. A line just before the loss may be there twice: the later one counts.
 """
 
 import time
@@ -10,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -141,7 +141,6 @@ class RunLog:
         self._unread: deque[StepNote] = deque()
         self._owed: list[tuple[int, EpochRecord, str]] = []  # the epochs that may not be recorded yet
         self._begun = 0  # the step of the last checkpoint that was begun, on all ranks
-        self._owes_checkpoint = False
         self._num_healed = 0
         self._last_checkpoint = (0, time.monotonic())
 
@@ -209,7 +208,8 @@ class RunLog:
                 self._record_epoch(step, record, line)
         if self.folder is not None:
             complete = (step for step, _ in list_checkpoints(self.folder / CHECKPOINT_FOLDER))
-            self._owes_checkpoint = self._begun > max(complete, default=0)
+            if self._begun > max(complete, default=0):
+                self._last_checkpoint = (0, -inf)  # one is due
 
     def _open(self, purge_step: int | None, contract: Mapping[str, Any] | None = None) -> Recorder:
         """Opens the recorder of this rank, as the only one that writes to the folder."""
@@ -323,8 +323,7 @@ class RunLog:
         step, when = self._last_checkpoint
         if self._checkpoint_steps is not None and self._step.num_steps % self._checkpoint_steps == 0:
             return step != self._step.num_steps
-        is_old = self._checkpoint_seconds is not None and time.monotonic() - when >= self._checkpoint_seconds
-        is_old = is_old or self._owes_checkpoint
+        is_old = time.monotonic() - when >= (self._checkpoint_seconds or inf)
         if membership.world_size == 1:
             return is_old
         membership.asks_checkpoint = is_old and membership.rank == 0  # sent to the others with the next step
@@ -338,7 +337,7 @@ class RunLog:
     def count_checkpoint(self) -> None:
         """Counts the state of the last step as kept, from now on."""
         self._last_checkpoint = (self._step.num_steps, time.monotonic())
-        self._membership.asks_checkpoint = self._owes_checkpoint = False
+        self._membership.asks_checkpoint = False
 
     def checkpoint(self, epoch: EpochSoFar, capture: Callable[[], "Snapshot"]) -> None:
         """Has the state written on the rank that writes; if it is sharded, by all ranks in a collective call."""
