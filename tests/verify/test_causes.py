@@ -37,6 +37,7 @@ ROWS = {
     "mixup": "draws",
     "own_mean": "mean_of_means",
     "tokens": "mean_of_means",
+    "unexchanged": "alone",
 }
 """Scripts for DistributedDataParallel or with an exchange by hand, and the cause that each has; held to `allclose`."""
 
@@ -64,6 +65,15 @@ PAIRS = [
 ]
 
 
+UNEXCHANGED = {
+    "no_sync": "1 of 2 forwards were in no_sync",
+    "thawed": "it required no gradient when DistributedDataParallel wrapped the model",
+    "module": "DistributedDataParallel was not called in that step, but a module within it (.module)",
+    "forgotten": "nothing exchanged it",
+}
+"""Ways of `unexchanged.py` in which gradients stay on their ranks, and the reasons that are given."""
+
+
 def quick(name):
     return name if name in QUICK else pytest.param(name, marks=pytest.mark.slow)
 
@@ -78,6 +88,15 @@ def test_a_breaker_is_caught_named_and_confirmed_without_which_the_runs_agree(ve
     assert verdict.difference is not None
     assert named(verdict) == {ROWS[name]}
     assert verdict.unexplained is None
+
+
+@pytest.mark.parametrize("way", UNEXCHANGED)
+def test_of_a_gradient_that_is_not_exchanged_the_reason_is_given(verdict_on, way):
+    verdict = verdict_on(BREAKERS / "unexchanged.py", way, steps=3)
+    assert named(verdict) == {"alone"}
+    assert verdict.unexplained is None
+    assert verdict.causes[0].evidence.endswith(f"; {UNEXCHANGED[way]}")
+    assert verdict_on(BREAKERS / "unexchanged.py", way, "cured", steps=3).agrees
 
 
 @pytest.mark.slow

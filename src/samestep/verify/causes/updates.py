@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn import utils
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim import optimizer as optimizers
 from torch.optim.lr_scheduler import LRScheduler
@@ -18,6 +19,7 @@ from samestep.comm.communicator import Communicator, make_communicator
 from samestep.comm.environment import read_environment
 from samestep.verify.causes.evidence import Cause, Evidence, by_step, listed, on_devices
 from samestep.verify.causes.facts import Facts
+from samestep.verify.compare import ranks_apart
 from samestep.verify.recording import Recording
 from samestep.verify.watching.steps import with_gradients
 from samestep.verify.wrapping import Wrap, wrapped
@@ -48,8 +50,18 @@ def listen(facts: Facts) -> list[Wrap]:
         facts.count("schedule", type=type(self).__name__)
         inner(self, *args, **kwargs)
 
+    def make_ddp(inner: Callable[..., None], self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        inner(self, module, *args, **kwargs)
+        facts.add_once("ddp", frozen=[name for name, one in module.named_parameters() if not one.requires_grad])
+
+    def call_ddp(inner: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+        facts.count("ddp_forward", sync=self.require_backward_grad_sync)
+        return inner(self, *args, **kwargs)
+
     facts.at_step.append(look)
+    ddp = [Wrap(DistributedDataParallel, "__init__", make_ddp), Wrap(DistributedDataParallel, "forward", call_ddp)]
     return [
+        *(ddp if dist.is_available() else ()),
         Wrap(utils, "clip_grad_norm_", clip, CLIP_ALIASES),
         Wrap(GradScaler, "_maybe_opt_step", maybe_step),
         Wrap(LRScheduler, "step", schedule),
@@ -80,9 +92,21 @@ def to_parameters(act: Callable[[nn.Parameter], None]) -> Callable[[Optimizer], 
 
 
 def _suspect_alone(evidence: Evidence) -> str | None:
-    for run in evidence.shared:
-        if run.family == "ddp" and any(run.facts("no_group", 0)):
+    for run in evidence.shared if evidence.is_ddp else ():
+        if any(run.facts("no_group", 0)):
             return f"on {on_devices(run)} no process group was started when the first step was taken"
+        apart = ranks_apart(run, ("gradients",))
+        if apart is not None:
+            calls = {fact["sync"]: fact["times"] for fact in run.facts("ddp_forward", 0) if fact["step"] == apart.step}
+            frozen = [fact["frozen"] for fact in run.facts("ddp", 0)]
+            reason = "nothing exchanged it"
+            if any(apart.name in names for names in frozen):
+                reason = "it required no gradient when DistributedDataParallel wrapped the model"
+            elif frozen and not calls:
+                reason = "DistributedDataParallel was not called in that step, but a module within it (.module)"
+            elif False in calls:
+                reason = f"{calls[False]} of {sum(calls.values())} forwards were in no_sync"
+            return f"in step {apart.step} {apart.text}; {reason}"
     return None
 
 
@@ -92,13 +116,15 @@ def _with_exchange() -> AbstractContextManager[None]:
     joined: list[Communicator] = []
 
     def exchange(parameter: nn.Parameter) -> None:
-        if parameter.grad is None or place.world_size == 1 or (dist.is_initialized() and not joined):
+        if not parameter.requires_grad or place.world_size == 1:
             return
         if not joined:
             joined.append(make_communicator(place, torch.device("cpu"), EXCHANGE_TIMEOUT))
-        row = parameter.grad.detach().cpu().reshape(1, -1)
-        mean = joined[0].gather_rows(row, [1] * place.world_size).mean(0)
-        parameter.grad.copy_(mean.view_as(parameter.grad))
+        grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach()
+        row = torch.cat([grad.cpu().reshape(-1), torch.tensor([parameter.grad is not None], dtype=grad.dtype)])
+        mean = joined[0].gather_rows(row[None], [1] * place.world_size).mean(0)
+        if mean[-1] > 0:  # some rank has a gradient
+            parameter.grad = grad.copy_(mean[:-1].view_as(grad))
 
     return before_updates(to_parameters(exchange))
 
@@ -227,9 +253,11 @@ LEARNING_RATE = Cause(
 )
 ALONE = Cause(
     "alone",
-    "every process trains a model of its own: gradients are not exchanged",
+    "gradients are not exchanged: each device updates by its own",
     "Have the program start a process group: Trainer(strategy='ddp', devices=N) in Lightning, "
-    "DistributedDataParallel in a loop of your own; or, if it is written for one process, adopt it: --adopt.",
+    "DistributedDataParallel in a loop of your own; or, if it is written for one process, adopt it: --adopt. Call the "
+    "model that DistributedDataParallel returns, not its .module; wrap it once all that is ever trained requires its "
+    "gradient; and run the last backward before an update outside of no_sync.",
     _suspect_alone,
     _with_exchange,
 )
