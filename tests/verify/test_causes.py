@@ -37,6 +37,9 @@ ROWS = {
     "mixup": "draws",
     "own_mean": "mean_of_means",
     "tokens": "mean_of_means",
+    "rescaled": "rescaled",
+    "skipped": "loss_scale",
+    "stochastic_depth": "draws",
     "unexchanged": "alone",
 }
 """Scripts for DistributedDataParallel or with an exchange by hand, and the cause that each has; held to `allclose`."""
@@ -97,6 +100,11 @@ def test_of_a_gradient_that_is_not_exchanged_the_reason_is_given(verdict_on, way
     assert verdict.unexplained is None
     assert verdict.causes[0].evidence.endswith(f"; {UNEXCHANGED[way]}")
     assert verdict_on(BREAKERS / "unexchanged.py", way, "cured", steps=3).agrees
+
+
+@pytest.mark.parametrize("name", ["rescaled", "skipped", "stochastic_depth"])
+def test_the_cure_of_a_breaker_takes_it_away(verdict_on, name):
+    assert verdict_on(BREAKERS / f"{name}.py", "cured").agrees
 
 
 @pytest.mark.slow

@@ -77,6 +77,10 @@ class Facts:
         text = json.dumps({"name": name, **fields}, sort_keys=True)
         self._counts[text] = self._counts.get(text, 0) + 1
 
+    def has_counted(self, name: str) -> bool:
+        """Whether an occurrence without further fields was counted since the last step."""
+        return json.dumps({"name": name}) in self._counts
+
     def take(self, *, after_step: bool) -> list[dict[str, Any]]:
         """The facts since the last call; `after_step`: whether that was before a step that has just been taken."""
         for look in self.at_step if after_step else ():

@@ -64,7 +64,8 @@ def listen(facts: Facts) -> list[Wrap]:
 
     def draw(title: str, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         value = inner(*args, **kwargs)
-        if kwargs.get("generator") is None and not facts.in_dataset and facts.calls.roots and by_script():
+        is_seen = facts.calls.stack or (kwargs.get("generator") is None and facts.calls.roots)
+        if is_seen and not facts.in_dataset and by_script():
             size = value.numel() if isinstance(value, Tensor) else int(np.size(value))
             facts.count("draw", function=title, line=script_line(), numbers=size)
         return value
@@ -166,8 +167,9 @@ def _suspect_draws(evidence: Evidence) -> str | None:
 
 
 def _without_draws() -> AbstractContextManager[None]:
-    """What the script draws after its optimizer was made, outside of datasets, is a constant."""
+    """What the script draws after its optimizer was made is a constant; by its own generators, in forwards alone."""
     made: list[bool] = []
+    called: list[nn.Module] = []
 
     def init(inner: Callable[..., None], self: Optimizer, *args: Any, **kwargs: Any) -> None:
         inner(self, *args, **kwargs)
@@ -175,7 +177,7 @@ def _without_draws() -> AbstractContextManager[None]:
 
     def draw(name: str, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         value = inner(*args, **kwargs)
-        if kwargs.get("generator") is not None or not made or not by_script():
+        if (kwargs.get("generator") is not None and not called) or not made or not by_script():
             return value
         level = LEVELS.get(name, 0.0)
         if isinstance(value, Tensor):
@@ -186,7 +188,8 @@ def _without_draws() -> AbstractContextManager[None]:
         return type(value)(level)
 
     draws = [Wrap(owner, name, partial(draw, name)) for owner, name, _ in PLACES_OF_DRAWS]
-    return wrapped(Wrap(Optimizer, "__init__", init), *draws)
+    forwards = around_roots(called.append, lambda *_: called.clear())
+    return wrapped(forwards, Wrap(Optimizer, "__init__", init), *draws)
 
 
 def _suspect_batchnorm(evidence: Evidence) -> str | None:

@@ -49,14 +49,15 @@ def listen(facts: Facts) -> list[Wrap]:
 def _suspect_global_batch(evidence: Evidence) -> str | None:
     if not evidence.is_ddp:
         return None
-    counts: dict[int, list[tuple[Recording, int]]] = {}
+    counts: dict[tuple[int, int], list[tuple[Recording, int]]] = {}  # with skipped updates' samples come together
     for run in evidence.firsts:
         samples = _local_samples(run)
         for step, ranks in by_step(run, "backward", lambda fact: int(fact["times"])).items():
             count = sum(samples.get(step, ()))
+            skipped = sum(int(fact["times"]) for fact in run.facts("skipped", 0) if fact["step"] == step)
             if count and len({tuple(rank) for rank in ranks}) == 1:  # all ranks took part alike
-                counts.setdefault(step, []).append((run, count))
-    for step, seen in sorted(counts.items()):
+                counts.setdefault((step, skipped), []).append((run, count))
+    for (step, _), seen in sorted(counts.items()):
         if len({count for _, count in seen}) > 1:
             parts = ", ".join(f"{count} on {on_devices(run)}" for run, count in seen)
             return f"step {step} was made of this many samples in all: {parts}"

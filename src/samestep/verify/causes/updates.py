@@ -1,8 +1,11 @@
 """Causes in the update: gradients that are not exchanged, and rates, clipping, loss scales and absences by device."""
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -19,12 +22,14 @@ from samestep.comm.communicator import Communicator, make_communicator
 from samestep.comm.environment import read_environment
 from samestep.verify.causes.evidence import Cause, Evidence, by_step, listed, on_devices
 from samestep.verify.causes.facts import Facts
-from samestep.verify.compare import ranks_apart
+from samestep.verify.compare import losses_of, ranks_apart
 from samestep.verify.recording import Recording
 from samestep.verify.watching.steps import with_gradients
-from samestep.verify.wrapping import Wrap, wrapped
+from samestep.verify.watching.tensor_summary import norm as norm_of
+from samestep.verify.wrapping import Wrap, by_script, wrapped
 
 RATE = 0.01
+near = partial(math.isclose, rel_tol=1e-4)
 EXCHANGE_TIMEOUT = timedelta(seconds=60)
 CLIP_ALIASES = ("torch.nn.utils.clip_grad",)
 
@@ -35,6 +40,11 @@ def listen(facts: Facts) -> list[Wrap]:
     def look() -> None:
         if not (dist.is_available() and dist.is_initialized()):
             facts.add_once("no_group")
+
+    def zero_grad(inner: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        if facts.has_counted("backward"):  # since the last update: its gradients are thrown away
+            facts.count("skipped")
+        inner(*args, **kwargs)
 
     def clip(inner: Callable[..., Tensor], parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> Tensor:
         norm = inner(parameters, max_norm, *args, **kwargs)
@@ -65,6 +75,7 @@ def listen(facts: Facts) -> list[Wrap]:
         Wrap(utils, "clip_grad_norm_", clip, CLIP_ALIASES),
         Wrap(GradScaler, "_maybe_opt_step", maybe_step),
         Wrap(LRScheduler, "step", schedule),
+        *(Wrap(owner, "zero_grad", zero_grad) for owner in (Optimizer, nn.Module)),
     ]
 
 
@@ -190,7 +201,33 @@ def _without_clipping() -> AbstractContextManager[None]:
     )
 
 
-def _suspect_scaler(evidence: Evidence) -> str | None:
+def _suspect_rescaled(evidence: Evidence) -> str | None:
+    first, *others = evidence.firsts
+    for other in others if evidence.is_ddp else ():
+        for step in range(min(first.num_steps, other.num_steps)):
+            norms = [[n for group in run.steps[0][step]["gradients"] for n in group["norm"]] for run in (first, other)]
+            ratios = [many / one for one, many in zip(*norms, strict=False) if one and many] or [1.0]
+            pairs = product(losses_of(first, step), losses_of(other, step))
+            if not near(ratios[0], 1) and near(min(ratios), max(ratios)) and any(near(*pair) for pair in pairs):
+                runs = f"on {on_devices(other)} as on {on_devices(first)}"
+                return f"all gradients of step {step} were {ratios[0]:.6g} times as large {runs}, at the same loss"
+    return None
+
+
+def _with_unit_norm() -> AbstractContextManager[None]:
+    """Every update is made with gradients whose norm is 1."""
+
+    def rescale(optimizer: Optimizer) -> None:
+        grads = [one.grad for group in optimizer.param_groups for one in group["params"] if one.grad is not None]
+        total = math.hypot(*map(norm_of, grads))
+        if 0 < total < math.inf:
+            for grad in grads:
+                grad.div_(total)
+
+    return before_updates(rescale)
+
+
+def _suspect_skips(evidence: Evidence) -> str | None:
     for run in evidence.shared:
         ranks = range(run.world_size)
         seen = [[(fact["scale"], fact["skips"]) for fact in run.facts("scaler", rank)] for rank in ranks]
@@ -200,17 +237,32 @@ def _suspect_scaler(evidence: Evidence) -> str | None:
                 scales = listed([float(scale) for scale, _ in decisions], 8)
                 skipped = f"rank {listed(skipping)} alone skipped" if skipping else "none skipped"
                 return f"at update {number} on {on_devices(run)} the ranks' loss scales were {scales}, and {skipped} it"
-    return None
+    late = {on_devices(run): [fact["step"] for fact in run.facts("skipped", 0)] for run in evidence.firsts}
+    totals = ", ".join(f"{listed(steps) or 'none'} on {devices}" for devices, steps in late.items())
+    return f"before these steps an update was skipped: {totals}" if len(set(map(tuple, late.values()))) > 1 else None
 
 
-def _without_scaling() -> AbstractContextManager[None]:
-    """GradScalers are switched off."""
+@contextmanager
+def _without_skips() -> Iterator[None]:
+    """GradScalers are switched off, the program finds all numbers finite, and gradients that are not are zero."""
 
     def init(inner: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
         inner(self, *args, **kwargs)
         self._enabled = False
 
-    return wrapped(Wrap(GradScaler, "__init__", init))
+    def find(is_finite: bool, inner: Callable[..., Any], value: Any) -> Any:
+        if not by_script():
+            return inner(value)
+        return torch.full_like(value, is_finite, dtype=torch.bool) if isinstance(value, Tensor) else is_finite
+
+    def fill_in(parameter: nn.Parameter) -> None:
+        if parameter.grad is not None:
+            parameter.grad.nan_to_num_(0, 0, 0)
+
+    places = [(owner, name) for owner in (torch, Tensor, math) for name in ("isnan", "isinf", "isfinite")]
+    finds = [Wrap(owner, name, partial(find, name == "isfinite")) for owner, name in places]
+    with before_updates(to_parameters(fill_in)), wrapped(Wrap(GradScaler, "__init__", init), *finds):
+        yield
 
 
 def _suspect_unused(evidence: Evidence) -> str | None:
@@ -268,13 +320,21 @@ LOCAL_CLIP = Cause(
     _suspect_clip,
     _without_clipping,
 )
+RESCALED = Cause(
+    "rescaled",
+    "the program scales its gradients by a number that depends on the devices",
+    "After DistributedDataParallel's backward every rank holds the same gradients: clip by their norm as it is "
+    "(torch.nn.utils.clip_grad_norm_), which is not to be added up, or averaged, over the ranks once more.",
+    _suspect_rescaled,
+    _with_unit_norm,
+)
 LOSS_SCALE = Cause(
     "loss_scale",
     "each device decides by itself to skip an update or to change its loss scale",
     "Reduce the gradients before scaler.unscale_ and scaler.step look at them, so that every rank finds the same "
-    "infinities; precision='16-mixed' does so.",
-    _suspect_scaler,
-    _without_scaling,
+    "infinities (precision='16-mixed' does so), and skip an update by a number that is reduced over all ranks too.",
+    _suspect_skips,
+    _without_skips,
 )
 UNUSED = Cause(
     "unused",
