@@ -206,6 +206,18 @@ def test_a_script_that_insists_on_gpus_is_told_that_cpu_workers_have_none(tmp_pa
     assert done.returncode == 1
     assert "line 2, in <module>" in done.stderr
     assert "CPU workers show it no GPU: choose GPUs (--devices)" in done.stderr
+    assert "--logical-devices" not in done.stderr
+
+
+def test_a_script_for_nccl_is_told_what_runs_it_on_cpu_workers_as_it_is_and_that_does(tmp_path):
+    (tmp_path / "train.py").write_text("import torch.distributed as dist\ndist.init_process_group('nccl')")
+    for command in ("run", "verify"):
+        done = samestep(
+            command, "--devices", "cpu:1,cpu:2" if command == "verify" else "cpu:2", "train.py", cwd=tmp_path
+        )
+        assert done.returncode == 1
+        assert "with --logical-devices V, of samestep run and verify alike" in done.stderr
+    assert samestep("run", "--devices", "cpu:2", "--logical-devices", 2, "train.py", cwd=tmp_path).returncode == 0
 
 
 REPORTING = """

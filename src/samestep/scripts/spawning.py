@@ -33,6 +33,7 @@ NO_GPU = (
     "samestep: this script deals with its ranks itself, and CPU workers show it no GPU: choose GPUs (--devices), "
     'or let it use the CPU, and backend="gloo"'
 )
+NO_NCCL = '; with --logical-devices V, of samestep run and verify alike, backend="nccl" works on CPU workers as it is'
 ON_CPUS = "ACCELERATE_USE_CPU"  # read by Accelerate, and by the Trainers of transformers and TRL
 DEVICES_ON_CPUS = ("LT_DEVICES", "PL_TRAINER_DEVICES")  # read by Lightning's Fabric and Trainer, whose default is one
 Place = tuple[str, str, str]
@@ -55,7 +56,7 @@ def run_native(kind: str, target: str, argv: Sequence[str]) -> None:
             kept.clear()  # after the script's own references to models, which hold groups too
         except Exception as error:
             if place.device_kind == "cpu" and any(word in str(error) for word in GPU_WORDS):
-                error.add_note(NO_GPU)
+                error.add_note(NO_GPU + NO_NCCL * ("NCCL" in str(error)))
             raise
 
 
