@@ -160,18 +160,24 @@ def test_a_name_to_wrap_that_is_never_called_is_an_error_that_says_what_was(tmp_
     assert len(done.stderr.splitlines()) <= 4, done.stderr
 
 
-@pytest.mark.parametrize("option", [("--seed", "1"), ("--wrap", "net")])
 @pytest.mark.parametrize(
     "source", [pytest.param(NATIVE, id="native"), pytest.param(PLAIN, id="plain, but not to be adopted")]
 )
-def test_options_of_adopted_scripts_are_refused_for_scripts_that_deal_with_ranks(tmp_path, refused, option, source):
+def test_wrap_is_refused_for_scripts_that_deal_with_ranks(tmp_path, refused, source):
     adopt = ["--no-adopt"] if source is PLAIN else []
     path = script(tmp_path, source)
-    said = refused("run", "--devices", "cpu:2", *adopt, *option, path)
-    assert said.startswith("samestep: error: --seed and --wrap are for ")
+    said = refused("run", "--devices", "cpu:2", *adopt, "--wrap", "net", path)
+    assert said.startswith("samestep: error: --wrap is for scripts of one process, and ")
     assert len(said.splitlines()) == 1
     if source is NATIVE:
         assert f"train.py, line {line_of(NATIVE, 'init_process_group')}" in said
+
+
+def test_a_seed_is_refused_for_a_program_that_seeds_itself(tmp_path, refused):
+    path = script(tmp_path, "import samestep\n\nrun = samestep.Run(global_batch_size=4)\n")
+    said = refused("run", "--devices", "cpu:2", "--seed", "1", path)
+    assert said.startswith("samestep: error: got --seed 1 for a script that uses samestep itself (train.py, line 3")
+    assert "samestep.Run(seed=1)" in said
 
 
 @pytest.mark.parametrize("command", [("run", "--devices", "cpu:2"), ("verify", "--devices", "cpu:1,cpu:2")])

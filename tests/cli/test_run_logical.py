@@ -279,20 +279,23 @@ UNSEEDED = """
 """
 
 
-def test_an_unseeded_script_draws_other_numbers_on_each_rank_and_can_be_repeated(tmp_path):
+def test_what_a_script_leaves_unseeded_has_a_seed_by_rank_on_any_devices(tmp_path):
     (tmp_path / "train.py").write_text(textwrap.dedent(UNSEEDED))
+    (tmp_path / "torch_alone.py").write_text("import torch\ntorch.manual_seed(0)\n" + textwrap.dedent(UNSEEDED))
 
-    def run(devices, *words):
-        words = ("run", "--devices", devices, "--logical-devices", 2, *words, "train.py")
-        done = samestep(*words, cwd=tmp_path)
+    def run(*words):
+        done = samestep("run", *words, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
-        return done
+        return done.stdout.split(), re.findall("samestep: the script draws from (.*) without a seed", done.stderr)
 
-    first = run("cpu:1")
-    assert len({*first.stdout.split()}) == 6
-    (seed,) = re.findall(
-        r"samestep: the script sets no seed; this run used (\d+) \(--seed \1 repeats it\)", first.stderr
-    )
-    again = run("cpu:2", "--seed", seed)
-    assert again.stdout == first.stdout
-    assert "sets no seed" not in again.stderr
+    logical = run("--devices", "cpu:1", "--logical-devices", 2, "train.py")
+    assert len({*logical[0]}) == 6
+    assert logical[1] == ["torch, NumPy and Python's random"]
+    assert run("--devices", "cpu:2", "train.py") == logical, "as under torchrun, and with a seed"
+    other, said = run("--devices", "cpu:2", "--logical-devices", 2, "--seed", 5, "train.py")
+    assert len({*other, *logical[0]}) == 12
+    assert said == []
+    drawn, said = run("--devices", "cpu:2", "--logical-devices", 2, "torch_alone.py")
+    assert drawn[1:3] + drawn[4:] == logical[0][1:3] + logical[0][4:], "the seed of torch is none of the others"
+    assert drawn[0] == drawn[3]
+    assert said == ["NumPy and Python's random"]

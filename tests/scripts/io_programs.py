@@ -518,19 +518,25 @@ def forwards_since(communicator):
 
 
 def said_seeds(communicator, how):
-    """The output on stderr at the first wrapped forwards."""
+    """The output on stderr of a script that seeds and draws in one of these ways."""
     adoption, stderr = Adoption(communicator), io.StringIO()
-    with applied(seeding.patches(adoption)), seeding.seeded(adoption, 7 if how == "given" else None):
-        if how == "script":
-            torch.manual_seed(3)
-        elif how == "library":
+    seed = 7 if how == "given" else None
+    with redirect_stderr(stderr), applied(seeding.patches(adoption)), seeding.seeded(adoption, seed):
+        if how in ("torch alone", "as the run"):
+            torch.manual_seed(0)
+        if how == "library":
             library()["seed_everything"](3)
-        elif how == "host":
-            random.seed(3)
-        with redirect_stderr(stderr):
-            seeding.notice_seed(adoption)
-            seeding.notice_seed(adoption)
-        return stderr.getvalue(), adoption.seeding.seed
+        if how == "restored":
+            torch.set_rng_state(torch.get_rng_state())
+        if how in ("too late", "restored", "as the run"):
+            torch.rand(1)
+            torch.manual_seed(3)
+        if how == "by chance":
+            torch.seed()
+            np.random.default_rng()
+        if how in ("draws", "torch alone", "given"):
+            _draws()
+    return stderr.getvalue()
 
 
 def in_chunks(communicator):

@@ -168,8 +168,8 @@ class ScriptOptions:
         panel=SCRIPT,
     )
     seed: int | None = option(
-        "Seeds every generator at the start of a script of one process, and of each logical device, with a number of "
-        "its own; by default a random seed, under verify 0.",
+        "The seed of what SCRIPT leaves unseeded; each rank of a script that deals with ranks gets a number of its own "
+        "from it. By default 0.",
         metavar="N",
         panel=SCRIPT,
     )

@@ -109,13 +109,16 @@ def _as_read(job: Job, script: ScriptOptions, reading: "Reading", is_virtual: bo
     if script.adopt if script.adopt is not None else reading.kind == "adopted":
         asked = {"num_microbatches": logical, "seed": script.seed, "wrap": script.wrap, "virtual": is_virtual}
         return _called(job, "samestep.scripts.script", "run_adopted", asked), None
-    if script.wrap is not None or (script.seed is not None and logical is None):
+    if script.wrap is not None:
+        raise UsageError(f"--wrap is for scripts of one process, and {reading.reason}; leave it out, or give --adopt")
+    if script.seed is not None and reading.own:
         raise UsageError(
-            f"--seed and --wrap are for scripts of one process, and {reading.reason}; set them in the script, or give "
-            "--adopt (--seed goes with --logical-devices, too)"
+            f"got --seed {script.seed} for a script that uses samestep itself ({reading.own}), which seeds every "
+            f"generator: set samestep.Run(seed={script.seed}) in the script"
         )
     if logical is None:
-        return _called(job, "samestep.scripts.spawning", "run_native", {}), None
+        asked = {"seed": script.seed, "leaves_seeds": bool(reading.own)}
+        return _called(job, "samestep.scripts.spawning", "run_native", asked), None
     reading.check_logical_devices(logical)
     return _called(job, "samestep.scripts.logical", "run_logical", {"seed": script.seed}), logical
 

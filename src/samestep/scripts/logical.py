@@ -9,7 +9,6 @@ import os
 import sys
 import warnings
 import weakref
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import FrameType
@@ -24,8 +23,6 @@ from torch.utils.data import DataLoader
 from samestep.comm.device_token import hold_token, lent_token, shares_device
 from samestep.comm.environment import read_environment
 from samestep.comm.process_group import NAME, OrderedProcessGroup, register_backend
-from samestep.core.seeds import derive_seed
-from samestep.data.randomness import seed_process
 from samestep.devices.inventory import usable_cores
 from samestep.scripts.adoption import VISIBLE_DEVICES
 from samestep.scripts.patch import Patch, applied, late_dynamo
@@ -53,27 +50,7 @@ def run_logical(kind: str, target: str, argv: Sequence[str], seed: int | None = 
 
             stack.enter_context(own_accelerator(lambda: place.local_world_size, device))
             os.environ[VISIBLE_DEVICES] = ",".join(map(str, range(place.local_world_size)))  # CUDA has read its own
-        stack.enter_context(_seeded(place.rank, seed))
-        run_native(kind, target, argv)
-
-
-@contextmanager
-def _seeded(rank: int, seed: int | None) -> Iterator[None]:
-    """Seeds this rank's generators: forks of one process would draw the same. A seed that was drawn is named."""
-    number = zlib.crc32(os.environ.get("TORCHELASTIC_RUN_ID", "").encode()) if seed is None else seed
-    is_set, inner = seed is not None, torch.manual_seed
-
-    @functools.wraps(inner)
-    def manual_seed(*args: Any, **options: Any) -> torch.Generator:
-        nonlocal is_set
-        is_set = True
-        return inner(*args, **options)
-
-    seed_process(derive_seed(number, rank))
-    with applied([Patch(torch, "manual_seed", manual_seed, ("torch.random",))]):
-        yield
-    if not is_set:
-        _tell(f"the script sets no seed; this run used {number} (--seed {number} repeats it)")
+        run_native(kind, target, argv, seed)
 
 
 def _process_groups() -> list[Patch]:

@@ -79,7 +79,7 @@ def _delay_error(adoption: Adoption, error: BaseException) -> None:
 def adopted(
     adoption: Adoption, *, virtual: bool = False, seed: int | None = None, wrap: str | None = None
 ) -> Iterator[None]:
-    """Runs a block on this thread as an adopted script; without a seed, rank 0 draws one."""
+    """Runs a block on this thread as an adopted script; without a seed it begins with 0."""
     is_script_file(__file__)  # looks up where libraries lie while os.stat is still Python's own
     with ExitStack() as stack:
         stack.enter_context(activated(adoption))

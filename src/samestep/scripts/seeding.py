@@ -1,58 +1,79 @@
-"""Seeds of the script's generators: equal on all ranks at the start, and after every seed that the script sets.
+"""Seeds of a script's generators: whatever it leaves unseeded has a fixed seed, and one line says what that was.
 
-A seed that the script gives may differ between processes (`int(time.time())`), so that of rank 0 holds. Where the
-script gives none (`random.seed()`, `numpy.random.default_rng()`), a number derived from the run's seed stands in. That
-also makes such a run repeatable: on any number of devices, with `--seed`.
+In a script of one process all ranks are alike, so that a seed that differs between processes (`int(time.time())`) is
+that of rank 0. In a script that deals with ranks each rank has a seed of its own. Where the script asks for a seed of
+chance (`random.seed()`, `numpy.random.default_rng()`), a number derived from the run's seed stands in.
 """
 
 import functools
 import os
+import pickle
 import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.random import mtrand
+from torch.utils.data import get_worker_info
 
 from samestep.core.seeds import derive_seed
 from samestep.data.randomness import seed_process
 from samestep.scripts.adoption import Adoption
 from samestep.scripts.files.rank0_files import Caller, origin
-from samestep.scripts.patch import Patch
+from samestep.scripts.patch import Patch, applied
 
 UNSEEDED = 0x0E_ED
 """The stream of the numbers that stand in for seeds that were not given."""
+STATES: dict[str, Callable[[], bytes]] = {
+    "torch": lambda: torch.default_generator.get_state().numpy().tobytes(),
+    "NumPy": lambda: pickle.dumps(np.random.get_state()),  # noqa: NPY002 - scripts draw from it
+    "Python's random": lambda: pickle.dumps(random.getstate()),
+}
+"""The state of each global generator of this process."""
 
 
-@dataclass
 class Seeds:
-    """State of the seeds of a run; `Adoption.seeding`."""
+    """The seeds of a run, and what the script draws from without a seed of its own; `Adoption.seeding`."""
 
-    seed: int  # the run's seed
-    is_given: bool  # whether the user gave it
-    is_set: bool = False  # whether the script, or a library for it, seeded torch
-    num_derived: int = 0  # how many numbers stood in for seeds that were not given
+    def __init__(self, seed: int, may_draw: Callable[[], bool]) -> None:
+        self.seed = seed  # this rank's
+        self.may_draw = may_draw  # whether a call comes at a point where numbers can be derived
+        self.drawn: dict[str, None] = {}  # in order
+        self._num_derived = 0
+        self._starts = {name: state() for name, state in STATES.items()}
 
-    def derived(self) -> int:
-        """The next number to stand in for a seed."""
-        self.num_derived += 1
-        return derive_seed(self.seed, UNSEEDED, self.num_derived)
+    def derived(self, name: str) -> int:
+        """The next number to stand in for a seed, of the generator of that name."""
+        self._num_derived += 1
+        self.drawn.setdefault(name)
+        return derive_seed(self.seed, UNSEEDED, self._num_derived)
+
+    def look(self, *names: str) -> None:
+        """Notes which generators have been drawn from; called before the script sets one, and at the end."""
+        for name in names:
+            if name in self._starts and STATES[name]() != self._starts[name]:
+                del self._starts[name]
+                self.drawn.setdefault(name)
+
+    def forget(self, name: str, is_state: bool) -> None:
+        """A generator was set: to a seed, or to a state, which may be the one that it began with."""
+        if name in self._starts and not (is_state and STATES[name]() == self._starts[name]):
+            del self._starts[name]
 
 
 @contextmanager
 def seeded(adoption: Adoption, seed: int | None) -> Iterator[None]:
-    """Seeds the generators of torch, NumPy and Python for a block; without a seed, with a number that rank 0 draws."""
-    states = torch.get_rng_state(), np.random.get_state(), random.getstate()  # noqa: NPY002 - scripts draw from it
+    """Seeds the generators of torch, NumPy and Python for a block that all ranks run alike."""
+    states = torch.get_rng_state(), np.random.get_state(), random.getstate()  # noqa: NPY002
     of_numpy = mtrand.get_bit_generator()
     before = adoption.seeding
-    adoption.seeding = _new_seeds(adoption) if seed is None else Seeds(seed, is_given=True)
     try:
-        seed_process(adoption.seeding.seed)
-        yield
+        with _watched(seed or 0, seed or 0, adoption.may_meet, adoption.notice if seed is None else None) as seeds:
+            adoption.seeding = seeds
+            yield
     finally:
         adoption.seeding = before
         torch.set_rng_state(states[0])
@@ -61,11 +82,80 @@ def seeded(adoption: Adoption, seed: int | None) -> Iterator[None]:
         random.setstate(states[2])
 
 
-def notice_seed(adoption: Adoption) -> None:
-    """Prints, once, the seed of a run if neither the user nor the script sets one."""
-    seeds = adoption.seeding
-    if isinstance(seeds, Seeds) and not seeds.is_given and not seeds.is_set:
-        adoption.notice(f"the script sets no seed; this run uses {seeds.seed} (--seed {seeds.seed} repeats it)")
+@contextmanager
+def seeded_rank(rank: int, seed: int | None) -> Iterator[None]:
+    """Seeds the generators of one rank of a script that deals with ranks: forks of one process would draw the same."""
+    process = os.getpid()
+
+    def tell(text: str) -> None:
+        print(f"samestep: {text}", file=sys.stderr, flush=True)
+
+    is_told = rank == 0 and seed is None
+    with (
+        _watched(
+            derive_seed(seed or 0, rank), seed or 0, lambda: os.getpid() == process, tell if is_told else None
+        ) as seeds,
+        applied(_made_by_chance(lambda: seeds, in_chunk=lambda: False)),
+    ):
+        yield
+
+
+@contextmanager
+def _watched(own: int, seed: int, may_draw: Callable[[], bool], tell: Callable[[str], None] | None) -> Iterator[Seeds]:
+    """Seeds this process; tells at the end of the block what was drawn without a seed of the script's."""
+    with torch._C.DisableTorchFunction():  # virtual devices do not matter here
+        seed_process(own)
+        seeds = Seeds(own, may_draw)
+    setters = (
+        (torch, "torch", "torch.random", ("manual_seed", "set_rng_state", "seed")),
+        (torch.cuda, "torch", "torch.cuda.random", ("manual_seed", "manual_seed_all", "seed", "seed_all")),
+        (np.random, "NumPy", "numpy.random.mtrand", ("seed", "set_state")),
+        (random, "Python's random", "", ("seed", "setstate")),
+    )
+
+    def tell_drawn() -> None:
+        with torch._C.DisableTorchFunction():
+            seeds.look(*STATES)
+        if seeds.drawn and tell is not None:
+            tell(f"the script draws from {_enumerated([*seeds.drawn])} without a seed: seeded by {seed} here (--seed)")
+
+    with applied(_setting(seeds, owner, name, which, of) for owner, which, of, names in setters for name in names):
+        try:
+            yield seeds
+        except SystemExit:
+            tell_drawn()
+            raise
+        tell_drawn()
+
+
+def _enumerated(names: list[str]) -> str:
+    return " and ".join(part for part in (", ".join(names[:-1]), names[-1]) if part)
+
+
+def _setting(seeds: Seeds, owner: Any, name: str, generator: str, alias: str) -> Patch:
+    """A function that sets a global generator; by a derived number where the script leaves the seed to chance."""
+    original: Callable[..., Any] = getattr(owner, name)
+    is_torch = owner in (torch, torch.cuda)
+    is_state = name.startswith("set") or owner is torch.cuda  # a device's seed is none of the host's
+
+    @functools.wraps(original)
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        caller = origin(sys._getframe(1))[0] if seeds.may_draw() else Caller.MACHINERY
+        if caller not in (Caller.SCRIPT, Caller.LIBRARY):
+            return original(*args, **kwargs)
+        with torch._C.DisableTorchFunction():
+            seeds.look(generator)
+        given = args[0] if args else next(iter(kwargs.values()), None)
+        if name.startswith("seed") and given is None and caller is Caller.SCRIPT:
+            number = seeds.derived(generator)
+            result = (getattr(owner, "manual_" + name)(number), number)[1] if is_torch else original(number % 2**32)
+        else:
+            result = original(*args, **kwargs)
+        with torch._C.DisableTorchFunction():
+            seeds.forget(generator, is_state)
+        return result
+
+    return Patch(owner, name, replacement, aliases=(alias,))
 
 
 def patches(adoption: Adoption) -> list[Patch]:
@@ -75,7 +165,6 @@ def patches(adoption: Adoption) -> list[Patch]:
     |---|---|
     | `torch.manual_seed`, `torch.set_rng_state`, `torch.cuda.manual_seed(_all)` | as with rank 0's argument |
     | `random.seed`, `random.setstate`, `numpy.random.seed`, `numpy.random.set_state` | as with rank 0's argument |
-    | `torch.seed`, `torch.cuda.seed(_all)`, `random.seed()`, `numpy.random.seed()` | seeded with a derived number |
     | `random.Random()`, `numpy.random.default_rng()` | seeded with a derived number |
 
     Calls from libraries are left alone: they are the same on every rank, as are their arguments. Inside a chunk of a
@@ -86,7 +175,7 @@ def patches(adoption: Adoption) -> list[Patch]:
     saved state carries the number of forwards.
     """
     cuda = torch.cuda
-    save, generator, construct = torch.get_rng_state, np.random.default_rng, random.Random.__init__
+    save = torch.get_rng_state
 
     @functools.wraps(save)
     def get_rng_state() -> torch.Tensor:
@@ -94,108 +183,61 @@ def patches(adoption: Adoption) -> list[Patch]:
         state.num_forwards = adoption.num_since_reseed  # type: ignore[attr-defined]  # tensors take attributes
         return state
 
-    @functools.wraps(generator)
-    def default_rng(seed: Any = None) -> np.random.Generator:
-        return generator(_stand_in(adoption) if seed is None else seed)
-
-    @functools.wraps(construct)
-    def init(self: random.Random, x: Any = None) -> None:
-        construct(self, _stand_in(adoption) if x is None else x)
-
     return [
         Patch(torch, "get_rng_state", get_rng_state, aliases=("torch.random",)),
-        _torch_seed(adoption, torch, "manual_seed", "torch.random"),
-        _torch_seed(adoption, torch, "set_rng_state", "torch.random"),
-        _torch_seed(adoption, cuda, "manual_seed", "torch.cuda.random"),
-        _torch_seed(adoption, cuda, "manual_seed_all", "torch.cuda.random"),
-        _drawn_seed(adoption, torch, "seed", torch.manual_seed, "torch.random"),
-        _drawn_seed(adoption, cuda, "seed", cuda.manual_seed, "torch.cuda.random"),
-        _drawn_seed(adoption, cuda, "seed_all", cuda.manual_seed_all, "torch.cuda.random"),
-        _host_seed(adoption, random, "seed", 64),
-        _host_seed(adoption, random, "setstate", 64),
-        _host_seed(adoption, np.random, "seed", 32, "numpy.random.mtrand"),
-        _host_seed(adoption, np.random, "set_state", 32, "numpy.random.mtrand"),
-        Patch(np.random, "default_rng", default_rng, aliases=("numpy.random._generator",)),
-        Patch(random.Random, "__init__", init),
+        _shared_seed(adoption, torch, "manual_seed", "torch.random"),
+        _shared_seed(adoption, torch, "set_rng_state", "torch.random"),
+        _shared_seed(adoption, cuda, "manual_seed", "torch.cuda.random"),
+        _shared_seed(adoption, cuda, "manual_seed_all", "torch.cuda.random"),
+        _shared_seed(adoption, random, "seed"),
+        _shared_seed(adoption, random, "setstate"),
+        _shared_seed(adoption, np.random, "seed", "numpy.random.mtrand"),
+        _shared_seed(adoption, np.random, "set_state", "numpy.random.mtrand"),
+        *_made_by_chance(lambda: adoption.seeding, in_chunk=lambda: adoption.in_chunk),
     ]
 
 
-def _new_seeds(adoption: Adoption) -> Seeds:
-    """A seed that rank 0 draws; of 32 bits, short enough to type."""
-    return Seeds(adoption.share("a seed for the run", int.from_bytes(os.urandom(4))), is_given=False)
-
-
-def _seeds(adoption: Adoption) -> Seeds:
-    """The run's seeds; new ones outside of `seeded`."""
-    if not isinstance(adoption.seeding, Seeds):
-        adoption.seeding = _new_seeds(adoption)
-    return adoption.seeding
-
-
-def _by_script(adoption: Adoption, depth: int = 2) -> bool:
-    """Whether the script called the function that calls this, at a point where all ranks pass."""
-    return adoption.may_meet() and origin(sys._getframe(depth))[0] is Caller.SCRIPT
-
-
-def _torch_seed(adoption: Adoption, owner: Any, name: str, alias: str) -> Patch:
-    """A function of torch that sets a generator to a seed or a state."""
+def _shared_seed(adoption: Adoption, owner: Any, name: str, *aliases: str) -> Patch:
+    """A function that sets a generator to a seed or a state: those of rank 0."""
     original: Callable[..., Any] = getattr(owner, name)
 
     @functools.wraps(original)
     def replacement(*args: Any, **kwargs: Any) -> Any:
         if not adoption.may_meet():
             return original(*args, **kwargs)
-        caller = origin(sys._getframe(1))[0]
-        if caller is Caller.SCRIPT:
+        if origin(sys._getframe(2))[0] is Caller.SCRIPT:  # frame 1 is that of `_setting`
             args, kwargs = adoption.share(f"a call of {name}", (args, kwargs))
-        if caller is Caller.SCRIPT or (name == "manual_seed" and caller is Caller.LIBRARY):
-            _seeds(adoption).is_set = True  # a library's helper that seeds everything, too
         result = original(*args, **kwargs)
-        state = next(iter((*args, *kwargs.values())), None) if name == "set_rng_state" else None
-        adoption.num_since_reseed = getattr(state, "num_forwards", 0)
+        if owner in (torch, torch.cuda):
+            state = next(iter((*args, *kwargs.values())), None) if name == "set_rng_state" else None
+            adoption.num_since_reseed = getattr(state, "num_forwards", 0)
         return result
-
-    return Patch(owner, name, replacement, aliases=(alias,))
-
-
-def _drawn_seed(adoption: Adoption, owner: Any, name: str, seed: Callable[[int], Any], alias: str) -> Patch:
-    """A function of torch that seeds with a number of its own."""
-    original: Callable[..., Any] = getattr(owner, name)
-
-    @functools.wraps(original)
-    def replacement(*args: Any, **kwargs: Any) -> Any:
-        if not _by_script(adoption):
-            return original(*args, **kwargs)
-        number = _seeds(adoption).derived()
-        _seeds(adoption).is_set = True
-        seed(number)
-        adoption.num_since_reseed = 0
-        return number if owner is torch else None
-
-    return Patch(owner, name, replacement, aliases=(alias,))
-
-
-def _host_seed(adoption: Adoption, owner: Any, name: str, num_bits: int, *aliases: str) -> Patch:
-    """A function of Python or NumPy that sets a generator to a seed or a state; without one, to a derived number."""
-    original: Callable[..., Any] = getattr(owner, name)
-
-    @functools.wraps(original)
-    def replacement(*args: Any, **kwargs: Any) -> Any:
-        if not _by_script(adoption):
-            return original(*args, **kwargs)
-        given = args[0] if args else next((kwargs[key] for key in ("a", "seed", "state") if key in kwargs), None)
-        if given is None:
-            return original(_seeds(adoption).derived() % 2**num_bits)
-        args, kwargs = adoption.share(f"a call of {name}", (args, kwargs))
-        return original(*args, **kwargs)
 
     return Patch(owner, name, replacement, aliases=aliases)
 
 
-def _stand_in(adoption: Adoption) -> int | None:
-    """A seed for a generator that the script makes without one; None for libraries and in child processes."""
-    if origin(sys._getframe(2))[0] is not Caller.SCRIPT:
-        return None
-    if adoption.may_meet():
-        return _seeds(adoption).derived()
-    return random.getrandbits(64) if adoption.in_chunk else None
+def _made_by_chance(seeds: Callable[[], Seeds | None], in_chunk: Callable[[], bool]) -> list[Patch]:
+    """Generators that the script makes without a seed get one; those of libraries are left alone."""
+    generator, construct = np.random.default_rng, random.Random.__init__
+
+    def stand_in() -> int | None:
+        current = seeds()
+        if current is None or origin(sys._getframe(2))[0] is not Caller.SCRIPT:
+            return None
+        if current.may_draw():
+            return current.derived("generators made without a seed")
+        # torch seeds the workers of a loader, each with a number of its own
+        return random.getrandbits(64) if in_chunk() or get_worker_info() is not None else None
+
+    @functools.wraps(generator)
+    def default_rng(seed: Any = None) -> np.random.Generator:
+        return generator(stand_in() if seed is None else seed)
+
+    @functools.wraps(construct)
+    def init(self: random.Random, x: Any = None) -> None:
+        construct(self, stand_in() if x is None else x)
+
+    return [
+        Patch(np.random, "default_rng", default_rng, aliases=("numpy.random._generator",)),
+        Patch(random.Random, "__init__", init),
+    ]

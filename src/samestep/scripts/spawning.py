@@ -15,7 +15,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from multiprocessing.process import BaseProcess
 from typing import Any, NoReturn
@@ -40,8 +40,13 @@ Place = tuple[str, str, str]
 Started = list[tuple[BaseProcess, str]]
 
 
-def run_native(kind: str, target: str, argv: Sequence[str]) -> None:
-    """Runs a script that deals with ranks itself: the entry of `samestep run`'s workers."""
+def run_native(
+    kind: str, target: str, argv: Sequence[str], seed: int | None = None, leaves_seeds: bool = False
+) -> None:
+    """Runs a script that deals with ranks itself: the entry of `samestep run`'s workers.
+
+    `leaves_seeds` is for scripts that use `samestep.Run`, which seeds all ranks alike.
+    """
     place = read_environment()
     if place.device_kind == "cpu" and place.world_size > 1:
         # As `accelerate launch --cpu` and `fabric run` do: without these every process is alone.
@@ -50,7 +55,13 @@ def run_native(kind: str, target: str, argv: Sequence[str]) -> None:
     run = run_module if kind == "module" else run_script
     kept: list[Any] = []
     groups = late_patches({"torch.distributed.distributed_c10d": partial(_kept_groups, kept)})
-    with watching_children(target), applied([*late_dynamo(), *_first_backward(target), *groups]):
+    with ExitStack() as stack:
+        stack.enter_context(watching_children(target))
+        stack.enter_context(applied([*late_dynamo(), *_first_backward(target), *groups]))
+        if not leaves_seeds:
+            from samestep.scripts.seeding import seeded_rank  # imports torch
+
+            stack.enter_context(seeded_rank(place.rank, seed))
         try:
             run(target, tuple(argv))
             kept.clear()  # after the script's own references to models, which hold groups too

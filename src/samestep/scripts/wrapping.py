@@ -27,7 +27,6 @@ from torch.optim import Optimizer
 from samestep.data.nested import leaves
 from samestep.engine.diagnosis import explain_lone_sample
 from samestep.errors import UsageError
-from samestep.scripts import seeding
 from samestep.scripts.adoption import Adoption
 from samestep.scripts.naming import Wrap, described, is_meant, largest_module, never_met
 from samestep.scripts.patch import Patch, applied
@@ -153,7 +152,6 @@ def _at_first_backward(plain: Plain, frame: FrameType) -> None:
         if not wrap.is_met:
             adoption.notice(never_met(wrap, "so far the script has called"))
     elif adoption.world_size > 1:
-        seeding.notice_seed(adoption)
         is_whole = adoption.num_microbatches == 1  # as the user asked
         if adoption.num_forwards == 0 and adoption.tutorial is None and not (plain.is_explained or is_whole):
             adoption.notice(_hint(adoption.world_size, frame))

@@ -117,7 +117,7 @@ def run_probed(
             elif is_logical:
                 run_logical(kind, target, argv, seed=0)
             else:
-                run_native(kind, target, argv)
+                run_native(kind, target, argv, leaves_seeds=True)
         except WatchedEnough:
             reason = "steps"
         finally:

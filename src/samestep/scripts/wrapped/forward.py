@@ -17,7 +17,7 @@ from samestep.engine.buffers import refuse_sync_batchnorm
 from samestep.engine.diagnosis import explain_lone_sample
 from samestep.engine.site import script_line
 from samestep.errors import DeterminismError, UsageError
-from samestep.scripts import output, seeding
+from samestep.scripts import output
 from samestep.scripts.adoption import Adoption
 from samestep.scripts.backward import generator_state, raise_together
 from samestep.scripts.wrapped.buffers import Buffers
@@ -151,7 +151,6 @@ def _forward(
         raise UsageError(
             "forward-mode differentiation does not pass a wrapped forward; use reverse mode, or the module"
         )
-    seeding.notice_seed(adoption)
     wrapped = _wrapped(adoption, module)
     try:
         with torch._C.DisableTorchFunction():
