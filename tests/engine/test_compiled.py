@@ -7,10 +7,13 @@ import sys
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.nn import functional
 from worlds import cpu_only
 
+from samestep.engine import forward_backward
 from samestep.engine import microbatches as microbatches_module
+from samestep.errors import UsageError
 from samestep.train.digest import state_digest
 from samestep.train.run import Run
 
@@ -93,3 +96,53 @@ def test_the_time_of_compiling_is_told_once():
     (line,) = [line for line in done.stderr.splitlines() if "torch.compile" in line]
     assert line.startswith("samestep: torch.compile took ")
     assert "a microbatch now takes " in line
+
+
+SIZES = [[3, 4, 5, 6], [7, 8, 9, 10], [11, 12, 13, 14]]  # the lengths of the microbatches of three steps
+
+
+def many_shapes(monkeypatch, limit, compiled_part):
+    """Three steps of a model that the script has compiled, as a whole or in part; the graphs that were made."""
+    if limit is not None:
+        names = ("recompile_limit", "accumulated_recompile_limit")
+        monkeypatch.setattr(forward_backward, "COMPILING", forward_backward.COMPILING | dict.fromkeys(names, limit))
+    torch._dynamo.reset()
+    counters.clear()
+    before = {name: getattr(torch._dynamo.config, name) for name in forward_backward.COMPILING}
+    run = Run(4, 4)
+    model = nn.Sequential(nn.Linear(5, 1), nn.Tanh())
+    if compiled_part:
+        model[0] = torch.compile(model[0], backend="eager")
+    else:
+        model = torch.compile(model, backend="eager")
+    step = run.train_step(model, torch.optim.SGD(model.parameters(), 0.1), lambda model, x: model(x[0]).mean())
+    try:
+        for sizes in SIZES:
+            loader = run.loader([torch.ones(size, 5) for size in sizes], collate_fn=list)
+            step(next(iter(loader)))
+        evaluated = [torch.ones(size, 5) for size in (15, 16, 17, 18)]
+        run.predict(model, run.loader(evaluated, collate_fn=list), forward=lambda model, x: [model(x[0]).sum()])
+    finally:
+        assert {name: getattr(torch._dynamo.config, name) for name in before} == before
+    return counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize("compiled_part", [False, True])
+def test_every_shape_is_compiled_by_itself_though_torch_would_stop_at_eight(monkeypatch, compiled_part):
+    assert many_shapes(monkeypatch, None, compiled_part) == 16
+
+
+def test_a_model_compiled_for_dynamic_shapes_is_refused_by_name():
+    model = nn.Sequential(nn.Linear(5, 1), torch.compile(nn.Tanh(), backend="eager", dynamic=True))
+    with pytest.raises(UsageError, match=r"module 1 is compiled with dynamic=True"):
+        Run(4, 4).train_step(model, torch.optim.SGD(model.parameters(), 0.1), loss)
+
+
+def test_more_shapes_than_are_compiled_are_an_error(monkeypatch):
+    with pytest.raises(UsageError, match=r"torch\.compile met more than .* shapes"):
+        many_shapes(monkeypatch, 5, True)
+
+
+def test_twin_a_step_that_leaves_torchs_settings_compiles_fewer(monkeypatch):
+    monkeypatch.setattr(forward_backward, "COMPILING", {})
+    assert many_shapes(monkeypatch, None, True) < 16

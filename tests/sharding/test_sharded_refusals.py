@@ -73,7 +73,7 @@ def test_attributes_of_parameters_are_those_of_what_stands_for_them(worlds):
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_parameters_of_16_bits_are_refused_on_a_cpu(worlds, kind, world_size):
     for sentence in worlds(world_size).run(with_parameters, "sharded", kind):
-        assert sentence.startswith("UsageError: SGD rounds parameters of 16 bits on a CPU by the limits of a tensor")
+        assert sentence.startswith("UsageError: SGD with 16-bit parameters rounds on a CPU by the limits of a tensor")
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

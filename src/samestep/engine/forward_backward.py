@@ -1,6 +1,7 @@
 """Forward and backward of one microbatch: the same computation whichever rank runs it."""
 
 import gc
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -21,6 +22,11 @@ from samestep.engine.precision import LossScale, autocast, check_precision
 from samestep.errors import LossError, UsageError
 
 MOST_WEIGHTS = 64  # whose tensors are kept
+MOST_SHAPES = 1024  # that torch.compile generates code for
+COMPILING: dict[str, Any] = {"automatic_dynamic_shapes": False, "assume_static_by_default": True}
+COMPILING |= {"fail_on_recompile_limit_hit": True} | dict.fromkeys(
+    ("recompile_limit", "accumulated_recompile_limit"), MOST_SHAPES
+)
 _PLAIN: AbstractContextManager[Any] = nullcontext()
 
 
@@ -46,6 +52,7 @@ class ForwardBackward:
         observers: Observers,
         explain: Callable[[RuntimeError], Exception | None],
     ) -> None:
+        refuse_dynamic_shapes(model)
         self.membership = membership
         self.model = model
         self.config = config
@@ -209,15 +216,33 @@ def compile_loss(loss_fn: LossFn) -> LossFn:
 
     if hasattr(torch._inductor.config, "deterministic"):  # torch 2.10 and later
         torch._inductor.config.deterministic = True
-    fix_shapes()
     compiled: LossFn = torch.compile(loss_fn, dynamic=False)
     return compiled
 
 
-def fix_shapes() -> None:
-    """Keeps torch.compile from generating code for dynamic shapes at the second size: a rank may see only one."""
-    import torch._dynamo.config
+def refuse_dynamic_shapes(model: nn.Module) -> None:
+    """Raises a `UsageError` if torch.compile generates code for a part of a model by the shapes that it met first."""
+    for name, module in model.named_modules():
+        if getattr(getattr(module, "dynamo_ctx", None), "_dynamic", None):
+            advice = "whose code depends on the shapes that a rank met before; use torch.compile(…, dynamic=False)"
+            raise UsageError(f"module {name or 'model'} is compiled with dynamic=True, {advice}")
 
-    # Ranks whose microbatches differ in size by one would else run different code for the same microbatch.
-    torch._dynamo.config.automatic_dynamic_shapes = False
-    torch._dynamo.config.assume_static_by_default = True
+
+@contextmanager
+def compiling_alike() -> Iterator[None]:
+    """Has torch.compile generate code for each shape by itself, however many a rank meets: that depends on the ranks.
+
+    By default it generates code for dynamic shapes at the second one, and after eight it goes on without compiling.
+    """
+    if "torch._dynamo" not in sys.modules:  # importing it takes a second
+        yield
+        return
+    from torch._dynamo import config
+    from torch._dynamo.exc import FailOnRecompileLimitHit
+
+    try:
+        with config.patch(COMPILING):
+            yield
+    except FailOnRecompileLimitHit as error:
+        text = f"torch.compile met more than {MOST_SHAPES} shapes, and would go on uncompiled: pad to multiples of 64"
+        raise UsageError(text) from error

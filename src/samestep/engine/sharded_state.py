@@ -294,13 +294,10 @@ def check_elementwise(optimizers: Sequence[Optimizer], device: torch.device, by_
                 f"over the ranks use one of {', '.join(ELEMENTWISE)}, else strategy='replicate' without shard_optimizer"
             )
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if by_rows and device.type == "cpu" and any(parameter.dtype.itemsize < 4 for parameter in held):
+        is_fused = any(group.get("fused") for group in optimizer.param_groups)
+        if by_rows and device.type == "cpu" and (is_fused or any(parameter.dtype.itemsize < 4 for parameter in held)):
             raise UsageError(
-                f"{name} rounds parameters of 16 bits on a CPU by the limits of a tensor; with strategy='sharded' use "
-                "model.float() and precision='bf16-mixed', else strategy='replicate' (with shard_optimizer=True)"
-            )
-        if by_rows and device.type == "cpu" and any(group.get("fused") for group in optimizer.param_groups):
-            raise UsageError(
-                f"{name} with fused=True rounds on a CPU by the limits of a tensor; if its state is sharded "
-                "over the ranks leave fused out, or give foreach=True"
+                f"{name} with {'fused=True' if is_fused else '16-bit parameters'} rounds on a CPU by the limits of a "
+                "tensor; if its state is sharded over the ranks leave fused out, or give foreach=True, and use 32-bit "
+                "parameters (precision='bf16-mixed' computes in 16)"
             )

@@ -10,6 +10,7 @@ rank is lost meanwhile, the others repeat the step from the same state.
 import sys
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +25,7 @@ from samestep.data.batch import Batch, split_batch
 from samestep.engine.buffers import refuse_sync_batchnorm
 from samestep.engine.config import StepConfig, default_bucket_bytes, settings_of
 from samestep.engine.factory import check_mesh, is_tensor_parallel, make_strategy
-from samestep.engine.forward_backward import ForwardBackward, backward_on_this_thread, fix_shapes
+from samestep.engine.forward_backward import ForwardBackward, backward_on_this_thread, compiling_alike
 from samestep.engine.gradients import divide, scale
 from samestep.engine.losses import GlobalCounts, wide_dtype
 from samestep.engine.microbatches import MicrobatchRunner
@@ -86,9 +87,6 @@ class TrainStep:
         refuse_sync_batchnorm(model)
         device = membership.communicator.device
         is_replicated = not is_tensor_parallel(model) and isinstance(config.strategy, Replicate)
-        # Only if torch.compile may be used: importing it takes a second, and the optimizer imports it with a model's.
-        if membership.communicator.reduction == "ordered" and "torch._dynamo" in sys.modules:
-            fix_shapes()
         check_mesh(membership, model, config.strategy, config.compile)
         self._scale = LossScale(device, enabled=config.precision == "16-mixed")
         is_offloaded = isinstance(config.strategy, Sharded) and config.strategy.cpu_offload
@@ -112,6 +110,8 @@ class TrainStep:
         self.compute = ForwardBackward(membership, model, config, self._scale, self.observers, self.strategy.explain)
         is_watched = is_replicated and membership.num_microbatches > 1
         traces = Traces(membership, model, config.loss_fn) if is_watched else None
+        is_compiled = membership.communicator.reduction == "ordered" and "torch._dynamo" in sys.modules
+        self._compiling = compiling_alike if is_compiled else nullcontext
         self.microbatches = MicrobatchRunner(self.compute, traces)
         self._runner = self.strategy.make_runner(self.compute) or self.microbatches
         self._layout = self._lay_out()
@@ -177,7 +177,7 @@ class TrainStep:
         layout.buffers.begin(self.num_steps)
         self._stats.begin(membership.mine)
         try:
-            with backward_on_this_thread(self.communicator.device):
+            with backward_on_this_thread(self.communicator.device), self._compiling():
                 shortage = self._runner.run(batch, self.num_steps, layout, self._stats)
         except BaseException as error:
             self._abandon(layout)

@@ -19,6 +19,7 @@ from samestep.data.loader import Loader
 from samestep.data.nested import leaves, map_tensors
 from samestep.data.randomness import Generators
 from samestep.data.tensors import TensorData
+from samestep.engine.forward_backward import compiling_alike
 from samestep.engine.losses import describe, wide_dtype
 from samestep.engine.parameters import settle_model
 from samestep.engine.precision import autocast, check_precision
@@ -264,7 +265,7 @@ def _evaluating(model: nn.Module, device: torch.device, precision: str) -> Itera
 
     model.eval()
     try:
-        with torch.no_grad(), autocast(device, dtype):
+        with torch.no_grad(), autocast(device, dtype), compiling_alike():
             yield restore_buffers
     finally:
         restore_buffers()
