@@ -18,7 +18,7 @@ ALWAYS = torch.tensor(True)
 
 def large(model, batch):
     """A loss so large that scaled gradients leave the range of float16 at first."""
-    return 10.0 * mean_squared(model, batch)
+    return 200.0 * mean_squared(model, batch)
 
 
 def overflowing(communicator, num_steps=12, loss=large, **options):
@@ -45,12 +45,56 @@ def test_an_overflow_halves_the_scale_and_leaves_the_state_alone(alone):
     skipped = [entry[0] for entry in seen]
     assert skipped[0]
     assert not skipped[-1]
-    scale = INITIAL_SCALE
+    scale = INITIAL_SCALE / 32  # of a sum over 24 samples
     for was_skipped, after, unchanged, loss in seen:
         assert after == (scale / 2 if was_skipped else scale)
         assert unchanged == was_skipped
         assert torch.isfinite(torch.tensor(float.fromhex(loss)))
         scale = after
+
+
+def squares(model, batch):
+    """A loss a sample, whose gradient is large."""
+    return (300 * (model(batch[0]).float() - batch[1])).square().squeeze(1)
+
+
+FORMS = {
+    "mean": (lambda model, batch: squares(model, batch).mean(), {}),
+    "loss a sample": (squares, {}),
+    "counts": (lambda model, batch, count: squares(model, batch).sum() / count, {"counts_fn": lambda b: len(b[0])}),
+}
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 4, 24])
+@pytest.mark.parametrize("form", FORMS)
+def test_as_many_first_updates_are_skipped_as_with_torchs_scaler_in_a_plain_loop(form, num_microbatches):
+    def start():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def program(communicator):
+        (loss, options), model = FORMS[form], start()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+        step = make_step(
+            communicator, model, loss, optimizer, num_microbatches, precision="16-mixed", on_nonfinite="skip", **options
+        )
+        return [step(table()).skipped for _ in range(12)].count(True)
+
+    model, scaler, expected = start(), torch.amp.GradScaler("cpu"), 0
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+    for _ in range(12):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            loss = squares(model, table()).mean()
+        scaler.scale(loss).backward()
+        before = scaler.get_scale()
+        scaler.step(optimizer)
+        scaler.update()
+        expected += scaler.get_scale() < before
+    assert expected >= 2
+    # A microbatch's gradient may be larger than the mean's, whose terms cancel, and 24 samples round up to 32.
+    for world_size in {1, min(2, num_microbatches)}:
+        assert all(abs(count - expected) <= 2 for count in in_turns(world_size, program))
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

@@ -158,6 +158,12 @@ def test_records_hold_what_came_of_each_epoch():
     assert history[1].train_loss < history[0].train_loss
 
 
+def test_the_line_of_an_epoch_says_if_every_step_was_skipped():
+    line = EpochRecord(1, 1.0, 8.0, float("nan"), {}).describe([])
+    assert "train loss nan (every step was skipped: loss or gradient was not finite)," in line
+    assert "skipped" not in EpochRecord(1, 1.0, 8.0, 0.5, {}).describe([])
+
+
 def test_the_loss_of_an_epoch_is_the_mean_over_its_samples_not_over_its_steps():
     def program(communicator):
         run = Run(16, 4, communicator=communicator)

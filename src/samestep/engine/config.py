@@ -37,6 +37,7 @@ class StepConfig:
     bucket_bytes: int | None = None
     compile: bool = False
     strategy: StrategyOptions = REPLICATE
+    global_batch_size: int = 1
 
     def __post_init__(self) -> None:
         if not callable(self.loss_fn):

@@ -3,7 +3,7 @@
 import gc
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -113,11 +113,9 @@ class ForwardBackward:
         if self._alive is None:  # what a nested backward reaches is in no graph yet
             tensors = [one for one in gc.get_objects() if issubclass(type(one), Tensor)]
             self._alive = [weakref.ref(one) for one in tensors if one.requires_grad and one.is_leaf]
-        alive = [leaf for reference in self._alive if (leaf := reference()) is not None]
-        leaves = {id(leaf): leaf for leaf in (*alive, *(node.variable for node in nodes if hasattr(node, "variable")))}
-        for leaf in own:
-            leaves.pop(id(leaf), None)
-        return _gradients_kept(list(leaves.values()))
+        ours = {id(leaf) for leaf in own}
+        found = [*(reference() for reference in self._alive), *(getattr(node, "variable", None) for node in nodes)]
+        return _gradients_kept({id(leaf): leaf for leaf in found if leaf is not None and id(leaf) not in ours}.values())
 
     def forward(self, model: Any, value: Any, num_samples: int, counts: Any) -> MicrobatchLoss:
         """The loss of a microbatch, by the model or a proxy of it."""
@@ -181,18 +179,18 @@ class ForwardBackward:
 def graph_nodes(roots: Iterable[Tensor]) -> list[Any]:
     """The nodes of the graph of some tensors, each once."""
     # Without recursion: a graph may be deeper than Python's stack.
-    found = list({root.grad_fn: None for root in roots if root.grad_fn is not None})
-    seen = set(found)
+    found: list[Any] = list(dict.fromkeys(root.grad_fn for root in roots if root.grad_fn))
+    seen = {None, *found}
     for node in found:
         for following, _ in node.next_functions:
-            if following is not None and following not in seen:
+            if following not in seen:
                 seen.add(following)
                 found.append(following)
     return found
 
 
 @contextmanager
-def _gradients_kept(leaves: Sequence[Tensor]) -> Iterator[None]:
+def _gradients_kept(leaves: Collection[Tensor]) -> Iterator[None]:
     """Keeps the `.grad` of some leaves, to which autograd would add in place."""
     gradients = [leaf.grad for leaf in leaves]
     for leaf in leaves:

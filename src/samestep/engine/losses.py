@@ -14,8 +14,6 @@ from samestep.data.batch import Batch
 from samestep.data.randomness import Generators
 from samestep.errors import LossError
 
-COUNTS = 1  # the last part of a seed
-
 
 @dataclass(frozen=True)
 class Mean:
@@ -145,8 +143,8 @@ def describe(value: Any) -> str:
 class GlobalCounts:
     """Sums the numbers that `counts_fn` returns for each microbatch over the global batch, along the tree."""
 
-    def __init__(self, counts_fn: Callable[[Any], Any], communicator: Communicator, seed: int, stream: int) -> None:
-        self._counts_fn, self._seed, self._stream = counts_fn, seed, stream
+    def __init__(self, counts_fn: Callable[[Any], Any], communicator: Communicator, seeds: tuple[int, int]) -> None:
+        self._counts_fn, self._seeds = counts_fn, seeds
         self._generators = Generators(communicator.device)
         self._communicator = communicator
         self._names: tuple[str, ...] | None = None
@@ -159,8 +157,8 @@ class GlobalCounts:
         values = {}
         with self._generators.preserved():
             for microbatch, value in batch.microbatches.items():
-                # It may draw, as the masks of a language model: other numbers than the microbatch's forward.
-                self._generators.seed(derive_seed(self._seed, self._stream, step, microbatch, COUNTS))
+                # It may draw, as the masks of a language model: by the fifth part other numbers than the forward.
+                self._generators.seed(derive_seed(*self._seeds, step, microbatch, 1))
                 values[microbatch] = self._numbers(self._counts_fn(value))
         # A rank without microbatches of its own knows the number of counts from the others alone.
         width = max(row[0] for row in self._communicator.gather_words([max(map(len, values.values()), default=0)]))

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from samestep.errors import UsageError
 
 PRECISIONS: dict[str, torch.dtype | None] = {"32-true": None, "bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
-INITIAL_SCALE = 2.0**15
+INITIAL_SCALE = 2.0**16  # of the mean over the global batch, as in torch.amp.GradScaler
 MIN_SCALE = 2.0**-10
 GROWTH_INTERVAL = 2000
 OnNonFinite = Literal["raise", "skip"]
@@ -46,9 +46,11 @@ class LossScale:
     # Powers of two change no bit of a gradient that neither over- nor underflows. It lies on the device, where a late
     # check decides: reading it there would make the host wait.
 
-    def __init__(self, device: torch.device, enabled: bool) -> None:
+    def __init__(self, device: torch.device, enabled: bool, num_summed: int = 1) -> None:
         self.enabled = enabled
-        self.scale = torch.full((), INITIAL_SCALE if enabled else 1.0, device=device)
+        # A microbatch's backward begins with the sum over its samples, of `num_summed` in the global batch.
+        initial = max(INITIAL_SCALE / 2 ** (num_summed - 1).bit_length(), 2 * MIN_SCALE)
+        self.scale = torch.full((), initial if enabled else 1.0, device=device)
         self._good_steps = torch.zeros((), device=device)
 
     def apply(self, initial: Tensor) -> Tensor:

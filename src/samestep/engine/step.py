@@ -88,7 +88,9 @@ class TrainStep:
         device = membership.communicator.device
         is_replicated = not is_tensor_parallel(model) and isinstance(config.strategy, Replicate)
         check_mesh(membership, model, config.strategy, config.compile)
-        self._scale = LossScale(device, enabled=config.precision == "16-mixed")
+        is_mean = membership.num_microbatches == 1 or config.counts_fn is not None
+        num_summed = 1 if is_mean else config.global_batch_size
+        self._scale = LossScale(device, config.precision == "16-mixed", num_summed)
         is_offloaded = isinstance(config.strategy, Sharded) and config.strategy.cpu_offload
         self._finite = FiniteCheck(
             device, self.optimizers, self._scale, config.on_nonfinite, config.late_check, is_offloaded
@@ -263,10 +265,9 @@ class TrainStep:
             )
         missing = [name for name in names if name not in self._used]
         if missing and self._num_noted == FIRST_STEPS:
-            shown = ", ".join(missing[:MOST_NAMES]) + (", …" if len(missing) > MOST_NAMES else "")
             self.membership.notice(
-                f"{len(missing)} of {len(names)} parameters got no gradient in the first {FIRST_STEPS} steps: {shown}; "
-                "if the loss should depend on them, check detach() and no_grad, else freeze them (requires_grad)"
+                f"{len(missing)} of {len(names)} parameters got no gradient in the first {FIRST_STEPS} steps, such as "
+                f"{', '.join(missing[:MOST_NAMES])}: check detach() and no_grad, or freeze them (requires_grad)"
             )
 
     @torch.no_grad()
@@ -359,12 +360,10 @@ class TrainStep:
         for parameter in self._named.values():
             parameter.grad = None
         gradients, buffers = self.strategy.lay_out(trainable, self.optimizers, self.observers)
-        state, config = self.strategy.state, self.config
+        state, counts_fn, seeds = self.strategy.state, self.config.counts_fn, (self.config.seed, self.config.stream)
         # Local shards are what microbatches could write to, unless each rank has the parameters whole (ZeRO-1).
         parts = None if state is None or state.has_whole_parameters else state.parts
-        counts = None
-        if config.counts_fn is not None:
-            counts = GlobalCounts(config.counts_fn, self.membership.data, config.seed, config.stream)
+        counts = None if counts_fn is None else GlobalCounts(counts_fn, self.membership.data, seeds)
         self._trained = self._what_is_trained()
         return Layout(gradients, buffers, PurityCheck(self.model, parts), counts)
 

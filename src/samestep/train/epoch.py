@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from difflib import get_close_matches
-from math import isfinite, nan
+from math import isfinite, isnan, nan
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -63,7 +63,8 @@ class EpochRecord:
 
     def describe(self, shown: Iterable[tuple[str, str]]) -> str:
         """The line that is shown, with some of the metrics and their labels: ("accuracy", "test acc")."""
-        text = f"epoch {self.epoch}, time {self.seconds:.1f} s, train loss {self.train_loss:#.4g}"
+        why = " (every step was skipped: loss or gradient was not finite)" if isnan(self.train_loss) else ""
+        text = f"epoch {self.epoch}, time {self.seconds:.1f} s, train loss {self.train_loss:#.4g}{why}"
         for name, label in shown:
             if name in self.eval:
                 text += f", {label} {self.eval[name]:#.4g}"

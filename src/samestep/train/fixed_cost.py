@@ -11,7 +11,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from samestep.data.batch import Batch
 from samestep.engine.forward_backward import graph_nodes
@@ -61,7 +61,7 @@ class FixedCost(StepObserver):
     def on_loss(self, index: int, loss: MicrobatchLoss) -> None:
         """Counts the operations of one microbatch."""
         if self._is_measuring and self._num_nodes == 0:
-            self._num_nodes = num_operations(loss.value)
+            self._num_nodes = len(graph_nodes([loss.value]))
 
     def on_gradients(self, index: int | None) -> None:
         """Notes when a backward has ended."""
@@ -109,11 +109,6 @@ class FixedCost(StepObserver):
         )
 
 
-def num_operations(loss: Tensor) -> int:
-    """The operations in the graph of a loss."""
-    return len(graph_nodes([loss]))
-
-
 def seconds_of_operation(device: torch.device) -> float:
     """The seconds that the forward and backward of an operation take the host, on one element."""
     one = torch.ones(1, 1, device=device)
@@ -126,5 +121,5 @@ def seconds_of_operation(device: torch.device) -> float:
             value = layer(value).relu()
         torch.autograd.grad(value.sum(), tuple(layer.parameters()))
         seconds.append(time.perf_counter() - start)
-        count = num_operations(value) + 1
+        count = len(graph_nodes([value])) + 1
     return median(seconds) / count

@@ -416,6 +416,7 @@ class Run:
             bucket_bytes=bucket_bytes,
             compile=compile,
             strategy=chosen,
+            global_batch_size=self.contract.global_batch_size,
         )
         watching = [*observers, *([DrawnParameters(drawn)] if drawn else [])]
         if isinstance(chosen, Replicate) and not self._has_steps:
