@@ -178,6 +178,12 @@ def own_generator():
     return torch.Generator().manual_seed(99)
 
 
+def persistent(num_workers, **options):
+    """A loader whose workers live on; samples without noise, which they would draw from where they are."""
+    options = {"batch_size": BATCH, "shuffle": True, **options}
+    return DataLoader(TensorDataset(*points()), num_workers=num_workers, persistent_workers=True, **options)
+
+
 DATA = {
     "tensors": points,
     "noisy": Noisy,
@@ -190,6 +196,7 @@ DATA = {
     "user's, a stream": lambda: DataLoader(Stream(), batch_size=BATCH),
     "user's, drop_last": lambda: DataLoader(TensorDataset(*points()), batch_size=BATCH, drop_last=True, shuffle=True),
     "user's, workers": lambda: DataLoader(Noisy(), batch_size=BATCH, shuffle=True, num_workers=2),
+    "user's, persistent workers": lambda: persistent(1),
 }
 
 CASES = {

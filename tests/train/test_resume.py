@@ -5,7 +5,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from resume_programs import CASES, EPOCHS, Noisy, classification, plain, points, train
+from resume_programs import (
+    BATCH,
+    CASES,
+    DATA,
+    EPOCHS,
+    Noisy,
+    classification,
+    own_generator,
+    persistent,
+    plain,
+    points,
+    train,
+)
 from torch import nn
 from torch.utils.data import DataLoader
 from worlds import in_turns
@@ -21,10 +33,18 @@ from samestep.train.trainer import Trainer
 
 STEPS = 12
 QUICK = {
-    *("noisy", "stream", "user's, shuffled", "user's, own generator", "float64 momentum", "sequential"),
+    *(
+        "noisy",
+        "stream",
+        "user's, shuffled",
+        "user's, own generator",
+        "user's, persistent workers",
+        "float64 momentum",
+        "sequential",
+    ),
     *("two groups", "odd model", "16-mixed", "evaluation by a loader"),
     *("16 items from 1 to 2", "10 samples on 2 with batch 2", "13 samples on 2", "batch 18 on 7"),
-    *("generators", "cursor", "momentum", "precision of the optimizer's state"),
+    *("generators", "workers of the loader", "cursor", "momentum", "precision of the optimizer's state"),
 }
 
 
@@ -137,6 +157,54 @@ def test_what_the_script_draws_between_calls_of_fit_goes_on(tmp_path, step):
     assert resumed[5] == reference[5]
 
 
+PERSISTENT = {
+    "two workers": {"num_workers": 2},
+    "a batch ahead": {"num_workers": 1, "prefetch_factor": 1},
+    "own generator": {"num_workers": 1, "generator": torch.Generator()},
+}
+
+
+@pytest.mark.parametrize("name", PERSISTENT)
+def test_workers_that_live_on_do_not_change_what_a_resumed_run_reads(tmp_path, monkeypatch, name):
+    """In the middle of the first epoch, at its end, and later; with another number of workers too."""
+
+    def run(num_workers, step=None, calls=(EPOCHS,), **options):
+        if "generator" in options:
+            options["generator"] = own_generator()
+        monkeypatch.setitem(DATA, "user's, persistent workers", lambda: persistent(num_workers, **options))
+        place = None if step is None else checkpoint(tmp_path / "run", step)
+        run_dir = tmp_path / "run" if step is None else None
+        return alone(train, "user's, persistent workers", run_dir, place, calls=calls)
+
+    reference = run(**PERSISTENT[name])
+    for step in (2, 3, 5):
+        assert run(**PERSISTENT[name], step=step)[:4] == reference[:4], step
+    assert run(**{**PERSISTENT[name], "num_workers": 3}, step=5)[:4] == reference[:4]
+
+
+def test_a_call_that_ends_in_the_first_epoch_is_gone_on_from_with_the_same_loader(tmp_path):
+    """Whose workers live already, as they did not when the epoch began."""
+
+    def run(*max_steps):
+        run = Run(BATCH, 4, 3)
+        model, loader = plain(), persistent(1)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        with Trainer(run, model, optimizer, classification) as trainer:
+            for number in max_steps:
+                trainer.fit(loader, max_steps=number)
+            return trainer.digest
+
+    assert run(2, 5) == run(5)
+
+
+def test_workers_that_live_on_are_part_of_the_contract(tmp_path):
+    from samestep.errors import ContractError
+
+    alone(train, "user's, persistent workers", tmp_path / "run")
+    with pytest.raises(ContractError, match="persistent_workers"):
+        alone(train, "user's, drop_last", None, checkpoint(tmp_path / "run", 4))
+
+
 BY_CALL = {"calls": (1,) * EPOCHS, "draws": True, "trainer": {"checkpoint_steps": None}}
 
 
@@ -154,7 +222,7 @@ def test_a_checkpoint_between_two_calls_of_fit_is_gone_on_from(tmp_path, name):
 
 def test_twin_generators_of_a_loader_that_are_lost_between_two_calls_are_noticed(tmp_path, monkeypatch):
     reference = alone(train, "user's, own generator", tmp_path / "run", **BY_CALL)
-    monkeypatch.setattr(epoch, "restore_loader_generators", nothing)
+    monkeypatch.setattr(epoch, "restore_loader", nothing)
     resumed = alone(train, "user's, own generator", None, checkpoint(tmp_path / "run", 6), **BY_CALL)
     assert resumed[0] != reference[0]
 
@@ -316,7 +384,8 @@ TWINS = {
     "modes": ("evaluation mode in parts", 7, epoch.Progress, "restore", forget_modes),
     "generators": ("user's, shuffled", 3, state, "restore_generators", nothing),
     "generators of the epoch": ("user's, shuffled", 4, epoch, "restore_generators", nothing),
-    "generators of the loader": ("user's, own generator", 4, epoch, "restore_loader_generators", nothing),
+    "generators of the loader": ("user's, own generator", 4, epoch, "restore_loader", nothing),
+    "workers of the loader": ("user's, persistent workers", 4, epoch, "restore_loader", nothing),
     "cursor": ("plain", 4, Loader, "load_state_dict", nothing),
     "momentum": ("plain", 4, state, "load_optimizer", nothing),
     "precision of the optimizer's state": (
@@ -334,7 +403,7 @@ TWINS = {
     "history": (
         *("plain", 4, epoch, "EpochSoFar"),
         lambda generators=None, of_loader=None, begun=epoch.EpochSoFar, **_: begun(
-            generators=generators or {}, of_loader=of_loader or []
+            generators=generators or {}, of_loader=of_loader or {}
         ),
     ),
 }

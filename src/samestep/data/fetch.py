@@ -16,16 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import (
-    ConcatDataset,
-    DataLoader,
-    Dataset,
-    StackDataset,
-    Subset,
-    TensorDataset,
-    default_collate,
-    get_worker_info,
-)
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, StackDataset, Subset, TensorDataset, default_collate
 
 from samestep.core.seeds import derive_seed
 from samestep.data.randomness import Generators
@@ -77,8 +68,9 @@ class SeededSamples(Dataset[Any]):
         read: list[Any] = _read_groups(self._dataset, groups) if known else [None] * len(groups)
         if known and self._collate is default_collate:
             return list(map(default_collate, read))
-        if self._generators is None:  # worker processes draw on the CPU
-            self._generators = Generators(self._device if get_worker_info() is None else torch.device("cpu"))
+        if self._generators is None:
+            draws_on_gpu = torch.utils.data.get_worker_info() is None  # worker processes do not
+            self._generators = Generators(self._device if draws_on_gpu else torch.device("cpu"))
         with (generators := self._generators).preserved():
             return [self._seeded(generators, request.epoch, *each) for each in zip(groups, read, strict=True)]
 

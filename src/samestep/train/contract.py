@@ -113,6 +113,7 @@ def loader_contract(loader: Loader | DataLoader[Any]) -> dict[str, Any]:
     else:
         fields["shuffle"] = isinstance(loader.sampler, RandomSampler)
         fields["data_loader"] = {"batch_size": loader.batch_size, "sampler": type(loader.sampler).__name__}
+        fields["data_loader"] |= {"persistent_workers": True} if loader.persistent_workers else {}
     with suppress(TypeError):
         fields["num_samples"] = (
             loader.num_samples_at_first if isinstance(loader, Loader) else len(loader.dataset)  # type: ignore[arg-type]

@@ -1,6 +1,7 @@
 """The progress of a trainer: the records of epochs, the state of the one under way, and its remaining batches."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from copy import copy
 from dataclasses import asdict, dataclass, field, replace
 from difflib import get_close_matches
 from math import isfinite, isnan, nan
@@ -12,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from samestep.comm.communicator import Communicator
 from samestep.data.loader import Loader
+from samestep.data.randomness import Generators
 from samestep.engine.step import TrainStep
 from samestep.errors import CheckpointError, UsageError
 from samestep.text import counted
@@ -145,31 +147,12 @@ class EpochSoFar:
     scalars: dict[str, tuple[float, float]] = field(default_factory=dict)  # of those beside the loss: sum and divisor
     seconds: float = 0.0
     generators: dict[str, Any] = field(default_factory=dict)  # the states of the script's, at its beginning
-    of_loader: list[torch.Tensor] = field(default_factory=list)  # and of those of a loader of the user's own
+    of_loader: dict[str, Any] = field(default_factory=dict)  # and the state of a loader of the user's own
 
 
 def begin_epoch(loader: Loader | DataLoader[Any], device: torch.device) -> EpochSoFar:
     """A new epoch."""
-    return EpochSoFar(generators=generator_states(device), of_loader=loader_generator_states(loader))
-
-
-def batches_left(loader: Loader | DataLoader[Any], epoch: EpochSoFar, device: torch.device) -> Iterator[Any]:
-    """The batches of an epoch, or those left of one that was begun.
-
-    A loader of the run has a cursor. One of the user's own shuffles and augments by the generators of the script or by
-    its own: it draws again from where they were, and the batches that are done are skipped.
-    """
-    if isinstance(loader, Loader) or epoch.num_batches == 0:
-        yield from loader
-        return
-    now = generator_states(device)
-    restore_generators(epoch.generators, device)
-    restore_loader_generators(loader, epoch.of_loader)
-    batches = iter(loader)
-    for _ in range(epoch.num_batches):
-        next(batches, None)
-    restore_generators(now, device)
-    yield from batches
+    return EpochSoFar(generators=generator_states(device), of_loader=loader_state(loader))
 
 
 def num_batches(loader: Loader | DataLoader[Any]) -> int | None:
@@ -224,6 +207,7 @@ class Progress:
         self.epoch = EpochSoFar()
         self._run, self._step = run, step
         self._waiting: dict[str, Any] | None = None
+        self._before_batch: dict[str, Any] = {}  # generators, before a loader of the user's own made the last batch
         # The epochs and max_steps of each call of `fit` that has ended, with the epochs that were done, or planned.
         self._calls: list[list[int | None]] = []
         self._num_calls = 0  # begun by this program
@@ -243,6 +227,29 @@ class Progress:
         """Ends the call of `fit` under way."""
         self._calls[self._num_calls - 1][2] = done
 
+    def batches(self, loader: Loader | DataLoader[Any]) -> Iterator[Any]:
+        """The batches of the epoch under way, or those that are left of it.
+
+        A loader of the run has a cursor. One of the user's own shuffles and augments by the generators of the script or
+        by its own: it draws again from where they were, and the batches that are done are skipped.
+        """
+        if isinstance(loader, Loader):
+            yield from loader
+            return
+        device = self._run.device
+        self._before_batch = generator_states(device)
+        if self.epoch.num_batches:
+            restore_generators(self.epoch.generators, device)
+            restore_loader(loader, self.epoch.of_loader)
+        batches = iter(loader)
+        if self.epoch.num_batches:
+            for _ in range(self.epoch.num_batches):
+                next(batches, None)
+            restore_generators(self._before_batch, device)
+        for batch in batches:
+            yield batch
+            self._before_batch = generator_states(device) if self._run.membership.can_heal else {}
+
     def is_complete(self, loader: Loader | DataLoader[Any]) -> bool:
         """Whether all batches of the epoch under way are done, of which there is no record yet."""
         return 0 < self.epoch.num_batches == num_batches(loader)
@@ -258,7 +265,7 @@ class Progress:
             "history": [record.as_json() for record in self.history],
             "epoch": asdict(self.epoch),
             "cursor": cursor,
-            "loader_generators": loader_generator_states(loader),
+            "loader": loader_state(loader),
             "evaluating": in_evaluation_mode(self._step.model),
             "contract": contract,
         }
@@ -281,7 +288,12 @@ class Progress:
         state = None
         if communicator.rank == source:
             cursor = loader.state_before(batch) if isinstance(loader, Loader) else None
+            now = generator_states(self._run.device)
+            restore_generators(
+                self._before_batch or now, self._run.device
+            )  # the rank that joins draws the batch itself
             captured = self.capture(loader, cursor, contract)
+            restore_generators(now, self._run.device)
             copied = replace(captured, files=to_host_copy(whole_tensors(captured.files)))
             state = Resumed(f"rank {source}", copied)
         broadcast_state(communicator, state, source)
@@ -329,7 +341,7 @@ class Progress:
 
         with as_bad_checkpoint(NOT_OURS):
             if not isinstance(loader, Loader):
-                restore_loader_generators(loader, state["loader_generators"])
+                restore_loader(loader, self.epoch.of_loader or state["loader"])
             elif state["cursor"] is not None:
                 check_place(state["cursor"], loader)
                 loader.load_state_dict(state["cursor"])
@@ -347,7 +359,7 @@ class Progress:
         """Has the next `go_on` go on with the epoch under way, in the middle of which training has ended."""
         self._waiting = {
             "cursor": loader.state_dict() if isinstance(loader, Loader) else None,
-            "loader_generators": loader_generator_states(loader),
+            "loader": loader_state(loader),
             "generators": None,  # the script may have drawn since, and changed modes
         }
 
@@ -363,15 +375,31 @@ def check_place(cursor: Mapping[str, Any], loader: Loader) -> None:
     check_alike("place in the data", {**cursor, "sizes": None}, {**own, "sizes": None})
 
 
-def loader_generator_states(loader: Loader | DataLoader[Any]) -> list[torch.Tensor]:
-    """The states of the generators that a loader of the user's own was made with."""
-    return [generator.get_state() for generator in _generators(loader)]
+def loader_state(loader: Loader | DataLoader[Any]) -> dict[str, Any]:
+    """The state of a loader of the user's own: of the generators that it was made with, and whether workers live."""
+    has_workers = isinstance(loader, DataLoader) and loader._iterator is not None
+    return {"generators": [generator.get_state() for generator in _generators(loader)], "has_workers": has_workers}
 
 
-def restore_loader_generators(loader: Loader | DataLoader[Any], states: list[torch.Tensor]) -> None:
-    """Restores the generators that a loader of the user's own was made with."""
-    for generator, state in zip(_generators(loader), states, strict=False):
-        generator.set_state(state)
+def restore_loader(loader: Loader | DataLoader[Any], state: Mapping[str, Any]) -> None:
+    """Restores the state of a loader of the user's own."""
+    # Torch draws a seed when it starts workers. Persistent ones are started once, so that in later epochs the order is
+    # drawn from another place of the generator than in the first.
+    has_workers = isinstance(loader, DataLoader) and loader._iterator is not None
+    if isinstance(loader, DataLoader) and loader.persistent_workers and has_workers != state["has_workers"]:
+        with Generators(torch.device("cpu")).preserved():
+            loader._iterator = None if has_workers else _waiting_workers(loader)
+    for generator, its_state in zip(_generators(loader), state["generators"], strict=False):
+        generator.set_state(its_state)
+
+
+def _waiting_workers(loader: DataLoader[Any]) -> Any:
+    """An iterator of a loader whose workers live and have read nothing."""
+    empty = copy(loader)
+    vars(empty)["sampler" if loader.batch_sampler is None else "batch_sampler"] = ()
+    iterator = empty._get_iterator()
+    iterator._index_sampler = loader._index_sampler
+    return iterator
 
 
 def _generators(loader: Loader | DataLoader[Any]) -> list[torch.Generator]:

@@ -27,7 +27,6 @@ from samestep.train.epoch import (
     EpochRecord,
     Goal,
     Progress,
-    batches_left,
     begin_epoch,
     enter_training_mode,
     make_loader,
@@ -444,7 +443,7 @@ class Trainer:
                 log.settle(progress.epoch, wait=True)
             progress.give(communicator, source, loader, batch, self._contract)
 
-        for batch in batches_left(loader, epoch, self.run.device):
+        for batch in progress.batches(loader):
             rates = learning_rates(self.step.optimizers)
             if membership.can_heal:
                 membership.give = give
