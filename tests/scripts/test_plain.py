@@ -187,6 +187,75 @@ def test_a_plain_loop_ends_in_the_same_bits_on_all_devices_and_in_the_values_of_
             assert ours == value, path
 
 
+KEEPING = """
+class Inner(nn.Linear):
+    def forward(self, x):
+        WRITE_INNER
+        return super().forward(x)
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = Inner(6, 8), nn.Linear(8, 3)
+        self.kept, self.calls = torch.zeros(0, 8), 0
+        self.register_buffer("bank", torch.zeros(0, 8))
+        self.register_buffer("same", torch.zeros(()))
+
+    def forward(self, x):
+        z = self.body(x)
+        WRITE
+        return self.head(z)
+
+model, found = Net(), []
+REGISTER
+optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+for x, y in batches():
+    loss = F.cross_entropy(model(x), y)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    RESULT["losses"].append(loss.item())
+RESULT["kept"] = [READ]
+RESULT["state"] = model.state_dict()
+"""
+HOOK = "model.body.register_forward_hook(lambda module, inputs, output: found.append(output.detach()))"
+KEPT = {
+    "a queue in a buffer": ("self.bank = torch.cat([z.detach(), self.bank])[:20]", "", "model.bank", "bank"),
+    "a buffer in place": ("self.same.copy_(z.detach().mean())", "", "model.same", "same"),
+    "an attribute": ("self.kept = z.detach()", "", "model.kept", "kept"),
+    "an auxiliary loss": ("self.aux = z.square().mean()", "", "model.aux.detach()", "aux"),
+    "a counter": ("self.calls += 1", "", "torch.tensor(model.calls)", "calls"),
+    "of a child": ("", "self.seen = x.detach()", "model.body.seen", "body.seen"),
+    "a hook of a child": ("", "", "*found", ""),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_a_module_that_keeps_what_depends_on_the_batch_is_called_whole_and_a_line_says_why(train, name):
+    write, inner, read, attribute = KEPT[name]
+    body = KEEPING.replace("WRITE_INNER", inner or "pass").replace("WRITE", write or "pass").replace("READ", read)
+    body = body.replace("REGISTER", "" if attribute else HOOK)
+    (alone,) = train(1, body, 1)
+    assert not alone.error, alone.message
+    why = f"its forward writes {attribute}, which" if attribute else "a hook of the script's is on its body"
+    for n in (1, 2, 3):
+        outcomes = train(n, body)
+        assert not outcomes[0].error, outcomes[0].message
+        assert all(outcome.result == alone.result for outcome in outcomes)
+        assert f"model (Net) is called whole on every rank: {why}" in outcomes[0].stderr
+
+
+def test_what_a_module_writes_alike_for_every_batch_hinders_no_microbatches(train):
+    body = KEEPING.replace("WRITE_INNER", "pass").replace("WRITE", "self.same += 1; self.calls = 0")
+    body = body.replace("REGISTER", "").replace("READ", "model.same")
+    (alone,), (reference,) = train(1, body, 1), train(1, body)
+    assert reference.chunks
+    kept = [path for path in alone.result if "kept" in path]
+    assert kept
+    assert [reference.result[path] for path in kept] == [alone.result[path] for path in kept]
+    assert [outcome.result for outcome in train(2, body)] == [reference.result] * 2
+
+
 def test_dropout_is_that_of_the_microbatch_on_all_devices(train):
     results = [train(n, MNIST.replace("{dropout}", "0.5"))[0] for n in (1, 3)]
     assert not results[0].error, results[0].message
@@ -308,16 +377,15 @@ def test_the_comparison_leaves_no_trace():
     class Net(nn.Module):
         def __init__(self):
             super().__init__()
-            self.layer, self.norm, self.calls = nn.Linear(6, 3), nn.BatchNorm1d(3), 0
+            self.layer, self.norm = nn.Linear(6, 3), nn.BatchNorm1d(3)
 
         def forward(self, x):
-            self.calls += 1
             return nn.functional.dropout(self.norm(self.layer(x)))
 
     def trained(compared):
         torch.manual_seed(5)
         adoption, model, seen = alone(), Net(), []
-        model.layer.register_forward_hook(lambda *_: seen.append(1))
+        model.register_forward_hook(lambda *_: seen.append(1))
         with shared_out(adoption, None):
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             for step in range(2):
@@ -329,7 +397,7 @@ def test_the_comparison_leaves_no_trace():
     torch.manual_seed(5)
     Net()
     chunks, hooked, tracked, drawn = trained(True)
-    assert (len(chunks), hooked, tracked) == (8, 8, 2)
+    assert (len(chunks), hooked, tracked) == (8, 2, 2)
     assert drawn == trained(False)[3], "wrapped forwards and comparisons restore the generators"
 
 

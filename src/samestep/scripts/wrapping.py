@@ -301,8 +301,13 @@ def _bare(module: nn.Module, own_forward: Any) -> Iterator[None]:
 
 def _compared(plain: Plain, module: nn.Module, chunks: "Chunks", trains: bool, frame: FrameType) -> "Comparison | None":
     """How the results are joined; None if the module is to be called whole. A new form of arguments is compared."""
-    from samestep.scripts.wrapped.compare import Unlike, compare
+    from samestep.scripts.wrapped.compare import Unlike, Written, compare, hooked
 
+    name = described(module, frame) if plain.wrap is None else plain.wrap.name
+    if child := hooked(module):
+        plain.is_explained = True
+        plain.adoption.notice(f"{name} is called whole on every rank: a hook of the script's is on its {child}")
+        return None
     tensors = tuple((leaf.value.ndim, leaf.value.dtype, bool(leaf.sizes)) for leaf in chunks.leaves)
     form = (module.training, trains, _form(chunks.template), tensors)
     forms = plain.known.setdefault(module, {})
@@ -311,7 +316,6 @@ def _compared(plain: Plain, module: nn.Module, chunks: "Chunks", trains: bool, f
         before = known.comparison
         if before is None or known.num_compared >= MAX_COMPARED or before.is_clear(chunks):
             return before
-    name = described(module, frame) if plain.wrap is None else plain.wrap.name
     found: Comparison | None = None
     try:
         found = compare(plain.adoption, module, chunks, plain.dim)
@@ -322,6 +326,11 @@ def _compared(plain: Plain, module: nn.Module, chunks: "Chunks", trains: bool, f
         lone = reason.__cause__ and explain_lone_sample(reason.__cause__, module, where, advice)
         if lone:
             raise lone from None
+        if isinstance(reason, Written):
+            plain.is_explained = True
+            plain.adoption.notice(f"{name} is called whole on every rank: {reason}")
+            forms[form] = Known(None)
+            return None
         if trains:
             raise UsageError(_refusal(name, str(reason))) from None
         plain.adoption.notice(f"{name} is called whole without gradients: cut into microbatches {reason}")

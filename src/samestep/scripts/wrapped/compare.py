@@ -37,10 +37,15 @@ NEAREST = 4  # how many times the error of the best rule another one may have
 COUNTED_DIMS = 2  # of labels and masks
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 OBJECT_DEPTH = 3
+OWN = (*HOOKS, "_compiled_call_impl")  # attributes that the comparison sets itself
 
 
 class Unlike(Exception):
     """The results on microbatches cannot be joined to those on the whole batch; the text says why."""
+
+
+class Written(Unlike):
+    """The module writes attributes or buffers that microbatches would leave with other values."""
 
 
 @dataclass(frozen=True)
@@ -147,22 +152,29 @@ def holds_tensors(value: Any, depth: int = OBJECT_DEPTH) -> bool:
 
 
 def compare(adoption: Adoption, module: nn.Module, chunks: Chunks, dim: int) -> Comparison:
-    """Finds the rules by which a module's results are joined; raises `Unlike` if there are none.
+    """Finds the rules by which a module's results are joined; raises `Unlike` if there are none, or `Written`.
 
     Where memory does not hold the results of the whole batch, its first and last microbatch stand for it.
     """
     numbers = range(chunks.num_chunks)
     with _isolated(adoption, module) as run:
         try:
-            whole = run(*_arguments(chunks, numbers))
+            whole, written = run(*_arguments(chunks, numbers))
         except torch.OutOfMemoryError:
             numbers = range(0, chunks.num_chunks, chunks.num_chunks - 1)
-            whole = run(*_arguments(chunks, numbers))
+            whole, written = run(*_arguments(chunks, numbers))
+        _check_written(module, written, {})
+        parts = []
         try:
-            parts = [run(*_arguments(chunks, [number])) for number in numbers]
+            for number in numbers:
+                part, by_part = run(*_arguments(chunks, [number]))
+                _check_written(module, written, by_part)
+                parts.append(part)
+        except Written:
+            raise
         except Exception as error:
             raise Unlike(f"on a microbatch it raises {type(error).__name__}: {error}") from error
-    part = _selected(chunks, numbers)
+    weights = _selected(chunks, numbers)
     wholes, template = take_apart(whole, is_tensor, dataclasses=True)
     columns: list[list[Tensor]] = [[] for _ in wholes]
     for each in parts:
@@ -174,7 +186,7 @@ def compare(adoption: Adoption, module: nn.Module, chunks: Chunks, dim: int) -> 
     candidates = _candidates(module, chunks)
     with torch._C.DisableTorchFunction():  # virtual devices do not matter here
         pairs = zip(wholes, columns, strict=True)
-        rules = [_rules(leaf, column, candidates, part, dim) for leaf, column in pairs]
+        rules = [_rules(leaf, column, candidates, weights, dim) for leaf, column in pairs]
     return Comparison(rules, [leaf.ndim for leaf in wholes])
 
 
@@ -302,7 +314,7 @@ def _isolated(adoption: Adoption, module: nn.Module) -> Iterator[Callable[..., A
     model = module if inner is None else inner
     children = list(model.modules())
 
-    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         before = [Attributes(child) for child in children]
         buffers = [dict(child._buffers) for child in children]
         adoption.generators.seed(0)
@@ -314,7 +326,8 @@ def _isolated(adoption: Adoption, module: nn.Module) -> Iterator[Callable[..., A
                 child.__dict__["_compiled_call_impl"] = None
                 for key, buffer in child._buffers.items():
                     child._buffers[key] = None if buffer is None else buffer.clone()
-            return without_objects(model(*args, **kwargs))
+            result = without_objects(model(*args, **kwargs))
+            return result, _written(model, before, buffers)
         finally:
             for child, attributes, kept in zip(children, before, buffers, strict=True):
                 attributes.put_back(child, "")
@@ -334,6 +347,43 @@ def _isolated(adoption: Adoption, module: nn.Module) -> Iterator[Callable[..., A
         stack.enter_context(torch.no_grad())
         stack.enter_context(_Neutral())  # type: ignore[no-untyped-call]
         yield run
+
+
+def _written(model: nn.Module, before: Sequence[Attributes], buffers: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The attributes and buffers of a module and its children that a forward gave other values, by their names."""
+    found: dict[str, Any] = {}
+    for (prefix, child), attributes, kept in zip(model.named_modules(), before, buffers, strict=True):
+        changed = {key: value for key, value in child._buffers.items() if not _is_like(value, kept.get(key))}
+        changed |= {
+            key: value for key, was, value in attributes.assigned(child) if key not in OWN and not _is_like(value, was)
+        }
+        found |= {f"{prefix}.{key}" if prefix else key: value for key, value in changed.items()}
+    return found
+
+
+def _check_written(module: nn.Module, whole: dict[str, Any], part: dict[str, Any]) -> None:
+    """Raises `Written` for an attribute, which chunks lose, and for a buffer that is another than the whole batch's."""
+    buffers = {name.removeprefix("_orig_mod.") for name, _ in module.named_buffers()}
+    for name in sorted(whole.keys() | part.keys()):
+        if name not in buffers or (part and not _is_like(part.get(name), whole.get(name))):
+            raise Written(f"its forward writes {name}, which microbatches would leave with another value")
+
+
+def _is_like(one: Any, other: Any) -> bool:
+    """Whether two values are one object, equal tensors, or equal values of Python."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.shape == other.shape and one.dtype == other.dtype and _error(one, other) <= _tolerance(other)
+    return one is other or (
+        isinstance(one, bool | int | float | str | tuple) and type(one) is type(other) and one == other
+    )
+
+
+def hooked(module: nn.Module) -> str:
+    """The name of a child with a hook of the script's own, which would see microbatches; empty if there is none."""
+    for name, child in module.named_modules():
+        if name and any(_by_script(hook) for table in HOOKS for hook in getattr(child, table).values()):
+            return str(name)
+    return ""
 
 
 def _by_script(hook: Any) -> bool:

@@ -178,6 +178,13 @@ class Attributes:
         self._children = dict(child._modules)
         self._tensors = (set(child._parameters), set(child._buffers))
 
+    def assigned(self, child: nn.Module) -> list[tuple[str, Any, Any]]:
+        """The attributes that were assigned or made since, with their values before and now; not of torch's modules."""
+        if type(child).__module__.startswith("torch."):
+            return []
+        now = child.__dict__.items()
+        return [(key, self._entries.get(key), value) for key, value in now if self._entries.get(key) is not value]
+
     def put_back(self, child: nn.Module, prefix: str) -> set[str]:
         """Restores everything, and returns the names that the chunk wrote or made."""
         now, entries, written = child.__dict__, self._entries, set()
