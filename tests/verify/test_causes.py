@@ -31,6 +31,7 @@ metrics module_state order own_generator sampler unseeded unshared unused
 """
 ROWS = {
     **{name: name for name in SAME_NAME.split()},
+    "batch_means": "metrics",
     "learning_rate_scaled": "learning_rate",
     "learning_rate_stepped": "learning_rate",
     "loss_sum": "loss_factor",

@@ -2,8 +2,9 @@
 
 import inspect
 import math
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from inspect import Signature
 from typing import Any
@@ -12,14 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from samestep.comm.environment import read_environment
 from samestep.verify.causes.evidence import Cause, Evidence, by_step, listed, on_devices
 from samestep.verify.causes.facts import Facts, first_rows
 from samestep.verify.recording import Recording
-from samestep.verify.wrapping import DISTRIBUTED, Wrap, wrapped
+from samestep.verify.wrapping import DISTRIBUTED, Wrap, around_roots, wrapped
 
 LABELLED = ("cross_entropy", "nll_loss")
 DENSE = (
@@ -50,7 +50,13 @@ def listen(facts: Facts) -> list[Wrap]:
             facts.add("mean", function=OWN, count=found[1])
         return inner(tensors, *args, **kwargs)
 
-    return [*_wraps_of_losses(loss), Wrap(torch.autograd, "backward", backward)]
+    def evaluate(inner: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not facts.calls.stack and not torch.is_grad_enabled():
+            facts.count("evaluation", samples=first_rows([args, kwargs]))
+        return inner(module, *args, **kwargs)
+
+    wraps = [Wrap(torch.autograd, "backward", backward), Wrap(nn.Module, "__call__", evaluate)]
+    return [*_wraps_of_losses(loss), *wraps]
 
 
 def _wraps_of_losses(around: Callable[..., Tensor]) -> list[Wrap]:
@@ -234,11 +240,24 @@ def _with_one_factor() -> AbstractContextManager[None]:
     return wrapped(Wrap(torch.autograd, "backward", backward))
 
 
+def _evaluated(run: Recording) -> list[Counter[int]]:
+    """How many batches of each size each rank evaluated."""
+    facts = [list(run.facts("evaluation", rank)) for rank in range(run.world_size)]
+    return [Counter(size for fact in rank for size in [fact["samples"]] * fact["times"]) for rank in facts]
+
+
+def _totals(ranks: list[Counter[int]]) -> str:
+    return listed([sum(size * times for size, times in sizes.items()) for sizes in ranks])
+
+
 def _suspect_metrics(evidence: Evidence) -> str | None:
     if not evidence.is_ddp:
         return None
     first, *others = evidence.firsts
     for run in others:
+        ours, theirs = _evaluated(first), _evaluated(run)
+        if any(ours) and all(one == theirs[0] for one in theirs) and sum(ours, Counter()) == sum(theirs, Counter()):
+            continue  # in equal batches, as many on every rank: the mean over ranks of means is the mean
         for number, (one, many) in enumerate(zip(first.lines("metric"), run.lines("metric"), strict=False)):
             for alone, together in zip(one["after"], many["after"], strict=False):
                 alone, mean = alone / first.world_size, together / run.world_size
@@ -247,60 +266,44 @@ def _suspect_metrics(evidence: Evidence) -> str | None:
                 if not is_sum and 1e-6 * abs(alone) < off < 0.5 * abs(alone):
                     return (
                         f"reduction number {number} of the program came to {alone:.6g} a device on "
-                        f"{on_devices(first)}, and to {mean:.6g} on {on_devices(run)}: a mean over ranks of means"
+                        f"{on_devices(first)}, and to {mean:.6g} on {on_devices(run)}: a mean over ranks of means; "
+                        f"they evaluated {_totals(ours)} and {_totals(theirs)} samples"
                     )
     return None
 
 
-@contextmanager
-def _with_weighted_metrics() -> Iterator[None]:
-    """A single number that is reduced outside the exchange of gradients counts by the samples that its rank saw."""
-    in_exchange = False
-    depth = seen = counted = 0
+def _with_constant_metrics() -> AbstractContextManager[None]:
+    """A fraction that is reduced after an evaluation, before the next forward in training, is 1 on every rank.
 
-    def call(inner: Callable[..., Any], self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        nonlocal depth, seen
-        if not depth and not torch.is_grad_enabled() and next(self.parameters(), None) is not None:
-            seen += first_rows([args, kwargs])
-        depth += 1
-        try:
-            return inner(self, *args, **kwargs)
-        finally:
-            depth -= 1
+    Counts stay as they are. How the program came by the fraction, in means over its batches say, cannot be seen.
+    """
+    is_evaluation = False
+
+    def before(_: nn.Module) -> None:
+        nonlocal is_evaluation
+        is_evaluation = not torch.is_grad_enabled()
 
     def backward(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        nonlocal in_exchange
-        in_exchange = True
+        nonlocal is_evaluation
+        is_evaluation = False
         return inner(*args, **kwargs)
-
-    def before_update(*_: Any) -> None:
-        nonlocal in_exchange
-        in_exchange = False
 
     def all_reduce(
         inner: Any, tensor: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
     ) -> Any:
-        nonlocal seen, counted
-        plain = tensor.numel() == 1 and tensor.is_floating_point() and not async_op and group is None
-        if in_exchange or not plain or op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
-            return inner(tensor, op, group, async_op)
-        if seen:
-            counted, seen = seen, 0
-        weight, value = counted or 1, float(tensor)
-        sums = torch.tensor([value * weight, weight, value, value != round(value)], dtype=torch.float64)
-        sums = sums.to(tensor.device)
-        _reduce(sums)
-        mean = sums[0] / sums[1] if float(sums[3]) else sums[2] / dist.get_world_size()
-        tensor.fill_(float(mean))  # the same on every rank, so that the reduction that follows keeps it
+        plain = tensor.numel() == 1 and tensor.is_floating_point() and not async_op
+        plain = plain and group in (None, dist.group.WORLD)
+        if is_evaluation and plain and op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+            is_fraction = (tensor != tensor.round()).float()
+            _reduce(is_fraction)
+            tensor.masked_fill_(is_fraction.bool(), 1.0)
         return inner(tensor, op, group, async_op)
 
-    wraps = [Wrap(nn.Module, "__call__", call), Wrap(torch.autograd, "backward", backward)]
-    handle = register_optimizer_step_pre_hook(before_update)
-    try:
-        with wrapped(*wraps, Wrap(dist, "all_reduce", all_reduce, DISTRIBUTED)):
-            yield
-    finally:
-        handle.remove()
+    return wrapped(
+        around_roots(before),
+        Wrap(torch.autograd, "backward", backward),
+        Wrap(dist, "all_reduce", all_reduce, DISTRIBUTED),
+    )
 
 
 LOSS_FACTOR = Cause(
@@ -321,8 +324,8 @@ MEAN_OF_MEANS = Cause(
 )
 METRICS = Cause(
     "metrics",
-    "a metric is averaged over devices that saw unequal numbers of samples",
+    "a metric is a mean of means, over devices or batches of unequal numbers of samples",
     "Reduce sums and counts, and divide once; leave out samples that a sampler repeats. run.evaluate does both.",
     _suspect_metrics,
-    _with_weighted_metrics,
+    _with_constant_metrics,
 )
