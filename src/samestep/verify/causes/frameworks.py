@@ -23,9 +23,9 @@ _DROP_LAST = (
 MENDS = {
     ("Accelerate", "global_batch"): "Accelerator(dataloader_config=DataLoaderConfiguration(split_batches=True)): the "
     "DataLoader's batch_size is then that of all devices together, not of each.",
-    ("Accelerate", "learning_rate"): "The prepared scheduler steps once for every device: let batches be split, "
-    "Accelerator(dataloader_config=DataLoaderConfiguration(split_batches=True)), or give Accelerator "
-    "step_scheduler_with_optimizer=False; and scale the rate by no num_processes.",
+    ("Accelerate", "learning_rate"): "Scale the rate by no num_processes: gradients are averaged. "
+    "A prepared scheduler steps once for every device: let batches be split, Accelerator(dataloader_config="
+    "DataLoaderConfiguration(split_batches=True)), or give Accelerator step_scheduler_with_optimizer=False.",
     ("Accelerate", "order"): "DataLoaderConfiguration(use_seedable_sampler=True): without it one device shuffles by "
     "torch's global generator, and several by one of Accelerate's.",
     ("Accelerate", "sampler"): _DROP_LAST.format("even_batches"),
