@@ -10,7 +10,7 @@ import train_programs
 from torch import nn
 from torch.nn import functional
 from torch.optim import lr_scheduler as schedules
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, TensorDataset
 from train_programs import classification
 
 from samestep.engine.losses import Mean
@@ -174,6 +174,45 @@ class StatisticsFixed(Hook):
         trainer.model[1].train(epoch != 3)
 
 
+class Ordered(Sampler):
+    """Draws the order in a way of its own; its state is a number, a generator, or what `state_dict` says."""
+
+    newest = None
+
+    def __init__(self, way):
+        Ordered.newest, self.way = self, way
+        self.epoch, self.calls = 0, [0]
+        self.draws = {
+            "numpy": np.random.default_rng(3),
+            "legacy": np.random.RandomState(3),
+            "python": random.Random(3),
+            "torch": own_generator(),
+        }.get(way)
+        if way == "state_dict":
+            self.state_dict = lambda: {"calls": self.calls[0]}
+            self.load_state_dict = lambda state: self.calls.__setitem__(0, state["calls"])
+
+    def __len__(self):
+        return NUM_SAMPLES
+
+    def __iter__(self):
+        order = list(range(NUM_SAMPLES))
+        if self.way == "torch":
+            return iter(torch.randperm(NUM_SAMPLES, generator=self.draws).tolist())
+        (self.draws or random.Random(f"{self.epoch} {self.calls}")).shuffle(order)
+        if self.way == "counter":
+            self.epoch += 1
+        self.calls[0] += 1 if self.way == "state_dict" else 0
+        return iter(order)
+
+
+class SetEpoch(Hook):
+    """Tells the sampler the number of the epoch."""
+
+    def on_epoch_start(self, trainer, epoch):
+        Ordered.newest.epoch = epoch
+
+
 def own_generator():
     return torch.Generator().manual_seed(99)
 
@@ -197,6 +236,12 @@ DATA = {
     "user's, drop_last": lambda: DataLoader(TensorDataset(*points()), batch_size=BATCH, drop_last=True, shuffle=True),
     "user's, workers": lambda: DataLoader(Noisy(), batch_size=BATCH, shuffle=True, num_workers=2),
     "user's, persistent workers": lambda: persistent(1),
+    **{
+        f"user's, sampler by {way}": partial(
+            lambda way: DataLoader(Noisy(), batch_size=BATCH, sampler=Ordered(way)), way
+        )
+        for way in ("counter", "numpy", "legacy", "python", "torch", "state_dict", "hook")
+    },
 }
 
 CASES = {
@@ -220,6 +265,7 @@ CASES = {
     "noisy evaluation": {"eval": "noisy"},
     "evaluation by a loader": {"eval": "loader"},
     "evaluation mode in parts": {"trainer": {"hooks": [StatisticsFixed()]}},
+    "user's, sampler by hook": {"data": "user's, sampler by hook", "trainer": {"hooks": [SetEpoch()]}},
     "own loader": {"data": "loader"},
     "own loader, drop_last": {"data": "loader, drop_last"},
 }

@@ -39,12 +39,22 @@ QUICK = {
         "user's, shuffled",
         "user's, own generator",
         "user's, persistent workers",
+        "user's, sampler by counter",
+        "user's, sampler by numpy",
+        "user's, sampler by hook",
         "float64 momentum",
         "sequential",
     ),
     *("two groups", "odd model", "16-mixed", "evaluation by a loader"),
     *("16 items from 1 to 2", "10 samples on 2 with batch 2", "13 samples on 2", "batch 18 on 7"),
-    *("generators", "workers of the loader", "cursor", "momentum", "precision of the optimizer's state"),
+    *(
+        "generators",
+        "workers of the loader",
+        "samplers of the loader",
+        "cursor",
+        "momentum",
+        "precision of the optimizer's state",
+    ),
 }
 
 
@@ -385,6 +395,7 @@ TWINS = {
     "generators": ("user's, shuffled", 3, state, "restore_generators", nothing),
     "generators of the epoch": ("user's, shuffled", 4, epoch, "restore_generators", nothing),
     "generators of the loader": ("user's, own generator", 4, epoch, "restore_loader", nothing),
+    "samplers of the loader": ("user's, sampler by counter", 7, epoch, "_samplers", lambda loader: []),
     "workers of the loader": ("user's, persistent workers", 4, epoch, "restore_loader", nothing),
     "cursor": ("plain", 4, Loader, "load_state_dict", nothing),
     "momentum": ("plain", 4, state, "load_optimizer", nothing),

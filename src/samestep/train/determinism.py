@@ -9,7 +9,7 @@ are imported.
 import gc
 import random
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -111,13 +111,46 @@ def restore_generators(states: Mapping[str, Any], device: torch.device) -> None:
 def check_generators(states: Mapping[str, Any], device: torch.device) -> None:
     """Raises a `CheckpointError` for states that are not of the form of this program's."""
     check_alike("random generators", states, generator_states(device))
-    ours = states["numpy"]
-    memory = ours.get("buffer", ours["state"].get("key"))  # of Philox or MT19937, which read there without looking
-    position = ours.get("buffer_pos", ours["state"].get("pos", 0))
+    _check_numpy(states["numpy"])
+    _check_python(states["python"])
+
+
+def _check_numpy(state: Mapping[str, Any]) -> None:
+    memory = state.get("buffer", state["state"].get("key"))  # of Philox or MT19937, which read there without looking
+    position = state.get("buffer_pos", state["state"].get("pos", 0))
     if position and not 0 <= position <= len(memory):
         raise CheckpointError(f"the checkpoint's state of NumPy's generator is at {position} of {len(memory)} numbers")
-    if not all(0 <= word < 2**32 for word in states["python"][1]):  # CPython keeps the lowest 32 bits of each
+
+
+def _check_python(state: Sequence[Any]) -> None:
+    if not all(0 <= word < 2**32 for word in state[1]):  # CPython keeps the lowest 32 bits of each
         raise CheckpointError("the checkpoint's state of Python's generator has words of more than 32 bits")
+
+
+def state_of(generator: Any) -> Any:
+    """The state of a generator of the script's own, one of `data.randomness.GENERATORS`."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    is_old = isinstance(generator, np.random.RandomState)
+    return _arrays_as_tensors(generator.get_state(legacy=False) if is_old else generator.bit_generator.state)
+
+
+def restore_state(generator: Any, state: Any) -> None:
+    """Sets a generator of the script's own; raises a `CheckpointError` for a state of another form."""
+    check_alike("generator", state, state_of(generator))
+    if isinstance(generator, torch.Generator):
+        generator.set_state(state)
+    elif isinstance(generator, random.Random):
+        _check_python(state)
+        generator.setstate(state)
+    else:
+        _check_numpy(state)
+        if isinstance(generator, np.random.RandomState):
+            generator.set_state(_tensors_as_arrays(state))
+        else:
+            generator.bit_generator.state = _tensors_as_arrays(state)
 
 
 def check_alike(what: str, there: Any, here: Any) -> None:

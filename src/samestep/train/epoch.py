@@ -13,12 +13,12 @@ from torch.utils.data import DataLoader
 
 from samestep.comm.communicator import Communicator
 from samestep.data.loader import Loader
-from samestep.data.randomness import Generators
+from samestep.data.randomness import GENERATORS, Generators
 from samestep.engine.step import TrainStep
 from samestep.errors import CheckpointError, UsageError
 from samestep.text import counted
 from samestep.train.checkpoint.local_shards import whole_tensors
-from samestep.train.determinism import check_alike, generator_states, restore_generators
+from samestep.train.determinism import check_alike, generator_states, restore_generators, restore_state, state_of
 from samestep.train.run import Run
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 Collate = Callable[[list[Any]], Any]
 
 
+STATE = "state_dict"  # of a sampler that has one
 LOWER_IS_BETTER = ("loss", "error", "perplexity", "cross_entropy")  # endings of the names of such metrics
 
 
@@ -150,11 +151,6 @@ class EpochSoFar:
     of_loader: dict[str, Any] = field(default_factory=dict)  # and the state of a loader of the user's own
 
 
-def begin_epoch(loader: Loader | DataLoader[Any], device: torch.device) -> EpochSoFar:
-    """A new epoch."""
-    return EpochSoFar(generators=generator_states(device), of_loader=loader_state(loader))
-
-
 def num_batches(loader: Loader | DataLoader[Any]) -> int | None:
     """Batches of an epoch, if the loader has a length."""
     try:
@@ -208,6 +204,7 @@ class Progress:
         self._run, self._step = run, step
         self._waiting: dict[str, Any] | None = None
         self._before_batch: dict[str, Any] = {}  # generators, before a loader of the user's own made the last batch
+        self._at_first: list[tuple[Any, dict[str, Any]]] = []  # samplers of the user's own, and what they held
         # The epochs and max_steps of each call of `fit` that has ended, with the epochs that were done, or planned.
         self._calls: list[list[int | None]] = []
         self._num_calls = 0  # begun by this program
@@ -226,6 +223,10 @@ class Progress:
     def end_call(self, done: int | None) -> None:
         """Ends the call of `fit` under way."""
         self._calls[self._num_calls - 1][2] = done
+
+    def begin_epoch(self, loader: Loader | DataLoader[Any]) -> None:
+        """Begins an epoch."""
+        self.epoch = EpochSoFar(generators=generator_states(self._run.device), of_loader=self.loader_state(loader))
 
     def batches(self, loader: Loader | DataLoader[Any]) -> Iterator[Any]:
         """The batches of the epoch under way, or those that are left of it.
@@ -265,7 +266,7 @@ class Progress:
             "history": [record.as_json() for record in self.history],
             "epoch": asdict(self.epoch),
             "cursor": cursor,
-            "loader": loader_state(loader),
+            "loader": self.loader_state(loader),
             "evaluating": in_evaluation_mode(self._step.model),
             "contract": contract,
         }
@@ -289,9 +290,8 @@ class Progress:
         if communicator.rank == source:
             cursor = loader.state_before(batch) if isinstance(loader, Loader) else None
             now = generator_states(self._run.device)
-            restore_generators(
-                self._before_batch or now, self._run.device
-            )  # the rank that joins draws the batch itself
+            # The rank that joins draws the batch under way itself.
+            restore_generators(self._before_batch or now, self._run.device)
             captured = self.capture(loader, cursor, contract)
             restore_generators(now, self._run.device)
             copied = replace(captured, files=to_host_copy(whole_tensors(captured.files)))
@@ -333,6 +333,8 @@ class Progress:
         Not before: the program may have called `fit` for epochs that are done, and drawn in between.
         """
         state, self._waiting = self._waiting, None
+        known = [sampler for sampler, _ in self._at_first]
+        self._at_first += [(one, _held(one)) for one in _samplers(loader) if not any(one is other for other in known)]
         if state is None:
             self.epoch = EpochSoFar()
             return
@@ -359,9 +361,21 @@ class Progress:
         """Has the next `go_on` go on with the epoch under way, in the middle of which training has ended."""
         self._waiting = {
             "cursor": loader.state_dict() if isinstance(loader, Loader) else None,
-            "loader": loader_state(loader),
+            "loader": self.loader_state(loader),
             "generators": None,  # the script may have drawn since, and changed modes
         }
+
+    def loader_state(self, loader: Loader | DataLoader[Any]) -> dict[str, Any]:
+        """The state of a loader of the user's own: of its generators and samplers, and whether workers live."""
+        has_workers = isinstance(loader, DataLoader) and loader._iterator is not None
+        samplers = []
+        for sampler in _samplers(loader):
+            first = next((held for known, held in self._at_first if known is sampler), {})
+            # What training has not changed is the program's: a resumed one may have another length, or rank.
+            held = _held(sampler)
+            samplers.append({name: held[name] for name in held if held[name] is not first.get(name, held)})
+        generators = [generator.get_state() for generator in _generators(loader)]
+        return {"generators": generators, "has_workers": has_workers, "samplers": samplers}
 
     def add(self, record: EpochRecord) -> None:
         """Ends the epoch under way."""
@@ -375,12 +389,6 @@ def check_place(cursor: Mapping[str, Any], loader: Loader) -> None:
     check_alike("place in the data", {**cursor, "sizes": None}, {**own, "sizes": None})
 
 
-def loader_state(loader: Loader | DataLoader[Any]) -> dict[str, Any]:
-    """The state of a loader of the user's own: of the generators that it was made with, and whether workers live."""
-    has_workers = isinstance(loader, DataLoader) and loader._iterator is not None
-    return {"generators": [generator.get_state() for generator in _generators(loader)], "has_workers": has_workers}
-
-
 def restore_loader(loader: Loader | DataLoader[Any], state: Mapping[str, Any]) -> None:
     """Restores the state of a loader of the user's own."""
     # Torch draws a seed when it starts workers. Persistent ones are started once, so that in later epochs the order is
@@ -391,6 +399,16 @@ def restore_loader(loader: Loader | DataLoader[Any], state: Mapping[str, Any]) -
             loader._iterator = None if has_workers else _waiting_workers(loader)
     for generator, its_state in zip(_generators(loader), state["generators"], strict=False):
         generator.set_state(its_state)
+    for sampler, its in zip(_samplers(loader), state["samplers"], strict=False):
+        for name, value in its.items():
+            own = getattr(sampler, name, None)
+            if name == STATE:
+                sampler.load_state_dict(value)
+            elif isinstance(own, GENERATORS):
+                restore_state(own, value)
+            else:
+                check_alike(f"sampler's {name}", value, own)
+                setattr(sampler, name, value)
 
 
 def _waiting_workers(loader: DataLoader[Any]) -> Any:
@@ -402,9 +420,24 @@ def _waiting_workers(loader: DataLoader[Any]) -> Any:
     return iterator
 
 
-def _generators(loader: Loader | DataLoader[Any]) -> list[torch.Generator]:
+def _samplers(loader: Loader | DataLoader[Any]) -> list[Any]:
+    """The samplers of a loader of the user's own, each once."""
     if isinstance(loader, Loader):
         return []
-    owners = (loader, loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None))
+    owners = (loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None))
+    return list({id(owner): owner for owner in owners if owner is not None}.values())
+
+
+def _held(sampler: Any) -> dict[str, Any]:
+    """What a sampler keeps: its `state_dict`, else its attributes that are generators, numbers or strings."""
+    if hasattr(sampler, "state_dict") and hasattr(sampler, "load_state_dict"):
+        return {STATE: sampler.state_dict()}
+    own = getattr(sampler, "__dict__", {})
+    found = {name: state_of(value) for name, value in own.items() if isinstance(value, GENERATORS)}
+    return found | {name: value for name, value in own.items() if isinstance(value, int | float | str)}
+
+
+def _generators(loader: Loader | DataLoader[Any]) -> list[torch.Generator]:
+    owners = [] if isinstance(loader, Loader) else [loader, *_samplers(loader)]
     found = {id(g): g for owner in owners if isinstance(g := getattr(owner, "generator", None), torch.Generator)}
     return list(found.values())

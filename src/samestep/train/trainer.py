@@ -27,7 +27,6 @@ from samestep.train.epoch import (
     EpochRecord,
     Goal,
     Progress,
-    begin_epoch,
     enter_training_mode,
     make_loader,
     mean_of,
@@ -434,7 +433,7 @@ class Trainer:
         if not progress.epoch.generators:  # else it was begun before the program was resumed, or this rank joined
             enter_training_mode(self.model)
             self._hooks.call("on_epoch_start", number)
-            progress.epoch = begin_epoch(loader, self.run.device)
+            progress.begin_epoch(loader)
         epoch, steps = progress.epoch, num_batches(loader)
         first, before, start = epoch.num_samples, epoch.seconds, time.perf_counter()
 
