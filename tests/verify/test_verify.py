@@ -293,7 +293,8 @@ def test_an_order_of_chance_excuses_no_draws(verdict_on, script):
     text = noisy(before="import os", step="factor = 1").replace("optimizer.step()", race)
     assert verdict_on(script(text)).reached == "allclose"
     text = text.replace("factor = 1", "number = locals().get('number', 0) + 1; factor = 1 + NOISE").replace(
-        "NOISE", "1e-2 * random.random() * (number > 2)"  # far from equal by chance
+        "NOISE",
+        "1e-2 * random.random() * (number > 2)",  # far from equal by chance
     )
     verdict = verdict_on(script(text))
     assert [cause.key for cause in verdict.causes] == ["unseeded"]
