@@ -1,14 +1,13 @@
 """Loaders of many kinds, their batches, and the generators after each."""
 
 import hashlib
-import io
 import os
 import pickle
 import random
 import threading
 import time
 from collections import namedtuple
-from contextlib import ExitStack, redirect_stdout
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
@@ -26,10 +25,9 @@ from torch.utils.data import (
 )
 from torch.utils.data.datapipes.iter import IterableWrapper
 
-from samestep.engine import side_effects
 from samestep.scripts import output
 from samestep.scripts.adoption import Adoption
-from samestep.scripts.loading import broadcast, choice, round_robin, split_workers
+from samestep.scripts.loading import broadcast, choice, split_workers
 from samestep.scripts.patch import Patch, applied
 
 Pair = namedtuple("Pair", "image label")
@@ -69,36 +67,14 @@ def augment(dataset, image, index):
     return image + torch.rand(1) + np.random.rand() + random.random()
 
 
-def draw_late(dataset, image, index):
-    return image + (random.random() if index >= 10 else 0)
-
-
-def draw_own(dataset, image, index):
-    return image + dataset.generator.random()
-
-
-def count(dataset, image, index):
-    dataset.num_fetched += 1
-    return image + dataset.num_fetched
-
-
 def fail(dataset, image, index):
     if index == 13:
-        raise dataset.error
+        raise ValueError("a broken image")
     return image
 
 
 def widen(dataset, image, index):
     return torch.full((3, 200, 200), index, dtype=torch.float32)  # travels in pieces
-
-
-def look_up(dataset, image, index):
-    return dataset.table[index]  # a part of a tensor in memory
-
-
-def talk(dataset, image, index):
-    print(f"sample {index}")
-    return image
 
 
 def delay(dataset, image, index):
@@ -195,15 +171,6 @@ def cases(folder):
     three = {"batch_size": 3, "shuffle": True}
     two = {**three, "num_workers": 2}
     return {
-        "turns": lambda: DataLoader(made(), **three),
-        "turns in order, last dropped": lambda: DataLoader(made(), 4, drop_last=True),
-        "turns, own generator": lambda: DataLoader(made(), **three, generator=generator()),
-        "turns, dict": lambda: DataLoader(made(form="dict"), **three),
-        "turns, named": lambda: DataLoader(made(form="named"), **three),
-        "turns, no batches": lambda: DataLoader(made(), batch_size=None, shuffle=True),
-        "turns, views": lambda: DataLoader(made(), **three, collate_fn=shifted),
-        "turns, large": lambda: DataLoader(made(10, change=widen), **three),
-        "turns, list of batches": lambda: DataLoader(made(), batch_sampler=[[1, 2], [7], [3, 4, 5], [0]]),
         "dealt": lambda: DataLoader(made(), **two),
         "dealt, own generator": lambda: DataLoader(made(), **two, generator=generator()),
         "dealt, augmented": lambda: DataLoader(made(change=augment), **two, worker_init_fn=reseed),
@@ -218,34 +185,32 @@ def cases(folder):
             num_workers=2,
             sampler=RandomSampler(range(22), replacement=True, generator=generator()),
         ),
+        "dealt, views, last dropped": lambda: DataLoader(made(), 4, num_workers=2, drop_last=True, collate_fn=shifted),
+        "dealt, named, no batches": lambda: DataLoader(
+            made(form="named"), batch_size=None, shuffle=True, num_workers=2
+        ),
+        "dealt, dict, list of batches": lambda: DataLoader(
+            made(form="dict"), batch_sampler=[[1, 2], [7], [3, 4, 5], [0]], num_workers=2
+        ),
         "stream": lambda: DataLoader(Stream(folder), 3),
         "stream, workers": lambda: DataLoader(Stream(folder), 3, num_workers=2, generator=generator()),
         "stream, pipe": lambda: DataLoader(
             IterableWrapper(list(range(11))).shuffle().sharding_filter(), 3, shuffle=True, generator=generator()
         ),
         "stream, unpicklable": lambda: DataLoader(Unpicklable(), batch_size=None),
+        "together": lambda: DataLoader(made(), **three),
         "together, augmented": lambda: DataLoader(made(change=augment), **three),
-        "together, late": lambda: DataLoader(made(change=draw_late), 3),
-        "together, dataset's generator": lambda: DataLoader(
-            made(change=draw_own, generator=np.random.default_rng(3)), **three
-        ),
-        "together, counting": lambda: DataLoader(made(change=count, num_fetched=0), **three),
         "together, memory": lambda: DataLoader(TensorDataset(torch.arange(22.0)), **three),
-        "together, held": lambda: DataLoader(made(change=look_up, table=torch.arange(44.0).view(22, 2)), **three),
         "together, unpicklable": lambda: DataLoader(made(), **three, collate_fn=as_function),
         "together, own sampler": lambda: DataLoader(made(), 3, sampler=EvenFirst(22)),
         "chancy": lambda: DataLoader(made(), 3, num_workers=2, sampler=Chancy(22)),
     }
 
 
-ANY_SIZE = Patch(round_robin, "SMALL_BYTES", 0)
 BREAKERS = {
-    "": [ANY_SIZE],
-    "small batches are left alone": [],
-    "draws are not noticed": [ANY_SIZE, Patch(side_effects.Watch, "has_moved", lambda watch, kept: False)],
+    "": [],
     "all workers are everywhere": [Patch(split_workers._Context, "_is_ours", lambda context, worker: True)],
     "generators are not handed over": [Patch(broadcast.Rank0Iterator, "_set_generators", lambda *_: None)],
-    "indices are drawn ahead": [ANY_SIZE, Patch(round_robin, "num_safe_ahead", lambda loader: None)],
 }
 
 
@@ -323,14 +288,6 @@ def two_epochs(communicator, name, folder, breaker=""):
         return seen, len(psutil.Process().children()) - children, adopted.notices if communicator else None
 
 
-def shared_generator(communicator, folder, breaker=""):
-    """The script draws from the loader's generator between batches."""
-    with Adopted(communicator, breaker):
-        own = generator()
-        loader = DataLoader(Computed(folder), batch_size=4, shuffle=True, generator=own)
-        return [(form(batch), float(torch.rand((), generator=own))) for _ in range(2) for batch in loader]
-
-
 def nested(communicator, folder):
     """Two loaders zipped, one nested in itself, and some iterators side by side."""
     with Adopted(communicator):
@@ -344,32 +301,30 @@ def nested(communicator, folder):
         return seen
 
 
-def broken(communicator, folder, num_workers, error):
+def broken(communicator, folder):
     """The error that the script meets, and the batches before and after it."""
     with Adopted(communicator):
-        loader = DataLoader(Computed(folder, change=fail, error=error), batch_size=4, num_workers=num_workers)
+        loader = DataLoader(Computed(folder, change=fail), batch_size=4, num_workers=2)
         return _until_end(iter(loader))
 
 
-def broken_locally(communicator, folder, error):
-    """The same for an error that does not pickle."""
-    met = LocalError("this", "that") if error == "LocalError" else LockedError()
-    return broken(communicator, folder, 0, met)
-
-
-def broken_stream(communicator, num_workers):
+def broken_stream(communicator, num_workers, kind):
     """The same of a stream."""
+    made = {"KeyError": KeyError("gone"), "LocalError": LocalError("this", "that"), "LockedError": LockedError()}
     with Adopted(communicator):
-        return _until_end(iter(DataLoader(BrokenStream(), batch_size=None, num_workers=num_workers)))
+        return _until_end(iter(DataLoader(BrokenStream(made[kind]), batch_size=None, num_workers=num_workers)))
 
 
 class BrokenStream(IterableDataset):
     """A stream that breaks."""
 
+    def __init__(self, error):
+        self.error = error
+
     def __iter__(self):
         yield 1
         random.random()
-        raise KeyError("gone")
+        raise self.error
 
 
 def _until_end(iterator):
@@ -400,7 +355,7 @@ def elsewhere(communicator, folder):
     """A loader iterated in a chunk, and an iterator that is taken there."""
     with Adopted(communicator) as adopted:
         loader = DataLoader(Computed(folder), batch_size=4)
-        iterator = iter(loader)
+        iterator = iter(DataLoader(Computed(folder), batch_size=4, num_workers=1))
         with adopted.adoption.chunk(0):
             inside = [form(batch) for batch in loader]
             try:
@@ -408,16 +363,6 @@ def elsewhere(communicator, folder):
             except Exception as error:
                 return inside, type(error).__name__, str(error)
         return None
-
-
-def announced(communicator, folder):
-    """The output of rank 0 while a loader is iterated, and left early."""
-    with redirect_stdout(io.StringIO()) as printed, Adopted(communicator):
-        for number, (_, labels) in enumerate(DataLoader(Computed(folder, change=talk), batch_size=3)):
-            print(f"labels {labels.tolist()}")
-            if number == 4:
-                break
-    return printed.getvalue()
 
 
 def kept_apart(communicator, folder):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from samestep.scripts.loading.broadcast import LARGE_BYTES, Parcel, pack, unpack
+from samestep.scripts.loading.broadcast import LARGE_BYTES, Parcel, pack
 
 Pair = namedtuple("Pair", "first second")
 
@@ -18,6 +18,14 @@ Pair = namedtuple("Pair", "first second")
 class Record:
     tensor: torch.Tensor
     note: str
+
+
+def unpack(packed):
+    """The value that was packed, in memory of its own."""
+    parcel = Parcel(packed.flat)
+    for room, piece in zip(parcel.rooms(), packed.large, strict=True):
+        room.copy_(piece)
+    return parcel.value()
 
 
 @pytest.mark.parametrize(
@@ -108,10 +116,7 @@ def test_large_pieces_travel_from_their_own_memory(is_writable, recwarn):
     piece, other = packed.large
     assert piece.data_ptr() == tensor.data_ptr()
     assert (other.data_ptr() == array.ctypes.data) == is_writable
-    parcel = Parcel(packed.flat)
-    for room, each in zip(parcel.rooms(), packed.large, strict=True):
-        room.copy_(each)
-    arrived = parcel.value()
+    arrived = unpack(packed)
     assert torch.equal(arrived["large"], tensor)
     assert np.array_equal(arrived["array"], array)
     assert not recwarn.list

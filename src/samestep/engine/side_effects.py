@@ -1,4 +1,4 @@
-"""Side effects of loading and of the forward: random generators that advance, attributes that are assigned."""
+"""Side effects of loading and of the forward: random generators that advance, and traces of microbatches."""
 
 import functools
 import random
@@ -31,48 +31,24 @@ _TABLES = ("_parameters", "_buffers", "_modules")
 _CLOSED = (nn.Module, type, FunctionType, ModuleType, *GENERATORS)
 
 Source = tuple[Callable[[], Any], Callable[[Any], None]]  # reads a state that can be compared; writes it back
-Kept = tuple[list[Any], list[dict[str, Any]]]
 Values = dict[tuple[str, str], Any]
 
 
 class Watch:
-    """The states of the global generators, of further generators and of attributes of objects; see `reachable`."""
+    """The states of the global generators and of further ones; see `reachable`."""
 
-    # Batches may be loaded by one rank alone, or ahead of their time, only if loading changes none of these.
-
-    def __init__(self, generators: Iterable[Any] = (), objects: Sequence[Any] = ()) -> None:
+    def __init__(self, generators: Iterable[Any] = ()) -> None:
         own = [_source(generator) for generator in generators]
         global_sources: list[Source] = [(get_state, set_state), (getstate, setstate)]
         self._sources = [_source(torch.default_generator), *global_sources, *own]
-        self._objects = objects
 
     def states(self) -> list[Any]:
         """The states of all generators, those of the global ones first; they can be pickled."""
         return [read() for read, _ in self._sources]
 
-    def keep(self) -> Kept:
-        """The present state, for `has_moved` and `put_back`."""
-        return self.states(), [_attributes(entry) for entry in self._objects]
-
-    def has_moved(self, kept: Kept) -> bool:
-        """Whether a generator was drawn from, or an attribute assigned that was not None (a file that is opened)."""
-        states, attributes = kept
-        if any(not is_same_state(now, then) for now, then in zip(self.states(), states, strict=True)):
-            return True
-        return any(
-            _is_assigned(_attributes(entry), then) for entry, then in zip(self._objects, attributes, strict=True)
-        )
-
-    def put_back(self, kept: Kept) -> None:
-        """Restores generators and attributes."""
-        # By reference: what was changed inside a list or a tensor is not undone, only what was assigned.
-        states, attributes = kept
-        self.put_states(states)
-        for entry, then in zip(self._objects, attributes, strict=True):
-            for name in _attributes(entry).keys() - then.keys():
-                delattr(entry, name)
-            for name, value in then.items():
-                object.__setattr__(entry, name, value)  # frozen dataclasses among them
+    def have_moved(self, before: Sequence[Any]) -> bool:
+        """Whether a generator was drawn from since its state was `before`."""
+        return any(not is_same_state(now, then) for now, then in zip(self.states(), before, strict=True))
 
     def put_states(self, states: Sequence[Any]) -> None:
         """Restores generators."""
@@ -80,10 +56,9 @@ class Watch:
             write(state)
 
 
-def reachable(roots: Iterable[Any]) -> tuple[list[Any], list[Any]]:
-    """The generators and objects that some objects refer to, by attributes and variables of functions, not in data."""
-    generators: list[Any] = []
-    objects: list[Any] = []
+def reachable(roots: Iterable[Any], kinds: tuple[type, ...] = GENERATORS) -> list[Any]:
+    """The generators, or objects of other kinds, that some objects refer to: by attributes and functions' variables."""
+    found: list[Any] = []
     # Without recursion, since objects refer to each other in circles and in long chains.
     waiting, kept = list(roots), []
     seen: set[int] = set()
@@ -93,13 +68,11 @@ def reachable(roots: Iterable[Any]) -> tuple[list[Any], list[Any]]:
             continue
         seen.add(id(entry))
         kept.append(entry)  # an id is unique only while its object lives
-        if isinstance(entry, GENERATORS):
-            generators.append(entry)
-            continue
-        if _attributes(entry) and not isinstance(entry, type | FunctionType | nn.Module):
-            objects.append(entry)
-        waiting += _parts(entry)
-    return generators, objects
+        if isinstance(entry, kinds):
+            found.append(entry)
+        if not isinstance(entry, GENERATORS):
+            waiting += _parts(entry)
+    return found
 
 
 def _parts(entry: Any) -> list[Any]:
@@ -155,14 +128,6 @@ def _slots(kind: type) -> list[str]:
     return [slots] if isinstance(slots, str) else [name for name in slots if not name.startswith("__")]
 
 
-def _is_assigned(now: dict[str, Any], then: dict[str, Any]) -> bool:
-    """Whether attributes were assigned other than for the first time."""
-    # A first assignment is a file that is opened, or a cache that is filled: neither changes what is loaded.
-    if not then.keys() <= now.keys():
-        return True
-    return any(now[name] is not value and value is not None for name, value in then.items())
-
-
 def is_same_state(now: Any, then: Any) -> bool:
     """Whether two states, nested in tuples and dicts, are equal."""
     if isinstance(now, dict):
@@ -211,9 +176,8 @@ class Traces:
     def begin(self) -> None:
         """Begins a step: remembers the state of attributes and generators."""
         if self._generators is None:
-            generators, objects = reachable([self._loss_fn, *self._model.modules()])
-            iterators = [one for one in objects if isinstance(one, _BaseDataLoaderIter)]
-            self._generators = [*(one for one in generators if not _is_global(one)), *iterators]
+            found = reachable([self._loss_fn, *self._model.modules()], (*GENERATORS, _BaseDataLoaderIter))
+            self._generators = [one for one in found if not _is_global(one)]
         self._states = [_progress(one) for one in self._generators]
         self._before, self._ends = _values(self._model), {}
         self._membership.on_rank_asked = lambda name: self._asked.update({name: None})

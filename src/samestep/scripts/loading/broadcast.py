@@ -131,14 +131,6 @@ class Parcel:
         return pickle.loads(self._body, buffers=buffers)
 
 
-def unpack(packed: Packed) -> Any:
-    """The value that was packed, in memory of its own."""
-    parcel = Parcel(packed.flat)
-    for room, piece in zip(parcel.rooms(), packed.large, strict=True):
-        room.copy_(piece)
-    return parcel.value()
-
-
 def _is_plain(tensor: Tensor) -> bool:
     """Whether a tensor is all in its memory: no gradient, no subclass, no attributes, dense.
 
@@ -158,7 +150,7 @@ class Kind(IntEnum):
     VALUE = 1
     ERROR = 2
     END = 3
-    REPEAT = 4  # all ranks have to repeat it: it drew random numbers, or its value does not pickle
+    REPEAT = 4  # its value does not pickle: each rank has to make it
 
 
 @dataclass(frozen=True)
@@ -170,18 +162,8 @@ class Outcome:
     extra: Any = None  # sent along
     packed: Packed | None = None  # value and extra, on the rank that made the attempt
 
-    @property
-    def words(self) -> list[int]:
-        """Kind and number of large pieces, for the header."""
-        return [self.kind, 0 if self.packed is None else len(self.packed.large)]
 
-    @property
-    def flat(self) -> Tensor:
-        """The packed bytes without the large pieces, [n] uint8."""
-        return torch.empty(0, dtype=torch.uint8, device="cpu") if self.packed is None else self.packed.flat
-
-
-def attempt(action: Callable[[], Any], extra: Callable[[], Any] = lambda: None) -> Outcome:
+def attempt(action: Callable[[], Any], extra: Callable[[], Any]) -> Outcome:
     """Runs a function that returns a value, raises or ends by StopIteration; `extra()` is packed with the outcome."""
     try:
         value = action()
@@ -201,23 +183,20 @@ def packed_outcome(kind: Kind, value: Any, extra: Any = None) -> Outcome:
 
 
 def broadcast(adoption: Adoption, what: str, outcome: Outcome | None, source: int) -> Outcome:
-    """Gives every rank the outcome of rank `source`; not read on other ranks."""
-    ours = outcome if outcome is not None and adoption.rank == source else Outcome(Kind.NOTHING)
-    rows, flats = adoption.gather(what, ours.words, ours.flat)
-    return receive_outcome(adoption, ours, Kind(rows[source][0]), flats[source], source)
-
-
-def receive_outcome(adoption: Adoption, ours: Outcome, kind: Kind, flat: Tensor, source: int) -> Outcome:
-    """The outcome of rank `source`, whose flat bytes have arrived; the large pieces are sent now."""
+    """Gives every rank the outcome of rank `source`; it is None on other ranks."""
+    ours = None if outcome is None else outcome.packed
+    kind = Kind.NOTHING if outcome is None else outcome.kind
+    flat = torch.empty(0, dtype=torch.uint8, device="cpu") if ours is None else ours.flat
+    rows, flats = adoption.gather(what, [kind], flat)
     control = adoption.communicator.control
-    if adoption.rank == source:
-        assert ours.packed is not None, "an outcome is packed before it is broadcast"
-        for piece in ours.packed.large:
+    if outcome is not None and ours is not None:
+        for piece in ours.large:
             control.broadcast(piece, source)
-        return ours
-    parcel = Parcel(flat)
+        return outcome
+    parcel = Parcel(flats[source])
     for room in parcel.rooms():
         control.broadcast(room, source)
+    kind = Kind(rows[source][0])
     value, extra = parcel.value()
     return Outcome(kind, unpacked(value) if kind is Kind.ERROR else value, extra)
 
@@ -287,9 +266,9 @@ class Rank0Iterator:
         """Runs an action on rank 0; all ranks get its outcome, and the generators as it left them."""
         outcome = None
         if self._adoption.rank == 0:
-            kept = self._watch.keep()
+            before = self._watch.states()
             with self._adoption.on_this_rank():
-                outcome = attempt(action, lambda: self._watch.states() if self._watch.has_moved(kept) else None)
+                outcome = attempt(action, lambda: self._watch.states() if self._watch.have_moved(before) else None)
         outcome = broadcast(self._adoption, what, outcome, 0)
         if outcome.kind is Kind.ERROR:
             self._set_generators(outcome)

@@ -4,18 +4,16 @@ Every rank iterates over the script's loader. By the kind of loader,
 
 - worker processes are split: worker w of the loader's W runs on rank w % D, and its batches are broadcast
   (`split_workers`);
-- without workers, each rank loads every D-th batch, and a round is exchanged (`round_robin`);
 - rank 0 loads a stream, and broadcasts its batches (`broadcast`);
-- every rank loads everything if batches cannot be sent, or sending costs more: small batches, data in memory.
+- without workers, every rank loads all batches, as torch does.
 
 Batches, their order, and all generators after each batch are those of one process. A loader that is iterated where
 ranks cannot meet (on another thread, in a wrapped forward) is left alone.
 """
 
-from collections.abc import Iterator, Sequence, Sized
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
 from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
@@ -33,16 +31,14 @@ from torch.utils.data import (
 )
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
-from samestep.data.fetch import SeededSamples, parts_of
+from samestep.data.fetch import SeededSamples
 from samestep.engine.site import script_line
 from samestep.scripts.adoption import Adoption
 from samestep.scripts.loading.broadcast import Rank0Iterator
-from samestep.scripts.loading.round_robin import RoundRobinIterator, num_safe_ahead
 from samestep.scripts.loading.split_workers import SplitWorkersIterator
 from samestep.scripts.patch import Patch
 
 _SAMPLERS = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, list, tuple, range)
-_MEMORIES = (Tensor, np.ndarray, list, tuple, range)
 
 _original_iterator = DataLoader._get_iterator
 
@@ -52,7 +48,7 @@ def patches(adoption: Adoption) -> list[Patch]:
     original = DataLoader.__iter__
 
     def iterate(loader: DataLoader[Any]) -> Iterator[Any]:
-        """Iterates over the batches of a loader, loaded once for all ranks."""
+        """Iterates over the batches of a loader, the same on all ranks."""
         if adoption.world_size == 1:
             return by_rows(loader, original(loader))
         if is_distributed(loader):
@@ -69,10 +65,8 @@ def patches(adoption: Adoption) -> list[Patch]:
             return Rank0Iterator(loader, adoption, original)
         if loader.num_workers > 0:
             return _split_workers(adoption, loader, say, original)
-        if reason := why_all_ranks(loader):
-            say(f"every rank loads all batches: {reason}")
-            return by_rows(loader, original(loader))
-        return RoundRobinIterator(loader, adoption, say)
+        say(f"every rank loads all batches; with num_workers above 0, {adoption.world_size} ranks share the work out")
+        return by_rows(loader, original(loader))
 
     return [Patch(DataLoader, "__iter__", iterate)]
 
@@ -110,32 +104,12 @@ def why_rank0(loader: DataLoader[Any]) -> str:
     return ""
 
 
-def why_all_ranks(loader: DataLoader[Any]) -> str:
-    """Why every rank has to load everything, for a loader without workers; empty if they can take turns."""
-    if is_in_memory(loader.dataset):
-        return "the data is in memory"
-    if type(loader)._get_iterator is not _original_iterator:
-        return "the loader has an iterator of its own"
-    if not is_known_sampler(loader):
-        return "the sampler is not one of torch's; num_workers above 0 shares the work out"
-    if num_safe_ahead(loader) == 0:
-        return "the sampler draws from the script's generator as it goes; num_workers above 0 shares the work out"
-    return ""
-
-
 def is_known_sampler(loader: DataLoader[Any]) -> bool:
     """Whether the sampler is one of torch's own or a list: the same indices on all ranks, whenever they are drawn."""
     sampler: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     while type(sampler) is BatchSampler:
         sampler = sampler.sampler
     return type(sampler) in _SAMPLERS
-
-
-def is_in_memory(dataset: Any) -> bool:
-    """Whether a dataset holds its samples in memory, judged by its type."""
-    if parts := parts_of(dataset):
-        return all(map(is_in_memory, parts))
-    return type(dataset) is TensorDataset or (isinstance(dataset, _MEMORIES) and isinstance(dataset, Sized))
 
 
 class RowFetcher:

@@ -269,7 +269,7 @@ class OwnGenerators:
     """Generators of NumPy, Python and torch in a module's attributes: seeded for each chunk, restored afterwards."""
 
     def __init__(self, module: torch.nn.Module) -> None:
-        self._generators: Sequence[Any] = reachable([module])[0]
+        self._generators: Sequence[Any] = reachable([module])
 
     def seed(self, seed: int) -> None:
         """Seeds each of them with a number of its own."""

@@ -51,7 +51,7 @@ def listen(facts: Facts) -> list[Wrap]:
         if isinstance(dataset, SeededSamples) and dataset is not self:
             return inner(self, *args)  # its own method is wrapped
         if id(dataset) not in watches:
-            watches[id(dataset)] = dataset, Watch(reachable([dataset, getattr(self, "collate_fn", None)])[0])
+            watches[id(dataset)] = dataset, Watch(reachable([dataset, getattr(self, "collate_fn", None)]))
         watch = watches[id(dataset)][1]
         before = watch.states()
         facts.in_dataset = True
@@ -113,8 +113,7 @@ class _OwnGenerators:
                 places += [*frame.f_locals.values(), *frame.f_globals.values()]
             frame = frame.f_back
         shared = (torch.default_generator, np.random.mtrand._rand, random._inst)
-        found, _ = reachable(places)
-        self.found = [generator for generator in found if not any(generator is known for known in shared)]
+        self.found = [generator for generator in reachable(places) if not any(generator is known for known in shared)]
 
     def states(self) -> list[int]:
         """A checksum of each one's state."""
@@ -264,7 +263,7 @@ def _with_seeded_own() -> AbstractContextManager[None]:
     is_seeded = False
 
     def make_seed(dataset: Any) -> Callable[[int], None]:
-        generators, _ = reachable([dataset])
+        generators = reachable([dataset])
         return lambda place: seed_each(generators, SAMPLE_SEED, place)
 
     def default_rng(inner: Callable[..., Any], seed: Any = None) -> Any:
