@@ -198,7 +198,7 @@ SHORT = {
     "a microbatch": (
         "lenet",
         5,
-        ("microbatch 0 of 8 (16 samples) does not fit in the memory of rank 0", "as measured"),
+        ("microbatch 0 of 8 (16 samples) does not fit in the memory of rank 0", "use num_microbatches=16 "),
     ),
 }
 

@@ -111,39 +111,6 @@ def run_short(communicator, phases, num_microbatches=4, sample_mib=32, norm=True
     return message, same, state_digest(model, optimizer), seconds
 
 
-def run_fitting(communicator, phases, num_microbatches, sample_mib=32):
-    """Whether a step fits with so many microbatches."""
-    message, *_ = run_short(communicator, phases, num_microbatches, sample_mib)
-    return message is None
-
-
-def run_large(communicator, num_microbatches, hidden=2048, room=180 * MIB):
-    """A model whose gradients and optimizer state matter, limited from its first step on."""
-    run = Run(BATCH, num_microbatches, communicator=communicator)
-    model = nn.Sequential(nn.Linear(hidden, hidden, bias=False), Part(12 * MIB))
-    optimizer = torch.optim.Adam(model.parameters(), foreach=False)
-    step = run.train_step(model, optimizer, square)
-    samples = torch.randn(BATCH, hidden)
-    with limited(room):
-        try:
-            for _ in range(3):
-                step(samples)
-        except OutOfMemoryError as error:
-            return str(error)
-    return None
-
-
-class Part(nn.Module):
-    """Needs so many bytes a sample in forward."""
-
-    def __init__(self, sample_bytes):
-        super().__init__()
-        self.sample_bytes = sample_bytes
-
-    def forward(self, x):
-        return Asking.apply(x, "forward", len(x) * self.sample_bytes)
-
-
 class Stateful(torch.optim.SGD):
     """An optimizer that needs much memory for its state."""
 

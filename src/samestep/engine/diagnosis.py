@@ -6,21 +6,17 @@ Imported only once something has failed.
 import gc
 import os
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import chain
 from types import TracebackType
-from typing import Any
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import nn
 
-from samestep.data.nested import leaves, take_rows
 from samestep.devices.device import gib
 from samestep.errors import DeterminismError, UsageError
 
-NOTHING_FITS, FAILS = 0, -1
 # In a plain RuntimeError: of torch's allocator on a CPU; of CUDA, NCCL and MPS; of cuBLAS and cuDNN for handles and
 # workspaces, which do not come from torch's allocator.
 SHORT_OF_MEMORY = re.compile(
@@ -52,102 +48,38 @@ def free_memory(device: torch.device) -> None:
         torch.get_device_module(device).empty_cache()
 
 
-@dataclass(frozen=True)
-class Shortage:
-    """A microbatch for which memory ran out, in the phase "forward" or "backward"; `counts` are the global ones."""
+class Shortage(NamedTuple):
+    """A microbatch for which memory ran out on this rank; without an index if there is none."""
 
-    microbatch: int
-    num_samples: int
-    value: Any
-    phase: str
-    counts: Any
-
-    def measure(
-        self,
-        run: Callable[[Any, int, Any], None],
-        needed_beside: Callable[[int], tuple[Sequence[int], Sequence[int]]],
-        length: int,
-        num_microbatches: int,
-        device: torch.device,
-    ) -> int:
-        """The first number that fits of twice, four times … as many microbatches; NOTHING_FITS or FAILS if none does.
-
-        `needed_beside` gives, for a number of microbatches, the bytes of the tensors that exist while one runs, and of
-        those that its backward adds.
-        """
-        count, size = num_microbatches, self.num_samples
-        while size > 1:
-            count *= 2
-            size = -(-length // count)
-            held: list[Tensor] = []  # dropped before memory is freed for the next attempt
-            free_memory(device)
-            try:
-                beside, after = needed_beside(count)
-                held += [torch.empty(number, dtype=torch.uint8, device=device) for number in beside]
-                run(take_rows(self.value, 0, size, self.num_samples), size, self.counts)
-                held += [torch.empty(number, dtype=torch.uint8, device=device) for number in after]
-            except Exception as error:  # of whatever kind: the other ranks wait for the result
-                if not is_out_of_memory(error):
-                    return FAILS
-            else:
-                return min(count, length)
-        return NOTHING_FITS
-
-
-def missing_state_bytes(optimizer: Optimizer) -> list[int]:
-    """Bytes of each tensor that an optimizer will make in its first step; none after it, or if it cannot be tried."""
-    if optimizer.state:
-        return []
-    # A twin steps on parameters without memory (device "meta"), on which the plain loop runs everywhere.
-    groups = [{**group, "params": [_without_memory(p) for p in group["params"]]} for group in optimizer.param_groups]
-    plain = {"fused": None, "foreach": False, "capturable": False}
-    groups = [{key: plain.get(key, value) for key, value in group.items()} for group in groups]
-    try:
-        make: Callable[[Any], Optimizer] = type(optimizer)
-        twin = make(groups)
-        twin.step()
-    except Exception:  # one of the user's own, which may do anything
-        return []
-    tensors = [leaf for leaf in leaves(list(twin.state.values())) if isinstance(leaf, Tensor)]
-    return [tensor.numel() * tensor.element_size() for tensor in tensors]
-
-
-def _without_memory(parameter: nn.Parameter) -> nn.Parameter:
-    twin = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
-    if twin.requires_grad:
-        twin.grad = torch.empty_like(twin)
-    return twin
+    microbatch: int = -1
+    num_samples: int = 0
 
 
 def describe_shortage(rows: Sequence[Sequence[int]], length: int, num_microbatches: int, device: torch.device) -> str:
-    """The message, from the measurements of all ranks: microbatch, samples, fitting number, whether memory ran out."""
-    short = [(rank, row) for rank, row in enumerate(rows) if row[3]]
-    rank, (microbatch, num_samples, _, _) = short[0]
-    which = f"microbatch {microbatch} of {num_microbatches} ({num_samples} samples)"
+    """The message, from the shortages of all ranks."""
+    short = [(rank, Shortage(*row)) for rank, row in enumerate(rows) if row[0] >= 0]
+    rank, (microbatch, num_samples) = short[0]
+    size = "1 sample" if num_samples == 1 else f"{num_samples} samples"
+    which = f"microbatch {microbatch} of {num_microbatches} ({size})"
     where = f"{which} does not fit in the memory of rank {rank}"
     if len(short) > 1:
         where += f" (nor do others on ranks {', '.join(str(other) for other, _ in short[1:])})"
     where += _memory_of(device)
-    # One rank for which nothing fits decides; else the rank that needs most microbatches.
-    worst = min(row[2] for _, row in short)
-    if worst in (NOTHING_FITS, FAILS):
-        why = "with smaller microbatches the model fails otherwise"
-        if worst == NOTHING_FITS:
-            why = "not even one sample does"
+    if any(num_samples == 1 for _, (_, num_samples) in short):
         return (
-            f"out of memory: {where}, and {why}, as measured: use a smaller model, precision='bf16-mixed' "
+            f"out of memory: {where}, and one sample is the least: use a smaller model, precision='bf16-mixed' "
             "(--precision bf16-mixed), or activation checkpointing (torch.utils.checkpoint)"
         )
-    fitting = max(row[2] for _, row in short)
+    twice = min(2 * num_microbatches, length)
     return (
-        f"out of memory: {where}; microbatches of {-(-length // fitting)} do, as measured: use "
-        f"num_microbatches={fitting} (--num-microbatches {fitting}; it is part of the contract: the bits of another "
-        "number of microbatches are others)"
+        f"out of memory: {where}: use num_microbatches={twice} (--num-microbatches {twice}), for microbatches about "
+        "half as large, or more of them if those do not fit either (the number is part of the contract: the bits of "
+        "another one are others)"
     )
 
 
 def describe_lone_shortage(microbatch: int, num_samples: int, rank: int, strategy: str) -> str:
-    """The message if nothing can be measured, since no rank alone has the whole model."""
+    """The message if no rank alone has the whole model: the other ranks cannot go on."""
     return (
         f"out of memory: microbatch {microbatch} ({num_samples} samples) does not fit in the memory of rank {rank} "
         "beside its part of the model: use a larger num_microbatches, for smaller ones (--num-microbatches; it is "

@@ -77,7 +77,7 @@ class ForwardBackward:
     ) -> MicrobatchLoss:
         """Leaves the gradients of some leaves in their `.grad`, those of others as they were; returns the loss.
 
-        A run that does not count, to measure memory or along with other ranks, has no microbatch number.
+        A run that does not count, along with other ranks, has no microbatch number.
         """
         self.observers.on_phase("forward")
         try:

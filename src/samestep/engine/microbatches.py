@@ -1,13 +1,10 @@
 """The microbatches of a rank, one after another: forward, backward, and the merging of each one's results."""
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.optim import Optimizer
 
 from samestep.core.seeds import derive_seed
-from samestep.core.tree import num_sums_alive
 from samestep.data.batch import Batch
 from samestep.engine.buffers import BufferMerge
 from samestep.engine.forward_backward import ForwardBackward
@@ -71,7 +68,7 @@ class MicrobatchRunner:
                         raise
                     from samestep.engine.diagnosis import Shortage
 
-                    shortage = Shortage(microbatch, num_samples, value, observers.phase, counts)
+                    shortage = Shortage(microbatch, num_samples)
                 else:
                     purity.restore_modes()
                     continue
@@ -156,40 +153,13 @@ class MicrobatchRunner:
             stats.note_nothing(microbatch, nothing, gradient_sum)
         buffers.collect(microbatch, 0)
 
-    def explain_shortage(
-        self, batch: Batch, shortage: "Shortage | None", layout: Layout, optimizers: Sequence[Optimizer]
-    ) -> OutOfMemoryError:
-        """Measures, on ranks whose memory ran out, which number of microbatches fits; all ranks call and raise it."""
-        from samestep.engine.diagnosis import describe_shortage, missing_state_bytes
+    def explain_shortage(self, batch: Batch, shortage: "Shortage | None", layout: Layout) -> OutOfMemoryError:
+        """The error of all ranks if memory ran out on some; all call and raise it."""
+        from samestep.engine.diagnosis import Shortage, describe_shortage
 
-        compute, gradients, membership = self._compute, layout.gradients, self._compute.membership
+        membership = self._compute.membership
+        assert isinstance(layout.gradients, GradientSum), "with a sharded model the microbatch itself has raised"
+        layout.gradients.drain()
+        rows = membership.communicator.gather_words(shortage or Shortage())
         device = membership.communicator.device
-        assert isinstance(gradients, GradientSum), "with a sharded model the microbatch itself has raised"
-        gradients.drain()
-
-        def run_slice(value: Any, num_samples: int, counts: Any) -> None:
-            try:
-                compute.run(gradients.inputs, value, num_samples, counts)
-            finally:
-                gradients.forget()
-                layout.buffers.abandon()
-
-        def needed_beside(num_microbatches: int) -> tuple[list[int], list[int]]:
-            # What else is in memory when such a microbatch runs: partial sums of gradients, messages under way, and the
-            # state of an optimizer that has not stepped yet; then the buckets that its backward fills.
-            factor = num_microbatches // membership.num_microbatches
-            ours = range(factor * membership.mine.start, factor * membership.mine.stop)
-            on_their_way = 0 if membership.world_size == 1 else 3
-            state = [size for optimizer in optimizers for size in missing_state_bytes(optimizer)]
-            sizes = gradients.bucket_bytes
-            return sizes * (num_sums_alive(ours) + on_their_way) + state, sizes * 2
-
-        fitting, num_samples = 0, 0
-        if shortage is not None:
-            with compute.generators.preserved():
-                fitting = shortage.measure(run_slice, needed_beside, batch.length, membership.num_microbatches, device)
-            num_samples = shortage.num_samples
-        rows = membership.communicator.gather_words(
-            [-1 if shortage is None else shortage.microbatch, num_samples, fitting, int(shortage is not None)]
-        )
         return OutOfMemoryError(describe_shortage(rows, batch.length, membership.num_microbatches, device))

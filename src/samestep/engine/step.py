@@ -245,8 +245,8 @@ class TrainStep:
             header = write_header(batch, self.num_steps, agreed)
             agreed = read_headers(self._stats.exchange(membership.communicator, membership.ranges, header), len(flags))
         if agreed.is_short:
-            # Not before all ranks know: they measure together which number of microbatches would fit.
-            raise self.microbatches.explain_shortage(batch, shortage, layout, self.optimizers)
+            # Not before all ranks know: they raise the same error.
+            raise self.microbatches.explain_shortage(batch, shortage, layout)
         membership.stop, membership.checkpoint_agreed = agreed.stop, agreed.checkpoint
         return agreed
 
