@@ -83,7 +83,7 @@ class ContractError(SamestepError, ValueError):
 
 
 class OutOfMemoryError(SamestepError):
-    """A model, microbatch or cached dataset does not fit in the device's memory; the message has a number that does."""
+    """A model, microbatch or cached dataset does not fit in the device's memory; the message says what to change."""
 
 
 class WorkerError(SamestepError):
