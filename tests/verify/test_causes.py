@@ -27,7 +27,7 @@ THREE = ("cpu:1", "cpu:2", "cpu:3")
 
 SAME_NAME = """
 alone augmentation batchnorm buffers draws dropout flags global_batch local_clip loss_factor loss_scale mean_of_means
-metrics module_state order own_generator sampler unseeded unshared unused
+metrics module_state order own_generator sampler stream unseeded unshared unused
 """
 ROWS = {
     **{name: name for name in SAME_NAME.split()},
@@ -103,7 +103,15 @@ def test_of_a_gradient_that_is_not_exchanged_the_reason_is_given(verdict_on, way
     assert verdict_on(BREAKERS / "unexchanged.py", way, "cured", steps=3).agrees
 
 
-@pytest.mark.parametrize("name", ["rescaled", "skipped", "stochastic_depth"])
+@pytest.mark.parametrize("way", ["blocks", "held", "workers"])
+def test_a_stream_that_is_not_shared_in_turn_is_named_in_all_its_ways(verdict_on, way):
+    verdict = verdict_on(BREAKERS / "stream.py", way, steps=3)
+    assert named(verdict) == {"stream"}
+    assert verdict.unexplained is None
+    assert "islice" in verdict.causes[0].advice
+
+
+@pytest.mark.parametrize("name", ["rescaled", "skipped", "stochastic_depth", "stream"])
 def test_the_cure_of_a_breaker_takes_it_away(verdict_on, name):
     assert verdict_on(BREAKERS / f"{name}.py", "cured").agrees
 

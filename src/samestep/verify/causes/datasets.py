@@ -11,6 +11,7 @@ import struct
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from itertools import islice
 from types import FrameType
 from typing import Any
 
@@ -19,8 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils.data import Subset
-from torch.utils.data._utils.fetch import _MapDatasetFetcher
+from torch.utils.data._utils.fetch import _IterableDatasetFetcher, _MapDatasetFetcher
 
+from samestep.comm.environment import read_environment
 from samestep.core.seeds import derive_seed
 from samestep.data.batch import checksum
 from samestep.data.fetch import SeededSamples
@@ -30,6 +32,7 @@ from samestep.engine.side_effects import Watch, reachable
 from samestep.engine.site import is_script_file
 from samestep.scripts.patch import Patch, applied
 from samestep.train.run import Run
+from samestep.verify.causes import samples as map_style
 from samestep.verify.causes.evidence import Cause, Evidence, by_step, listed
 from samestep.verify.causes.facts import Facts
 from samestep.verify.wrapping import Wrap, around_roots, by_script, wrapped
@@ -37,6 +40,8 @@ from samestep.verify.wrapping import Wrap, around_roots, by_script, wrapped
 KINDS = ("torch", "numpy", "random", "own")
 """The generators that a dataset may draw from: the global ones, and those that it holds itself."""
 SAMPLE_SEED = 0xDA7A
+READ_AT_ONCE = 12
+"""Samples of a stream of which each device gets its share: 1, 2, 3, 4, 6 and 12 devices share them equally."""
 MAX_SEARCHES = 8
 
 
@@ -181,6 +186,8 @@ def _with_seeded_samples() -> AbstractContextManager[None]:
 
 
 def _suspect_stream(evidence: Evidence) -> str | None:
+    if map_style.reads_stream(evidence):
+        return map_style.not_shared(evidence) or map_style.other_order(evidence)
     seen: dict[int, dict[tuple[int, int], list[str]]] = {}
     for run in evidence.firsts:
         for step, ranks in by_step(run, "stream", lambda fact: (fact["samples"], fact["print"])).items():
@@ -199,14 +206,31 @@ def _suspect_stream(evidence: Evidence) -> str | None:
 
 
 def _with_one_stream() -> AbstractContextManager[None]:
-    """Datasets are read as if by a single process, and every rank gets the samples that rank 0 read."""
+    """Datasets are read as if by a single process.
 
-    def init(inner: Callable[..., None], self: StreamReader, dataset: Any, *args: Any, **kwargs: Any) -> None:
-        for name, value in list(vars(dataset).items()):
-            is_count = any(word in name for word in ("world", "replicas", "num_ranks"))
-            if isinstance(value, int) and (is_count or "rank" in name):
-                setattr(dataset, name, int(is_count))
-        inner(self, dataset, *args, **kwargs)
+    With `samestep.Run` every rank gets the samples that rank 0 read; of a torch DataLoader each gets its share of them.
+    """
+    place = read_environment()
+
+    def init(inner: Callable[..., None], self: Any, dataset: Any, *args: Any, **kwargs: Any) -> None:
+        places = (getattr(value, "__dict__", {}) for value in vars(dataset).values())  # as of datasets' streams
+        for names in [vars(dataset), *(names for names in places if {"rank", "world_size"} <= names.keys())]:
+            for name, value in names.items():
+                is_count = any(word in name for word in ("world", "replicas", "num_ranks"))
+                if isinstance(value, int) and (is_count or "rank" in name):
+                    names[name] = int(is_count)
+        with _single_process():
+            inner(self, dataset, *args, **kwargs)
+        if isinstance(self, _IterableDatasetFetcher):
+            self.dataset_iter = share(self.dataset_iter)
+
+    def share(samples: Iterator[Any]) -> Iterator[Any]:
+        while True:
+            with _single_process():
+                read = list(islice(samples, READ_AT_ONCE))
+            if len(read) < READ_AT_ONCE:
+                return
+            yield from read[place.rank :: place.world_size]
 
     def take(inner: Callable[..., Any], self: StreamReader, count: int) -> list[Any]:
         with _single_process():
@@ -217,7 +241,8 @@ def _with_one_stream() -> AbstractContextManager[None]:
             samples = box[0]
         return samples
 
-    return wrapped(Wrap(StreamReader, "__init__", init), Wrap(StreamReader, "take", take))
+    inits = [Wrap(kind, "__init__", init) for kind in (StreamReader, _IterableDatasetFetcher)]
+    return wrapped(*inits, Wrap(StreamReader, "take", take))
 
 
 @contextmanager
@@ -298,7 +323,7 @@ AUGMENTATION = Cause(
 )
 STREAM = Cause(
     "stream",
-    "an iterable dataset gives each device other samples",
+    "an iterable dataset gives each device other samples than its share of one stream",
     "Let __iter__ give the same samples on every device: leave the rank out of it, and draw from global generators; "
     "samestep takes each device's part itself.",
     _suspect_stream,

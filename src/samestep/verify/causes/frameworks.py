@@ -1,4 +1,4 @@
-"""Mends in the words of the framework whose loop takes the steps: its option, if the general advice names torch's."""
+"""Mends for the kind of program that was seen: the option of the framework that takes the steps, or of its ranks."""
 
 import sys
 from types import FrameType
@@ -81,8 +81,11 @@ MENDS = {
     "the same: model.accepts_loss_kwargs = False, before the Trainer is made; or, if a compute_loss_func has it, "
     "TrainingArguments(average_tokens_across_devices=False).",
     ("transformers", "unseeded"): "transformers.set_seed(42), before the model is made.",
+    ("ranks", "stream"): "Give each device its share of one stream, since DataLoader takes no sampler for it: in "
+    "__iter__ itertools.islice(samples, rank, None, world_size), or datasets.distributed.split_dataset_by_node of a "
+    "dataset of one shard: of several each device takes whole ones.",
 }
-"""By framework and key of the cause."""
+"""By framework, or "ranks" if the program deals with its ranks itself, and key of the cause."""
 
 
 def listen(facts: Facts) -> list[Wrap]:
@@ -103,6 +106,6 @@ def listen(facts: Facts) -> list[Wrap]:
 
 
 def advice_on(cause: Cause, evidence: Evidence) -> str:
-    """The mend of a cause, in the words of the framework that the program uses if it has some."""
-    used = next((str(fact["of"]) for _, _, fact in evidence.facts("framework")), "")
-    return MENDS.get((used, cause.key), cause.advice)
+    """The mend of a cause for the kind of program that was seen, if that has one of its own."""
+    kinds = [str(fact["of"]) for _, _, fact in evidence.facts("framework")][:1] + ["ranks"] * evidence.is_ddp
+    return next((MENDS[kind, cause.key] for kind in kinds if (kind, cause.key) in MENDS), cause.advice)

@@ -18,6 +18,7 @@ from torch.utils.data import (
     RandomSampler,
     SequentialSampler,
 )
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from samestep.comm.environment import read_environment
 from samestep.verify.causes.evidence import Cause, Evidence, by_step, on_devices
@@ -30,7 +31,7 @@ GLOBAL_BATCH = 24
 
 
 def listen(facts: Facts) -> list[Wrap]:
-    """Records how many indices samplers give, against the length of their dataset."""
+    """Records how many indices samplers give, against the length of their dataset, and which datasets have none."""
 
     def iterate(inner: Callable[..., Iterator[int]], sampler: Any) -> Iterator[int]:
         facts.add_once(
@@ -43,7 +44,13 @@ def listen(facts: Facts) -> list[Wrap]:
         )
         return inner(sampler)
 
-    return [Wrap(kind, "__iter__", iterate) for kind in (SequentialSampler, RandomSampler, DistributedSampler)]
+    def begin(inner: Callable[..., None], batches: Any, loader: Any) -> None:
+        if isinstance(loader.dataset, IterableDataset):
+            facts.add_once("iterable", of=type(loader.dataset).__name__)
+        inner(batches, loader)
+
+    kinds = (SequentialSampler, RandomSampler, DistributedSampler)
+    return [Wrap(_BaseDataLoaderIter, "__init__", begin), *(Wrap(kind, "__iter__", iterate) for kind in kinds)]
 
 
 def _suspect_global_batch(evidence: Evidence) -> str | None:
@@ -95,7 +102,19 @@ def _is_split_later() -> bool:
     return any(maker.split_batches for maker in makers)
 
 
+def reads_stream(evidence: Evidence) -> bool:
+    """Whether a program that deals with its ranks itself trains on an iterable dataset, of which no sampler chooses."""
+    first = evidence.firsts[0]
+    ids = first.steps[0][0].get("ids") if first.num_steps else None
+    return evidence.is_ddp and ids is None and any(first.facts("iterable", 0))
+
+
 def _suspect_order(evidence: Evidence) -> str | None:
+    return None if reads_stream(evidence) else other_order(evidence)
+
+
+def other_order(evidence: Evidence) -> str | None:
+    """The first step that took other samples on other devices, as a sentence; None if there is none."""
     if not evidence.is_ddp:
         return None
     first, *others = evidence.firsts
@@ -255,6 +274,11 @@ def divisible(length: int) -> int:
 
 
 def _suspect_unshared(evidence: Evidence) -> str | None:
+    return None if reads_stream(evidence) else not_shared(evidence)
+
+
+def not_shared(evidence: Evidence) -> str | None:
+    """The first step in which all devices took the same samples, as a sentence; None if there is none."""
     for run in evidence.shared if evidence.is_ddp else ():
         for step in range(run.num_steps):
             rows = [rank[step].get("rows") for rank in run.steps]
