@@ -111,7 +111,17 @@ def test_a_stream_that_is_not_shared_in_turn_is_named_in_all_its_ways(verdict_on
     assert "islice" in verdict.causes[0].advice
 
 
-@pytest.mark.parametrize("name", ["rescaled", "skipped", "stochastic_depth", "stream"])
+@pytest.mark.parametrize(
+    ("way", "causes"), [("", "unshared order"), ("subset", "unshared order"), ("alike", "unshared")]
+)
+def test_samples_that_each_device_draws_for_itself_are_not_shared_whatever_their_sampler(verdict_on, way, causes):
+    verdict = verdict_on(BREAKERS / "weighted.py", way, steps=3, devices=THREE)
+    assert named(verdict) == set(causes.split())
+    assert verdict.unexplained is None
+    assert all("[rank::world_size]" in cause.advice for cause in verdict.causes)
+
+
+@pytest.mark.parametrize("name", ["rescaled", "skipped", "stochastic_depth", "stream", "weighted"])
 def test_the_cure_of_a_breaker_takes_it_away(verdict_on, name):
     assert verdict_on(BREAKERS / f"{name}.py", "cured").agrees
 

@@ -187,7 +187,7 @@ def _with_seeded_samples() -> AbstractContextManager[None]:
 
 def _suspect_stream(evidence: Evidence) -> str | None:
     if map_style.reads_stream(evidence):
-        return map_style.not_shared(evidence) or map_style.other_order(evidence)
+        return map_style.suspect_unshared(evidence, streamed=True) or map_style.suspect_order(evidence, streamed=True)
     seen: dict[int, dict[tuple[int, int], list[str]]] = {}
     for run in evidence.firsts:
         for step, ranks in by_step(run, "stream", lambda fact: (fact["samples"], fact["print"])).items():

@@ -20,6 +20,10 @@ _DROP_LAST = (
     "Give the DataLoader drop_last=True, or make the dataset's length a multiple of the global batch: {} repeats "
     "samples to give every device as many."
 )
+_ONE_DRAW = (
+    "Draw alike on every device, and let each take its share: sampler=list(SAMPLER(…, generator=torch.Generator()"
+    ".manual_seed(epoch)))[rank::world_size]."
+)
 MENDS = {
     ("Accelerate", "global_batch"): "Accelerator(dataloader_config=DataLoaderConfiguration(split_batches=True)): the "
     "DataLoader's batch_size is then that of all devices together, not of each.",
@@ -29,22 +33,15 @@ MENDS = {
     ("Accelerate", "order"): "DataLoaderConfiguration(use_seedable_sampler=True): without it one device shuffles by "
     "torch's global generator, and several by one of Accelerate's.",
     ("Accelerate", "sampler"): _DROP_LAST.format("even_batches"),
-    (
-        "Accelerate",
-        "metrics",
-    ): "accelerator.gather_for_metrics((predictions, references)), which leaves out "
+    ("Accelerate", "metrics"): "accelerator.gather_for_metrics((predictions, references)), which leaves out "
     "repeated samples, and one division of sums at the end.",
-    (
-        "Accelerate",
-        "local_clip",
-    ): "accelerator.clip_grad_norm_(model.parameters(), max_norm) after accelerator.backward.",
+    ("Accelerate", "local_clip"): "accelerator.clip_grad_norm_(model.parameters(), max_norm) after "
+    "accelerator.backward.",
     ("Accelerate", "mean_of_means"): "Divide the sum of the loss by the count of all devices: "
     "accelerator.gather(count).sum(), times accelerator.num_processes.",
     ("Accelerate", "unseeded"): "accelerate.utils.set_seed(42), before the model is made.",
-    (
-        "Lightning",
-        "global_batch",
-    ): "Give the DataLoader batch_size // trainer.world_size: Lightning's batch_size is that of each device.",
+    ("Lightning", "global_batch"): "Give the DataLoader batch_size // trainer.world_size: Lightning's batch_size is "
+    "that of each device.",
     ("Lightning", "batchnorm"): "Trainer(sync_batchnorm=True), or GroupNorm or LayerNorm.",
     ("Lightning", "sampler"): _DROP_LAST.format("the DistributedSampler that the Trainer puts in"),
     ("Lightning", "order"): "L.seed_everything(42, workers=True), and strategy='ddp' on one device too, so that the "
@@ -62,30 +59,26 @@ MENDS = {
     ("Fabric", "unseeded"): "fabric.seed_everything(42), before the model is made.",
     ("transformers", "global_batch"): "TrainingArguments(per_device_train_batch_size=BATCH // world_size), or as many "
     "times fewer gradient_accumulation_steps as there are more devices.",
-    (
-        "transformers",
-        "sampler",
-    ): "TrainingArguments(dataloader_drop_last=True): else samples are repeated to give every device as many.",
+    ("transformers", "sampler"): "TrainingArguments(dataloader_drop_last=True): else samples are repeated to give "
+    "every device as many.",
     ("transformers", "dropout"): "Set the config's dropout probabilities (hidden_dropout_prob, "
     "attention_probs_dropout_prob, resid_pdrop, …) to 0; or run it by samestep run --logical-devices V, whose V ranks "
     "draw the same masks on any devices.",
-    (
-        "transformers",
-        "mean_of_means",
-    ): "TrainingArguments(average_tokens_across_devices=True), for a loss that divides by "
-    "num_items_in_batch: that of a causal language model, or a compute_loss_func.",
-    (
-        "transformers",
-        "loss_factor",
-    ): "The loss takes no num_items_in_batch, and is multiplied by the number of devices all "
-    "the same: model.accepts_loss_kwargs = False, before the Trainer is made; or, if a compute_loss_func has it, "
-    "TrainingArguments(average_tokens_across_devices=False).",
+    ("transformers", "mean_of_means"): "TrainingArguments(average_tokens_across_devices=True), for a loss that divides "
+    "by num_items_in_batch: that of a causal language model, or a compute_loss_func.",
+    ("transformers", "loss_factor"): "The loss takes no num_items_in_batch, and is multiplied by the number of "
+    "devices all the same: model.accepts_loss_kwargs = False, before the Trainer is made; or, if a compute_loss_func "
+    "has it, TrainingArguments(average_tokens_across_devices=False).",
     ("transformers", "unseeded"): "transformers.set_seed(42), before the model is made.",
+    ("Accelerate drawn", "order"): "Give the sampler a generator=torch.Generator().manual_seed(42): without it one "
+    "device draws by torch's global generator, and several by one of Accelerate's.",
+    ("ranks drawn", "order"): _ONE_DRAW,
+    ("ranks drawn", "unshared"): _ONE_DRAW,
     ("ranks", "stream"): "Give each device its share of one stream, since DataLoader takes no sampler for it: in "
     "__iter__ itertools.islice(samples, rank, None, world_size), or datasets.distributed.split_dataset_by_node of a "
     "dataset of one shard: of several each device takes whole ones.",
 }
-"""By framework, or "ranks" if the program deals with its ranks itself, and key of the cause."""
+"""By framework, or "ranks", and key of the cause; "drawn": if a sampler draws by weights, or from a subset."""
 
 
 def listen(facts: Facts) -> list[Wrap]:
@@ -108,4 +101,7 @@ def listen(facts: Facts) -> list[Wrap]:
 def advice_on(cause: Cause, evidence: Evidence) -> str:
     """The mend of a cause for the kind of program that was seen, if that has one of its own."""
     kinds = [str(fact["of"]) for _, _, fact in evidence.facts("framework")][:1] + ["ranks"] * evidence.is_ddp
+    samplers = {str(fact["type"]) for _, _, fact in evidence.facts("sampler")}
+    if samplers & {"WeightedRandomSampler", "SubsetRandomSampler"}:
+        kinds = [*(f"{kind} drawn" for kind in kinds[:1]), *kinds]
     return next((MENDS[kind, cause.key] for kind in kinds if (kind, cause.key) in MENDS), cause.advice)

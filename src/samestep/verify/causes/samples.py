@@ -17,6 +17,8 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
 )
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
@@ -26,6 +28,7 @@ from samestep.verify.causes.facts import Facts
 from samestep.verify.recording import Recording
 from samestep.verify.wrapping import Wrap, by_script, wrapped
 
+SHUFFLING = (RandomSampler, WeightedRandomSampler, SubsetRandomSampler)
 GLOBAL_BATCH = 24
 """The batch of a counterfactual: 1, 2, 3, 4, 6, 8, 12 and 24 devices share it equally."""
 
@@ -37,20 +40,28 @@ def listen(facts: Facts) -> list[Wrap]:
         facts.add_once(
             "sampler",
             type=type(sampler).__name__,
-            samples=len(getattr(sampler, "dataset", None) or sampler.data_source),
+            samples=_length(sampler),
             given=getattr(sampler, "total_size", len(sampler)),
             replicas=getattr(sampler, "num_replicas", 1),
-            shuffles=isinstance(sampler, RandomSampler) or bool(getattr(sampler, "shuffle", False)),
+            shuffles=isinstance(sampler, SHUFFLING) or bool(getattr(sampler, "shuffle", False)),
         )
         return inner(sampler)
 
     def begin(inner: Callable[..., None], batches: Any, loader: Any) -> None:
         if isinstance(loader.dataset, IterableDataset):
             facts.add_once("iterable", of=type(loader.dataset).__name__)
+        elif isinstance(loader.sampler, SHUFFLING) and type(loader.batch_sampler) is BatchSampler:  # as no shard has it
+            facts.add_once("draws_alone", by=type(loader.sampler).__name__, samples=_length(loader.sampler))
         inner(batches, loader)
 
-    kinds = (SequentialSampler, RandomSampler, DistributedSampler)
+    kinds = (SequentialSampler, *SHUFFLING, DistributedSampler)
     return [Wrap(_BaseDataLoaderIter, "__init__", begin), *(Wrap(kind, "__iter__", iterate) for kind in kinds)]
+
+
+def _length(sampler: Any) -> int:
+    """The number of samples that a sampler of torch's chooses from."""
+    names = ("dataset", "data_source", "weights", "indices")
+    return len(next(getattr(sampler, name) for name in names if hasattr(sampler, name)))
 
 
 def _suspect_global_batch(evidence: Evidence) -> str | None:
@@ -109,13 +120,9 @@ def reads_stream(evidence: Evidence) -> bool:
     return evidence.is_ddp and ids is None and any(first.facts("iterable", 0))
 
 
-def _suspect_order(evidence: Evidence) -> str | None:
-    return None if reads_stream(evidence) else other_order(evidence)
-
-
-def other_order(evidence: Evidence) -> str | None:
-    """The first step that took other samples on other devices, as a sentence; None if there is none."""
-    if not evidence.is_ddp:
+def suspect_order(evidence: Evidence, *, streamed: bool = False) -> str | None:
+    """The first step that took other samples on other devices, in a script of ranks; `streamed`: one with a stream."""
+    if not evidence.is_ddp or reads_stream(evidence) != streamed:
         return None
     first, *others = evidence.firsts
     for other in others:
@@ -175,9 +182,9 @@ def _sampler_of(run: Recording) -> str:
 def _in_one_order() -> AbstractContextManager[None]:
     """Nothing is shuffled: samplers count up, and permutations that the script draws are the identity."""
 
-    def random_order(_: Any, sampler: RandomSampler) -> Iterator[int]:
-        length = len(sampler.data_source)
-        return iter([position % length for position in range(sampler.num_samples)])
+    def random_order(_: Any, sampler: Any) -> Iterator[int]:
+        entries = getattr(sampler, "indices", range(_length(sampler)))
+        return iter([entries[position % len(entries)] for position in range(len(sampler))])
 
     def distributed_order(inner: Callable[..., Iterator[int]], sampler: Any) -> Iterator[int]:
         shuffle, sampler.shuffle = sampler.shuffle, False
@@ -199,7 +206,7 @@ def _in_one_order() -> AbstractContextManager[None]:
             inner(*args, **kwargs)
 
     return wrapped(
-        Wrap(RandomSampler, "__iter__", random_order),
+        *(Wrap(kind, "__iter__", random_order) for kind in SHUFFLING),
         Wrap(DistributedSampler, "__iter__", distributed_order),
         Wrap(torch, "randperm", randperm),
         Wrap(np.random, "permutation", permutation),
@@ -261,8 +268,7 @@ def _with_divisible_datasets() -> AbstractContextManager[None]:
 
     return wrapped(
         Wrap(BatchSampler, "__iter__", whole),
-        Wrap(SequentialSampler, "__iter__", cut),
-        Wrap(RandomSampler, "__iter__", cut),
+        *(Wrap(kind, "__iter__", cut) for kind in (SequentialSampler, *SHUFFLING)),
         Wrap(DistributedSampler, "__iter__", cut_distributed),
     )
 
@@ -273,13 +279,15 @@ def divisible(length: int) -> int:
     return length - length % factor if length >= factor else length
 
 
-def _suspect_unshared(evidence: Evidence) -> str | None:
-    return None if reads_stream(evidence) else not_shared(evidence)
-
-
-def not_shared(evidence: Evidence) -> str | None:
-    """The first step in which all devices took the same samples, as a sentence; None if there is none."""
-    for run in evidence.shared if evidence.is_ddp else ():
+def suspect_unshared(evidence: Evidence, *, streamed: bool = False) -> str | None:
+    """Where all devices choose from, or took, the same samples, in a script of ranks; `streamed`: one with a stream."""
+    if not evidence.is_ddp or reads_stream(evidence) != streamed:
+        return None
+    alone = [(fact["by"], fact["samples"]) for fact in evidence.firsts[0].facts("draws_alone", 0)]
+    for run, rank, fact in evidence.facts("draws_alone"):
+        if rank and (fact["by"], fact["samples"]) in alone:
+            return f"a {fact['by']} drew from all {fact['samples']} samples on each of {on_devices(run)}"
+    for run in evidence.shared:
         for step in range(run.num_steps):
             rows = [rank[step].get("rows") for rank in run.steps]
             if rows[0] and all(row == rows[0] for row in rows):
@@ -287,16 +295,30 @@ def not_shared(evidence: Evidence) -> str | None:
     return None
 
 
+class _Share:
+    """This device's share of what a sampler gives."""
+
+    def __init__(self, sampler: Any) -> None:
+        self._sampler, self._place = sampler, read_environment()
+
+    def __iter__(self) -> Iterator[int]:
+        indices = list(self._sampler)
+        return iter(indices[: divisible(len(indices))][self._place.rank :: self._place.world_size])
+
+    def __len__(self) -> int:
+        return len(range(self._place.rank, divisible(len(self._sampler)), self._place.world_size))
+
+
 def _with_shares() -> AbstractContextManager[None]:
-    """A DataLoader without a sampler of its own takes this device's share of the dataset, in the dataset's order."""
-    place = read_environment()
+    """A DataLoader takes this device's share of what its sampler of torch's gives; without one, of the dataset."""
 
     def init(inner: Any, self: Any, dataset: Any, batch_size: int | None = 1, *args: Any, **kwargs: Any) -> None:
-        has_sampler = any(kwargs.get(name) is not None for name in ("sampler", "batch_sampler")) or len(args) > 1
-        if not has_sampler and not isinstance(dataset, IterableDataset):
-            args = ()  # its only entry is `shuffle`
-            kwargs.pop("shuffle", None)
-            kwargs["sampler"] = list(range(place.rank, divisible(len(dataset)), place.world_size))
+        given = {**dict(zip(("shuffle", "sampler", "batch_sampler"), args, strict=False)), **kwargs}
+        sampler = given.get("sampler")
+        is_own = given.get("batch_sampler") is None and (sampler is None or isinstance(sampler, SHUFFLING))
+        if is_own and not isinstance(dataset, IterableDataset) and len(args) < 4:
+            sampler = _Share(range(len(dataset)) if sampler is None else sampler)
+            args, kwargs = (), {**given, "shuffle": False, "sampler": sampler}
         inner(self, dataset, batch_size, *args, **kwargs)
 
     return wrapped(Wrap(DataLoader, "__init__", init))
@@ -314,7 +336,7 @@ ORDER = Cause(
     "order",
     "the order of the samples depends on the number of devices",
     "Use the same sampler on one device as on many: DistributedSampler(dataset, seed=…) with set_epoch(epoch) on all.",
-    _suspect_order,
+    suspect_order,
     _in_one_order,
 )
 SAMPLER = Cause(
@@ -329,6 +351,6 @@ UNSHARED = Cause(
     "unshared",
     "every device trains on the same samples",
     "Give the DataLoader a sampler that takes each device's share: sampler=DistributedSampler(dataset).",
-    _suspect_unshared,
+    suspect_unshared,
     _with_shares,
 )

@@ -1,0 +1,22 @@
+"""Every device draws its samples by a WeightedRandomSampler of its own; `cured`: each takes its share of one draw.
+
+`subset`: a SubsetRandomSampler. `alike`: every device draws the same.
+"""
+
+import sys
+
+import tiny
+import torch
+from torch.utils.data import DataLoader, SubsetRandomSampler, WeightedRandomSampler
+
+rank, world_size = tiny.start()
+generator = torch.Generator().manual_seed(0 if {"alike", "cured"} & {*sys.argv} else rank)
+if "subset" in sys.argv:
+    sampler = SubsetRandomSampler(range(36), generator=generator)
+else:
+    sampler = WeightedRandomSampler([1.0, 3.0] * 24, 48, generator=generator)
+if "cured" in sys.argv:
+    sampler = list(sampler)[rank::world_size]
+batches = DataLoader(tiny.dataset(), batch_size=tiny.BATCH // world_size, sampler=sampler)
+model = tiny.parallel(tiny.classifier())
+tiny.train(model, batches, tiny.sgd(model))
