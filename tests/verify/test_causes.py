@@ -32,6 +32,7 @@ metrics module_state order own_generator sampler stream unseeded unshared unused
 ROWS = {
     **{name: name for name in SAME_NAME.split()},
     "batch_means": "metrics",
+    "contrastive": "pairs",
     "learning_rate_scaled": "learning_rate",
     "learning_rate_stepped": "learning_rate",
     "loss_sum": "loss_factor",
@@ -121,7 +122,7 @@ def test_samples_that_each_device_draws_for_itself_are_not_shared_whatever_their
     assert all("[rank::world_size]" in cause.advice for cause in verdict.causes)
 
 
-@pytest.mark.parametrize("name", ["rescaled", "skipped", "stochastic_depth", "stream", "weighted"])
+@pytest.mark.parametrize("name", ["contrastive", "rescaled", "skipped", "stochastic_depth", "stream", "weighted"])
 def test_the_cure_of_a_breaker_takes_it_away(verdict_on, name):
     assert verdict_on(BREAKERS / f"{name}.py", "cured").agrees
 

@@ -41,7 +41,8 @@ def listen(facts: Facts) -> list[Wrap]:
         given = _mean_arguments(signature, args, kwargs)
         if given:
             with torch.no_grad(), torch._C.DisableTorchFunction():
-                facts.add("mean", function=f"F.{name}", count=_num_terms(name, given))
+                columns = given["input"].shape[1] if name in LABELLED and given["input"].ndim == 2 else 0
+                facts.add("mean", function=f"F.{name}", count=_num_terms(name, given), columns=columns)
         return inner(*args, **kwargs)
 
     def backward(inner: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> Any:
@@ -195,6 +196,27 @@ def _with_one_denominator() -> AbstractContextManager[None]:
     )
 
 
+def _suspect_pairs(evidence: Evidence) -> str | None:
+    runs = evidence.firsts if evidence.is_ddp else ()
+    for counts in zip(*([int(fact.get("columns", 0)) for fact in run.facts("mean", 0)] for run in runs), strict=False):
+        if len(set(counts)) > 1:
+            parts = (f"{count} columns on {on_devices(run)}" for count, run in zip(counts, runs, strict=True))
+            return f"the logits of a cross entropy had {', '.join(parts)}, which follow the samples of a device"
+    return None
+
+
+def _without_other_samples() -> AbstractContextManager[None]:
+    """Cross entropies are the negative logits of the targets, in which no other sample of the batch has a part."""
+
+    def loss(inner: Callable[..., Tensor], input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if target.is_floating_point():
+            return inner(input, target, *args, **kwargs)
+        kwargs.pop("label_smoothing", None)
+        return F.nll_loss(input, target, *args[:5], **kwargs)
+
+    return wrapped(Wrap(F, "cross_entropy", loss))
+
+
 def _suspect_factor(evidence: Evidence) -> str | None:
     if not evidence.is_ddp:
         return None
@@ -321,6 +343,14 @@ MEAN_OF_MEANS = Cause(
     "samestep.Mean(total, count) from the loss of a samestep.Run.",
     _suspect_mean,
     _with_one_denominator,
+)
+PAIRS = Cause(
+    "pairs",
+    "the loss of a sample depends on the other samples of its device's batch",
+    "Compute it over the batch of all devices: torch.distributed.nn.functional.all_gather, which passes gradients on, "
+    "of the embeddings, and of the targets the positions in the whole batch.",
+    _suspect_pairs,
+    _without_other_samples,
 )
 METRICS = Cause(
     "metrics",
