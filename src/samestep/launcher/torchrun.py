@@ -16,9 +16,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 from samestep.comm.device_token import TOKEN_VARIABLE
 from samestep.comm.environment import Environment, read_environment, torchrun_defaults
@@ -108,7 +106,6 @@ class Meeting:
     num_machines: tuple[int, int]  # least and most
     node_rank: str | None  # None if machines have no numbers
     conf: Mapping[str, str]
-    count: int = 1  # the machines that are there, this one included
 
     @classmethod
     def of(cls, torchrun: Torchrun) -> "Meeting":
@@ -146,7 +143,7 @@ class Meeting:
 
     def failure(self, is_silent: bool = False) -> UsageError:
         """What is said when the time is up."""
-        came = "nothing answered at" if is_silent else f"{self.count} of {self.machines} came to"
+        came = "nothing answered at" if is_silent else f"not all of {self.machines} came to"
         return UsageError(
             f"{came} {self.place} in {self.seconds} s; check that the command was started on every machine with the "
             "same --nnodes, --rdzv-id and place to meet, and that every machine reaches that name and port through "
@@ -186,7 +183,7 @@ class Meeting:
 
     @contextmanager
     def watched(self, started: Path) -> Iterator[None]:
-        """Tells meanwhile, in a thread, how many machines are there, until a worker has made the file `started`."""
+        """Ends this process upon a signal meanwhile, by a thread, until a worker has made the file `started`."""
         if self.num_machines[1] == 1:
             yield
             return
@@ -194,7 +191,7 @@ class Meeting:
         signals, ours = socket.socketpair()
         for end in (signals, ours):
             end.setblocking(False)
-        thread = threading.Thread(target=self._watch, args=(started, is_over, signals), daemon=True)
+        thread = threading.Thread(target=_watch, args=(started, is_over, signals), daemon=True)
         before = signal.set_wakeup_fd(ours.fileno(), warn_on_full_buffer=False)
         thread.start()
         try:
@@ -206,21 +203,11 @@ class Meeting:
             for end in (signals, ours):
                 end.close()
 
-    def _watch(self, started: Path, is_over: threading.Event, signals: socket.socket) -> None:
-        """Tells how many machines are there when the number changes, and every half minute."""
-        from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-        present = Present(parse_rendezvous_endpoint(self.place, DEFAULT_PORT), self.id)
-        began = printed = time.monotonic()
-        known = 0
-        while not is_over.wait(LOOK_SECONDS) and not started.exists():
-            _leave_if_asked(signals, is_over, started)
-            count, now = present.count(), time.monotonic()
-            if count == 0 or (count == known and now - printed < TELL_SECONDS):
-                continue
-            printed, known, self.count = now, count, count
-            are = "is" if count == 1 else "are"
-            self.say(f"{count} of {self.machines} {are} at {self.place} after {now - began:.0f} s")
+def _watch(started: Path, is_over: threading.Event, signals: socket.socket) -> None:
+    """Looks for signals until it is over."""
+    while not is_over.wait(LOOK_SECONDS) and not started.exists():
+        _leave_if_asked(signals, is_over, started)
 
 
 def _leave_if_asked(signals: socket.socket, is_over: threading.Event, started: Path) -> None:
@@ -241,39 +228,6 @@ def _answers(host: str, port: int) -> bool:
     except OSError:
         return False
     return True
-
-
-class Present:
-    """Counts the machines that wait at an address: each keeps counting up a number of its own in the store there."""
-
-    def __init__(self, address: tuple[str, int], run_id: str) -> None:
-        self._address, self._prefix = address, f"samestep/{run_id}/"
-        self._store: Any = None
-        self._own = ""
-        self._beats: dict[int, tuple[int, float]] = {}  # the last value, and when it was first seen
-
-    def count(self) -> int:
-        """The number of machines that are there, this one included; 0 if nothing answers."""
-        from torch.distributed import PrefixStore, TCPStore
-
-        try:
-            if self._store is None:
-                if not _answers(*self._address):  # of which torch would warn
-                    return 0
-                patience = timedelta(seconds=GONE_SECONDS)
-                store = TCPStore(*self._address, is_master=False, timeout=patience, wait_for_workers=False)
-                self._store = PrefixStore(self._prefix, store)
-                self._own = str(self._store.add("machines", 1))
-            self._store.add(self._own, 1)
-            now = time.monotonic()
-            for number in range(1, self._store.add("machines", 0) + 1):
-                value = self._store.add(str(number), 0)
-                if self._beats.get(number, (0, 0.0))[0] != value:
-                    self._beats[number] = (value, now)
-            return sum(now - seen < GONE_SECONDS for _, seen in self._beats.values())
-        except (OSError, RuntimeError, ValueError):
-            self._store = None
-            return 0
 
 
 def main() -> None:
