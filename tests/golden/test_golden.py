@@ -94,7 +94,10 @@ def test_the_entries_of_the_file_are_those_of_the_matrix_and_no_two_recipes_end_
     digests = json.loads(golden.FILE.read_text())["digests"]
     assert list(digests) == sorted(golden_cases.CASES)
     ends = {(case.group or name, digests[name]) for name, case in golden_cases.CASES.items() if name[:6] == "recipe"}
-    assert len({digest for _, digest in ends}) == len({group for group, _ in ends}), "a step that was not taken"
+    assert len(ends) == len({group for group, _ in ends})
+    # AdamW's two kernels compute the same update, and may round it alike.
+    kinds = {(group.replace("fused", "adamw"), digest) for group, digest in ends}
+    assert len(kinds) == len({digest for _, digest in ends}), "a step that was not taken"
 
 
 @pytest.mark.slow
