@@ -295,21 +295,28 @@ def epochs_with(communicator, kind, begun, evaluates):
     return seen, found
 
 
-@pytest.mark.parametrize("begun", [False, True])
-@pytest.mark.parametrize("kind", LOADERS)
-def test_a_whole_epoch_is_measured_in_the_order_of_the_data_wherever_the_loader_is(kind, begun):
-    # Ranks that take turns are threads: a data worker that one of them forks would inherit locks of the others' queues.
-    num_ranks = 1 if kind == "workers" else 3
-    reference = in_turns(num_ranks, epochs_with, kind, begun, False)
-    measured = in_turns(num_ranks, epochs_with, kind, begun, True)
+def check_whole_epochs(run, kind, begun):
+    reference, measured = (run(3, epochs_with, kind, begun, evaluates) for evaluates in (False, True))
     assert [seen for seen, _ in measured] == [seen for seen, _ in reference]
-    assert measured[0][1] == measured[-1][1] == in_turns(1, epochs_with, kind, begun, True)[0][1]
+    assert measured[0][1] == measured[1][1] == run(1, epochs_with, kind, begun, True)[0][1]
     of_epoch = {}
     for (epoch, *_), (mean, outputs) in zip(*measured[0], strict=True):
         assert mean == 30
         assert sorted(map(int, outputs)) == list(range(61))
         assert kind.startswith("streams") or [int(value) for value in outputs] == list(range(61))
         assert of_epoch.setdefault(epoch, outputs) == outputs
+
+
+@pytest.mark.parametrize("begun", [False, True])
+@pytest.mark.parametrize("kind", [kind for kind in LOADERS if kind != "workers"])
+def test_a_whole_epoch_is_measured_in_the_order_of_the_data_wherever_the_loader_is(kind, begun):
+    check_whole_epochs(in_turns, kind, begun)
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_loader_with_workers_is_measured_so_too(worlds, begun):
+    # In processes: a data worker that a thread forks may inherit a lock that another thread holds.
+    check_whole_epochs(lambda size, *arguments: worlds(size).run(*arguments), "workers", begun)
 
 
 @pytest.mark.parametrize("method", ["evaluate", "predict"])
