@@ -66,7 +66,7 @@ def run_masked(communicator, strategy="replicate"):
     masks = {}
 
     def draw(batch):
-        batch["mask"] = torch.rand(len(batch["x"]), 1) * np.random.rand()
+        batch["mask"] = torch.rand(len(batch["x"]), 1, device=batch["x"].device) * np.random.rand()
         masks[float(batch["x"][0, 0])] = batch["mask"].flatten().tolist()
         return batch["mask"].sum() + random.random()
 

@@ -144,7 +144,7 @@ def test_parameters_without_a_gradient_are_named_once(capfd):
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_loss_of_other_tensors_alone_is_refused_before_anything_moves(world_size):
     def program(communicator):
-        model, other = nn.Linear(5, 1), nn.Linear(5, 1)
+        model, other = nn.Linear(5, 1), nn.Linear(5, 1).to(communicator.device)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)
         step = make_step(communicator, model, lambda _, batch: mean_squared(other, batch), optimizer)
         before = bits(model, optimizer)
