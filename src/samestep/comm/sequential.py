@@ -41,6 +41,8 @@ class SequentialWorld:
         results: dict[int, T] = {}
         errors: dict[int, BaseException] = {}
 
+        num_threads = torch.get_num_threads()
+
         def rank_main(rank: int) -> None:
             torch.set_num_threads(1)  # a setting of each thread; kernels may round by their number
             self._await_turn(rank)
@@ -52,11 +54,17 @@ class SequentialWorld:
                 self._over.add(rank)
                 self._pass_turn(rank)
 
-        threads = [threading.Thread(target=rank_main, args=(rank,), daemon=True) for rank in range(self.world_size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        if self.world_size == 1:
+            # On the caller's thread, where data workers may be forked: a child of another thread clears what torch
+            # keeps for this one, DTensor's cache of process groups too, whose ends wait for threads it does not have.
+            rank_main(0)
+            torch.set_num_threads(num_threads)
+        else:
+            threads = [threading.Thread(target=rank_main, args=(rank,), daemon=True) for rank in range(self.world_size)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
         if errors:  # the cause before its consequences: ranks that waited for the one that failed
             raise min(errors.items(), key=lambda item: (isinstance(item[1], PeerLostError), item[0]))[1]
         return [results[rank] for rank in range(self.world_size)]
