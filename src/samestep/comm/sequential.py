@@ -40,7 +40,6 @@ class SequentialWorld:
         self._begin()
         results: dict[int, T] = {}
         errors: dict[int, BaseException] = {}
-
         num_threads = torch.get_num_threads()
 
         def rank_main(rank: int) -> None:
