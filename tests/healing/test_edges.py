@@ -102,8 +102,8 @@ def test_a_checkpoint_that_its_writer_did_not_complete_is_begun_by_the_next_one(
     told = train(2, [{"rank": 0, "step": 5, "phase": "checkpoint", "kind": "SIGKILL"}], checkpoint_steps=5)
     assert told.outcome.exit_code == 0, told.outcome.failure
     first, *others = (event["step"] for event in told.events if event["event"] == "checkpoint")
-    assert 5 < first < 10
-    assert others == [10, 12]
+    assert 5 < first <= 10  # that of step 10, if the machine is slow and the next rank looks for the first time then
+    assert others == [10, 12][first == 10 :]
 
 
 def test_a_block_of_rank_0_is_begun_anew_by_the_next_one_while_the_others_wait(tmp_path):

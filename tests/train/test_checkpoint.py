@@ -504,7 +504,7 @@ def test_an_error_at_any_operation_on_files_loses_nothing(tmp_path, writers, num
     number, ends = 0, []
     for step in (1, 2):
         write_checkpoint(tmp_path / "before", snapshot_of(step))
-    while not ends or number < max(n for n, end in enumerate(ends, 1) if end) + 3:
+    while number < max((n for n, end in enumerate(ends, 1) if end), default=0) + 3:
         number += 1
         folder = shutil.copytree(tmp_path / "before", tmp_path / str(number))
         ends += writers.run(("write_until", folder, 3, 2, number, number_of_error))
