@@ -61,7 +61,13 @@ def save_steps(folder, first, last, keep, size=5000):
     saver.close()
 
 
-def write_until(folder, step, keep, number, error):
+def replacement_of(step):
+    """Another content of the checkpoint of this step: the best state, after an evaluation."""
+    snapshot = snapshot_of(step)
+    return Snapshot(step, snapshot.files, {"evaluated": True}, is_best=True)
+
+
+def write_until(folder, step, keep, number, error, replace=False):
     """Writes; at the `number`th operation on a file it is killed, or, if there is an error's number, meets that."""
     count = 0
 
@@ -75,7 +81,7 @@ def write_until(folder, step, keep, number, error):
                 raise OSError(error, os.strerror(error))
 
     sys.addaudithook(audit)
-    write_checkpoint(Path(folder), snapshot_of(step), keep)
+    write_checkpoint(Path(folder), replacement_of(step) if replace else snapshot_of(step), keep, replace)
 
 
 def write_within(folder, step, keep, limit):

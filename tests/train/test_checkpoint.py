@@ -22,6 +22,7 @@ from samestep.scripts.patch import Patch, applied
 from samestep.train import atomic_io
 from samestep.train.checkpoint import manifest
 from samestep.train.checkpoint import tensors as tensor_files
+from samestep.train.checkpoint.resume import named_checkpoint
 from samestep.train.checkpoint.storage import (
     Snapshot,
     list_checkpoints,
@@ -513,6 +514,32 @@ def test_an_error_at_any_operation_on_files_loses_nothing(tmp_path, writers, num
             assert not [name for name in names_in(folder) if name.startswith(".tmp")], number
     assert set(ends) == {0, REFUSED}, writers.said()
     assert len(ends) > 12
+
+
+@pytest.mark.parametrize("number_of_error", [0, errno.ENOSPC])
+def test_a_writer_stopped_while_it_replaces_a_checkpoint_leaves_the_old_or_the_new_one(
+    tmp_path, writers, number_of_error
+):
+    number, ends, facts, aside = 0, [], [], 0
+    write_checkpoint(tmp_path / "before", Snapshot(4, snapshot_of(4).files, {"evaluated": False}, is_best=True))
+    while number < 9 or any(ends[-9:]):  # some errors, such as those of a removal, do not end a writer
+        number += 1
+        folder = shutil.copytree(tmp_path / "before", tmp_path / str(number))
+        ends += writers.run(("write_until", folder, 4, 1, number, number_of_error, True))
+        found = newest_checkpoint(folder)
+        assert (found.snapshot.step, found.skipped) == (4, ()), number
+        best = named_checkpoint(folder / "best")
+        assert read_checkpoint(best).facts == found.snapshot.facts, number
+        assert read_checkpoint(named_checkpoint(folder / "step-00000004")).facts == found.snapshot.facts, number
+        facts.append(found.snapshot.facts["evaluated"])
+        aside += best.name.endswith(".replaced")
+        write_checkpoint(folder, snapshot_of(5), keep=3)
+        assert names_in(folder) == ["best", "latest", "step-00000004", "step-00000005"], number
+        assert read_checkpoint(folder / "step-00000004").facts == found.snapshot.facts, number
+    assert set(ends) == {0, REFUSED if number_of_error else -signal.SIGKILL}, writers.said()
+    assert set(facts) == {False, True}
+    assert number_of_error or facts == sorted(facts), "the new one is there from one operation on"
+    assert aside == 1
 
 
 @pytest.mark.parametrize(

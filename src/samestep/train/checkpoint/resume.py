@@ -36,6 +36,7 @@ from samestep.train.checkpoint.storage import (
     Snapshot,
     is_checkpoint_name,
     list_checkpoints,
+    located,
     newest_checkpoint,
     read_checkpoint,
 )
@@ -184,14 +185,14 @@ def read_state(path: Path) -> Resumed:
 def named_checkpoint(path: Path) -> Path:
     """The checkpoint that a path names, itself or by `latest` or `best`; a `CheckpointError` if there is none."""
     if path.name not in (LATEST_FILE, BEST_FILE) or path.is_dir():
-        return path
+        return located(path)
     try:
         name = read_small(path, MAX_LATEST_BYTES).decode().strip()
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}; name a checkpoint") from error
     if not is_checkpoint_name(name):
         raise CheckpointError(f"{path} does not hold the name of a checkpoint; name a checkpoint itself")
-    return path.parent / name
+    return located(path.parent / name)
 
 
 def check_state(

@@ -8,6 +8,9 @@
 A checkpoint is made under a temporary name: each file is written and synced to the disk, then the manifest with their
 checksums, then the folder is renamed. However the writer ends, a folder called `step-…` is complete; if the disk
 changes it later, it no longer fits its manifest. The manifest lists the files of all ranks.
+
+One that replaces another of its step takes two renames, since portable ones replace no folder: in between, the other
+one is `step-….replaced`, which readers take for it, and the next writer names it back.
 """
 
 import errno
@@ -44,7 +47,8 @@ from samestep.train.checkpoint.tensors import (
 from samestep.train.paths import FACTS_FILE
 
 LATEST_FILE, BEST_FILE = "latest", "best"
-_NAME = re.compile(r"step-(\d{8,})", re.ASCII)
+_REPLACED = ".replaced"
+_NAME = re.compile(rf"step-(\d{{8,}})(?:{re.escape(_REPLACED)})?", re.ASCII)
 _OCCUPIED = {errno.ENOTEMPTY, errno.EEXIST, errno.EACCES}  # EACCES: Windows, where a rename replaces no folder
 _RENAMES = 3
 
@@ -118,6 +122,9 @@ def begin_checkpoint(folder: Path, step: int, replace: bool) -> Path | None:
             folder.mkdir(parents=True, exist_ok=True)
             sync_folder(folder.parent)
         remove_leftovers(folder)
+        for aside in folder.glob(f"step-*{_REPLACED}/"):
+            home = aside.with_suffix("")
+            _discard(aside) if home.is_dir() else aside.rename(home)
         if not replace and verify_checkpoint(target) is None:
             return None
         temporary = temporary_name(folder, target.name)
@@ -136,10 +143,7 @@ def complete_checkpoint(
     with writing(target):
         if temporary is not None:
             _fill(temporary, snapshot, parts)
-            if replace and not _have_equal_files(temporary, target):
-                _discard(target)
-            _move_into_place(temporary, target)
-            sync_folder(folder)
+            _move_into_place(temporary, target, replace)
         _point(folder, LATEST_FILE, target.name)
         if snapshot.is_best:
             _point(folder, BEST_FILE, target.name)
@@ -209,9 +213,16 @@ def list_checkpoints(folder: Path) -> list[tuple[int, Path]]:
         raise CheckpointError(f"{folder} cannot be read: {error.strerror or error}; make it readable") from error
 
 
+def located(path: Path) -> Path:
+    """The folder of a checkpoint, which may be set aside by a writer that was killed while it replaced it."""
+    aside = path.with_suffix(_REPLACED)
+    return aside if aside.is_dir() and not path.is_dir() else path
+
+
 def _listed(folder: Path) -> list[tuple[int, Path]]:
-    matches = [(_NAME.fullmatch(path.name), path) for path in folder.iterdir()]
-    return sorted((int(match[1]), path) for match, path in matches if match and path.is_dir())
+    paths = sorted(folder.iterdir(), reverse=True)  # one in its place comes after the one that it replaces
+    matches = [(_NAME.fullmatch(path.name), path) for path in paths]
+    return sorted({int(match[1]): path for match, path in matches if match and path.is_dir()}.items())
 
 
 def _read(path: Path, only: str | None, check: Check | None) -> Snapshot:
@@ -276,26 +287,26 @@ def _fill(folder: Path, snapshot: Snapshot, parts: Mapping[str, Written]) -> Non
     sync_folder(folder)
 
 
-def _have_equal_files(path: Path, other: Path) -> bool:
-    """Whether two checkpoints have equal files, and the other one is good."""
-    try:
-        return _checked_manifest(path).files == _checked_manifest(other).files and verify_checkpoint(other) is None
-    except (CheckpointError, OSError):
-        return False
+def _differ(path: Path, other: Path) -> bool:
+    """Whether two checkpoints have other files, by their manifests."""
+    return _checked_manifest(path).files != _checked_manifest(other).files
 
 
-def _move_into_place(temporary: Path, target: Path) -> None:
-    """Renames a complete checkpoint; one that is there already is replaced if it is not good, else kept."""
+def _move_into_place(temporary: Path, target: Path, replace: bool) -> None:
+    """Renames a complete checkpoint; a good one that is there is kept, unless it is replaced by another content."""
+    aside = target.with_suffix(_REPLACED)
     for attempt in range(_RENAMES):
         try:
             temporary.rename(target)
-            return
+            break
         except OSError as error:
             if error.errno not in _OCCUPIED or not target.is_dir() or attempt == _RENAMES - 1:
                 raise
-        if verify_checkpoint(target) is None:  # another process was faster
-            return
-        _discard(target)
+        if verify_checkpoint(target) is None and not (replace and _differ(temporary, target)):
+            break  # another process was faster
+        target.rename(aside)
+    sync_folder(target.parent)
+    _discard(aside)
 
 
 def _point(folder: Path, file: str, name: str) -> None:
