@@ -288,12 +288,51 @@ def test_one_line_says_which_module_is_shared_out_and_what_becomes_of_batchnorm(
     assert row.chunks == ()
 
 
-def test_a_script_that_trains_nothing_runs_as_it_is_and_says_so(train):
-    body = "model = nn.Linear(6, 3)\nfor x, _ in batches():\n    with torch.no_grad():\n        print(model(x).shape)\n"
-    outcomes = train(2, body)
-    assert outcomes[0].stdout == "torch.Size([14, 3])\n" * 3
-    assert "trains nothing: no forward was shared out" in outcomes[0].stderr
-    assert all(outcome.chunks == () for outcome in outcomes)
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_a_script_without_gradients_runs_as_it_is_and_says_so_unless_its_dataparallel_is_shared_out(train, is_wrapped):
+    model = "nn.DataParallel(nn.Linear(6, 3))" if is_wrapped else "nn.Linear(6, 3)"
+    body = f"model = {model}\nfor x, _ in batches():\n    with torch.no_grad():\n        print(model(x).shape)\n"
+    for n in (1, 2):
+        outcomes = train(n, body)
+        assert outcomes[0].stdout == "torch.Size([14, 3])\n" * 3
+        assert ("computed no gradients: no forward was shared out" in outcomes[0].stderr) is not is_wrapped
+        assert any(outcome.chunks for outcome in outcomes) is is_wrapped
+
+
+FROZEN = """
+backbone, head = nn.Sequential(nn.Linear(6, 40), nn.ReLU(), nn.Linear(40, 8)), nn.Linear(8, 3)
+SCRIPT
+for step, (x, y) in enumerate(batches(4)):
+    CHANGE
+    loss = F.cross_entropy(CALL, y)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    RESULT["losses"].append(loss.item())
+RESULT["state"] = [backbone.state_dict(), head.state_dict()]
+"""
+WHOLE = "model = nn.Sequential(backbone, nn.ReLU(), head)\noptimizer = torch.optim.SGD(model.parameters(), lr=0.5)\n"
+PARTS = "optimizer = torch.optim.SGD([*backbone.parameters(), *head.parameters()], lr=0.5)\n"
+FREEZE = "backbone.requires_grad_(False)\n"
+THAW = "backbone.requires_grad_(step > 1)"
+
+
+@pytest.mark.parametrize(
+    ("script", "call", "change", "num_shared"),
+    [
+        (FREEZE + WHOLE, "model(x)", "", 4),
+        (FREEZE + PARTS, "head(backbone(x))", "", 4),  # the head alone is trained
+        (PARTS, "head(backbone(x))", THAW, 6),  # at first; then the backbone has most
+    ],
+)
+def test_a_module_whose_optimizer_has_frozen_parameters_too_is_shared_out(train, script, call, change, num_shared):
+    body = FROZEN.replace("SCRIPT", script).replace("CALL", call).replace("CHANGE", change)
+    (alone,), (reference,) = train(1, body, 1), train(1, body)
+    assert len(reference.chunks) == 4 * num_shared, reference.stderr
+    for path, value in alone.result.items():
+        torch.testing.assert_close(reference.result[path].tensor(), value.tensor(), rtol=1e-8, atol=1e-10, msg=path)
+    for outcome in train(3, body):
+        assert outcome.result == reference.result
 
 
 REFUSED = {

@@ -1,7 +1,7 @@
 """Plain scripts: the forward of a module that the script does not wrap is split over the ranks all the same.
 
 The module is the one that `--wrap` names, else the root that an optimizer trains: at the first forward that needs
-gradients, a module that no other calls and that has most of the optimizer's parameters. Its results are those of the
+gradients, a module that no other calls and that has most of what the optimizer trains. Its results are those of the
 whole batch; `wrapped.compare` refuses a module for which they cannot be.
 """
 
@@ -11,7 +11,7 @@ import re
 import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -56,7 +56,6 @@ class Plain:
     num_microbatches: int
     optimizers: weakref.WeakSet[Optimizer] = field(default_factory=weakref.WeakSet)
     roots: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
-    others: weakref.WeakKeyDictionary[nn.Module, int] = field(default_factory=weakref.WeakKeyDictionary)
     known: weakref.WeakKeyDictionary[nn.Module, dict[Any, Known]] = field(default_factory=weakref.WeakKeyDictionary)
     running: nn.Module | None = None  # whose chunks run
     depth: int = 0  # of the call that runs
@@ -77,23 +76,25 @@ class Plain:
         return module in self.roots or (torch.is_grad_enabled() and self._is_root(module))
 
     def _is_root(self, module: nn.Module) -> bool:
-        """Whether most of an optimizer's parameters are the module's; those of a wrapper are left to it."""
+        """Whether most of what an optimizer trains now is the module's; that of a wrapper is left to it."""
         from samestep.scripts.wrapped.replicas import uninitialized
 
-        if self.others.get(module) == len(self.optimizers):
+        own = {id(parameter) for parameter in _trained(module.parameters())}
+        if not own or uninitialized(module) or any(isinstance(child, nn.DataParallel) for child in module.modules()):
             return False
-        own = {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
-        if own and not uninitialized(module):
-            is_wrapped = any(isinstance(child, nn.DataParallel) for child in module.modules())
-            if not is_wrapped and any(_has_most(own, optimizer) for optimizer in self.optimizers):
-                return True
-            self.others[module] = len(self.optimizers)
-        return False
+        return any(_has_most(own, optimizer) for optimizer in self.optimizers)
+
+
+def _trained(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """Those that are not frozen: a script may give its optimizer all of a model that is frozen in part."""
+    return [parameter for parameter in parameters if parameter.requires_grad]
 
 
 def _has_most(own: set[int], optimizer: Optimizer) -> bool:
     sizes = [
-        (parameter.numel(), id(parameter) in own) for group in optimizer.param_groups for parameter in group["params"]
+        (parameter.numel(), id(parameter) in own)
+        for group in optimizer.param_groups
+        for parameter in _trained(group["params"])
     ]
     num_own = sum(size for size, is_own in sizes if is_own)
     return bool(2 * num_own > sum(size for size, _ in sizes))
@@ -151,10 +152,8 @@ def _at_first_backward(plain: Plain, frame: FrameType) -> None:
     if wrap is not None:
         if not wrap.is_met:
             adoption.notice(never_met(wrap, "so far the script has called"))
-    elif adoption.world_size > 1:
-        is_whole = adoption.num_microbatches == 1  # as the user asked
-        if adoption.num_forwards == 0 and adoption.tutorial is None and not (plain.is_explained or is_whole):
-            adoption.notice(_hint(adoption.world_size, frame))
+    elif _is_shareless(plain):
+        adoption.notice(_hint(plain.num_microbatches, frame))
 
 
 def _at_end(plain: Plain) -> None:
@@ -163,11 +162,15 @@ def _at_end(plain: Plain) -> None:
     if plain.wrap is not None:
         if not plain.wrap.is_met:
             raise UsageError(never_met(plain.wrap))
-    elif plain.num_called and adoption.world_size > 1 and not (plain.roots or adoption.at_first_backward is None):
-        adoption.notice(
-            f"{_script()} trains nothing: no forward was shared out, and all {adoption.world_size} processes computed "
-            "the same"
-        )
+    elif plain.num_called and adoption.at_first_backward is not None and _is_shareless(plain):
+        adoption.notice(f"{_script()} computed no gradients: no forward was shared out, every process ran all of them")
+
+
+def _is_shareless(plain: Plain) -> bool:
+    """Whether no forward was shared out so far, although the user asked for several microbatches or devices."""
+    adoption = plain.adoption
+    nothing = adoption.num_forwards == 0 and adoption.tutorial is None
+    return plain.num_microbatches > 1 and nothing and not plain.is_explained
 
 
 def _sharing_call(plain: Plain, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -240,8 +243,8 @@ def _share(
         if trains and adoption.world_size > 1:
             plain.is_explained = True
             adoption.notice(
-                f"{described(module, frame)} got a batch of {num_rows} row, which is not shared out: all "
-                f"{adoption.world_size} processes compute the same"
+                f"{described(module, frame)} got a batch of {num_rows} row, which is not shared out: every process "
+                "computes it"
             )
         return original(module, *args, **kwargs)
     index = _device_index(plain, module, chunks)
@@ -398,17 +401,17 @@ def _refusal(name: str, reason: str) -> str:
     )
 
 
-def _hint(world_size: int, frame: FrameType) -> str:
-    """The hint for a script whose processes all do the same."""
+def _hint(num_microbatches: int, frame: FrameType) -> str:
+    """The hint for a script of which nothing is shared out."""
     script, found = _script(), largest_module(frame)
     if found is not None and isinstance(found[1], nn.DataParallel):
         return (
-            f"{script} wraps {found[0]} for one device: all {world_size} processes compute the same. Say in how many "
-            f"microbatches its batches are cut: samestep run --logical-devices {world_size} {script} …"
+            f"{script} wraps {found[0]} for one device: every process computes all of it. Say in how many microbatches "
+            f"its batches are cut: samestep run --logical-devices {num_microbatches} {script} …"
         )
     name = "NAME" if found is None else found[0]
     what = " (NAME is a variable or class of the script)" if found is None else ""
     return (
-        f"{script} called no module that has most of an optimizer's parameters: all {world_size} processes compute the "
-        f"same. Name the module to share out: samestep run --wrap {name} {script} …{what}"
+        f"{script} called no module that has most of what an optimizer trains: nothing is shared out, every process "
+        f"computes all of it. Name the module to share out: samestep run --wrap {name} {script} …{what}"
     )
