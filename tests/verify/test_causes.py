@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,15 +16,20 @@ from torch.nn.parallel.distributed import _DDPSink
 from torch.optim import optimizer as hooks
 from torch.utils.data import DataLoader, TensorDataset
 
+from samestep.cli.explain import FOLDERS, PACKAGE
+from samestep.cli.main import main
 from samestep.cli.verify import show
 from samestep.scripts.patch import applied
 from samestep.verify.causes.losses import divisor
-from samestep.verify.causes.table import CAUSES, PAGES, Recorder
+from samestep.verify.causes.table import CAUSES, Recorder
 from samestep.verify.wrapping import Wrap, patches_for
 
 BREAKERS = Path(__file__).resolve().parent / "breakers"
 ROOT = Path(__file__).resolve().parents[2]
 THREE = ("cpu:1", "cpu:2", "cpu:3")
+OVERVIEW = (ROOT / "docs" / "causes" / "index.md").read_text(encoding="utf-8")
+PAGES = dict(re.findall(r"^\| \[`(\w+)`\]\(([^)]+)\)", OVERVIEW.partition("## ")[2], re.MULTILINE))
+"""The place in the documentation that has a script with a cause, and its cure; by key."""
 
 SAME_NAME = """
 alone augmentation batchnorm buffers draws dropout flags global_batch local_clip loss_factor loss_scale mean_of_means
@@ -197,16 +203,48 @@ def test_every_breaker_of_the_table_has_a_script():
 
 
 def test_every_cause_is_documented_and_no_other():
-    overview = (ROOT / "docs" / "causes" / "index.md").read_text(encoding="utf-8")
-    documented = dict(re.findall(r"^\| \[`(\w+)`\]\(([^)]+)\)", overview.partition("## ")[2], re.MULTILINE))
-    assert {key: f"docs/causes/{place}" for key, place in documented.items()} == PAGES
     assert sorted(PAGES) == sorted(cause.key for cause in CAUSES)
+
+
+def explained(capsys, monkeypatch, *words):
+    monkeypatch.setattr("sys.argv", ["samestep", "explain", *words])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    said = capsys.readouterr()
+    return stopped.value.code, said.out, said.err
+
+
+@pytest.mark.parametrize("key", PAGES)
+def test_the_command_of_a_verdict_s_line_prints_the_page_of_the_cause(key, capsys, monkeypatch):
+    code, said, _ = explained(capsys, monkeypatch, key)
+    assert code == 0
+    assert said.startswith(f"# {key}\n\n**Sign.**")
+    assert section(key)[0] in said
+    assert f"`{' '.join(section(key)[1])}`\n" in said
+    assert not re.search(r"\]\(|^## ", said, re.MULTILINE)
+
+
+def test_the_causes_are_listed_without_a_name_and_by_a_wrong_one(capsys, monkeypatch):
+    code, said, _ = explained(capsys, monkeypatch)
+    assert code == 0
+    assert all(f"\n| `{key}` |" in said for key in PAGES)
+    code, _, said = explained(capsys, monkeypatch, "batch_norm")
+    assert code == 2
+    assert said.startswith("samestep: error: got 'batch_norm'; it is one of ")
+    assert all(key in said for key in PAGES)
+
+
+def test_an_installed_package_has_the_pages_where_the_command_looks_for_them():
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    included = settings["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
+    assert included == {"docs/causes": f"samestep/{FOLDERS[0].relative_to(PACKAGE)}"}
+    assert FOLDERS[1] == ROOT / "docs" / "causes"
 
 
 def section(key):
     """What the documentation has on a cause: the script, the command, its output, the cured script if there is one."""
     path, _, anchor = PAGES[key].partition("#")
-    text = (ROOT / path).read_text(encoding="utf-8").split(f"\n## {anchor}\n")[1].split("\n## ")[0]
+    text = (ROOT / "docs" / "causes" / path).read_text(encoding="utf-8").split(f"\n## {anchor}\n")[1].split("\n## ")[0]
     (script,) = re.findall(rf'^```python title="cause_{key}.py"\n(.*?)^```$', text, re.MULTILINE | re.DOTALL)
     ((command, output),) = re.findall(r'^```text title="([^"]+)"\n(.*?)^```$', text, re.MULTILINE | re.DOTALL)
     cured = None

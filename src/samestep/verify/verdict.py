@@ -18,7 +18,7 @@ from samestep.verify.causes.datasets import OWN_GENERATORS
 from samestep.verify.causes.evidence import Cause, Evidence
 from samestep.verify.causes.frameworks import advice_on
 from samestep.verify.causes.machine import UNSEEDED
-from samestep.verify.causes.table import CAUSES, PAGES
+from samestep.verify.causes.table import CAUSES
 from samestep.verify.compare import ORDER, TIERS, Difference, Tier, Tolerance, first_difference, paired_metrics, reached
 from samestep.verify.place import Place, first_place
 from samestep.verify.recording import Recording
@@ -42,7 +42,6 @@ class Named:
     title: str
     evidence: str
     advice: str
-    page: str  # of the documentation, within a checkout
 
 
 @dataclass(frozen=True)
@@ -184,7 +183,7 @@ class _Inquiry:
             if cause not in self.base and cause not in known and (only_rounding or not cause.bits_only):
                 sign = cause.suspect(evidence)
                 if sign is not None:
-                    found[cause] = Named(cause.key, cause.title, sign, advice_on(cause, evidence), PAGES[cause.key])
+                    found[cause] = Named(cause.key, cause.title, sign, advice_on(cause, evidence))
         return found
 
     def _needed(self, pair: Pair, suspects: list[Cause], steps: int) -> list[Cause]:

@@ -44,26 +44,6 @@ CAUSES: tuple[Cause, ...] = (  # in the order in which they are suspected, and g
     rounding.EXCHANGE,
 )
 
-_PAGES = {
-    "augmentation": "augmentation",
-    "batchnorm": "batchnorm",
-    "dropout": "dropout draws",
-    "global-batch": "global_batch pairs",
-    "gradients": "alone local_clip rescaled",
-    "learning-rate": "learning_rate",
-    "loss-scale": "loss_scale",
-    "machine": "flags nondeterministic",
-    "mean-of-means": "mean_of_means loss_factor metrics",
-    "rounding": "kernels accumulation reduction_order native",
-    "samples": "unshared order sampler",
-    "seeds": "unseeded own_generator",
-    "state": "buffers module_state",
-    "stream": "stream",
-    "unused": "unused",
-}
-PAGES = {key: f"docs/causes/{page}.md#{key}" for page, keys in _PAGES.items() for key in keys.split()}
-"""The place in the documentation that has a script with the cause, and its cure; by key."""
-
 
 class Recorder:
     """Records, in one worker, the signs of all causes."""
