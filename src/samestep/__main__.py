@@ -19,11 +19,13 @@ WITHOUT_SERVER = ("--help", "--nnodes", "--num-threads", "--rdzv", "--start-meth
 def main() -> None:
     """Runs the command, whose fork server, if it will need one, imports torch meanwhile."""
     server = None
+    starts = _starts_workers(sys.argv[1:])
+    if starts or not {*sys.argv[1:2]} & {*WITH_WORKERS}:  # torchrun, and a rank, have handlers of their own
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(signum) not in (signal.SIG_IGN, None):
+                signal.signal(signum, _stop)  # an exception, which ends the child processes of a command
     try:
-        if _starts_workers(sys.argv[1:]):
-            for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-                if signal.getsignal(signum) not in (signal.SIG_IGN, None):
-                    signal.signal(signum, _stop)  # until the supervisor has handlers of its own
+        if starts:
             with held_signals():
                 server = EarlyServer(server_variables(1))
         from samestep.cli.main import main as run_command

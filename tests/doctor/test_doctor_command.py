@@ -122,3 +122,14 @@ def test_ctrl_c_ends_all_of_it(tmp_path):
     assert process.returncode == 130
     assert "Traceback" not in said + errors
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_the_child_processes_of_the_checks_too(tmp_path, signum):
+    process = subprocess.Popen([*SAMESTEP, "--devices", "cpu:1"], cwd=tmp_path, env=variables(), start_new_session=True)
+    while not (children := psutil.Process(process.pid).children(recursive=True)):  # such as the one that imports torch
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signum)
+    assert process.wait(timeout=60) == 128 + signum
+    assert not psutil.wait_procs(children, timeout=5)[1]

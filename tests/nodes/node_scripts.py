@@ -25,7 +25,7 @@ import os, sys, time
 import torch
 import samestep
 
-run = samestep.Run(global_batch_size=32)
+run = samestep.Run(global_batch_size=32, timeout_seconds=float(os.environ.get("PATIENCE", "600")))
 model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.Dropout(0.1), torch.nn.Linear(64, 1))
 data = torch.randn(320, 8), torch.randn(320, 1)
 pace = float(os.environ.get("PACE", "0"))
@@ -37,6 +37,16 @@ with samestep.Trainer(run, model, optimizer, loss, run_dir="mine", checkpoint_st
     run.print("digest", trainer.digest)
 """
 """A script with a Trainer, which goes on from its own newest checkpoint when it is started again."""
+
+ENDS_FIRST = """
+import os, sys, time
+
+time.sleep(2)
+if "FIRST" in os.environ:
+    sys.exit(7)
+time.sleep(60)
+"""
+"""Fails at once on the machine that has the variable; the other one's worker does not notice."""
 
 PARALLEL = """
 import torch

@@ -1,7 +1,6 @@
 """Several machines by torchrun, as agents on this one: the bits of one process, exit codes, stops and restarts."""
 
 import json
-import shutil
 import signal
 import socket
 import sys
@@ -9,7 +8,7 @@ import time
 from contextlib import suppress
 
 import pytest
-from node_scripts import FAILING, NATIVE, PARALLEL, RANKS, SMALL, TRAINER
+from node_scripts import ENDS_FIRST, FAILING, NATIVE, PARALLEL, RANKS, SMALL, TRAINER
 
 from samestep.cli.options import NodeOptions, WorkerOptions, chosen_devices, chosen_torchrun
 from samestep.comm.environment import torchrun_defaults
@@ -178,16 +177,39 @@ def test_a_machine_whose_host_is_not_there_says_so_in_a_sentence(nodes):
     assert error.startswith(f"samestep: error: nothing answered at {nodes.endpoint} in 2 s; check that")
 
 
-def test_a_machine_that_waits_for_the_others_ends_upon_ctrl_c(nodes):
+@pytest.mark.parametrize("endpoint", [":29500", "node1:abc", "node1:99999"])
+def test_a_place_to_meet_that_cannot_be_is_a_sentence(nodes, endpoint):
+    ended = nodes.run("run", "--nnodes", "2", "--rdzv-endpoint", endpoint, "--devices", "cpu:1", nodes.script(SMALL))
+    assert ended.code == 2
+    assert f"the rendezvous endpoint '{endpoint}' must be" in ended.stderr.splitlines()[-1]
+    assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGKILL])
+def test_a_machine_that_waits_for_the_others_ends_upon_a_signal_and_leaves_no_folder(nodes, signum):
     script = nodes.script(SMALL)
     meeting = ["--master-addr", "localhost", "--master-port", str(nodes.port), "--node-rank", "0"]
     waiting = nodes.start("run", "--nnodes", "2", *meeting, "--devices", "cpu:1", script, TMPDIR=str(nodes.folder))
     wait_until_it_listens(nodes.port)
-    waiting.send_signal(signal.SIGINT)
+    assert list(nodes.folder.glob("samestep-torchrun-*"))
+    waiting.send_signal(signum)
     ended = nodes.end_of(waiting)
-    assert ended.code == 128 + signal.SIGINT
+    assert ended.code in (128 + signum, -signum)
     assert "Traceback" not in ended.stderr
+    assert not nodes.wait_until_gone(5)
     assert not list(nodes.folder.glob("samestep-torchrun-*"))
+
+
+def test_a_machine_whose_host_has_ended_says_so_and_ends_with_1(nodes):
+    script = nodes.script(ENDS_FIRST)
+    options = ["run", "--no-adopt", "--nnodes", "2", "--rdzv-endpoint", nodes.endpoint, "--devices", "cpu:1"]
+    first = nodes.start(*options, "--rdzv-conf", "is_host=true", script, FIRST="1")
+    second = nodes.start(*options, "--rdzv-conf", "is_host=false", script)
+    first, second = nodes.end_of(first), nodes.end_of(second)
+    assert (first.code, second.code) == (7, 1), first.stderr + second.stderr
+    last = second.stderr.splitlines()[-1]
+    assert last.startswith(f"samestep: error: the machine where all meet, {nodes.endpoint}, has ended")
+    assert "frame #" not in second.stderr
 
 
 @pytest.mark.parametrize("numbered", [False, True])
@@ -290,8 +312,6 @@ def test_a_node_killed_in_mid_run_is_left_behind_and_the_digest_is_that_of_an_un
     assert ended.code == 0, ended.stderr
     assert "resumed from step-" in ended.stdout
     assert ended.digest == alone(nodes, script).digest
-    for path in (nodes.folder.parent / "temporary").glob("samestep-torchrun-*"):
-        shutil.rmtree(path)  # of the agent that was killed
 
 
 @pytest.mark.parametrize(
@@ -319,6 +339,19 @@ def test_a_worker_killed_while_both_agents_live_restarts_all_with_the_digest_of_
     assert "resumed from step-" in told
     assert f"digest {alone(nodes, script).digest}" in told
     assert (nodes.folder / "logs" / "rank-1.log").read_text().count("begun") == 2
+
+
+def test_a_machine_with_a_number_that_has_gone_is_named_and_waited_for_once(nodes):
+    script = nodes.script(TRAINER)
+    after = ["--max-restarts", "3", "--devices", "cpu:1", script, EPOCHS]
+    first, second = nodes.start_all(2, ["run"], after, PATIENCE="3")
+    nodes.wait_for(CHECKPOINT)
+    second.send_signal(signal.SIGKILL)
+    ended = nodes.end_of(first)
+    assert ended.code == 1
+    assert ended.stderr.count("rank 0 met 1 of 2 ranks within 3 s; missing: 1, of machine 1") == 1
+    assert "no further restart is tried without it" in ended.stderr
+    assert nodes.end_of(second).code == -signal.SIGKILL
 
 
 @pytest.mark.slow

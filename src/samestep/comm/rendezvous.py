@@ -27,6 +27,10 @@ class Report(NamedTuple):
     stop: int = 0  # as `Membership.stop`
 
 
+class AbsentError(PeerLostError):
+    """Ranks did not come to the rendezvous in time."""
+
+
 def all_admit(reports: Mapping[int, Report]) -> bool:
     """Whether all ranks that have a state are before the same operation, and a rank may join there."""
     present = [report for report in reports.values() if report.operations >= 0]
@@ -78,10 +82,11 @@ def rendezvous(environment: Environment, timeout: timedelta) -> dist.Store:
     except RuntimeError as error:
         raise PeerLostError(f"the store at {host}:{port} went while rank {rank} waited for the others") from error
     if missing:
-        names = ", ".join(str(rank) for rank in missing)
-        raise PeerLostError(
-            f"rank {rank} met {environment.world_size - len(missing)} of {environment.world_size} ranks "
-            f"within {seconds:g} s; missing: {names}",
+        names, each = ", ".join(str(rank) for rank in missing), environment.local_world_size
+        gone = ", ".join(str(machine) for machine in sorted({other // each for other in missing}))
+        raise AbsentError(
+            f"rank {rank} met {len(ranks) - len(missing)} of {len(ranks)} ranks within {seconds:g} s; missing: {names}"
+            + (f", of machine {gone}" if each < len(ranks) else ""),
             missing,
         )
     return ours

@@ -7,7 +7,9 @@ import contextlib
 import ctypes
 import os
 import signal
+import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -98,6 +100,16 @@ def send_signal(pid: int, signum: int) -> None:
             resource.prlimit(pid, resource.RLIMIT_CORE, (0, hard))
     os.kill(pid, signal.SIGABRT)
     os.kill(pid, signal.SIGCONT)
+
+
+@contextlib.contextmanager
+def temporary_folder(prefix: str) -> Iterator[str]:
+    """A temporary folder, removed by a process of its own once this one has left it or ended, whatever ends it."""
+    folder = tempfile.mkdtemp(prefix=prefix)
+    # Again until it is gone: workers that are being ended with their parent may still write to it.
+    command = ["sh", "-c", 'read _; while [ -e "$0" ]; do rm -rf -- "$0" 2>&-; done', folder]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True):
+        yield folder
 
 
 def set_title(title: str, short: str) -> None:

@@ -6,11 +6,9 @@ program of each worker.
 
 import json
 import os
-import shutil
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,13 +23,14 @@ from samestep.errors import UsageError
 from samestep.launcher import process_tree
 from samestep.launcher.assignment import process_variables
 from samestep.launcher.failures import describe_ending, explain_exception, report_exception
+from samestep.launcher.forkserver import LOG_LEVEL
 from samestep.launcher.job import Job, Outcome, Policy, Torchrun
 from samestep.launcher.program import run_program
 from samestep.launcher.worker import exit_code_of, leave
 from samestep.launcher.workers import begin_log, make_log_dir
 from samestep.text import counted
 
-TOKENS, STARTED = "tokens", "started-"  # files beside torchrun's logs; the second with a local rank
+TOKENS, STARTED, ABSENT = "tokens", "started-", "absent"  # files beside torchrun's logs; the second with a local rank
 DEFAULT_PORT = 29400  # torchrun's
 WAIT_SECONDS = "600"  # torchrun's
 LOOK_SECONDS, TELL_SECONDS, GONE_SECONDS = 0.5, 30.0, 5.0
@@ -58,26 +57,27 @@ def hand_over(
     meeting.say(f"waiting at {meeting.place} for {meeting.machines}, up to {meeting.seconds} s")
     variables = {"SAMESTEP_DEVICE_KIND": selection.kind, "SAMESTEP_THREADS": str(num_threads)}
     os.environ.update({**process_variables(selection, num_threads), **variables})
+    os.environ.setdefault(LOG_LEVEL, "ERROR")  # else a page of C++ frames when another machine ends
     if policy.max_restarts:  # a store for each round: a script's own process groups would meet dead ranks in an old one
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    with process_tree.temporary_folder("samestep-torchrun-") as folder:  # torchrun would leave its own behind
+        from torch.distributed import DistError, run
+        from torch.distributed.elastic.multiprocessing import SignalException
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+        from torch.distributed.elastic.rendezvous.api import RendezvousError, RendezvousTimeoutError
 
-    from torch.distributed import DistError, run
-    from torch.distributed.elastic.multiprocessing import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.rendezvous.api import RendezvousError, RendezvousTimeoutError
-
-    meeting.wait_for_answer()
-    worker = [sys.executable, "-P", "-u", "-m", "samestep.launcher.torchrun", json.dumps(asdict(job))]
-    with tempfile.TemporaryDirectory(prefix="samestep-torchrun-") as folder:  # torchrun would leave its own behind
+        worker = [sys.executable, "-P", "-u", "-m", "samestep.launcher.torchrun", json.dumps(asdict(job))]
         own = []
         if logical_devices is not None:
             Path(folder, TOKENS).touch()
             own = [dict(selection.only(index).environment) for index in range(selection.count)]
-        worker.append(json.dumps({"folder": folder, "variables": own}))
+        worker.append(json.dumps({"folder": folder, "variables": own, "numbered": meeting.node_rank is not None}))
         given = {**torchrun.options, "nproc-per-node": num_workers, "max-restarts": policy.max_restarts}
         options = [f"--{name}={value}" for name, value in {**given, "log-dir": folder}.items()]
+        started = Path(folder, f"{STARTED}0")
         try:
-            with meeting.watched(Path(folder, f"{STARTED}0")):
+            meeting.wait_for_answer()
+            with meeting.watched(started):
                 run.run(run.parse_args([*options, "--no-python", *worker]))
         except ChildFailedError as error:
             rank, failed = error.get_first_failure()
@@ -86,13 +86,17 @@ def hand_over(
             return Outcome(code, failure=None if is_stopped else f"rank {rank} {describe_ending(failed.exitcode)}")
         except SignalException as stop:
             return Outcome(128 + stop.sigval)
+        except UsageError:
+            raise
         except RendezvousTimeoutError as error:
             raise meeting.failure() from error
         except (RendezvousError, DistError, ValueError, AssertionError) as error:
-            reason = str(error).strip().partition("\n")[0]
+            if started.exists():  # torchrun asks the store, at the other machine, before it looks at its own workers
+                return Outcome(1, failure=f"the machine where all meet, {meeting.place}, has ended: see its own output")
+            reason = str(error).strip().partition("\n")[0] or type(error).__name__
             raise UsageError(
-                f"torchrun says: {reason}; give all machines the same --nnodes, and --rdzv-endpoint or --master-addr "
-                "and --master-port with a name and a free port of one of them"
+                f"torchrun says: {reason.rstrip('.')}; give all machines the same --nnodes, and --rdzv-endpoint or "
+                "--master-addr and --master-port with a name and a free port of one of them"
             ) from error
     return Outcome(0)
 
@@ -216,8 +220,7 @@ def _leave_if_asked(signals: socket.socket, is_over: threading.Event, started: P
         signum = signals.recv(1)[0]
     except BlockingIOError:
         return
-    if signum in (signal.SIGINT, signal.SIGTERM) and not is_over.wait(LOOK_SECONDS) and not started.exists():
-        shutil.rmtree(started.parent, ignore_errors=True)
+    if 128 + signum in STOP_CODES and not is_over.wait(LOOK_SECONDS) and not started.exists():
         os._exit(128 + signum)
 
 
@@ -236,7 +239,11 @@ def main() -> None:
     place, job = read_environment(), Job.from_json(json.loads(sys.argv[1]))
     terminal = open(os.dup(2), "w", buffering=1, encoding="utf-8", errors="replace")  # noqa: SIM115 - until the end
     log = None if job.log_dir is None or place.rank == 0 else str(Path(job.log_dir) / f"rank-{place.rank}.log")
-    is_restarted = _settle(place, **json.loads(sys.argv[2]))
+    settings = json.loads(sys.argv[2])
+    is_numbered, absent = settings.pop("numbered"), Path(settings["folder"], ABSENT)
+    if absent.exists():  # torchrun starts it again all the same
+        os._exit(1)
+    is_restarted = _settle(place, **settings)
     if place.rank > 0:
         _redirect(log, anew=not is_restarted)
     report = None
@@ -254,6 +261,9 @@ def main() -> None:
         code = int(report["exit_code"])
     if report is not None:
         message = explain_exception(f"rank {place.rank} on {socket.gethostname()}", report, log)
+        if is_numbered and report["type"] == "AbsentError":  # of `comm.rendezvous`, which imports torch
+            absent.touch()
+            message += "\nno further restart is tried without it"
         print(f"samestep: error: {message}", file=terminal)
         if report["peer_lost"]:
             time.sleep(PEER_LOST_SECONDS)
