@@ -11,6 +11,7 @@ import traceback
 import warnings
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from reference import ReferenceDataParallel, from_the_left, in_pairs, reference_
 from torch import nn
 
 from samestep.launcher.program import run_script
-from samestep.scripts.adoption import Adoption
+from samestep.scripts.adoption import Adoption, num_visible
 from samestep.scripts.patch import Patch, applied
 
 FOLDS = {"tree": in_pairs, "left": from_the_left}
@@ -94,7 +95,8 @@ def _referenced(adoption, fold, counts):
     from samestep.scripts.virtual.devices import virtual_devices
 
     patches = _substitutes(adoption.num_microbatches, fold, counts)
-    with _generators_preserved(), virtual_devices(adoption), applied(patches):
+    simulated = virtual_devices(partial(num_visible, adoption), adoption.notice)
+    with _generators_preserved(), simulated, applied(patches):
         yield
 
 

@@ -297,6 +297,33 @@ def test_the_microbatches_of_a_script_are_read_where_they_are_written_out(folder
 
 
 @pytest.mark.parametrize(
+    ("text", "is_named"),
+    [
+        ("dist.init_process_group('gloo')", False),
+        ("dist.init_process_group('nccl')", True),
+        ("dist.init_process_group(backend='cpu:gloo,cuda:nccl')", True),
+        ("torch.cuda.set_device(0)", True),
+        ("model = model.cuda(rank)", True),
+        ("device = torch.device('cuda', rank)", True),
+        ("x = x.to(f'cuda:{rank}')", True),
+        ("from torch.cuda.amp import GradScaler", True),
+        ("from torch import cuda", True),
+        ("device = torch.accelerator.current_accelerator()", True),
+        ("trainer = Trainer(accelerator='gpu', devices=4)", True),
+        ("trainer = Trainer(accelerator='cpu', devices=4)", False),
+        ("arguments = TrainingArguments(fp16=True)", True),
+        ("accelerator = Accelerator()\nx = x.to(accelerator.device)", False),
+        ("'''Runs on CPUs: without cuda, nccl or gpu.'''  # cuda", False),
+        ("import own", True),
+    ],
+)
+def test_a_script_is_one_for_gpus_if_it_names_them(folder, text, is_named):
+    own = {"own.py": "def place(x):\n    return x.cuda()"}
+    assert read(folder, f"import os\nrank = os.environ['RANK']\n{text}\n", **own).names_gpus == is_named
+    assert read(folder, text, **own).names_gpus == is_named, "under --no-adopt"
+
+
+@pytest.mark.parametrize(
     ("text", "preload"),
     [
         ("import torch\ntorch.optim.SGD", [DYNAMO]),

@@ -119,7 +119,7 @@ def test_the_seeds_of_devices_are_those_of_the_cpu():
         ("torch.cuda.graph", lambda: torch.cuda.graph(None)),
         ("torch.cuda.cudart", lambda: torch.cuda.cudart()),
         ("torch.cuda.utilization", lambda: torch.cuda.utilization()),
-        ("torch.cuda.nccl.version", lambda: torch.cuda.nccl.version()),
+        ("torch.cuda.nccl.unique_id", lambda: torch.cuda.nccl.unique_id()),
     ],
 )
 def test_what_has_no_counterpart_is_refused_by_name(name, call):

@@ -1,14 +1,17 @@
 """Helpers for the tests of virtual devices."""
 
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import nn
 
 from samestep.comm.communicator import Communicator
 from samestep.comm.transport import LocalTransport
-from samestep.scripts.adoption import Adoption
+from samestep.scripts.adoption import Adoption, num_visible
+from samestep.scripts.patch import Patch, applied
 from samestep.scripts.virtual.devices import virtual_devices
+from samestep.scripts.virtual.mode import mark
 
 
 def alone(num_devices=4, num_microbatches=None):
@@ -22,7 +25,7 @@ def alone(num_devices=4, num_microbatches=None):
 def devices(num_devices=4, num_microbatches=None):
     """Virtual devices for the time of a block; the adoption."""
     adoption = alone(num_devices, num_microbatches)
-    with virtual_devices(adoption):
+    with virtual_devices(partial(num_visible, adoption), adoption.notice), applied([Patch(adoption, "mark", mark)]):
         yield adoption
 
 

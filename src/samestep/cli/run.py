@@ -120,7 +120,8 @@ def _as_read(job: Job, script: ScriptOptions, reading: "Reading", is_virtual: bo
         asked = {"seed": script.seed, "leaves_seeds": bool(reading.own)}
         return _called(job, "samestep.scripts.spawning", "run_native", asked), None
     reading.check_logical_devices(logical)
-    return _called(job, "samestep.scripts.logical", "run_logical", {"seed": script.seed}), logical
+    asked = {"seed": script.seed, "virtual": is_virtual and reading.names_gpus}
+    return _called(job, "samestep.scripts.logical", "run_logical", asked), logical
 
 
 def _called(job: Job, module: str, function: str, options: dict[str, Any]) -> Job:

@@ -203,16 +203,18 @@ def _program(
         raise UsageError(f"there is no script and no recipe {name}; recipes are {', '.join(NAMES)}")
     Job(kind, name)  # checks that it is there
     reading = reads_as(name, is_module=module)
+    on_cpus = all(selection.kind == "cpu" for selection in selections.values())
     if not (adopt if adopt is not None else reading.kind == "adopted"):
         reading.check_logical_devices(options["logical_devices"])
         if given not in ([], ["--logical-devices"]):
             raise UsageError(f"got {', '.join(given)}, for scripts of one process; this one deals with ranks itself")
-        return Program(kind, name, tuple(arguments), None, name, options["logical_devices"])
+        virtual = on_cpus and reading.names_gpus
+        return Program(kind, name, tuple(arguments), None, name, options["logical_devices"], virtual)
     adoption = {
         "num_microbatches": options["logical_devices"] or max(selection.count for selection in selections.values()),
         "seed": 0 if options["seed"] is None else options["seed"],
         "wrap": options["wrap"],
-        "virtual": all(selection.kind == "cpu" for selection in selections.values()),
+        "virtual": on_cpus,
     }
     return Program(kind, name, tuple(arguments), adoption, name)
 

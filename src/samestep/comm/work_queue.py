@@ -41,7 +41,8 @@ class QueuedWork(dist.Work):
         self._error: Exception | None = None
         self._is_done = self._is_settled = False
         self.is_published = False
-        self._tensors = [tensor for tensor in tensors if tensor.is_cuda]
+        with torch._C.DisableTorchFunction():  # by their memory: simulated GPUs are the host's
+            self._tensors = [tensor for tensor in tensors if tensor.is_cuda]
         self._devices = sorted({tensor.device for tensor in self._tensors}, key=str) if self._tensors else []
         # The streams on which the caller's kernels write the tensors, up to now.
         self._before = [torch.cuda.current_stream(device).record_event() for device in self._devices]
@@ -93,7 +94,7 @@ class QueuedWork(dist.Work):
     def execute(self) -> None:
         """Runs the operation; its turn has come."""
         try:
-            with ExitStack() if self._devices else nullcontext() as streams:
+            with torch._C.DisableTorchFunction(), ExitStack() if self._devices else nullcontext() as streams:
                 self._enter_streams(streams)
                 for tensor in self._tensors:  # torch would reuse their memory as soon as the caller's stream is done
                     tensor.record_stream(self._queue.stream(tensor.device))

@@ -25,18 +25,21 @@ from samestep.comm.environment import read_environment
 from samestep.comm.process_group import NAME, OrderedProcessGroup, register_backend
 from samestep.devices.inventory import usable_cores
 from samestep.scripts.adoption import VISIBLE_DEVICES
-from samestep.scripts.patch import Patch, applied, late_dynamo
-from samestep.scripts.spawning import run_native
+from samestep.scripts.patch import Patch, applied, late_dynamo, late_patches
+from samestep.scripts.spawning import ON_CPUS, run_native
+from samestep.scripts.virtual.devices import virtual_devices
 from samestep.train.determinism import own_device
 
 C10D = (c10d.__name__,)  # the module that the names of torch.distributed are from
 MESH = "torch.distributed.device_mesh"  # has some of them, too: a mesh makes the first group if there is none
 NO_DETERMINISTIC = " does not have a deterministic implementation"
+DTENSOR = "torch.distributed.tensor"
+DISPATCH = (f"{DTENSOR}._dispatch",)
 BENCHMARK = "cudnn.benchmark stays off: it chooses kernels by their time, and bits with them"
 _told: set[str] = set()
 
 
-def run_logical(kind: str, target: str, argv: Sequence[str], seed: int | None = None) -> None:
+def run_logical(kind: str, target: str, argv: Sequence[str], seed: int | None = None, virtual: bool = False) -> None:
     """Runs a script (kind "script") or a module (kind "module") as one logical rank: the entry of workers."""
     place = read_environment()
     device = own_device(None, place)
@@ -44,7 +47,12 @@ def run_logical(kind: str, target: str, argv: Sequence[str], seed: int | None = 
     torch.set_num_threads(place.num_threads or 1)
     with ExitStack() as stack:
         stack.enter_context(_deterministic())
-        stack.enter_context(applied([*late_dynamo(), *_process_groups(), *_loaders(place.world_size)]))
+        stack.enter_context(applied(late_dynamo()))
+        if virtual:
+            os.environ.setdefault(ON_CPUS, "false")
+            stack.enter_context(virtual_devices(lambda: place.local_world_size, _tell))
+            stack.enter_context(applied(_distributed_tensors()))
+        stack.enter_context(applied([*_process_groups(), *_loaders(place.world_size)]))
         if device.type != "cpu":
             from samestep.scripts.virtual.real import own_accelerator  # not needed on CPUs
 
@@ -86,7 +94,7 @@ def _process_groups() -> list[Patch]:
         Patch(dist, "init_process_group", init_process_group, (*C10D, MESH)),
         Patch(dist, "new_group", new_group, (*C10D, MESH)),
         Patch(dist, "get_backend", get_backend, (*C10D, MESH)),
-        Patch(dist, "is_nccl_available", torch.cuda.is_available, C10D),
+        Patch(dist, "is_nccl_available", lambda: torch.cuda.is_available(), C10D),
     ]
 
 
@@ -119,6 +127,20 @@ def _name_of(backend: str | None) -> str:
     if backend and ":" not in backend:
         return backend.lower()
     return "nccl" if torch.cuda.is_available() else "gloo"
+
+
+def _distributed_tensors() -> list[Patch]:
+    """DTensor on simulated GPUs looks for shapes and draws as on CPUs, whose generator has no offset for each rank."""
+
+    def shaped(spec: Any) -> torch.Tensor:
+        return torch.empty_strided(spec.shape, spec.stride, dtype=spec.tensor_meta.dtype)
+
+    return late_patches(
+        {
+            f"{DTENSOR}._op_schema": lambda module: [Patch(module, "_rebuild_tensor_from_dtensor_meta", shaped)],
+            f"{DTENSOR}._random": lambda module: [Patch(module, "is_rng_supported_mesh", lambda _: False, DISPATCH)],
+        }
+    )
 
 
 def _loaders(world_size: int) -> list[Patch]:

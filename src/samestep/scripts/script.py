@@ -10,6 +10,7 @@ from pathlib import Path
 from traceback import walk_stack
 from typing import Any, NoReturn
 
+import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.profiler import record_function
@@ -26,6 +27,7 @@ from samestep.scripts.loading import choice
 from samestep.scripts.loading.broadcast import Rank0Iterator
 from samestep.scripts.patch import Patch, applied, late_dynamo
 from samestep.scripts.virtual.devices import virtual_devices
+from samestep.scripts.virtual.mode import mark
 from samestep.scripts.wrapped import forward, regions
 
 DELAY_SECONDS = 0.2
@@ -84,12 +86,14 @@ def adopted(
     with ExitStack() as stack:
         stack.enter_context(activated(adoption))
         stack.enter_context(applied(late_dynamo()))
+        count = functools.partial(num_visible, adoption)
         if virtual:
-            stack.enter_context(virtual_devices(adoption))
+            stack.enter_context(virtual_devices(count, adoption.notice))
+            for name, value in ("mark", mark), ("on_device", torch.cuda.device):
+                stack.enter_context(applied([Patch(adoption, name, value)]))
         elif adoption.communicator.device.type != "cpu":
             from samestep.scripts.virtual.real import own_accelerator  # not needed on CPUs
 
-            count = functools.partial(num_visible, adoption)
             stack.enter_context(own_accelerator(count, adoption.communicator.device))
         stack.enter_context(backward_on_this_thread(adoption.communicator.device))
         stack.enter_context(output.script_streams(adoption))

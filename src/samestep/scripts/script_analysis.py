@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from samestep.errors import UsageError
 from samestep.launcher.job import DYNAMO, TRAINING
@@ -45,6 +45,8 @@ NOT_FOLLOWED = frozenset({"samestep", "torch"})
 OWN_HOMES = ("samestep.train", "samestep.engine", "samestep.launcher")
 OWN_SIGNS = ("uses samestep.", "imports samestep.")
 WRAPPERS = frozenset({"DataParallel", "data_parallel"})
+GPU = re.compile(r"(\S*[.:])?(cuda|nccl|gpu|fp16|16-mixed|current_accelerator|set_device_index)([.:]\S*)?")
+"""Names and texts of a script that is written for GPUs: `model.cuda`, "cpu:gloo,cuda:nccl", `accelerator="gpu"`."""
 NEEDS_DYNAMO = re.compile("optim|compile|dynamo|DistributedDataParallel|fully_shard", re.IGNORECASE)
 """Names of what imports torch._dynamo when it is first used; those of `re` and Python's own `compile` apart."""
 WITHOUT_DYNAMO = frozenset({"__main__", "numpy", "samestep", "torch"})
@@ -62,6 +64,7 @@ class Reading:
     is_both: bool = False  # whether a native script also has a DataParallel, which --adopt would share out
     own: str = ""  # the sign of a script that uses samestep's own Run, Trainer or launch
     num_microbatches: int | None = None  # of its own runs, if that is written out
+    names_gpus: bool = False  # whether it names GPUs: ranks on CPU workers then find simulated ones
     preload: tuple[str, ...] = ()  # modules that it will most likely import; a wrong guess costs time and nothing else
 
     def check_logical_devices(self, count: int | None) -> None:
@@ -128,6 +131,7 @@ class Evidence:
     native: str = ""
     wrapper: str = ""
     own: str = ""
+    names_gpus: bool = False
     calls: list[ast.Call] = field(default_factory=list)
     preload: set[str] = field(default_factory=set)
     libraries: "Libraries" = field(default_factory=lambda: Libraries())
@@ -233,9 +237,10 @@ def reads_as(target: str | Path, *, is_module: bool = False) -> Reading:
     for source in _sources(first, folder):
         num_files += 1
         _look(source, folder, evidence)
-        if evidence.native and evidence.wrapper and evidence.preload.issuperset(TRAINING):
+        if evidence.native and evidence.wrapper and evidence.names_gpus and evidence.preload.issuperset(TRAINING):
             break
-    preload = tuple(name for name in TRAINING if name in evidence.preload)
+    names = tuple(name for name in TRAINING if name in evidence.preload)
+    found: dict[str, Any] = {"preload": names, "names_gpus": evidence.names_gpus}
     if evidence.native and evidence.wrapper:
         return Reading(
             "native",
@@ -243,16 +248,16 @@ def reads_as(target: str | Path, *, is_module: bool = False) -> Reading:
             "samestep run --adopt shares out instead",
             is_both=True,
             own=evidence.own,
-            preload=preload,
+            **found,
         )
     if evidence.native:
         stated = stated_microbatches(evidence.calls)
         reason = f"{evidence.native}, so it deals with its ranks itself"
-        return Reading("native", reason, own=evidence.own, num_microbatches=stated, preload=preload)
+        return Reading("native", reason, own=evidence.own, num_microbatches=stated, **found)
     if evidence.wrapper:
-        return Reading("adopted", f"it has {evidence.wrapper}, and starts no process group", preload=preload)
+        return Reading("adopted", f"it has {evidence.wrapper}, and starts no process group", **found)
     files = "its file" if num_files == 1 else f"any of its {num_files} files"
-    return Reading("adopted", f"nothing in {files} deals with ranks", preload=preload)
+    return Reading("adopted", f"nothing in {files} deals with ranks", **found)
 
 
 def _sources(first: Source, folder: Folder) -> Iterator[Source]:
@@ -353,6 +358,8 @@ def _look(source: Source, folder: Folder, evidence: Evidence) -> None:
             if wrapper:
                 evidence.wrapper = f"{wrapper} ({_place(source, node)})"
         evidence.preload.update(_preloads(node, aliases, folder))
+        words = (getattr(node, name, None) for name in ("attr", "id", "arg", "name", "module", "value"))
+        evidence.names_gpus |= any(isinstance(word, str) and GPU.fullmatch(word) is not None for word in words)
 
 
 def _native_sign(

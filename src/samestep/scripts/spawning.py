@@ -27,13 +27,14 @@ from samestep.scripts.patch import Patch, applied, late_dynamo, late_patches
 
 REFUSED = 173  # the exit code of a child that stopped before it would wait; no signal's, and hardly a script's
 OTHER_GROUPS = ("horovod.torch", "mpi4py.MPI")  # whose processes exchange gradients without torch's process groups
+GROUPS = "torch.distributed.distributed_c10d"
 RENDEZVOUS = "torch.distributed.rendezvous"
 GPU_WORDS = ("CUDA", "_cuda_", "NVIDIA", "NCCL")  # in torch's errors without a GPU, also if built without CUDA
 NO_GPU = (
-    "samestep: this script deals with its ranks itself, and CPU workers show it no GPU: choose GPUs (--devices), "
-    'or let it use the CPU, and backend="gloo"'
+    "samestep: this script deals with its ranks itself, and CPU workers show it no GPU: choose GPUs (--devices), or "
+    'let it use the CPU, and backend="gloo"; with --logical-devices V, of samestep run and verify alike, a script that '
+    "names GPUs itself (cuda, nccl) finds V simulated ones on CPU workers"
 )
-NO_NCCL = '; with --logical-devices V, of samestep run and verify alike, backend="nccl" works on CPU workers as it is'
 ON_CPUS = "ACCELERATE_USE_CPU"  # read by Accelerate, and by the Trainers of transformers and TRL
 DEVICES_ON_CPUS = ("LT_DEVICES", "PL_TRAINER_DEVICES")  # read by Lightning's Fabric and Trainer, whose default is one
 Place = tuple[str, str, str]
@@ -54,10 +55,14 @@ def run_native(
             os.environ.setdefault(name, value)
     run = run_module if kind == "module" else run_script
     kept: list[Any] = []
-    groups = late_patches({"torch.distributed.distributed_c10d": partial(_kept_groups, kept)})
+
+    def synchronised(batchnorm: Any) -> Any:
+        return importlib.import_module("samestep.scripts.sync_batch_norm").patches(batchnorm)  # imports torch
+
+    late = late_patches({GROUPS: partial(_kept_groups, kept), "torch.nn.modules.batchnorm": synchronised})
     with ExitStack() as stack:
         stack.enter_context(watching_children(target))
-        stack.enter_context(applied([*late_dynamo(), *_first_backward(target), *groups]))
+        stack.enter_context(applied([*late_dynamo(), *_first_backward(target), *late]))
         if not leaves_seeds:
             from samestep.scripts.seeding import seeded_rank  # imports torch
 
@@ -67,7 +72,7 @@ def run_native(
             kept.clear()  # after the script's own references to models, which hold groups too
         except Exception as error:
             if place.device_kind == "cpu" and any(word in str(error) for word in GPU_WORDS):
-                error.add_note(NO_GPU + NO_NCCL * ("NCCL" in str(error)))
+                error.add_note(NO_GPU)
             raise
 
 

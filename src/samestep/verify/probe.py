@@ -82,7 +82,7 @@ def run_probed(
     target: str,
     argv: Sequence[str],
     adopt: Mapping[str, Any] | None,
-    is_logical: bool,
+    logical: Mapping[str, Any] | None,
     folder: str,
     steps: int,
     detail: int | None,
@@ -114,8 +114,8 @@ def run_probed(
         try:
             if adopt is not None:
                 run_adopted(kind, target, argv, **adopt)
-            elif is_logical:
-                run_logical(kind, target, argv, seed=0)
+            elif logical is not None:
+                run_logical(kind, target, argv, seed=0, **logical)
             else:
                 run_native(kind, target, argv, leaves_seeds=True)
         except WatchedEnough:

@@ -34,6 +34,7 @@ class Program:
     adopt: Mapping[str, Any] | None  # options of adoption; None for a program that deals with ranks itself
     label: str  # its name in messages
     logical_devices: int | None = None  # the ranks that it runs as on any devices; None for one a device
+    virtual: bool = False  # whether those ranks find simulated GPUs
 
 
 @dataclass(frozen=True)
@@ -151,7 +152,7 @@ class ProgramRunner(AbstractContextManager["ProgramRunner"]):
             "target": program.target,
             "argv": [text.replace("{folder}", str(folder / "run")) for text in program.argv],
             "adopt": None if program.adopt is None else dict(program.adopt),
-            "is_logical": program.logical_devices is not None,
+            "logical": None if program.logical_devices is None else {"virtual": program.virtual},
             "folder": str(folder),
             "steps": spec.steps,
             "detail": spec.detail,

@@ -128,7 +128,9 @@ def patches(registry: DeviceRegistry) -> list[Patch]:
     table += [Patch(torch.cuda.profiler, name, _nothing) for name in ("init", "start", "stop")]
     known = {*cuda, *_HARMLESS, *TENSOR_TYPES}
     table += without_counterpart(torch.cuda, torch.cuda.__all__, known.__contains__)
-    table += without_counterpart(torch.cuda.nccl, _functions_of(torch.cuda.nccl), ("is_available",).__contains__)
+    table += [Patch(torch.cuda.nccl, "version", _always((2, 10, 0)))]  # has all dtypes; torch's own log asks for it
+    known_of_nccl = ("is_available", "version").__contains__
+    table += without_counterpart(torch.cuda.nccl, _functions_of(torch.cuda.nccl), known_of_nccl)
     return table
 
 

@@ -17,7 +17,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.data import dataloader
 
 from samestep.engine.site import is_script_file
-from samestep.scripts.adoption import Adoption
 from samestep.scripts.patch import Patch, applied
 from samestep.scripts.virtual import cuda
 from samestep.scripts.virtual.handlers import handlers
@@ -25,25 +24,22 @@ from samestep.scripts.virtual.mode import CPU, HOST, TAG, DeviceRegistry, Virtua
 
 
 @contextmanager
-def virtual_devices(adoption: Adoption) -> Iterator[None]:
-    """Simulates `num_visible(adoption)` CUDA devices on the CPU, for this thread and threads that it starts.
+def virtual_devices(count: Callable[[], int], notice: Callable[[str], None]) -> Iterator[None]:
+    """Simulates `count()` CUDA devices on the CPU, for this thread and threads that it starts.
 
     Tensors stay CPU tensors and carry the index of their device as an attribute, which files never hold. Draws on a
-    device come from the CPU's generator. `adoption.mark` sets the device of a tensor.
+    device come from the CPU's generator. `notice` prints a text once.
     """
-    registry = DeviceRegistry(adoption)
+    registry = DeviceRegistry(count, notice)
     modes: list[VirtualMode] = []
     mode = VirtualMode(registry, handlers(registry, lambda: modes[0]))
     modes.append(mode)
-    before = adoption.mark, adoption.on_device
     default = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
     with applied([*cuda.patches(registry), *_patches(registry, mode)]):
-        adoption.mark, adoption.on_device = mark, torch.cuda.device
         try:
             with mode:
                 yield
         finally:
-            adoption.mark, adoption.on_device = before
             if getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None) is not default:
                 torch.set_default_device(None if default is None else default.device)
 
@@ -248,7 +244,7 @@ def _compiler(registry: DeviceRegistry) -> Patch:
     """`torch.compile` does nothing: it would trace the mode."""
 
     def compile_nothing(model: Any = None, **kwargs: Any) -> Any:
-        registry.adoption.notice("torch.compile does nothing on virtual devices: the script runs eagerly")
+        registry.notice("torch.compile does nothing on virtual devices: the script runs eagerly")
         return (lambda function: function) if model is None else model
 
     return Patch(torch, "compile", compile_nothing)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _device as default_device
 
-from samestep.scripts.adoption import MAX_DEVICES, Adoption, num_visible
+from samestep.scripts.adoption import MAX_DEVICES
 
 TAG = "_samestep_device"
 """The attribute of a tensor or storage that holds the index of its virtual device; absent on the host."""
@@ -41,17 +41,18 @@ class ThreadState(threading.local):
 
 
 class DeviceRegistry:
-    """The virtual devices of one adopted process."""
+    """The virtual devices of one process, of which the script sees as many as `count()`."""
 
-    def __init__(self, adoption: Adoption) -> None:
-        self.adoption = adoption
+    def __init__(self, count: Callable[[], int], notice: Callable[[str], None]) -> None:
+        self._count = count
+        self.notice = notice  # prints a text once, on rank 0
         self.thread = ThreadState()
         self._devices: dict[int, torch.device] = {}
 
     @property
     def count(self) -> int:
         """How many devices the script sees."""
-        return num_visible(self.adoption)
+        return self._count()
 
     def device(self, index: int) -> torch.device:
         """The `torch.device` of a virtual device; that of the CPU for the host."""
