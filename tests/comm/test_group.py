@@ -101,7 +101,7 @@ def test_a_rank_that_never_comes_is_named_by_all_others():
     with started([0, 2], 3, "talk", 3) as outcome:
         for rank, (code, report) in outcome().items():
             assert code == 1
-            assert (report["error"], report["ranks"]) == ("PeerLostError", (1,))
+            assert (report["error"], report["ranks"]) == ("AbsentError", (1,))
             assert f"rank {rank} met 2 of 3 ranks within 3 s; missing: 1" in report["message"]
 
 
