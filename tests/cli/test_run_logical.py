@@ -465,3 +465,54 @@ def test_what_a_script_leaves_unseeded_has_a_seed_by_rank_on_any_devices(tmp_pat
     assert drawn[1:3] + drawn[4:] == logical[0][1:3] + logical[0][4:], "the seed of torch is none of the others"
     assert drawn[0] == drawn[3]
     assert said == ["NumPy and Python's random"]
+
+
+CHECKPOINTED = """
+    import sys
+    import torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
+    from torch import nn
+    from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    def main():
+        dist.init_process_group("cpu:gloo")
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        torch.manual_seed(dist.get_rank())
+
+        def step():
+            model(torch.randn(6, 8)).square().mean().backward()
+            optimizer.step(), optimizer.zero_grad()
+            return {name: value.full_tensor().double().sum().item().hex() for name, value in model.named_parameters()}
+
+        then = step()
+        kind = AsyncCheckpointerType[sys.argv[1]]
+        dcp.async_save({"model": model.state_dict()}, checkpoint_id="saved", async_checkpointer_type=kind).result()
+        now, state = step(), {"model": model.state_dict()}
+        dcp.load(state, checkpoint_id="saved")
+        model.load_state_dict(state["model"])
+        optimizer.param_groups[0]["lr"] = 0.0
+        if step() == then != now and dist.get_rank() == 0:
+            print(dist.get_backend(), then)
+        dist.destroy_process_group()
+
+    if __name__ == "__main__":  # a process of the checkpointer imports the script
+        main()
+"""
+
+
+@pytest.mark.parametrize("kind", ["THREAD", "PROCESS"])
+def test_distributed_checkpoints_are_written_beside_the_training(tmp_path, kind):
+    printed = []
+    for count in (1, 2):
+        folder = tmp_path / str(count)
+        folder.mkdir()
+        (folder / "train.py").write_text(textwrap.dedent(CHECKPOINTED))
+        done = samestep("run", "--devices", f"cpu:{count}", "--logical-devices", 3, "train.py", kind, cwd=folder)
+        assert done.returncode == 0, done.stderr
+        printed.append(done.stdout)
+    assert printed[0].startswith("cpu:gloo {"), "the script's own word"
+    assert printed[0] == printed[1]

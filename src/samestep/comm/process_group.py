@@ -28,6 +28,7 @@ from samestep.comm.work_queue import NO_TIMEOUT, QueuedWork, WorkQueue
 from samestep.errors import PeerLostError, UsageError
 
 NAME = "samestep"
+DEVICES = ["cpu", "cuda"]
 SUM = Operation("SUM")
 
 
@@ -41,7 +42,7 @@ def register_backend() -> None:
     Sums are taken along the tree over the ranks: tier `bitwise`, whatever devices and machines the ranks run on.
     """
     if NAME not in dist.Backend.backend_list:
-        dist.Backend.register_backend(NAME, _make_group, extended_api=True, devices=["cpu", "cuda"])
+        dist.Backend.register_backend(NAME, _make_group, extended_api=True, devices=DEVICES)
 
 
 def _make_group(options: Any, _: Any) -> "OrderedProcessGroup":
@@ -64,6 +65,7 @@ class OrderedProcessGroup(_Base):  # type: ignore[misc]  # for the same reason
     """
 
     supports_splitting = supports_coalescing = supports_time_estimate = False
+    _device_types = tuple(map(torch.device, DEVICES))  # asked for by distributed checkpoints, for one
 
     def __init__(self, transport: Transport, gloo: Any, ranks: tuple[int, ...], timeout: timedelta, name: str) -> None:
         super().__init__(transport.rank, transport.world_size)

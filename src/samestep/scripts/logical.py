@@ -124,9 +124,7 @@ def _lending_after_backward(inner: Callable[..., Any]) -> Callable[..., Any]:
 
 def _name_of(backend: str | None) -> str:
     """The backend that a script takes its group for: its word, or the usual one of its device."""
-    if backend and ":" not in backend:
-        return backend.lower()
-    return "nccl" if torch.cuda.is_available() else "gloo"
+    return (backend or ("nccl" if torch.cuda.is_available() else "gloo")).lower()
 
 
 def _distributed_tensors() -> list[Patch]:
