@@ -46,6 +46,8 @@ SYNCHRONISED = nn.Sequential(nn.Linear(5, 8), nn.ModuleDict({"norm": nn.SyncBatc
         (LINEAR, [1], {}, "got an int as optimizer"),
         (LINEAR, LINEAR.parameters(), {}, "got a generator as optimizer"),
         (SYNCHRONISED, None, {}, "module 1.norm is a SyncBatchNorm"),
+        (nn.DataParallel(LINEAR), None, {}, "the model has a DataParallel; a step shares its microbatches"),
+        (nn.Sequential(LINEAR, nn.DataParallel(LINEAR)), None, {}, "the model has a DataParallel"),
         (LINEAR, sgd(LINEAR), {"late_check": True}, "late_check=True needs Adam or AdamW with fused=True, which can"),
         (LINEAR, torch.optim.Adam(LINEAR.parameters()), {"late_check": True}, "late_check=True needs Adam or AdamW"),
         (LINEAR, torch.optim.RAdam(LINEAR.parameters()), {"late_check": True}, "late_check=True needs Adam or AdamW"),

@@ -32,7 +32,8 @@ def named_parameters(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[
             raise UsageError("SparseAdam takes sparse gradients only, and gradients are summed as dense ones; use Adam")
         if isinstance(optimizer, torch.optim.LBFGS):
             raise UsageError(
-                "LBFGS calls the loss several times a step, which a fixed step cannot; use another optimizer"
+                "LBFGS calls the loss several times a step, which a fixed step cannot; use another optimizer, or a "
+                "plain loop with optimizer.step(closure), whose model `samestep run` shares out as it is"
             )
         held.update(id(p) for group in optimizer.param_groups for p in group["params"])
     named = {name: p for name, p in model.named_parameters() if id(p) in held}

@@ -85,6 +85,11 @@ class TrainStep:
         self._num_threads = torch.get_num_threads()
 
         refuse_sync_batchnorm(model)
+        wrappers = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+        if found := [type(module).__name__ for module in model.modules() if isinstance(module, wrappers)]:
+            raise UsageError(
+                f"the model has a {found[0]}; a step shares its microbatches out itself: pass the module in it"
+            )
         device = membership.communicator.device
         is_replicated = not is_tensor_parallel(model) and isinstance(config.strategy, Replicate)
         check_mesh(membership, model, config.strategy, config.compile)
