@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.nn.utils.rnn import pack_sequence
 
 from samestep.core.microbatches import microbatch_bounds, microbatch_ranges
 from samestep.data.batch import Batch, checksum, settle, split_batch, tensor_checksum
@@ -187,3 +188,11 @@ def test_only_a_batch_that_ranks_compare_has_a_checksum(length, num_microbatches
     one = split_batch(value, num_microbatches, first(range(1)), CPU, compare=True)
     assert one.checksum == checksum(value)
     assert len(one.microbatches[0]) == microbatch_bounds(length, num_microbatches)[1]
+
+
+def test_the_sizes_of_a_packed_sequence_stay_on_the_cpu():
+    packed = pack_sequence([torch.ones(2), torch.ones(3)], enforce_sorted=False)
+    moved = settle({"x": [packed]}, torch.device("meta"))["x"][0]
+    assert [part.device.type for part in moved] == ["meta", "cpu", "meta", "meta"]
+    assert type(moved) is type(packed)
+    assert settle([pack_sequence([torch.ones(2)])], CPU)[0].sorted_indices is None

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.utils.rnn import pack_sequence, unpack_sequence
 
 from samestep.errors import UsageError
 from samestep.scripts.wrapped.chunks import (
@@ -189,6 +190,26 @@ def test_containers_keep_what_they_are():
     assert (type(again), again["absent"], "absent" in table) == (defaultdict, [], False)
     largest = torch.rand(3, 2).max(dim=1)  # of a type of torch's own
     assert type(put_together(take_apart(largest, is_tensor)[1], [1, 2])) is type(largest)
+
+
+@pytest.mark.parametrize("is_sorted", [False, True])
+def test_packed_sequences_are_cut_by_rows_and_come_back_as_torch_packs_them(is_sorted):
+    lengths = [5, 4, 4, 2, 1] if is_sorted else [2, 5, 1, 4, 4]
+    rows = [torch.rand(length, 3) for length in lengths]
+    whole = pack_sequence(rows, enforce_sorted=is_sorted)
+    leaves, template = take_apart({"packed": [whole]}, is_tensor)
+    again = put_together(template, leaves)["packed"][0]
+    assert [None if part is None else part.tolist() for part in again] == [
+        None if part is None else part.tolist() for part in whole
+    ]
+    for scatter in ("tensors", "batch"):
+        chunks = cut_all(whole, torch.empty(5, 2), num_microbatches=3, scatter=scatter)
+        assert sizes_of(chunks) == [(2, 2, 1), (sum(lengths[:2]), sum(lengths[2:4]), lengths[4]), (2, 2, 1)]
+        pieces = [leaf.value.split(leaf.sizes)[1] for leaf in chunks.leaves]
+        ((part, _), _) = chunks.arguments(pieces, 1)
+        assert [row.tolist() for row in unpack_sequence(part)] == [row.tolist() for row in rows[2:4]]
+    whole_for_all = cut_all(torch.empty(4, 2), whole, num_microbatches=2, scatter="batch")
+    assert sizes_of(whole_for_all) == [(2, 2), (), ()], "another number of rows"
 
 
 def test_dataclasses_are_looked_into_if_that_is_asked_for_and_classes_are_not():

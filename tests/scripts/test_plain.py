@@ -145,7 +145,73 @@ for step in range(4):
     RESULT["losses"].append(loss.item())
 RESULT["state"] = model.state_dict()
 """
+PACKED = """
+from torch.nn.utils import rnn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.out = nn.LSTM(6, 8, batch_first=True), nn.Linear(8, 3)
+
+    def forward(self, packed, scale):
+        steps, (last, _) = self.lstm(packed)
+        return self.out(last[-1]) * scale, steps
+
+table, model = nn.Parameter(torch.randn(9, 6)), Net()
+optimizer = torch.optim.SGD([table, *model.parameters()], lr=0.3)
+for step, (x, y) in enumerate(batches(4)):
+    lengths = torch.randint(1, 6, (len(y),), device="cpu")
+    lengths = lengths.sort(descending=True).values if step % 2 else lengths
+    rows = [table[torch.randint(9, (length,))] for length in lengths.tolist()]
+    packed = rnn.pack_padded_sequence(rnn.pad_sequence(rows), lengths, enforce_sorted=bool(step % 2))
+    scores, steps = model(packed, torch.ones(len(y), 1))
+    padded, found = rnn.pad_packed_sequence(steps)
+    assert found.tolist() == lengths.tolist() and steps.batch_sizes.device.type == "cpu"
+    loss = F.cross_entropy(scores, y) + padded.square().sum() / 50
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    RESULT["losses"].append(loss.item())
+RESULT["steps"], RESULT["sizes"] = steps.data, steps.batch_sizes
+RESULT["order"], RESULT["state"] = steps.sorted_indices, [table, model.state_dict()]
+"""
+CHECKED = """
+from collections import namedtuple
+
+class Batch(namedtuple("Batch", "rows classes")):
+    def __new__(cls, rows):
+        assert rows.dtype == torch.float64
+        return super().__new__(cls, rows, rows[:, :3].argmax(1))
+
+class Sides(list):
+    def __init__(self, left, right, /):
+        super().__init__([left * 2, right])
+        self.scale = 3
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, batch, sides):
+        loss = F.cross_entropy(self.layer(batch.rows), batch.classes, reduction="none")
+        return type(batch)(batch.rows * loss[:, None]), Sides(sides[0] * sides.scale, sides[1])
+
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+for x, y in batches():
+    batch, sides = model(Batch(x), Sides(x, x))
+    assert (type(batch), type(sides), sides.scale) == (Batch, Sides, 3)
+    loss = (batch.rows + sides[0] + sides[1]).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    RESULT["losses"].append(loss.item())
+RESULT["state"] = model.state_dict()
+"""
 SCRIPTS = {
+    "packed sequences": PACKED,
+    "containers with checks": CHECKED,
     "mnist": MNIST.replace("{dropout}", "0.0"),
     "structures": STRUCTURES,
     "gan": GAN,
@@ -185,6 +251,14 @@ def test_a_plain_loop_ends_in_the_same_bits_on_all_devices_and_in_the_values_of_
             torch.testing.assert_close(ours.tensor(), value.tensor(), rtol=1e-8, atol=1e-10, msg=path)  # another sum
         else:
             assert ours == value, path
+
+
+def test_a_dataparallel_cuts_packed_sequences_as_a_plain_script_does(train):
+    (plain,) = train(1, PACKED)
+    for n in (1, 3):
+        wrapped = train(n, PACKED.replace(", Net()", ", nn.DataParallel(Net())"))
+        assert not wrapped[0].error, wrapped[0].message
+        assert [list(outcome.result.values()) for outcome in wrapped] == [list(plain.result.values())] * n
 
 
 KEEPING = """
@@ -282,12 +356,11 @@ def test_one_line_says_which_module_is_shared_out_and_what_becomes_of_batchnorm(
     assert second.stderr == ""
     (alone,) = train(1, dedent(body).format(norm="LayerNorm(4)", rows=12), 3)
     assert alone.stderr == "samestep: model (Sequential), which an optimizer trains, is shared out in 3 microbatches\n"
-    row = train(2, dedent(body).format(norm="LayerNorm(4)", rows=1))[0]
-    assert row.stderr.startswith(
-        "samestep: model (Sequential) got a batch of 1 row, which is not shared out: every process "
-    )
-    assert row.stderr.count("\n") == 1
-    assert row.chunks == ()
+    for n in (1, 2):
+        row = train(n, dedent(body).format(norm="LayerNorm(4)", rows=1))[0]
+        assert row.stderr.startswith("samestep: model (Sequential) got a batch of 1 row, and is not shared out: every ")
+        assert row.stderr.count("\n") == 1
+        assert row.chunks == ()
 
 
 @pytest.mark.parametrize("is_wrapped", [False, True])
@@ -347,6 +420,46 @@ REFUSED = {
     "a fixed batch": ("return self.layer(x.view(14, 6))", "on a microbatch it raises RuntimeError"),
     "a number of the batch": ("return self.layer(x), len(x)", "depends on the microbatch"),
 }
+ADVISED = {
+    "pictures": (
+        "nn.Conv2d(3, 2, 3)",
+        "torch.stack([self.layer(picture[None]).sum() for picture in inputs[0]])",
+        "[torch.randn(3, size, 8) for size in (5, 6, 7)], torch.ones(4)",
+        "A list of 3 with tensors is cut by the rows of these",
+        'samestep.DataParallel(model, scatter="elements")',
+    ),
+    "a hidden state": (
+        "nn.GRU(6, 4, 2, batch_first=True)",
+        "self.layer(*inputs)[0]",
+        "torch.randn(8, 5, 6), torch.zeros(2, 8, 4)",
+        "[2, 8, 4] g",  # goes to every microbatch whole, or gives 2
+        "must be passed as [batch, layers, hidden] and transposed inside the forward",
+    ),
+}
+
+
+@pytest.mark.parametrize("is_wrapped", [False, True])
+@pytest.mark.parametrize("name", ADVISED)
+def test_an_error_of_a_microbatch_names_the_argument_that_is_no_batch_and_what_to_do_about_it(train, name, is_wrapped):
+    layer, forward, inputs, *texts = ADVISED[name]
+    body = f"""
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = {layer}
+
+    def forward(self, *inputs):
+        return {forward}
+
+model = {"nn.DataParallel(Net())" if is_wrapped else "Net()"}
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model({inputs}).sum().backward()
+"""
+    for n in (1, 2):
+        outcome = train(n, body)[0]
+        assert outcome.error == "UsageError", outcome
+        assert all(text in outcome.message for text in texts), outcome.message
+        assert len(outcome.message) < 900
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from samestep.errors import DataError
 
@@ -26,8 +27,12 @@ def leaves(value: Any) -> list[Any]:
 
 def map_entries(function: Callable[[Any], Any], value: Any) -> Any:
     """Applies a function to the entries of a mapping, list or tuple and keeps its type; returns other values as is."""
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*map(function, value))
+    if isinstance(value, tuple) and hasattr(value, "_make"):
+        return value._make(map(function, value))  # not by a constructor of its own, which may check or convert fields
+    if isinstance(value, list) and type(value) is not list:
+        listed = copy.copy(value)
+        listed[:] = map(function, value)
+        return listed
     if isinstance(value, list | tuple):
         return type(value)([function(entry) for entry in value])
     if not isinstance(value, Mapping):
@@ -47,6 +52,9 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     """Applies a function to every tensor in nested mappings, lists and tuples."""
     if isinstance(value, Tensor):
         return function(value)
+    if isinstance(value, PackedSequence):  # whose sizes stay on the CPU
+        parts = {name: part for name, part in value._asdict().items() if part is not None and name != "batch_sizes"}
+        return value._replace(**{name: function(part) for name, part in parts.items()})
     return map_entries(lambda entry: map_tensors(function, entry), value)
 
 

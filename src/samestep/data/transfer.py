@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
-from samestep.data.nested import map_entries
+from samestep.data.nested import map_entries, map_tensors
 from samestep.errors import DeviceError, UsageError
 
 T = TypeVar("T")
@@ -46,9 +46,7 @@ def to_device(value: T, device: DeviceLike, dtype: torch.dtype | None = None, no
         if isinstance(leaf, nn.Module):
             return leaf.to(target, dtype, non_blocking=non_blocking)
         if isinstance(leaf, PackedSequence):
-            # torch needs batch_sizes on the CPU.
-            indices = [None if part is None else move(part) for part in (leaf.sorted_indices, leaf.unsorted_indices)]
-            return type(leaf)(move(leaf.data), leaf.batch_sizes, *indices)
+            return map_tensors(move, leaf)
         if non_blocking and target.type == "cuda" and _can_be_pinned(leaf):
             leaf = leaf.pin_memory()
         return leaf.to(target, dtype if leaf.is_floating_point() else None, non_blocking=non_blocking)

@@ -11,7 +11,7 @@ import re
 import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -79,22 +79,18 @@ class Plain:
         """Whether most of what an optimizer trains now is the module's; that of a wrapper is left to it."""
         from samestep.scripts.wrapped.replicas import uninitialized
 
-        own = {id(parameter) for parameter in _trained(module.parameters())}
+        own = {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
         if not own or uninitialized(module) or any(isinstance(child, nn.DataParallel) for child in module.modules()):
             return False
         return any(_has_most(own, optimizer) for optimizer in self.optimizers)
-
-
-def _trained(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    """Those that are not frozen: a script may give its optimizer all of a model that is frozen in part."""
-    return [parameter for parameter in parameters if parameter.requires_grad]
 
 
 def _has_most(own: set[int], optimizer: Optimizer) -> bool:
     sizes = [
         (parameter.numel(), id(parameter) in own)
         for group in optimizer.param_groups
-        for parameter in _trained(group["params"])
+        for parameter in group["params"]
+        if parameter.requires_grad  # a script may give its optimizer a model that is frozen in part
     ]
     num_own = sum(size for size, is_own in sizes if is_own)
     return bool(2 * num_own > sum(size for size, _ in sizes))
@@ -169,8 +165,7 @@ def _at_end(plain: Plain) -> None:
 def _is_shareless(plain: Plain) -> bool:
     """Whether no forward was shared out so far, although the user asked for several microbatches or devices."""
     adoption = plain.adoption
-    nothing = adoption.num_forwards == 0 and adoption.tutorial is None
-    return plain.num_microbatches > 1 and nothing and not plain.is_explained
+    return plain.num_microbatches > 1 and not (adoption.num_forwards or adoption.tutorial or plain.is_explained)
 
 
 def _sharing_call(plain: Plain, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -224,7 +219,7 @@ def _share(
     frame: FrameType,
 ) -> Any:
     """A call of a module to be shared out: its hooks see the whole batch, its forward runs in chunks."""
-    from samestep.scripts.wrapped.chunks import cut
+    from samestep.scripts.wrapped.chunks import advice, cut
     from samestep.scripts.wrapped.compare import HOOKS, holds_tensors
 
     adoption = plain.adoption
@@ -235,16 +230,18 @@ def _share(
     opaque = [type(leaf).__name__ for leaf in foreign if holds_tensors(leaf)]
     if opaque:
         name = described(module, frame)
-        raise UsageError(_refusal(name, f"it gets a whole {opaque[0]}, whose tensors are no inputs of their own"))
+        raise UsageError(_refusal(name, f"every microbatch gets a whole {opaque[0]}, whose tensors are not cut"))
     with torch._C.DisableTorchFunction():  # virtual devices do not matter here
         chunks = cut(args, kwargs, plain.num_microbatches, plain.dim, "batch")
     num_rows = sum(chunks.num_rows(chunk) for chunk in range(chunks.num_chunks))
     if chunks.num_chunks <= 1 or not num_rows or not any(leaf.sizes for leaf in chunks.leaves):
-        if trains and adoption.world_size > 1:
+        if trains:
             plain.is_explained = True
+            got = "a batch of 1 row" if num_rows == 1 else "no batch"
+            advised = advice(chunks.leaves, chunks.template, plain.dim)
             adoption.notice(
-                f"{described(module, frame)} got a batch of {num_rows} row, which is not shared out: every process "
-                "computes it"
+                f"{described(module, frame)} got {got}, and is not shared out: every process computes it"
+                f"{advised and '. '}{advised}"
             )
         return original(module, *args, **kwargs)
     index = _device_index(plain, module, chunks)
@@ -336,7 +333,7 @@ def _compared(plain: Plain, module: nn.Module, chunks: "Chunks", trains: bool, f
             return None
         if trains:
             raise UsageError(_refusal(name, str(reason))) from None
-        plain.adoption.notice(f"{name} is called whole without gradients: cut into microbatches {reason}")
+        plain.adoption.notice(f"{name} is called whole without gradients: {reason}")
     if plain.adoption.wraps_itself:  # by a function that the comparison has called
         return None
     if known is None or known.comparison is None or found is None:
@@ -395,7 +392,7 @@ def _refusal(name: str, reason: str) -> str:
     """The message about a module that gives other results in microbatches."""
     variable = name.partition(" ")[0]
     return (
-        f"{name} cannot be shared out: cut into microbatches {reason}. Compute what needs the whole batch outside of "
+        f"{name} cannot be shared out: {reason}. Compute what needs the whole batch outside of "
         f"the module; or name the dim of the batch (--wrap {variable}:1) or the part to share out (--wrap "
         f"{variable}.PART); or share nothing out (--logical-devices 1)"
     )

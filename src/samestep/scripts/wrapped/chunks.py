@@ -1,16 +1,18 @@
 """Chunks of the arguments of a wrapped forward, cut by the rules of `torch.nn.parallel.scatter`.
 
 Nested tensors are cut by `torch.chunk` along `dim`; everything else is given to every chunk as it is. Containers are
-lists, tuples, named tuples and dicts, as in `torch/nn/parallel/scatter_gather.py`; results may be dataclasses too.
+lists, tuples, named tuples and dicts, as in `torch/nn/parallel/scatter_gather.py`; results may be dataclasses too. A
+`PackedSequence`, which torch does not cut, is cut by its rows.
 Tensors that give different numbers of chunks are an error here; torch leaves rows out (`zip` stops at the shortest).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence, pad_sequence
 
 from samestep.core.microbatches import microbatch_ranges
 from samestep.data.nested import leaves as entries_of
@@ -33,6 +35,30 @@ class DataclassTemplate:
     values: Mapping[str, Any]
 
 
+@dataclass(frozen=True)
+class PackedTemplate:
+    """The template of a `PackedSequence`, in the order of its rows: that of its memory mixes them."""
+
+    lengths: Slot  # of the steps of each row, [rows]
+    steps: Slot  # of all rows, one row after another, [steps, ...]
+    is_sorted: bool  # whether the rows were packed in the order of their lengths
+
+    @classmethod
+    def of(cls, packed: PackedSequence, visit: Callable[[Any], Any]) -> "PackedTemplate":
+        """Visits the two tensors of a packed sequence."""
+        padded, lengths = pad_packed_sequence(packed, batch_first=True)
+        steps = torch.cat([row[:length] for row, length in zip(padded, lengths.tolist(), strict=True)])
+        return cls(visit(lengths), visit(steps), packed.sorted_indices is None)
+
+    def packed(self, leaves: Sequence[Any]) -> PackedSequence:
+        """The packed sequence of two tensors."""
+        lengths = leaves[self.lengths.index].tolist()
+        is_sorted = self.is_sorted and lengths == sorted(lengths, reverse=True)
+        with torch._C._EnableTorchFunction():  # it is on the virtual device of its steps
+            rows = pad_sequence(leaves[self.steps.index].split(lengths), batch_first=True)
+            return pack_padded_sequence(rows, lengths, batch_first=True, enforce_sorted=is_sorted)
+
+
 def take_apart(value: Any, is_leaf: Callable[[Any], bool], *, dataclasses: bool = False) -> tuple[list[Any], Any]:
     """Splits a nested value into its leaves and a template with a `Slot` for each."""
     leaves: list[Any] = []
@@ -41,6 +67,8 @@ def take_apart(value: Any, is_leaf: Callable[[Any], bool], *, dataclasses: bool 
         if is_leaf(entry):
             leaves.append(entry)
             return Slot(len(leaves) - 1)
+        if isinstance(entry, PackedSequence):
+            return PackedTemplate.of(entry, visit)
         if dataclasses and is_dataclass(entry) and not isinstance(entry, type | dict):
             values = {field.name: visit(getattr(entry, field.name)) for field in fields(entry) if field.init}
             return DataclassTemplate(type(entry), values)
@@ -57,9 +85,10 @@ def put_together(template: Any, leaves: Sequence[Any]) -> Any:
             return leaves[entry.index]
         if type(entry) is DataclassTemplate:
             return entry.cls(**{name: visit(value) for name, value in entry.values.items()})
+        if type(entry) is PackedTemplate:
+            return entry.packed(leaves)
         if isinstance(entry, Mapping) and not isinstance(entry, dict):
-            has_slots = any(type(leaf) in (Slot, DataclassTemplate) for leaf in entries_of(entry))
-            return map_entries(visit, entry) if has_slots else entry
+            return map_entries(visit, entry) if any(_slots(entry)) else entry
         return map_entries(visit, entry)
 
     return visit(template)
@@ -122,18 +151,22 @@ def cut(args: tuple[Any, ...], kwargs: Mapping[str, Any], num_microbatches: int,
     if scatter == "batch":
         sizes = [value.shape[dim] if -value.ndim <= dim < value.ndim else None for value in values]
         batch_size = next((size for size in sizes if size is not None), None)
-        leaves = tuple(
+        leaves = [
             _leaf(value, num_microbatches, dim) if size is not None and size == batch_size else _whole(value)
             for value, size in zip(values, sizes, strict=True)
-        )
+        ]
     else:
-        leaves = tuple(_leaf(value, num_microbatches, dim) for value in values)
+        leaves = [_leaf(value, num_microbatches, dim) for value in values]
+    for packed in (entry for entry in _slots(template) if isinstance(entry, PackedTemplate)):
+        lengths = leaves[packed.lengths.index]
+        rows = lengths.value.split(lengths.sizes) if lengths.sizes else ()
+        leaves[packed.steps.index] = Leaf(values[packed.steps.index], tuple(int(part.sum()) for part in rows), 0)
     counts = {len(leaf.sizes) for leaf in leaves if leaf.sizes}
     if len(counts) > 1:
-        raise UsageError(_disagreement(leaves, num_microbatches, dim))
+        raise UsageError(_disagreement(leaves, template, num_microbatches, dim))
     if counts:
-        return Chunks(leaves, template, counts.pop())
-    return Chunks(leaves, template, num_microbatches if args or kwargs else 1)
+        return Chunks(tuple(leaves), template, counts.pop())
+    return Chunks(tuple(leaves), template, num_microbatches if args or kwargs else 1)
 
 
 def already_cut(calls: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]]) -> Chunks:
@@ -197,19 +230,42 @@ def _check_dense(value: Tensor) -> None:
         )
 
 
-def _disagreement(leaves: Sequence[Leaf], num_microbatches: int, dim: int) -> str:
-    """The message about tensors that give different numbers of chunks."""
-    parts = []
-    for leaf in leaves:
-        if leaf.sizes:
-            what = (
-                f"shape {list(leaf.value.shape)}" if isinstance(leaf.value, Tensor) else f"{len(leaf.value)} elements"
+def advice(leaves: Sequence[Leaf], template: Any, dim: int) -> str:
+    """What to do about arguments that may be no batch along `dim`; empty if all are cut."""
+    for value in (*template[0], *template[1].values()):
+        if isinstance(value, list) and len(value) > 1 and all(any(_slots(entry)) for entry in value):
+            return (
+                f"A list of {len(value)} with tensors is cut by the rows of these; if it has an entry a sample, as one "
+                'of pictures, wrap the model: samestep.DataParallel(model, scatter="elements")'
             )
-            parts.append(f"{what} gives {len(leaf.sizes)} (of {', '.join(map(str, leaf.sizes))})")
+    shapes = [list(leaf.value.shape) for leaf in leaves if not leaf.sizes and leaf.value.ndim > 1]
+    if not shapes and len({len(leaf.sizes) for leaf in leaves if leaf.sizes}) <= 1:
+        return ""
+    whole = f"A tensor of shape {shapes[0]} goes to every microbatch whole. " if shapes else ""
+    return (
+        f"{whole}The batch must lie along the same dim of every tensor, here {dim} (DataParallel(..., dim=…), --wrap "
+        "NAME:dim): a recurrent network's hidden state [layers, batch, hidden], for one, must be passed as [batch, "
+        "layers, hidden] and transposed inside the forward, or made there"
+    )
+
+
+def _slots(template: Any) -> Iterator[Slot | PackedTemplate]:
+    """The places of tensors in a template."""
+    for entry in entries_of(template):
+        if isinstance(entry, DataclassTemplate):
+            yield from _slots(entry.values)
+        elif isinstance(entry, Slot | PackedTemplate):
+            yield entry
+
+
+def _disagreement(leaves: Sequence[Leaf], template: Any, num_microbatches: int, dim: int) -> str:
+    """The message about tensors that give different numbers of chunks."""
+    parts: dict[int, str] = {}  # one for each number of chunks
+    for leaf in (leaf for leaf in leaves if leaf.sizes):
+        what = f"shape {list(leaf.value.shape)}" if isinstance(leaf.value, Tensor) else f"{len(leaf.value)} elements"
+        parts.setdefault(len(leaf.sizes), f"{what} gives {len(leaf.sizes)} (of {', '.join(map(str, leaf.sizes))})")
     return (
         f"the inputs of the wrapped forward do not split alike along dim={dim} over {num_microbatches} microbatches: "
-        f"{'; '.join(parts)}. torch's DataParallel would silently leave rows out here. The batch must lie along the "
-        "same dim of every tensor, which is 0 unless DataParallel(..., dim=…) says otherwise: a "
-        "recurrent network's hidden state [layers, batch, hidden], for one, must be passed "
-        "as [batch, layers, hidden] and transposed inside the forward, or made there"
+        f"{'; '.join(parts.values())}. torch's DataParallel would silently leave rows out here. "
+        f"{advice(leaves, template, dim)}"
     )

@@ -26,7 +26,7 @@ from samestep.engine.site import is_script_file
 from samestep.scripts import output
 from samestep.scripts.adoption import Adoption
 from samestep.scripts.patch import Patch, applied
-from samestep.scripts.wrapped.chunks import Chunks, is_tensor, put_together, take_apart
+from samestep.scripts.wrapped.chunks import Chunks, advice, is_tensor, put_together, take_apart
 from samestep.scripts.wrapped.replicas import Attributes, OwnGenerators
 from samestep.scripts.wrapped.results import describe
 
@@ -173,7 +173,8 @@ def compare(adoption: Adoption, module: nn.Module, chunks: Chunks, dim: int) -> 
         except Written:
             raise
         except Exception as error:
-            raise Unlike(f"on a microbatch it raises {type(error).__name__}: {error}") from error
+            hint = advice(chunks.leaves, chunks.template, dim)
+            raise Unlike(f"on a microbatch it raises {type(error).__name__}: {error}{hint and '. '}{hint}") from error
     weights = _selected(chunks, numbers)
     wholes, template = take_apart(whole, is_tensor, dataclasses=True)
     columns: list[list[Tensor]] = [[] for _ in wholes]
