@@ -175,6 +175,36 @@ for step, (x, y) in enumerate(batches(4)):
 RESULT["steps"], RESULT["sizes"] = steps.data, steps.batch_sizes
 RESULT["order"], RESULT["state"] = steps.sorted_indices, [table, model.state_dict()]
 """
+COPIES = """
+import copy
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+    def forward(self, x, y):
+        found = []
+        for row, label in zip(x.split(1), y.split(1)):
+            fast = copy.deepcopy(self.net)
+            inner = torch.optim.SGD(fast.parameters(), lr=0.1)
+            with torch.enable_grad():
+                F.cross_entropy(fast(row), label).backward()
+            inner.step()
+            pull = sum((p - q.detach()).square().sum() for p, q in zip(self.net.parameters(), fast.parameters()))
+            found.append(pull + F.cross_entropy(fast(row), label))
+        return torch.stack(found)
+
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+for x, y in batches():
+    loss = model(x, y).mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    RESULT["losses"].append(loss.item())
+RESULT["state"] = model.state_dict()
+"""
 CHECKED = """
 from collections import namedtuple
 
@@ -211,6 +241,7 @@ RESULT["state"] = model.state_dict()
 """
 SCRIPTS = {
     "packed sequences": PACKED,
+    "copies of its modules": COPIES,
     "containers with checks": CHECKED,
     "mnist": MNIST.replace("{dropout}", "0.0"),
     "structures": STRUCTURES,

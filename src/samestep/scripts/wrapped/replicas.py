@@ -79,8 +79,9 @@ class Replicas:
         # Recurrent layers keep their weights in a list as well, in the order of the kernel's arguments.
         recurrent = [child for child in children if isinstance(child, nn.RNNBase)]
         weights = [list(child._flat_weights) for child in recurrent]
-        for stand_in in stand_ins.values():
-            stand_in._is_param = True
+        for number, stand_in in stand_ins.items():
+            # A copy that the forward makes of a module has parameters of its own: autograd copies no result.
+            stand_in.__dict__.update(_is_param=True, __deepcopy__=self.parameters[number].__deepcopy__)
         by_id = {id(self.parameters[number]): stand_in for number, stand_in in stand_ins.items()}
         for index, key, number in self._slots:
             if number in stand_ins:
@@ -151,7 +152,7 @@ class Replicas:
                 "attribute: its gradient would be a part only. A parameter kept in a plain list, dict or closure is "
                 "not seen; use nn.ParameterList, or self.weight"
             )
-        if isinstance(leaf, nn.Parameter):
+        if isinstance(leaf, nn.Parameter) and is_held:  # not one of a copy that the forward made and dropped
             raise DeterminismError(
                 f"a parameter of shape {list(leaf.shape)} that is none of the wrapped module's was used inside its "
                 "forward: its gradient would be a part only. Modules in a plain list or dict, a closure or a global "
