@@ -1,8 +1,12 @@
-"""Text for people: names, values and messages of a readable length, without control characters."""
+"""Text for people: names, values and messages of a readable length, without control characters, and showing them."""
 
+import errno
+import os
 import re
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any, Final, TextIO
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -28,6 +32,33 @@ def counted(number: Any, noun: str) -> str:
     """`1 device`, `1,200 devices`, `8 microbatches`."""
     text = f"{number:,}" if isinstance(number, int) else str(number)
     return f"{text} {noun}{'' if number == 1 else 'es' if noun.endswith('tch') else 's'}"
+
+
+@contextmanager
+def showing(stream: TextIO) -> Iterator[None]:
+    """For a block that prints: a line that cannot be shown, as on a terminal that was closed, is no error."""
+    try:
+        yield
+    except (OSError, ValueError) as error:  # ValueError: the stream is closed
+        # Without a reader for good; Python would try once more at its end, and exit with 120. A full disk may recover.
+        if getattr(error, "errno", 0) in (errno.EPIPE, errno.EIO):
+            with suppress(OSError, ValueError), open(os.devnull, "w") as nothing:
+                os.dup2(nothing.fileno(), stream.fileno())
+
+
+def show(text: str, stream: TextIO) -> None:
+    """Prints a text at once, if it can be shown; in ASCII if the stream has no other characters."""
+    with showing(stream):
+        try:
+            print(text, file=stream, flush=True)
+        except UnicodeEncodeError:
+            print(text.encode("ascii", "backslashreplace").decode(), file=stream, flush=True)
+
+
+def notify(text: str) -> None:
+    """Shows a message of ours on stderr."""
+    if sys.stderr is not None:  # its descriptor may have been closed when the program was started
+        show(f"samestep: {text}", sys.stderr)
 
 
 def make_console() -> "Console":

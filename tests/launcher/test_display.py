@@ -1,7 +1,11 @@
+"""What is shown of a run: a bar, lines and messages, and what becomes of lines that cannot be shown."""
+
 import os
 import pty
 import subprocess
 import sys
+
+import pytest
 
 PROGRAM = """
 from samestep.launcher.display import Display
@@ -80,3 +84,52 @@ def test_an_end_by_steps_has_no_number_of_epochs():
     terminal, _ = show(program=PROGRAM.replace("epochs=2", "epochs=None"))
     assert "epoch 1 " in terminal
     assert "None" not in terminal
+
+
+@pytest.mark.parametrize(
+    "program", [PROGRAM, "from samestep.text import notify\nnotify('a line')"], ids=["bar", "line"]
+)
+@pytest.mark.parametrize("is_terminal", [True, False], ids=["terminal", "pipe"])
+def test_a_line_that_cannot_be_shown_is_no_error(program, is_terminal):
+    """On a terminal that was closed, or a pipe without a reader; Python would end with 120 for what it cannot flush."""
+    reader, writer = pty.openpty() if is_terminal else os.pipe()
+    process = subprocess.Popen(
+        [sys.executable, "-c", f"input()\n{program.format(quiet=False)}"],
+        stdin=subprocess.PIPE,
+        stdout=writer,
+        stderr=writer,
+    )
+    os.close(reader)
+    os.close(writer)
+    process.communicate(b"\n", timeout=60)
+    assert process.returncode == 0
+
+
+def test_a_bar_whose_terminal_is_closed_is_no_error():
+    reader, writer = pty.openpty()
+    program = PROGRAM.format(quiet=False).replace(
+        "display.line", "input()\ndisplay.progress(dict(step=3, steps=3))\n#", 1
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdin=subprocess.PIPE,
+        stdout=writer,
+        stderr=writer,
+        env={**os.environ, "TERM": "xterm"},
+    )
+    os.close(writer)
+    text = b""
+    while b"samples/s" not in text:
+        text += os.read(reader, 65_536)
+    os.close(reader)
+    process.communicate(b"\n", timeout=60)
+    assert process.returncode == 0
+
+
+def test_a_full_disk_is_no_error_and_letters_that_a_stream_lacks_are_escaped():
+    program = (
+        "import sys\nfrom samestep.text import show\nshow('a', open('/dev/full', 'w'))\nshow('b\u2026', sys.stdout)"
+    )
+    variables = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=variables)
+    assert done.stdout == "b\\u2026\n"

@@ -28,6 +28,8 @@ def test_all_workers_finish_their_step_however_long_it_takes_and_get_no_signal(t
         if member.slot == 0:
             os.kill(here, signum)
         wait_until(lambda: member.page.stop == signum)
+        if member.slot == 0:
+            os.kill(here, signum)  # a terminal that is closed sends it twice
         time.sleep(0.5)  # longer than the grace
         member.touch(f"{member.slot} got {got}")
         os._exit(member.slot)

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -61,7 +62,7 @@ def reference(tmp_path_factory):
     return Programs(tmp_path_factory.mktemp("reference"), PROGRAM).here("0")
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGHUP, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_program_that_is_asked_to_stop_ends_its_step_leaves_a_checkpoint_and_can_go_on(
     programs, tmp_path, reference, signum
 ):
@@ -79,6 +80,18 @@ def test_a_program_that_is_asked_to_stop_ends_its_step_leaves_a_checkpoint_and_c
     assert programs.here("0", "run") == reference
     steps = [entry["step"] for entry in programs.entries() if "event" not in entry]
     assert steps == list(range(30))
+
+
+@pytest.mark.parametrize("closed", [["stdout"], ["stderr"], ["stdout", "stderr"]], ids=" and ".join)
+def test_the_checkpoint_is_left_although_none_reads_what_is_printed(programs, tmp_path, closed):
+    """As of `python train.py 2>&1 | tee log`, where Ctrl-C ends tee first."""
+    process = programs.start(SLOW)
+    programs.wait_for("at-work-0")
+    for name in closed:
+        getattr(process, name).close()
+    process.send_signal(signal.SIGINT)
+    assert process.wait(SECONDS) == 128 + signal.SIGINT
+    assert len(left(tmp_path)) == 1
 
 
 def torchrun_variables(world_size):
@@ -147,6 +160,26 @@ def membership():
     return Membership(Communicator(torch.device("cpu"), alone, alone), 1)
 
 
+def test_a_terminal_that_is_closed_asks_twice_and_once_is_enough():
+    """Its shell sends SIGHUP to all that it has started, and ends; then the system sends one to those in front."""
+    ours = membership()
+    with stopping_on_request(ours):
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert ours.heartbeat.stop_asked == signal.SIGHUP
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
+
+
+def test_a_signal_that_is_ignored_stays_so_as_by_nohup():
+    ours, before = membership(), signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with stopping_on_request(ours):
+            os.kill(os.getpid(), signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert ours.heartbeat.stop_asked == 0
+
+
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_the_first_request_is_noted_and_the_second_is_the_system_s(signum, capfd):
     ours, before = membership(), signal.getsignal(signum)
@@ -157,6 +190,14 @@ def test_the_first_request_is_noted_and_the_second_is_the_system_s(signum, capfd
         assert signal.getsignal(signum) == before
     assert signal.getsignal(signum) == before
     assert capfd.readouterr().err == "samestep: stopping after this step; once more to end at once\n"
+
+
+def test_nothing_is_written_where_a_program_was_started_without_stderr(monkeypatch, capfd):
+    """Descriptor 2 is then that of another file: a ledger, or a lock."""
+    monkeypatch.setattr(sys, "__stderr__", None)
+    with stopping_on_request(membership()):
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert capfd.readouterr().err == ""
 
 
 def test_inside_another_one_it_changes_nothing():

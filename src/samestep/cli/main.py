@@ -13,7 +13,7 @@ from typer.core import TyperGroup
 from samestep.cli.options import SPELLINGS, Command, without_types
 from samestep.errors import SamestepError, UsageError
 from samestep.launcher.server_process import EarlyServer
-from samestep.text import readable
+from samestep.text import notify, readable
 from samestep.version import __version__
 
 COMMANDS = (
@@ -88,13 +88,13 @@ def main(server: EarlyServer | None = None) -> None:
     except (typer.Abort, KeyboardInterrupt):
         sys.exit(130)
     except SamestepError as error:
-        print(f"samestep: error: {error}", file=sys.stderr)
+        notify(f"error: {error}")
         sys.exit(error.exit_code)
     except OSError as error:
         if error.filename is None:
             raise
         reason = f"{os.fsdecode(error.filename)}: {error.strerror}; name another file or folder"
-        print(f"samestep: error: {readable(reason)}", file=sys.stderr)
+        notify(f"error: {readable(reason)}")
         sys.exit(2 if error.errno == errno.ENAMETOOLONG else 1)
     except Exception as error:
         # A usage error of click, or of the copy of it inside newer versions of typer: it is recognised by its methods.

@@ -17,6 +17,7 @@ from samestep.cli.options import (
 )
 from samestep.cli.profile import Profile, ProfileDir, print_traces, profiled
 from samestep.launcher.job import Job, Policy
+from samestep.text import notify
 
 if TYPE_CHECKING:
     from samestep.scripts.script_analysis import Reading
@@ -97,7 +98,7 @@ def run(
     if folder is not None and torchrun is None:
         print_traces(folder, to_stderr=True)
     if outcome.failure is not None:
-        typer.echo(f"samestep: error: {outcome.failure}", err=True)
+        notify(f"error: {outcome.failure}")
     raise typer.Exit(outcome.exit_code)
 
 

@@ -19,6 +19,7 @@ from samestep.errors import UsageError
 from samestep.launcher.job import DYNAMO, Job, Policy, Torchrun
 from samestep.recipes.catalog import NAMES
 from samestep.recipes.config import COMPARED, JobConfig, read_file
+from samestep.text import notify
 
 if TYPE_CHECKING:
     from samestep.core.mesh import Mesh
@@ -176,7 +177,7 @@ def _train_by_workers(
         work = replace(work, target="samestep.cli.train:train_as_rank", kwargs=kwargs)
         outcome = hand_over(work, selection, torchrun, num_threads, policy)
         if outcome.failure is not None:
-            typer.echo(f"samestep: error: {outcome.failure}", err=True)
+            notify(f"error: {outcome.failure}")
         raise typer.Exit(outcome.exit_code)
     outcome = supervise(
         work,
@@ -190,12 +191,12 @@ def _train_by_workers(
     if config.profile is not None:
         print_traces(Path(config.profile), to_stderr=True)
     if outcome.failure is not None:
-        typer.echo(f"samestep: error: {outcome.failure}", err=True)
+        notify(f"error: {outcome.failure}")
     if not is_ended:
         if LOG_FOLDER not in (outcome.failure or ""):  # the message points to no log
             remove_if_unused(folder)
         if outcome.failure is None and folder.exists():
-            typer.echo(f"samestep: stopped; what there is of the run: {folder}", err=True)
+            notify(f"stopped; what there is of the run: {folder}")
         raise typer.Exit(outcome.exit_code)
     result = outcome.result
     if config.profile is not None:

@@ -7,7 +7,6 @@ and between nodes, unless `SAMESTEP_NODES` is "flat".
 
 import contextlib
 import os
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -27,6 +26,7 @@ from samestep.comm.shm.transport import SharedTransport
 from samestep.comm.transport import Connection, Nodes
 from samestep.devices.inventory import usable_cores
 from samestep.errors import PeerLostError, UsageError
+from samestep.text import notify
 
 CONNECT_SECONDS = 10.0
 SEGMENT, NO_SEGMENT = "segment", "none"
@@ -152,11 +152,9 @@ def have_own_gpus(store: dist.Store, place: Environment, device: torch.device, t
     if NO_NCCL in words:
         return False
     if sharing and place.rank == 0:
-        print(
-            f"samestep: ranks {', '.join(sharing)} have no GPU to themselves, so all ranks exchange through host "
-            "memory instead of NCCL: start one rank a GPU, or set SAMESTEP_TRANSPORT=gloo if this is meant",
-            file=sys.stderr,
-            flush=True,
+        notify(
+            f"ranks {', '.join(sharing)} have no GPU to themselves, so all ranks exchange through host "
+            "memory instead of NCCL: start one rank a GPU, or set SAMESTEP_TRANSPORT=gloo if this is meant"
         )
     return not sharing
 

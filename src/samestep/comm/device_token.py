@@ -12,11 +12,12 @@ import contextlib
 import fcntl
 import glob
 import os
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+from samestep.text import notify
 
 TOKEN_VARIABLE = "SAMESTEP_TOKEN"  # the descriptor of the file, and the byte of this rank's device
 LOOK_SECONDS = 0.01
@@ -113,11 +114,9 @@ class DeviceToken:
 
     def _name_polling(self) -> None:
         seconds = NAMED_AFTER * HOLD_SECONDS
-        print(
-            f"samestep: rank {self._rank} has computed for {seconds:.0f} s without an exchange, and others of its "
-            "device wait for the device; if it polls for them, a barrier or a collective lets them compute at once",
-            file=sys.stderr,
-            flush=True,
+        notify(
+            f"rank {self._rank} has computed for {seconds:.0f} s without an exchange, and others of its "
+            "device wait for the device; if it polls for them, a barrier or a collective lets them compute at once"
         )
 
 

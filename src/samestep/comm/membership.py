@@ -19,7 +19,6 @@ for which another rank can send the state (`give`), receives it, and takes part 
 
 import gc
 import math
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -36,6 +35,7 @@ from samestep.comm.transport import Connection, LocalTransport, wait_until
 from samestep.core.mesh import Mesh
 from samestep.core.microbatches import dealt_ranges, microbatch_ranges, num_rounds, ranges_of_slots
 from samestep.errors import PeerLostError, UsageError
+from samestep.text import notify
 
 T = TypeVar("T")
 
@@ -251,7 +251,7 @@ class Membership:
         if text and text not in self._noticed:
             self._noticed.add(text)
             if self.rank == 0:
-                print(f"samestep: {text}", file=sys.stderr, flush=True)
+                notify(text)
 
     def will_share(self, num_active: int, shares: Sequence[float] | None) -> None:
         """Sets how the ranks, for a late worker those that it joins, divide the microbatches."""

@@ -7,7 +7,6 @@ so.
 """
 
 import json
-import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -25,6 +24,7 @@ from samestep.data.batch import Batch, checksum, settle
 from samestep.data.fetch import MICROBATCH_STREAM, SAMPLE_STREAM
 from samestep.data.randomness import Generators
 from samestep.errors import DataError, DeterminismError, UsageError
+from samestep.text import notify
 
 MakeStream = Callable[[int, int], Any]  # of its number and that of all streams
 
@@ -357,7 +357,7 @@ class Streams:
             text = (
                 f"{stream.name} cannot go on from its own state ({reason}); it is read from the beginning of the epoch"
             )
-            print(f"samestep: {text}", file=sys.stderr, flush=True)
+            notify(text)
         return stream
 
     def _open(self, epoch: int, index: int) -> Stream:

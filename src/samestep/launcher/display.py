@@ -1,12 +1,12 @@
 """The display: one progress bar on the terminal, rank 0's lines, and messages about the run."""
 
-import contextlib
 import sys
 import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Literal, TextIO
 
 from samestep.comm.channel import Event
+from samestep.text import show, showing
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -43,7 +43,6 @@ class Display:
         if self._bar is None or self._task is None:
             self._bar = _new_bar()
             self._task = self._bar.add_task("", total=None, figures="", clock="")
-            self._bar.start()
         self._bar.update(
             self._task,
             description="epoch "
@@ -53,7 +52,9 @@ class Display:
             figures=_figures(event),
             clock=str(timedelta(seconds=int(now - self._begun))),
         )
-        self._bar.refresh()
+        with showing(sys.stderr):
+            self._bar.start()  # does nothing the second time
+            self._bar.refresh()
 
     def line(self, text: str) -> None:
         """Prints a line, above the bar if there is one."""
@@ -68,15 +69,16 @@ class Display:
     def _print(self, text: str, stream: TextIO) -> None:
         # If bar and text share the terminal the bar's console must print it.
         if self._bar is not None and stream.isatty():
-            self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
-            return
-        with contextlib.suppress(BrokenPipeError):
-            print(text, file=stream, flush=True)
+            with showing(stream):
+                self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        else:
+            show(text, stream)
 
     def close(self) -> None:
         """Removes the bar."""
         if self._bar is not None:
-            self._bar.stop()
+            with showing(sys.stderr):
+                self._bar.stop()
 
 
 def _new_bar() -> "Progress":

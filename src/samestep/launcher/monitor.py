@@ -35,6 +35,7 @@ from samestep.launcher.healing import HangDetector, Healing
 from samestep.launcher.job import Job, Outcome, Policy
 from samestep.launcher.worker_pool import WorkerPool
 from samestep.launcher.workers import Worker, Workers, begin_log, read_available
+from samestep.text import showing
 
 Stream = Literal["stdout", "stderr"]
 
@@ -131,7 +132,7 @@ class Monitor:
             for signum in read_available(fd) or b"":
                 if self._stopped_by is None:
                     self._stop(signum)
-                elif self._phase != "killed":
+                elif self._phase != "killed" and signum != signal.SIGHUP:  # see `train.signals`
                     self._display.notify("ending at once")
                     self._kill()
             return True
@@ -210,7 +211,7 @@ class Monitor:
             decoder = codecs.getincrementaldecoder("utf-8")
             decode = self._decoders.setdefault((worker.slot, stream), decoder("replace")).decode
             target = sys.stdout if stream == "stdout" else sys.stderr
-            with contextlib.suppress(BrokenPipeError):
+            with showing(target):
                 target.write(decode(data or b"", data is None))
                 target.flush()
         if stream is None or worker.place.rank > 0:  # the output of the first rank 0 has been printed already

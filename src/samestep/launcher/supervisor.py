@@ -53,8 +53,8 @@ def supervise(
     With `logical_devices` there are as many workers, whatever the number of devices. Restarted, they go on without the
     device on which the first failed, if another is left.
 
-    In the main thread, the first SIGINT or SIGTERM lets the workers finish their step if all of them can, else it is
-    forwarded to them; a second one kills them.
+    In the main thread, the first SIGINT, SIGTERM or SIGHUP lets the workers finish their step if all of them can, else
+    it is forwarded to them; a second one, SIGHUP excepted, kills them.
     """
     method, variables = resolve_start_method(start_method, num_threads), process_variables(selection, num_threads)
     if open_pool is None:

@@ -28,7 +28,7 @@ from samestep.launcher.job import Job, Outcome, Policy, Torchrun
 from samestep.launcher.program import run_program
 from samestep.launcher.worker import exit_code_of, leave
 from samestep.launcher.workers import begin_log, make_log_dir
-from samestep.text import counted
+from samestep.text import counted, notify, show
 
 TOKENS, STARTED, ABSENT = "tokens", "started-", "absent"  # files beside torchrun's logs; the second with a local rank
 DEFAULT_PORT = 29400  # torchrun's
@@ -143,7 +143,7 @@ class Meeting:
     def say(self, text: str) -> None:
         """Tells something on stderr, if several machines meet."""
         if self.num_machines[1] > 1:
-            print(f"samestep: {text}", file=sys.stderr, flush=True)
+            notify(text)
 
     def failure(self, is_silent: bool = False) -> UsageError:
         """What is said when the time is up."""
@@ -253,7 +253,7 @@ def main() -> None:
     except SystemExit as stop:
         code, message = exit_code_of(stop)
         if message:
-            print(message, file=terminal)
+            show(message, terminal)
     except KeyboardInterrupt:
         code = 128 + signal.SIGINT
     except BaseException as error:
@@ -264,7 +264,7 @@ def main() -> None:
         if is_numbered and report["type"] == "AbsentError":  # of `comm.rendezvous`, which imports torch
             absent.touch()
             message += "\nno further restart is tried without it"
-        print(f"samestep: error: {message}", file=terminal)
+        show(f"samestep: error: {message}", terminal)
         if report["peer_lost"]:
             time.sleep(PEER_LOST_SECONDS)
     leave(code)

@@ -21,6 +21,7 @@ from samestep.launcher import process_tree
 from samestep.launcher.assignment import Instruction, worker_variables
 from samestep.launcher.failures import report_exception
 from samestep.launcher.program import run_program
+from samestep.text import show
 
 Call = Callable[[], Any]
 
@@ -178,7 +179,7 @@ def _report_exit(stop: SystemExit, instruction: Instruction, channel: Channel) -
     """Reports the end of a program by `sys.exit`; returns the exit code."""
     code, message = exit_code_of(stop)
     if message and instruction.assignment.rank == 0:
-        print(message, file=sys.stderr)
+        show(message, sys.stderr)
     if code:
         # Rank 0's message is on the terminal already.
         shown = "" if instruction.assignment.rank == 0 else message

@@ -9,7 +9,6 @@ import atexit
 import os
 import pickle
 import re
-import sys
 import threading
 import weakref
 import zlib
@@ -33,6 +32,7 @@ from samestep.data.randomness import Generators
 from samestep.engine.forward_backward import backward_on_this_thread
 from samestep.engine.site import script_line
 from samestep.errors import DeterminismError
+from samestep.text import notify
 from samestep.train.determinism import make_deterministic, own_device
 
 TIMEOUT_SECONDS = 1800.0
@@ -172,7 +172,7 @@ class Adoption:
         if text not in self._noticed:
             self._noticed.add(text)
             if self.rank == 0:
-                print(f"samestep: {text}", file=sys.stderr, flush=True)
+                notify(text)
 
     @contextmanager
     def on_this_rank(self) -> Iterator[None]:

@@ -28,6 +28,7 @@ from samestep.scripts.adoption import VISIBLE_DEVICES
 from samestep.scripts.patch import Patch, applied, late_dynamo, late_patches
 from samestep.scripts.spawning import ON_CPUS, run_native
 from samestep.scripts.virtual.devices import virtual_devices
+from samestep.text import notify
 from samestep.train.determinism import own_device
 
 C10D = (c10d.__name__,)  # the module that the names of torch.distributed are from
@@ -190,5 +191,5 @@ def _in_module(frame: FrameType | None) -> str:
 def _tell(text: str) -> None:
     """Prints a line to rank 0's stderr, once."""
     if text not in _told and os.environ.get("RANK") == "0":
-        print(f"samestep: {text}", file=sys.stderr, flush=True)
+        notify(text)
     _told.add(text)

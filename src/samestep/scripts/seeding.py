@@ -24,6 +24,7 @@ from samestep.data.randomness import seed_process
 from samestep.scripts.adoption import Adoption
 from samestep.scripts.files.rank0_files import Caller, origin
 from samestep.scripts.patch import Patch, applied
+from samestep.text import notify
 
 UNSEEDED = 0x0E_ED
 """The stream of the numbers that stand in for seeds that were not given."""
@@ -87,13 +88,10 @@ def seeded_rank(rank: int, seed: int | None) -> Iterator[None]:
     """Seeds the generators of one rank of a script that deals with ranks: forks of one process would draw the same."""
     process = os.getpid()
 
-    def tell(text: str) -> None:
-        print(f"samestep: {text}", file=sys.stderr, flush=True)
-
     is_told = rank == 0 and seed is None
     with (
         _watched(
-            derive_seed(seed or 0, rank), seed or 0, lambda: os.getpid() == process, tell if is_told else None
+            derive_seed(seed or 0, rank), seed or 0, lambda: os.getpid() == process, notify if is_told else None
         ) as seeds,
         applied(_made_by_chance(lambda: seeds, in_chunk=lambda: False)),
     ):

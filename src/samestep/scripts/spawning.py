@@ -24,6 +24,7 @@ from samestep.comm.environment import read_environment
 from samestep.errors import UsageError
 from samestep.launcher.program import run_module, run_script
 from samestep.scripts.patch import Patch, applied, late_dynamo, late_patches
+from samestep.text import notify
 
 REFUSED = 173  # the exit code of a child that stopped before it would wait; no signal's, and hardly a script's
 OTHER_GROUPS = ("horovod.torch", "mpi4py.MPI")  # whose processes exchange gradients without torch's process groups
@@ -134,7 +135,7 @@ def _first_backward(program: str) -> list[Patch]:
             autograd.backward = inner  # once; later calls cost nothing
         reason = _why_alone() if os.getpid() == process else ""
         if reason:
-            print(f"samestep: {program} {reason}{_mend_alone(world_size)}", file=sys.stderr, flush=True)
+            notify(f"{program} {reason}{_mend_alone(world_size)}")
         return inner(*args, **kwargs)
 
     return [Patch(autograd, "backward", backward)]

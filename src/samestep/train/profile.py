@@ -2,7 +2,6 @@
 
 import atexit
 import os
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from torch.profiler import profile, record_function, schedule
 from samestep.comm.environment import Environment
 from samestep.comm.heartbeat_page import Heartbeat
 from samestep.errors import RunFolderError
+from samestep.text import notify
 from samestep.train.atomic_io import make_folder
 
 SKIPPED_STEPS = 3  # allocate memory and choose kernels
@@ -55,7 +55,7 @@ class StepTrace:
             make_folder(self._path.parent)
             recorded.export_chrome_trace(str(self._path))
         except (RunFolderError, OSError, RuntimeError) as error:
-            print(f"samestep: the profile: {error}", file=sys.stderr)
+            notify(f"the profile: {error}")
 
 
 def trace_path(folder: Path, rank: int) -> Path:

@@ -1,6 +1,7 @@
 """The run: the contract and the topology, built once and passed down. The training loop is the user's."""
 
 import atexit
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
@@ -33,7 +34,7 @@ from samestep.engine.step import TrainStep
 from samestep.engine.strategies import Replicate, Sharded, StrategyOptions, as_strategy
 from samestep.engine.strategy import Strategy
 from samestep.errors import SamestepError, UsageError
-from samestep.text import counted
+from samestep.text import counted, show
 from samestep.train.arguments import answers_unknown
 from samestep.train.atomic_io import CHECKPOINT_RETRIES, check_retries, retrying
 from samestep.train.contract import Contract, check_contract
@@ -255,7 +256,7 @@ class Run:
     def print(self, *values: Any) -> None:
         """Prints on rank 0 only. In hooks `Trainer.say` prints above the progress bar."""
         if self._is_main:
-            print(*values, flush=True)
+            show(" ".join(map(str, values)), sys.stdout)
 
     def barrier(self) -> None:
         """Waits until all ranks call it."""

@@ -221,8 +221,8 @@ class Trainer:
         apart from hooks, whose `on_fit_start` and `on_fit_end` are called in each turn.
         Parts of the model in evaluation mode, such as a frozen backbone, stay in it; a model that is in it as a whole,
         as after `model.eval()`, is put into training mode.
-        Ctrl-C and SIGTERM let the step under way end; then a checkpoint is written and the program ends with the exit
-        code 128 + signal. A second one ends it at once.
+        Ctrl-C, SIGTERM and SIGHUP let the step under way end; then a checkpoint is written and the program ends with
+        the exit code 128 + signal. A second one ends it at once.
 
         Args:
             dataset: anything `Run.loader` takes, a loader of the run, or a `torch.utils.data.DataLoader` of your own

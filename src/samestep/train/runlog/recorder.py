@@ -19,6 +19,7 @@ from samestep.comm.membership import Membership
 from samestep.data.batch import Batch
 from samestep.engine.result import StepResult
 from samestep.extras import is_installed, missing
+from samestep.text import notify
 from samestep.train.atomic_io import write_json
 from samestep.train.contract_diff import Change
 from samestep.train.digest import as_hex
@@ -101,7 +102,7 @@ class Recorder:
             if contract is not None:  # once a run: a rank that takes over does not repeat it
                 for module, file in (("tensorboard", "TensorBoard's event file"), ("matplotlib", PICTURE_FILE)):
                     if not is_installed(module):
-                        print(f"samestep: {missing(module, file)}", file=sys.stderr, flush=True)
+                        notify(missing(module, file))
         except BaseException:
             self.close()
             raise

@@ -4,6 +4,7 @@ If rank 0 is lost, the next rank 0 opens a recorder of its own and writes what t
 checkpoint if one was begun and is not complete. A line just before the loss may be there twice: the later one counts.
 """
 
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +22,7 @@ from samestep.data.randomness import Generators
 from samestep.engine.result import StepResult
 from samestep.engine.step import TrainStep
 from samestep.errors import NonFiniteError, RunFolderError, UsageError
+from samestep.text import show
 from samestep.train.atomic_io import check_retries, remove_leftovers, retrying
 from samestep.train.checkpoint.local_shards import is_sharded, whole_tensors
 from samestep.train.contract_diff import Change
@@ -78,7 +80,7 @@ class Display:
         """Shows a line of text, which stays, before what this process prints next."""
         if self._channel is None:
             if self._prints:
-                print(text, flush=True)
+                show(text, sys.stdout)
             return
         shown = self._shown()
         self._send("line", text=text)
