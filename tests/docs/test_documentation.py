@@ -220,6 +220,15 @@ def test_every_option_that_a_page_speaks_of_exists(page):
     assert spoken <= known
 
 
+@pytest.mark.parametrize("page", GUIDES, ids=named)
+def test_a_page_says_in_one_wording_that_no_real_gpu_has_run_a_part(page):
+    sentences = re.split(r"(?<=[.:;|])\s", " ".join(prose(page).split()))
+    waiting = [
+        sentence for sentence in sentences if re.search(r"GPU|NCCL", sentence) and re.search(r"yet|so far", sentence)
+    ]
+    assert [sentence for sentence in waiting if not re.search(r"no real GPU has run", sentence, re.IGNORECASE)] == []
+
+
 @pytest.mark.parametrize("page", PAGES, ids=named)
 def test_every_make_target_and_file_that_a_page_speaks_of_exists(page):
     text = page.read_text(encoding="utf-8")
