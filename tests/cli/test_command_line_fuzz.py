@@ -39,6 +39,7 @@ ENDLESS = {  # what such a word asks for is right, and has no end
     "--epochs": lambda word: word.lstrip("0").isdecimal(),
     "--option": lambda word: True,
     "--open": lambda word: True,
+    "--prove": lambda word: True,
     "--timeout-seconds": lambda word: True,
 }
 OF_NODES = ("--nnodes", "--node-rank", "--rdzv-endpoint", "--master-addr", "--master-port")
