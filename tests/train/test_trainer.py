@@ -194,6 +194,13 @@ class Stream(IterableDataset):
         yield from zip(*points(), strict=True)
 
 
+class CountedStream(Stream):
+    """A stream that knows its length."""
+
+    def __len__(self):
+        return 61
+
+
 def fit_data(communicator, kind):
     """Fits on data of some kind; the digest and the samples a second epoch saw."""
     with make_trainer(communicator) as trainer:
@@ -203,16 +210,17 @@ def fit_data(communicator, kind):
             "tensor dataset": lambda: TensorDataset(*points()),
             "map": Rows,
             "stream": Stream,
+            "stream with a length": CountedStream,
             "loader": lambda: trainer.run.loader(points(), shuffle=False),
             "data loader": lambda: DataLoader(TensorDataset(*points()), batch_size=16),
             "data loader, shuffled": lambda: DataLoader(TensorDataset(*points()), batch_size=16, shuffle=True),
             "data loader of a stream": lambda: DataLoader(Stream(), batch_size=16),
         }[kind]()
-        trainer.fit(data, 2, shuffle=shuffled)
+        trainer.fit(data, 2, shuffle=shuffled or kind.startswith("stream"))  # the default, which is not for streams
         return trainer.digest
 
 
-KINDS = ["tensor dataset", "map", "stream", "loader", "data loader", "data loader of a stream"]
+KINDS = ["tensor dataset", "map", "stream", "stream with a length", "loader", "data loader", "data loader of a stream"]
 
 
 @pytest.mark.parametrize("kind", KINDS)

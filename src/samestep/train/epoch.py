@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from samestep.comm.communicator import Communicator
 from samestep.data.loader import Loader
@@ -171,7 +171,7 @@ def make_loader(
         )
     if isinstance(dataset, Loader | DataLoader):
         return dataset
-    is_stream = not hasattr(dataset, "__len__")
+    is_stream = isinstance(dataset, IterableDataset)  # which may have a length
     loader = run.loader(dataset, shuffle=shuffle and not is_stream, num_workers=num_workers, collate_fn=collate_fn)
     loader.load_state_dict({"epoch": epoch, "position": 0})
     return loader
