@@ -142,6 +142,14 @@ class Scores:
     seen: int = dataclasses.field(init=False, default=7)
 
 
+@dataclasses.dataclass
+class Doubled:
+    logits: Any
+
+    def __post_init__(self):
+        self.logits = self.logits * 2
+
+
 def same(left, right):
     """Whether two nested values have the same types and entries, tensors being the very same."""
     if isinstance(left, torch.Tensor):
@@ -220,3 +228,5 @@ def test_dataclasses_are_looked_into_if_that_is_asked_for_and_classes_are_not():
     again, one, kind = put_together(template, ["a", "b"])
     assert again == Scores(logits=["a"], loss="b")
     assert (again.seen, one, kind) == (7, 1, Scores)
+    leaves, template = take_apart(Doubled(torch.ones(2)), is_tensor, dataclasses=True)
+    assert put_together(template, leaves).logits.tolist() == [2.0, 2.0]

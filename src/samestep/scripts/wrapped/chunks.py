@@ -84,7 +84,11 @@ def put_together(template: Any, leaves: Sequence[Any]) -> Any:
         if type(entry) is Slot:
             return leaves[entry.index]
         if type(entry) is DataclassTemplate:
-            return entry.cls(**{name: visit(value) for name, value in entry.values.items()})
+            values = {name: visit(value) for name, value in entry.values.items()}
+            again = entry.cls(**values)
+            for name, value in values.items():  # as they are: `__post_init__` may have changed them, once more
+                object.__setattr__(again, name, value)
+            return again
         if type(entry) is PackedTemplate:
             return entry.packed(leaves)
         if isinstance(entry, Mapping) and not isinstance(entry, dict):
