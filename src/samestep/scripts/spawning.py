@@ -57,10 +57,10 @@ def run_native(
     run = run_module if kind == "module" else run_script
     kept: list[Any] = []
 
-    def synchronised(batchnorm: Any) -> Any:
-        return importlib.import_module("samestep.scripts.sync_batch_norm").patches(batchnorm)  # imports torch
+    def synchronised(distributed: Any) -> Any:  # the last module of torch.nn: before it, torch is imported only in part
+        return importlib.import_module("samestep.scripts.sync_batch_norm").patches(distributed)
 
-    late = late_patches({GROUPS: partial(_kept_groups, kept), "torch.nn.modules.batchnorm": synchronised})
+    late = late_patches({GROUPS: partial(_kept_groups, kept), "torch.nn.parallel.distributed": synchronised})
     with ExitStack() as stack:
         stack.enter_context(watching_children(target))
         stack.enter_context(applied([*late_dynamo(), *_first_backward(target), *late]))

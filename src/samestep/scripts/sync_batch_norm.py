@@ -50,9 +50,9 @@ def synchronised(norm: Any, x: Tensor) -> Any:
     return (out if norm.bias is None else out + norm.bias.view(shape)).to(x.dtype)
 
 
-def patches(batchnorm: Any) -> list[Patch]:
-    """The patches of torch.nn.modules.batchnorm and DistributedDataParallel; tensors of a GPU are left to torch."""
-    inner = batchnorm.SyncBatchNorm.forward
+def patches(distributed: Any) -> list[Patch]:
+    """The patches of torch.nn.parallel.distributed and SyncBatchNorm; tensors of a GPU are left to torch."""
+    inner = nn.modules.batchnorm.SyncBatchNorm.forward
 
     def forward(norm: Any, x: Tensor) -> Any:
         with torch._C.DisableTorchFunction():  # simulated GPUs are the CPU
@@ -64,5 +64,5 @@ def patches(batchnorm: Any) -> list[Patch]:
         return nn.modules.batchnorm._BatchNorm.forward(norm, x) if is_alone else synchronised(norm, x)
 
     check = "_passing_sync_batchnorm_handle"  # does nothing but refuse models on a CPU
-    unchecked = Patch(nn.parallel.DistributedDataParallel, check, lambda ddp, module: None)
-    return [Patch(batchnorm.SyncBatchNorm, "forward", forward), unchecked]
+    unchecked = Patch(distributed.DistributedDataParallel, check, lambda ddp, module: None)
+    return [Patch(nn.modules.batchnorm.SyncBatchNorm, "forward", forward), unchecked]
