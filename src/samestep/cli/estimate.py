@@ -12,6 +12,7 @@ from samestep.core.mesh import REST
 from samestep.recipes.catalog import NAMES
 from samestep.recipes.config import mesh_sizes, pairs
 from samestep.recipes.options import own_options_in_words
+from samestep.text import notify
 
 MODEL = {"panel": "The model"}
 LAYOUT = {"panel": "The layout; options that are left out are searched"}
@@ -141,7 +142,7 @@ def estimate(
     given = asdict(layout)
     del given["mesh"]
     request = Request(batch_size, precision, rate=rate, pipe=pipe, **given)
-    typer.echo(f"samestep: tracing {workload.name}; large models take a minute", err=True)
+    notify(f"tracing {workload.name}; large models take a minute")
     found = make_estimate(workload, cluster, request)
     if as_json:
         print(json.dumps(found.as_json()))

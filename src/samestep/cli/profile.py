@@ -10,7 +10,7 @@ import typer
 
 from samestep.cli.options import run_folders
 from samestep.errors import UsageError
-from samestep.text import counted
+from samestep.text import counted, notify
 
 if TYPE_CHECKING:
     from samestep.devices.selection import Selection
@@ -104,4 +104,4 @@ def print_traces(folder: Path, *, to_stderr: bool = False) -> None:
             f"traces of {counted(len(found), 'rank')}: {folder}/rank-*.json (https://ui.perfetto.dev)", err=to_stderr
         )
     else:
-        typer.echo(f"samestep: no trace in {folder}: no rank came as far as step {NEEDED_STEPS}", err=True)
+        notify(f"no trace in {folder}: no rank came as far as step {NEEDED_STEPS}")

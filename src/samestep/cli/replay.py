@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from samestep.cli.options import run_folders
-from samestep.text import make_console
+from samestep.text import make_console, notify
 
 
 def replay(
@@ -48,7 +48,7 @@ def replay(
     try:
         with nullcontext() if debug else redirect_stdout(sys.stderr):
             found = replay_run(
-                run, step, device=device, microbatch=microbatch, module=module, debug=debug, save=save, tell=_say
+                run, step, device=device, microbatch=microbatch, module=module, debug=debug, save=save, tell=notify
             )
     except BdbQuit:
         raise typer.Exit from None
@@ -60,7 +60,3 @@ def replay(
         print_replay(make_console(), found, by_microbatch=microbatch is not None or module is not None)
     if not found.holds:
         raise typer.Exit(1)
-
-
-def _say(text: str) -> None:
-    typer.echo(f"samestep: {text}", err=True)

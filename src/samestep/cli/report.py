@@ -1,7 +1,6 @@
 """`samestep report`: runs in the terminal, as a page, and their losses as a picture."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -9,7 +8,7 @@ import typer
 
 from samestep.cli.options import run_folders
 from samestep.extras import is_installed, missing
-from samestep.text import make_console
+from samestep.text import make_console, notify
 from samestep.train.paths import PICTURE_FILE
 
 PAGE_FILE = "report.html"
@@ -52,7 +51,7 @@ def report(
             draw_losses(picture, [run.name for run in found.runs], loss_table(found.runs))
             written.append(picture)
         else:
-            print(f"samestep: {missing('matplotlib', PICTURE_FILE)}", file=sys.stderr)
+            notify(missing("matplotlib", PICTURE_FILE))
     except RunFolderError as error:
         reason = getattr(error.__cause__, "strerror", None) or error
         raise RunFolderError(f"cannot write to {folder}: {reason}; choose another folder with --output") from error

@@ -77,7 +77,7 @@ def run(
     is_virtual = selection.kind == "cpu" and (are_several or script.logical_devices is not None)
     job, logical = _as_read(replace(job, preload=reading.preload), script, reading, is_virtual)
     if script.adopt is None and reading.is_both:
-        typer.echo(f"samestep: {program[0]}: {reading.reason}", err=True)
+        notify(f"{program[0]}: {reading.reason}")
     folder = profile_dir or (Path(PROFILE_FOLDER) if profile else None)
     if folder is not None:
         selection = profiled(selection, folder)

@@ -14,6 +14,7 @@ import typer
 from samestep.cli.options import COMPARED, NumThreads, ScriptOptions, one_of, with_options
 from samestep.recipes.catalog import NAMES
 from samestep.recipes.config import DEVICES
+from samestep.text import notify
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -155,10 +156,9 @@ def _check_order(context: typer.Context, program: list[str], module: bool) -> No
     text = "" if module or not Path(name).is_file() else Path(name).read_text(encoding="utf-8", errors="replace")
     unknown = [word for word in given if word in own and word.startswith("--") and word not in text]
     if unknown:
-        typer.echo(
-            f"samestep: {', '.join(unknown)} after {name} is given to the program; verify's own options go before it: "
-            f"samestep verify {unknown[0]} … {name}",
-            err=True,
+        notify(
+            f"{', '.join(unknown)} after {name} is given to the program; verify's own options go before it: "
+            f"samestep verify {unknown[0]} … {name}"
         )
 
 

@@ -89,8 +89,8 @@ def adopted(
         count = functools.partial(num_visible, adoption)
         if virtual:
             stack.enter_context(virtual_devices(count, adoption.notice))
-            for name, value in ("mark", mark), ("on_device", torch.cuda.device):
-                stack.enter_context(applied([Patch(adoption, name, value)]))
+            patches = [Patch(adoption, "mark", mark), Patch(adoption, "on_device", torch.cuda.device)]
+            stack.enter_context(applied(patches))
         elif adoption.communicator.device.type != "cpu":
             from samestep.scripts.virtual.real import own_accelerator  # not needed on CPUs
 

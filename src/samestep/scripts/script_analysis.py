@@ -358,8 +358,9 @@ def _look(source: Source, folder: Folder, evidence: Evidence) -> None:
             if wrapper:
                 evidence.wrapper = f"{wrapper} ({_place(source, node)})"
         evidence.preload.update(_preloads(node, aliases, folder))
-        words = (getattr(node, name, None) for name in ("attr", "id", "arg", "name", "module", "value"))
-        evidence.names_gpus |= any(isinstance(word, str) and GPU.fullmatch(word) is not None for word in words)
+        if not evidence.names_gpus:
+            words = (getattr(node, name, None) for name in ("attr", "id", "arg", "name", "module", "value"))
+            evidence.names_gpus = any(isinstance(word, str) and GPU.fullmatch(word) is not None for word in words)
 
 
 def _native_sign(
