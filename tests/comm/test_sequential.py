@@ -35,6 +35,19 @@ def test_one_rank_alone_gets_back_what_it_sends():
     assert (transport.rank, transport.world_size) == (0, 1)
 
 
+def test_a_lone_rank_stays_on_the_thread_of_its_caller_with_one_thread_of_its_own():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        found = SequentialWorld(1).run(lambda _: (threading.current_thread(), torch.get_num_threads()))
+        assert found == [(threading.current_thread(), 1)]
+        with pytest.raises(ZeroDivisionError):
+            SequentialWorld(1).run(lambda _: 1 / 0)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3, 64])
 def test_each_rank_gets_its_part_from_every_other(world_size):
     for rank, received in enumerate(SequentialWorld(world_size).run(lambda t: exchange(t, rounds=2))):
