@@ -10,6 +10,8 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # workers are forked from a 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # on cores that others use too, threads spin while they wait for another
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts it so in the background, and children inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGQUIT) is signal.SIG_IGN:  # this one likewise
+    signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # nohup does, and processes that wait for one would wait in vain
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 

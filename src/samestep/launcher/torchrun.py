@@ -220,8 +220,7 @@ def _leave_if_asked(signals: socket.socket, is_over: threading.Event, started: P
         signum = signals.recv(1)[0]
     except BlockingIOError:
         return
-    asked = 128 + signum in STOP_CODES or signum == signal.SIGQUIT  # of which torchrun has a handler, too
-    if asked and not is_over.wait(LOOK_SECONDS) and not started.exists():
+    if 128 + signum in STOP_CODES and not is_over.wait(LOOK_SECONDS) and not started.exists():
         os._exit(128 + signum)
 
 
