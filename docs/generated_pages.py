@@ -1,7 +1,8 @@
 """The generated pages: a mkdocs hook that writes the command line reference and the table of recipes from the code.
 
 A page holds a marker, `<!-- generated: commands -->` or `<!-- generated: recipes -->`, which is replaced when the
-documentation is built. `llms.txt` lists all pages, in the form of https://llmstxt.org. Nothing generated is kept.
+documentation is built. The folder `examples` is a part of the site. `llms.txt` lists all pages, in the form of
+https://llmstxt.org. Nothing generated is kept.
 """
 
 import re
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 MARKER = "<!-- generated: {} -->"
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 _LISTED: list[str] = []  # a line a page
 
 
@@ -18,8 +20,21 @@ def on_pre_build(**_: Any) -> None:
     _LISTED.clear()
 
 
+def on_files(files: Any, config: Any, **_: Any) -> Any:
+    """Adds the examples, which lie beside the pages: their own page, and each script as a file."""
+    from mkdocs.structure.files import File
+
+    for path in sorted(EXAMPLES.rglob("*.*")):
+        if path.suffix in (".md", ".py", ".ipynb", ".sbatch", ".yaml"):
+            source = f"examples/{path.relative_to(EXAMPLES).as_posix()}"
+            files.append(File.generated(config, source, abs_src_path=str(path)))
+    return files
+
+
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Replaces the markers of a page, and lists it; mkdocs calls this for each one."""
+    # In the site the folder of the examples is within that of the pages.
+    markdown = markdown.replace("](../examples/", "](examples/").replace("](../docs/", "](../")
     for name, write in GENERATORS.items():
         marker = MARKER.format(name)
         if marker in markdown:

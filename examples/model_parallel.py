@@ -5,8 +5,9 @@ GPU waits while the other computes. With --pipeline samestep cuts the same model
 own, and a batch goes through in slices, so that both work. The pictures are scanned digits from scikit-learn.
 
     python examples/model_parallel.py
-    samestep run --devices cpu:2 examples/model_parallel.py
     samestep run --devices cpu:2 examples/model_parallel.py --pipeline
+
+The loop by hand needs one process, which python starts.
 """
 
 import argparse

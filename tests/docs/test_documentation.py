@@ -20,7 +20,9 @@ from samestep.recipes.catalog import NAMES
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
-GUIDES = [ROOT / "README.md", *DOCS]
+EXAMPLES = ROOT / "examples" / "README.md"
+TUTORIALS = ROOT / "docs" / "tutorials.md"
+GUIDES = [ROOT / "README.md", EXAMPLES, *DOCS]
 PAGES = [*GUIDES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 PUBLIC = """
     EMA Batch Communicator DataParallel EpochRecord Hook Loader Mean Pipeline Replicate Run SamestepError Sharded
@@ -74,7 +76,7 @@ PROGRAMS = [block for page in PAGES for block in blocks(page, "python") if block
 PROGRAMS = [
     block for block in PROGRAMS if not block.title.startswith("cause_")
 ]  # tests/verify/test_causes.py has these
-OTHERS = [block for block in PROGRAMS if block.title.startswith("before_")]  # of other libraries
+OTHERS = [block for block in PROGRAMS if block.title.startswith(("before_", "tutorial_"))]  # of other libraries
 SCRIPTS = [block for block in PROGRAMS if STARTS_WORKERS not in block.text and block not in OTHERS]
 NOTEBOOKS = [block for block in PROGRAMS if STARTS_WORKERS in block.text]
 SNIPPETS = [page for page in PAGES if any(not block.title for block in blocks(page, "python"))]
@@ -132,7 +134,7 @@ def test_a_program_of_another_library_prints_the_same_on_one_device_and_on_two(b
     (tmp_path / block.title).write_text(block.text, encoding="utf-8")
     options = ("-m", "samestep", "run", "--logical-devices", "2", "--devices")
     alone = run_python(*options, "cpu:1", block.title, folder=tmp_path)
-    assert "loss" in alone or "accuracy" in alone
+    assert re.search(r"loss|accuracy|device", alone)
     assert run_python(*options, "cpu:2", block.title, folder=tmp_path) == alone
 
 
@@ -142,7 +144,50 @@ def test_a_notebook_s_cell_starts_its_workers(block, tmp_path):
     assert "'devices': 2" in run_python(block.title, folder=tmp_path)
 
 
+SHOWN = [
+    pytest.param(block, marks=[pytest.mark.slow] if page == EXAMPLES else [], id=f"{page.name}:{block.title}")
+    for page in GUIDES
+    if page.parent.name != "causes"  # tests/verify/test_causes.py has these
+    for block in blocks(page, "text")
+    if block.title
+]
+
+
+def accepts(block):
+    """The pattern of what a command may print: in a line of its own … stands for any lines, within one for any text."""
+    text = block.text if " estimate " in block.title else without_digits(block.text)  # an estimate rounds nothing
+    lines = (re.escape(line).replace("…", ".*") for line in text.splitlines())
+    return "".join(r"(?:.*\n)*?" if line == ".*" else rf"{line} *\n" for line in lines)
+
+
+@pytest.mark.parametrize("block", SHOWN)
+def test_a_command_prints_what_its_page_shows(block, tmp_path):
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    for program in blocks(block.page, "python"):
+        if program.title:
+            (tmp_path / program.title).write_text(program.text, encoding="utf-8")
+    name, *words = shlex.split(block.title)
+    printed = run_python(*{"python": [], "samestep": ["-m", "samestep"]}[name], *words, folder=tmp_path)
+    printed = printed if " estimate " in block.title else without_digits(printed)
+    assert re.fullmatch(accepts(block), printed), printed
+
+
+def test_another_output_than_a_page_shows_is_noticed():
+    block = Block(EXAMPLES, 1, "text", "python one.py", "epoch 1: loss 0.5\n…\nepoch 9: loss 0.1, … done\n")
+    assert re.fullmatch(accepts(block), without_digits("epoch 1: loss 0.7\nepoch 2\n\nepoch 9: loss 0.3, all done\n"))
+    for other in (
+        "epoch 1: loss 0.7\n",
+        "epoch 1: cost 0.5\nepoch 9: loss 0.1, a done\n",
+        "epoch 9: loss 0.1, a done\n",
+    ):
+        assert not re.fullmatch(accepts(block), without_digits(other))
+    exact = Block(EXAMPLES, 1, "text", "samestep estimate gpt", "in all 270.0 GiB\n")
+    assert re.fullmatch(accepts(exact), "in all 270.0 GiB\n")
+    assert not re.fullmatch(accepts(exact), "in all 205.7 GiB\n")
+
+
 def test_there_are_programs_of_every_sort():
+    assert {block.values[0].page for block in SHOWN} >= {EXAMPLES, TUTORIALS}
     assert any(shown_output(block) is not None for block in SCRIPTS)
     assert SNIPPETS
     assert SCRIPTS
@@ -216,6 +261,10 @@ def test_a_misspelt_command_is_noticed(tmp_path):
 def test_every_option_that_a_page_speaks_of_exists(page):
     known = {spelling for options in commands().values() for spelling in options}
     known |= {"--help", "--version", "--install-completion", "--show-completion"}
+    if page in (EXAMPLES, TUTORIALS):
+        known |= {
+            option for path in EXAMPLES.parent.glob("*.py") for option in re.findall(r'"(--[a-z-]+)"', path.read_text())
+        }
     spoken = set(re.findall(r"(?<![\w-])--[a-z][a-z_-]*", prose(page).replace("-->", "")))
     assert spoken <= known
 
@@ -299,6 +348,23 @@ def address(page):
 def test_every_page_is_in_the_navigation():
     navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     assert [address(page) for page in DOCS if f" {address(page)}\n" not in navigation] == []
+    assert " examples/README.md\n" in navigation
+
+
+def test_every_page_is_linked_by_the_readme():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    pages = [page for page in DOCS if page.parent.name != "causes" and page.name != "index.md"]
+    assert [page.name for page in pages if f"](docs/{page.name}" not in readme] == []
+
+
+def test_the_site_can_be_searched_from_the_disk_and_fetches_nothing():
+    # The plugin would fetch what lets a page search without a server: it is left out where a file of ours is for that.
+    settings = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    (polyfill,) = re.findall(r"^  polyfills:\n    - (\S*iframe-worker\S*)", settings, re.MULTILINE)
+    script = (ROOT / "docs" / polyfill).read_text(encoding="utf-8")
+    assert "\n  - search\n  - offline" in settings
+    assert "font: false" in settings
+    assert "://" not in script
 
 
 def hook():
