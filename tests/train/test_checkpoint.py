@@ -385,18 +385,16 @@ def test_a_checkpoint_is_made_of_regular_files(tmp_path, name, kind):
     else:
         (bad / name).mkdir()
     found = newest_checkpoint(tmp_path)
-    assert (found.path, found.skipped) == (good, (f"{bad} is no good checkpoint: {name} is no regular file",))
+    why = "is a symbolic link, and none is followed in a run's folder" if kind == "endless" else "is no regular file"
+    assert (found.path, found.skipped) == (good, (f"{bad} is no good checkpoint: {name}: it {why}",))
     assert verify_checkpoint(bad) == found.skipped[0]
-    (good / name).rename(tmp_path / "elsewhere")
-    (good / name).symlink_to(tmp_path / "elsewhere")
-    assert verify_checkpoint(good) is None
 
 
 def test_a_manifest_of_any_size_is_not_read_whole(tmp_path):
     path = write_checkpoint(tmp_path, snapshot_of(1))
     os.truncate(path / "manifest.json", 1 << 40)
     assert verify_checkpoint(path) == (
-        f"{path} is no good checkpoint: manifest.json has {1 << 40} bytes, and can have {1 << 26} at most"
+        f"{path} is no good checkpoint: manifest.json: it has {1 << 40} bytes, and can have {1 << 26} at most"
     )
 
 

@@ -42,7 +42,7 @@ def ledger_of(*lines):
 def test_steps_come_by_number_and_events_in_the_order_of_the_file(tmp_path):
     events = [event("start", 0, world_size=2), event("stop", 3, signal="SIGTERM")]
     ledger = read_ledger(put(tmp_path / "x", events[0], line(0), line(2), line(1), events[1]))
-    assert ledger == Ledger({0: line(0), 1: line(1), 2: line(2)}, events, False, [], [])
+    assert ledger == Ledger({0: line(0), 1: line(1), 2: line(2)}, events, False, [], 0, [])
     assert list(ledger.steps) == [0, 1, 2]
 
 

@@ -206,7 +206,7 @@ def test_what_cannot_be_read_is_said(tmp_path):
     BROKEN["contract is no JSON"](folder)
     BROKEN["ledger is a folder"](folder)
     problems = run_status(folder).problems
-    assert problems[0] == "run.json cannot be read"
+    assert problems[0].startswith("run.json cannot be read: ")
     assert problems[1].startswith("ledger.jsonl cannot be read: ")
     assert f"note: {folder}: run.json cannot be read" in shown(tmp_path)
     assert read_contract(folder) is None

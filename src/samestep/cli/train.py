@@ -54,7 +54,7 @@ def train(
     """Trains a recipe on all devices and leaves a run folder: the same bits on any number of devices."""
     from samestep.comm.environment import read_environment
     from samestep.recipes.catalog import check_name
-    from samestep.train.paths import PROFILE_FOLDER, check_untaken, new_folder_name
+    from samestep.train.paths import PROFILE_FOLDER, check_entries, check_untaken, new_folder_name
 
     torchrun = chosen_torchrun(policy, workers.start_method, nodes)
     asked = dict(asked) if recipe is None else {"recipe": recipe, **asked}
@@ -71,6 +71,7 @@ def train(
         raise UsageError("got several machines and no --run-dir; give all of them the same one, which all of them see")
     if source is None or folder.resolve() != source.resolve():
         check_untaken(folder)
+    check_entries(folder)
     config = JobConfig(
         **own,
         run_dir=str(folder),

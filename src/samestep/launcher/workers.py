@@ -11,6 +11,7 @@ from samestep.comm.channel import Event, EventParser
 from samestep.comm.heartbeat_page import HEALS, LEAVES_EARLY, READY_TO_JOIN, Beat, HeartbeatPage, Quorum
 from samestep.errors import RunFolderError
 from samestep.launcher.assignment import Assignment
+from samestep.train.atomic_io import open_regular
 
 TAIL_SIZE = 65_536
 MAX_READ = 1 << 20
@@ -48,7 +49,7 @@ class Worker:
             self.tail += data
             del self.tail[:-TAIL_SIZE]
         elif data:
-            with contextlib.suppress(OSError), open(self.log, "ab") as file:
+            with contextlib.suppress(OSError), open_regular(self.log, "ab") as file:
                 file.write(data)
 
     @property
@@ -71,7 +72,7 @@ class Worker:
         """The end of its output, unless it was printed already."""
         tail = bytes(self.tail)
         if self.log is not None:
-            with contextlib.suppress(OSError), open(self.log, "rb") as file:
+            with contextlib.suppress(OSError), open_regular(self.log) as file:
                 file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_SIZE))
                 tail = file.read()
         return tail.decode("utf-8", "replace")
@@ -172,7 +173,7 @@ def make_log_dir(log_dir: str | None) -> Path | None:
 def begin_log(path: str, *, anew: bool) -> None:
     """Makes a worker's log, empty or to be appended to."""
     try:
-        with open(path, "wb" if anew else "ab"):
+        with open_regular(path, "wb" if anew else "ab"):
             pass
     except OSError as error:
         reason = f"cannot write the log {path}: {error.strerror}; choose another folder (--log-dir)"

@@ -19,12 +19,13 @@ class Finding:
     text: str
 
 
-def ledger_findings(ledger: Ledger, num_repeated: int) -> tuple[Finding, ...]:
-    """The findings on one run; `num_repeated` steps were done more than once."""
+def ledger_findings(ledger: Ledger) -> tuple[Finding, ...]:
+    """The findings on one run."""
     steps = ledger.steps
     if not steps:
-        return (Finding("note", "The ledger holds no step yet, so nothing is proven."),)
-    found = [_completeness(ledger), *_repeats(ledger, num_repeated), *_order(ledger)]
+        reasons = [Finding("fails", f"{problem}.") for problem in ledger.problems]
+        return (Finding("note", "The ledger holds no step yet, so nothing is proven."), *reasons)
+    found = [_completeness(ledger), *_repeats(ledger), *_order(ledger)]
     digests = [step for step, entry in steps.items() if entry.get("digest")]
     if digests:
         last = max(digests)
@@ -113,12 +114,12 @@ def _different(difference: Difference, num_equal: int) -> str:
     return f"Different bits {since}: {step} {ledger_value(first.a)} and {ledger_value(first.b)}. {cause(difference)}."
 
 
-def _repeats(ledger: Ledger, num_repeated: int) -> list[Finding]:
+def _repeats(ledger: Ledger) -> list[Finding]:
     """Whether steps that were done again gave the same bits."""
     if not ledger.repeats_that_differ:
-        if not num_repeated:
+        if not ledger.num_repeated:
             return []
-        steps = "1 step was" if num_repeated == 1 else f"{num_repeated:,} steps were"
+        steps = "1 step was" if ledger.num_repeated == 1 else f"{ledger.num_repeated:,} steps were"
         return [Finding("holds", f"{steps} done again after a resume, with the same bits each time.")]
     first = ledger.repeats_that_differ[0]
     values = f"{field_name(first.field)} {ledger_value(first.before)} at first, {ledger_value(first.after)} later"

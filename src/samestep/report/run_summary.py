@@ -20,15 +20,14 @@ from samestep.report.reader import (
     json_number,
     ledger_curves,
     read_metrics,
-    read_object,
     read_steps,
 )
 from samestep.text import counted
 from samestep.train.contract_diff import differences
 from samestep.train.curves import Curve
-from samestep.train.paths import CONTRACT_FILE, METRICS_FILE, RESULT_FILE
+from samestep.train.paths import CONTRACT_FILE, LEDGER_FILE, METRICS_FILE, RESULT_FILE
 from samestep.verify.ledger import Ledger
-from samestep.verify.runs import run_status
+from samestep.verify.runs import run_status, try_object
 
 PHASES = ("data", "compute", "exchange", "update", "checkpoint")
 MAX_SIZES = 4  # changes of the number of devices that are listed one by one
@@ -230,9 +229,9 @@ def distinct_names(paths: Sequence[Path]) -> list[str]:
 
 
 def _summarize(folder: Path, name: str) -> tuple[RunSummary, Ledger]:
-    ledger, num_repeated = read_steps(folder)
+    ledger = read_steps(folder)
     metrics, epochs = read_metrics(folder / METRICS_FILE)
-    contract, result = read_object(folder / CONTRACT_FILE), read_object(folder / RESULT_FILE)
+    contract, result = (try_object(folder / name, []) for name in (CONTRACT_FILE, RESULT_FILE))
     events = tuple(event for event in map(as_event, ledger.events) if event is not None)
     recorded = ledger_curves(ledger.steps)
     phases = _phases(metrics)
@@ -254,7 +253,10 @@ def _summarize(folder: Path, name: str) -> tuple[RunSummary, Ledger]:
         events=events,
         time=elapsed_time(events, phases.step_seconds or _step_seconds(metrics, contract), num_steps),
         world_sizes=listed.world_sizes or ((len(devices),) if isinstance(devices, list) else ()),
-        findings=ledger_findings(ledger, num_repeated),
+        findings=(
+            *ledger_findings(ledger),
+            *(Finding("note", f"{each}.") for each in listed.problems if not each.startswith(LEDGER_FILE)),
+        ),
     )
     return run, ledger
 

@@ -1,4 +1,8 @@
-"""Atomic file I/O: files that are written whole or not at all, temporary names, and errors with a remedy."""
+"""The files of run folders: opened in place, written whole or not at all, temporary names, errors with a remedy.
+
+A run folder may be of unknown origin. So each of its files is opened by `open_regular`: a symbolic link in it could
+name any file of the user's, and a pipe or a device may have no end.
+"""
 
 import errno
 import hashlib
@@ -8,12 +12,12 @@ import platform
 import re
 import secrets
 import shutil
+import stat
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from io import FileIO
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import IO, Any, TypeVar
 
 import psutil
 
@@ -23,6 +27,11 @@ T = TypeVar("T")
 
 CHECKPOINT_RETRIES = 3
 MAX_WAIT_SECONDS = 30.0
+MAX_SMALL_BYTES = 64 << 20
+MAX_LINE_BYTES = 16 << 20
+MAX_LEVELS = 200
+"""Levels of lists and objects within each other in a file of JSON."""
+IN_PLACE = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 _NO_SPACE = {errno.ENOSPC, errno.EFBIG} | {getattr(errno, name) for name in ("EDQUOT",) if hasattr(errno, name)}
 _TEMPORARY = re.compile(r"\.tmp-.+-(?P<pid>\d+)-(?P<host>[0-9a-f]{8})-[0-9a-f]{8}")  # .tmp-WHAT-PID-HOST-TOKEN
 _MAX_WHAT = 200  # bytes
@@ -40,8 +49,13 @@ def writing(path: Path) -> Iterator[None]:
     except OSError as error:
         mend = "free some space, or choose" if error.errno in _NO_SPACE else "choose"
         raise RunFolderError(
-            f"cannot write {path}: {error.strerror or error}; {mend} another folder by run_dir (--run-dir)"
+            f"cannot write {path}: {reason(error)}; {mend} another folder by run_dir (--run-dir)"
         ) from error
+
+
+def reason(error: Exception) -> str:
+    """The reason why a file cannot be read or written, without its name."""
+    return str(getattr(error, "strerror", None) or error)
 
 
 def retrying(attempt: Callable[[], T], retries: int, tell: Callable[[str], None]) -> T:
@@ -99,13 +113,86 @@ def write_json(path: Path, value: Any) -> None:
         temporary.write_text(text, encoding="utf-8", errors="backslashreplace")  # JSON's form of a lone surrogate, too
 
 
-def open_unbuffered(path: Path, mode: str) -> FileIO:
+def check_kind(path: str | Path, may_be_folder: bool = False) -> None:
+    """Raises an `OSError` with a sentence for what is there and is no regular file."""
+    try:
+        mode = os.lstat(path).st_mode
+    except OSError:  # opening it says why
+        return
+    if stat.S_ISLNK(mode):
+        raise OSError(errno.ELOOP, "it is a symbolic link, and none is followed in a run's folder", path)
+    if not stat.S_ISREG(mode) and not (may_be_folder and stat.S_ISDIR(mode)):
+        raise OSError(errno.EINVAL, "it is no regular file", path)
+
+
+def open_regular(path: str | Path, mode: str = "rb", buffering: int = -1) -> IO[Any]:
+    """Opens a file of a run folder, or makes it; raises as `check_kind` does."""
+    check_kind(path)
+    return open(path, mode, buffering, opener=lambda name, flags: os.open(name, flags | IN_PLACE, 0o666))
+
+
+def read_small(path: Path, most: int = MAX_SMALL_BYTES) -> bytes:
+    """The content of a file of a run folder of at most so many bytes; raises as `open_regular` does."""
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > most:
+            raise OSError(errno.EINVAL, f"it has {size} bytes, and can have {most} at most", path)
+        return bytes(file.read(most))
+
+
+def read_lines(path: Path) -> Iterator[bytes]:
+    """The lines of a file of a run folder, each with its newline; raises as `open_regular` does."""
+    with open_regular(path) as file:
+        while line := file.readline(MAX_LINE_BYTES):
+            check_length(len(line), path)
+            yield line
+
+
+def check_length(size: int, path: Path) -> None:
+    """Raises an `OSError` for a line that is longer than any of a run, such as the content of a sparse file."""
+    if size >= MAX_LINE_BYTES:
+        raise OSError(errno.EINVAL, f"it has a line of {MAX_LINE_BYTES} bytes or more, and is no record of a run", path)
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file of a run folder; raises as `open_regular` does, and a `ValueError`."""
+    value = load_json(read_small(path))
+    if not isinstance(value, dict):
+        raise ValueError("it holds no object")
+    return value
+
+
+def load_json(text: str | bytes, loads: Callable[..., Any] = json.loads, **options: Any) -> Any:
+    """The value of a JSON text; raises a `ValueError`, also for one that is nested too deeply for what reads it."""
+    try:
+        value = loads(text, **options)
+        if not is_nested_beyond(value, MAX_LEVELS):
+            return value
+    except RecursionError:
+        pass
+    raise ValueError(f"it is nested more than {MAX_LEVELS} levels deep")
+
+
+def is_nested_beyond(value: Any, most: int) -> bool:
+    """Whether a JSON value has more levels of lists and objects within each other."""
+    level = [value]
+    for _ in range(most):
+        level = [
+            entry
+            for above in level
+            if isinstance(above, dict | list)
+            for entry in (above.values() if isinstance(above, dict) else above)
+        ]
+    return any(isinstance(entry, dict | list) for entry in level)
+
+
+def open_unbuffered(path: Path, mode: str) -> IO[bytes]:
     """Opens without a buffer, so that a failed write is an error of the call that made it; raises as `writing` does."""
     with writing(path):
-        return cast(FileIO, path.open(mode, buffering=0))
+        return open_regular(path, mode, buffering=0)
 
 
-def append_whole(file: FileIO, path: Path, data: bytes) -> None:
+def append_whole(file: IO[bytes], path: Path, data: bytes) -> None:
     """Appends all of the data to an unbuffered file, or none of it and raises as `writing` does."""
     written = 0
     with writing(path):
@@ -121,7 +208,7 @@ def append_whole(file: FileIO, path: Path, data: bytes) -> None:
             raise
 
 
-def is_at(path: Path, file: FileIO) -> bool:
+def is_at(path: Path, file: IO[bytes]) -> bool:
     """Whether the path still names this open file."""
     try:
         there = path.stat()

@@ -14,13 +14,20 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import datetime
 from functools import partial
-from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from samestep.data.files import check_regular
 from samestep.errors import UsageError
-from samestep.train.atomic_io import is_at, make_folder, open_unbuffered, writing
+from samestep.train.atomic_io import (
+    check_kind,
+    is_at,
+    make_folder,
+    open_regular,
+    open_unbuffered,
+    read_object,
+    reason,
+    writing,
+)
 
 CONTRACT_FILE = "run.json"
 LEDGER_FILE = "ledger.jsonl"
@@ -34,9 +41,14 @@ LOG_FOLDER = "logs"
 PROFILE_FOLDER = "profile"
 LOCK_FILE = ".lock"
 TENSORBOARD_FOLDER = "tensorboard"
+OWN_NAMES = (
+    *(CONTRACT_FILE, LEDGER_FILE, METRICS_FILE, RESULT_FILE, WEIGHTS_FILE, PICTURE_FILE, LOCK_FILE),
+    *(CHECKPOINT_FOLDER, LOG_FOLDER, PROFILE_FOLDER, TENSORBOARD_FOLDER),
+)
 RUNS_FOLDER = Path("runs")
 LOCK_SECONDS = 5.0  # a process that is being ended may need a moment
 POLL_SECONDS = 0.05
+MAX_LOCK_BYTES = 4096
 
 
 def new_folder_name(name: str) -> Path:
@@ -84,20 +96,31 @@ def run_of(path: Path) -> Path:
 def recorded(folder: Path) -> Mapping[str, Any]:
     """The content of run.json, which a run writes when it begins; a `UsageError` without one."""
     try:
-        check_regular(folder / CONTRACT_FILE)
-        value = json.loads((folder / CONTRACT_FILE).read_text(encoding="utf-8"))
+        value = read_object(folder / CONTRACT_FILE)
     except FileNotFoundError:
         raise UsageError(f"{folder} holds no run: there is no {CONTRACT_FILE} in it") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise UsageError(f"{folder / CONTRACT_FILE} cannot be read: {error}") from error
-    if not isinstance(value, dict):
-        raise UsageError(f"{folder / CONTRACT_FILE} is not the record of a run")
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{folder / CONTRACT_FILE} cannot be read: {reason(error)}") from error
     if "num_shards" in value:  # named num_microbatches now
         raise UsageError(
             f"{folder} was written by an earlier samestep, whose runs this one does not read: train "
             "anew in another folder, or go on with the version that wrote it"
         )
     return value
+
+
+def check_entries(folder: Path) -> None:
+    """Raises a `UsageError` if an entry of a run folder is a symbolic link, which would be written through, or a pipe.
+
+    The folder itself may be a link.
+    """
+    for name in OWN_NAMES:
+        try:
+            check_kind(folder / name, may_be_folder=True)
+        except OSError as error:
+            raise UsageError(
+                f"{folder / name}: {reason(error)}; put its content into its place, or make the whole folder a link"
+            ) from error
 
 
 def check_untaken(folder: Path) -> None:
@@ -134,7 +157,7 @@ class FolderLock:
     `changed` is the folder's modification time before the file was in it, in nanoseconds since 1970.
     """
 
-    def __init__(self, path: Path, file: FileIO, changed: int) -> None:
+    def __init__(self, path: Path, file: IO[bytes], changed: int) -> None:
         self._path, self._file = path, file
         self._before, self._taken = changed, path.parent.stat().st_mtime_ns
         # A forked child shares the open file, and with it the lock: one that outlives us would keep others waiting.
@@ -198,7 +221,7 @@ def is_locked(folder: Path) -> bool | None:
     try:
         import fcntl
 
-        with (folder / LOCK_FILE).open("rb") as file:
+        with open_regular(folder / LOCK_FILE) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
@@ -209,7 +232,7 @@ def is_locked(folder: Path) -> bool | None:
     return False
 
 
-def _try_to_lock(file: FileIO) -> tuple[bool, str]:
+def _try_to_lock(file: IO[bytes]) -> tuple[bool, str]:
     """Whether this process has locked the file, and the reason if this file system has no locks."""
     try:
         import fcntl
@@ -224,7 +247,7 @@ def _try_to_lock(file: FileIO) -> tuple[bool, str]:
     return True, ""
 
 
-def _sign(file: FileIO) -> None:
+def _sign(file: IO[bytes]) -> None:
     """Writes the holder into the file, as far as the disk allows: the lock does not need it."""
     holder = {
         "pid": os.getpid(),
@@ -236,11 +259,11 @@ def _sign(file: FileIO) -> None:
         file.write(json.dumps(holder).encode())
 
 
-def _refusal(folder: Path, file: FileIO) -> str:
+def _refusal(folder: Path, file: IO[bytes]) -> str:
     """The error message of a second process: the holder, and the remedies."""
     try:
         file.seek(0)
-        holder = json.loads(file.read())
+        holder = json.loads(file.read(MAX_LOCK_BYTES))
         pid, host, since = int(holder["pid"]), str(holder["host"]), str(holder["since"])
     except (OSError, ValueError, KeyError, TypeError):
         return (

@@ -4,6 +4,7 @@ Neither torch nor NumPy is needed: a ledger is JSON, a line a step or event, flo
 """
 
 import math
+import os
 import re
 import struct
 from collections.abc import Mapping, Sequence
@@ -11,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from samestep.data.files import check_regular
 from samestep.errors import DataError
+from samestep.train.atomic_io import read_lines, reason
 from samestep.train.paths import LEDGER_FILE
 from samestep.train.runlog.ledger import fault, from_line
 
@@ -41,6 +42,7 @@ class Ledger:
     events: Sequence[Mapping[str, Any]]
     torn: bool = False  # whether the last line is unfinished: the run was killed as it wrote, or is writing now
     repeats_that_differ: Sequence[Repeat] = ()
+    num_repeated: int = 0  # lines of steps that were there before, under the same contract
     problems: Sequence[str] = ()  # lines that cannot be read, each as a sentence with its number; the first hundred
 
 
@@ -80,22 +82,26 @@ class Extent:
 
 def read_ledger(path: Path) -> Ledger:
     """Reads a ledger, damaged or not; raises `DataError` if there is none."""
-    file = path / LEDGER_FILE if path.is_dir() else path
-    check_regular(file)
+    file = path / LEDGER_FILE if path.is_dir() else Path(os.path.realpath(path))  # a link that the user names
     try:
-        data = file.read_bytes()
+        return _read(file)
     except OSError as error:
-        raise DataError(f"no ledger at {file}: {error.strerror or error}; name a run's folder or a ledger") from error
+        raise DataError(f"no ledger at {file}: {reason(error)}; name a run's folder or a ledger") from error
+
+
+def _read(file: Path) -> Ledger:
     steps: dict[int, Mapping[str, Any]] = {}
     events: list[Mapping[str, Any]] = []
     repeats: list[Repeat] = []
     problems: list[str] = []
-    lines = data.split(b"\n")
-    torn = bool(lines.pop())
-    for number, line in enumerate(lines, 1):
+    torn, num_repeated = False, 0
+    for number, line in enumerate(read_lines(file), 1):
+        if not line.endswith(b"\n"):
+            torn = True
+            break
         if not line.strip():
             continue
-        entry, problem = _parse(line)
+        entry, problem = _parse(line[:-1])
         if problem:
             problems.append(f"line {number} {problem}")
         elif "event" in entry:
@@ -104,12 +110,13 @@ def read_ledger(path: Path) -> Ledger:
                 steps = {step: kept for step, kept in steps.items() if step < entry["step"]}
         else:
             if entry["step"] in steps:
+                num_repeated += 1
                 found = differing_fields(steps[entry["step"]], entry)
                 repeats += [Repeat(entry["step"], change.field, change.a, change.b) for change in found]
             steps[entry["step"]] = entry
     if problems and not steps and not events:
         raise DataError(f"{file} is no ledger: {problems[0]}")
-    return Ledger(dict(sorted(steps.items())), events, torn, repeats, problems[:_MAX_PROBLEMS])
+    return Ledger(dict(sorted(steps.items())), events, torn, repeats, num_repeated, problems[:_MAX_PROBLEMS])
 
 
 def compare(a: Ledger, b: Ledger) -> Difference | None:

@@ -3,18 +3,18 @@
 Only the lines that are needed of each file are parsed, so that a folder of long runs is listed at once.
 """
 
-import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from samestep.errors import DataError
-from samestep.train.checkpoint.manifest import MAX_FACTS_BYTES, parse_json, read_small
+from samestep.train.atomic_io import load_json, read_lines, read_object, read_small, reason
+from samestep.train.checkpoint.manifest import MAX_FACTS_BYTES
 from samestep.train.paths import (
     CHECKPOINT_FOLDER,
     CONTRACT_FILE,
@@ -76,16 +76,15 @@ def is_run(folder: Path) -> bool:
 def read_contract(folder: Path) -> dict[str, Any] | None:
     """The contract of a run; None if there is none that can be read."""
     try:
-        return _object((folder / CONTRACT_FILE).read_bytes())
-    except OSError:
+        return read_object(folder / CONTRACT_FILE)
+    except (OSError, ValueError):
         return None
 
 
 def run_status(folder: Path) -> RunStatus:
     """The state and the progress of a run; files that cannot be read are left out, and named."""
-    contract = read_contract(folder)
-    problems = [] if contract is not None else [f"{CONTRACT_FILE} cannot be read"]
-    contract = contract or {}
+    problems: list[str] = []
+    contract, _ = try_object(folder / CONTRACT_FILE, problems), try_object(folder / RESULT_FILE, problems)
     planned = contract.get("epochs")
     run = RunStatus(folder, recipe=_recipe(contract), epochs_planned=planned if isinstance(planned, int) else None)
     last_event = None
@@ -111,9 +110,13 @@ def run_status(folder: Path) -> RunStatus:
     return run
 
 
-def _problem(name: str, error: OSError) -> list[str]:
+def _problem(name: str, error: Exception) -> list[str]:
     """A sentence about a file that cannot be read; a run may be without it."""
-    return [] if isinstance(error, FileNotFoundError) else [f"{name} cannot be read: {error.strerror or error}"]
+    return (
+        []
+        if isinstance(error, FileNotFoundError) and name != CONTRACT_FILE
+        else [f"{name} cannot be read: {reason(error)}"]
+    )
 
 
 def _folders(folder: Path) -> Iterator[Path]:
@@ -121,31 +124,30 @@ def _folders(folder: Path) -> Iterator[Path]:
         yield from (entry for entry in folder.iterdir() if not entry.name.startswith(".") and entry.is_dir())
 
 
-def _object(text: bytes) -> dict[str, Any] | None:
-    """A JSON object; None if the text is none."""
+def try_object(path: Path, problems: list[str]) -> dict[str, Any]:
+    """The JSON object in a file; empty, with a problem, if it cannot be read."""
     try:
-        value = json.loads(text.decode())
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
+        return read_object(path)
+    except (OSError, ValueError) as error:
+        problems += _problem(path.name, error)
+        return {}
 
 
 def _read_ledger(path: Path, run: RunStatus) -> tuple[Any, list[int]]:
     """Reads all events and of the steps the first and the last; returns the last event, and damaged lines' numbers."""
     first = last = b""
     last_event, damaged, sizes = None, [], list[Any]()
-    with path.open("rb") as file:
-        for place, line in enumerate(file, 1):
-            if not line.endswith(b"\n") or not (line := line.strip()):
-                continue
-            if not is_whole(line):
-                damaged.append(place)
-            elif b'"event"' in line:
-                event = from_line(line) or {}
-                sizes.append(event.get("world_size"))
-                last_event = event["event"] if event.get("event") in _STATE_EVENTS else last_event
-            else:
-                first, last = first or line, line
+    for place, line in enumerate(read_lines(path), 1):
+        if not line.endswith(b"\n") or not (line := line.strip()):
+            continue
+        if not is_whole(line):
+            damaged.append(place)
+        elif b'"event"' in line:
+            event = from_line(line) or {}
+            sizes.append(event.get("world_size"))
+            last_event = event["event"] if event.get("event") in _STATE_EVENTS else last_event
+        else:
+            first, last = first or line, line
     step = from_line(last) or {}
     if not any(isinstance(size, int) for size in sizes):
         sizes = [entry.get("world_size") for entry in (from_line(first) or {}, step)]
@@ -159,25 +161,27 @@ def _read_ledger(path: Path, run: RunStatus) -> tuple[Any, list[int]]:
 def _read_metrics(path: Path, run: RunStatus) -> None:
     """Reads the lines that end an epoch: its number and the metrics of the evaluation."""
     evals: dict[str, list[float]] = {}
-    with path.open("rb") as file:
-        for line in file:
-            if b'"epoch"' not in line and b'/eval"' not in line:
+    for entry in read_objects(path, lambda line: b'"epoch"' in line or b'/eval"' in line):
+        for tag, value in entry.items():
+            if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
                 continue
-            for tag, value in (_object(line) or {}).items():
-                if (
-                    isinstance(value, bool)
-                    or not isinstance(value, int | float)
-                    or not abs(value) <= sys.float_info.max
-                ):
-                    continue
-                if tag == "epoch":
-                    run.epochs = int(value)
-                elif tag.endswith("/eval"):
-                    evals.setdefault(tag.removesuffix("/eval"), []).append(float(value))
+            if tag == "epoch":
+                run.epochs = int(value)
+            elif tag.endswith("/eval"):
+                evals.setdefault(tag.removesuffix("/eval"), []).append(float(value))
     name = next((name for name in evals if name != "loss"), next(iter(evals), None))
     if name is not None:
         best = min if any(part in name.lower() for part in _SMALLER_IS_BETTER) else max
         run.metric = (name, best(evals[name]))
+
+
+def read_objects(path: Path, wanted: Callable[[bytes], bool] = bool) -> Iterator[dict[str, Any]]:
+    """The JSON objects of a file with one a line, of the wanted lines; those that are none are skipped."""
+    for line in filter(wanted, read_lines(path)):
+        with suppress(ValueError):
+            value = load_json(line)
+            if isinstance(value, dict):
+                yield value
 
 
 def _recipe(contract: dict[str, Any]) -> str | None:
@@ -218,7 +222,7 @@ def newest_checkpoint(folder: Path) -> str | None:
 def checkpoint_contract(checkpoint: Path) -> dict[str, Any]:
     """The contract under which a checkpoint was written; empty if its files have none."""
     try:
-        contract = parse_json(read_small(checkpoint / FACTS_FILE, MAX_FACTS_BYTES))["run"]["rest"]["contract"]
+        contract = load_json(read_small(checkpoint / FACTS_FILE, MAX_FACTS_BYTES))["run"]["rest"]["contract"]
     except (OSError, ValueError, LookupError, TypeError):
         return {}
     return contract if isinstance(contract, dict) else {}

@@ -12,19 +12,18 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from io import BufferedReader
 from pathlib import Path
 from typing import Any, NoReturn
 
-from samestep.data.files import is_special
 from samestep.errors import CheckpointError
+from samestep.train.atomic_io import MAX_LEVELS, load_json, open_regular, read_small
 
 MANIFEST_FILE = "manifest.json"
 FORMAT = "samestep checkpoint"
 VERSION = 2
 MAX_FACTS_BYTES = 1 << 30
 """Of a JSON file, whose values take a multiple of its size in memory."""
-MAX_NESTING = 100
+MAX_NESTING = MAX_LEVELS // 2
 """Levels of lists and objects within each other that a state may have as JSON; a file around it may have twice that."""
 _TAIL = b'"\n}\n'
 _DIGITS = 64
@@ -64,7 +63,7 @@ def write_sealed(path: Path, data: bytes) -> Written:
 def read_verified(path: Path, expected: Written) -> bytes:
     """The bytes of a file; raises a `CheckpointError` if they are not those that were written."""
     with _opened(path, expected) as file:
-        data = file.read(expected.size)  # not to the end: a file that grows would have none
+        data: bytes = file.read(expected.size)  # not to the end: a file that grows would have none
     if not matches(hashlib.sha256(data).hexdigest(), expected.sha256):
         raise damaged(path.name)
     return data
@@ -127,47 +126,17 @@ def read_manifest(path: Path) -> Manifest:
     return manifest
 
 
-def read_small(path: Path, most: int) -> bytes:
-    """The content of a file of at most so many bytes; raises as `read_verified` does."""
-    with _opened(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        if size > most:
-            raise CheckpointError(f"{path.name} has {size} bytes, and can have {most} at most")
-        return file.read(most)
-
-
 def parse_json(text: str | bytes) -> Any:
-    """The value of a JSON text; raises a `ValueError`."""
-    try:
-        value = json.loads(text, parse_constant=_refuse)
-        if not is_nested_beyond(value, 2 * MAX_NESTING):
-            return value
-    except RecursionError:
-        pass
-    raise ValueError(f"it is nested more than {2 * MAX_NESTING} levels deep")
-
-
-def is_nested_beyond(value: Any, most: int) -> bool:
-    """Whether a JSON value has more levels of lists and objects within each other."""
-    level = [value]
-    for _ in range(most):
-        level = [
-            entry
-            for above in level
-            if isinstance(above, dict | list)
-            for entry in (above.values() if isinstance(above, dict) else above)
-        ]
-    return any(isinstance(entry, dict | list) for entry in level)
+    """The value of a JSON text without NaN and infinities; raises a `ValueError`."""
+    return load_json(text, parse_constant=_refuse)
 
 
 @contextmanager
-def _opened(path: Path, expected: Written | None = None) -> Iterator[BufferedReader]:
-    """Opens a regular file, or a link to one, of the expected size: a device or a pipe may have no end."""
-    if is_special(path) or path.is_dir():
-        raise CheckpointError(f"{path.name} is no regular file")
-    with path.open("rb") as file:
+def _opened(path: Path, expected: Written) -> Iterator[Any]:
+    """Opens a file of the expected size."""
+    with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
-        if expected is not None and size != expected.size:
+        if size != expected.size:
             raise CheckpointError(f"{path.name} has {size} bytes, and {expected.size} were written")
         yield file
 

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from samestep.engine.sharded_state import LocalShard, Sharding
 from samestep.errors import CheckpointError, SamestepError, UsageError
-from samestep.train.checkpoint.manifest import MAX_NESTING, is_nested_beyond
+from samestep.train.atomic_io import is_nested_beyond
+from samestep.train.checkpoint.manifest import MAX_NESTING
 from samestep.train.checkpoint.tensors import DTYPES, METADATA
 
 UNREADABLE = "the packed state cannot be read: its facts and tensors do not fit together"

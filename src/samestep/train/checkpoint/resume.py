@@ -16,8 +16,8 @@ from samestep.comm.membership import Membership
 from samestep.engine.sharded_state import LocalShard
 from samestep.engine.step import TrainStep
 from samestep.errors import CheckpointError, ContractError, UsageError
+from samestep.train.atomic_io import read_small
 from samestep.train.checkpoint.local_shards import Layout, Stored, whole_tensors
-from samestep.train.checkpoint.manifest import read_small
 from samestep.train.checkpoint.packing import as_bad_checkpoint
 from samestep.train.checkpoint.state import (
     NOT_OURS,
@@ -173,7 +173,9 @@ def find_checkpoint(place: str | Path, tell: Callable[[str], None]) -> Resumed |
 
 def names_checkpoint(path: Path) -> bool:
     """Whether a path is meant to be one checkpoint: `…/step-00000010`, `…/latest` or `…/best`."""
-    return is_checkpoint_name(path.name) or (path.name in (LATEST_FILE, BEST_FILE) and path.is_file())
+    return is_checkpoint_name(path.name) or (
+        path.name in (LATEST_FILE, BEST_FILE) and path.exists() and not path.is_dir()
+    )
 
 
 def read_state(path: Path) -> Resumed:

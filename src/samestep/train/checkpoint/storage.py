@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from samestep.errors import CheckpointError, UsageError
-from samestep.train.atomic_io import remove_entry, remove_leftovers, sync_folder, temporary_name, writing
+from samestep.train.atomic_io import read_small, remove_entry, remove_leftovers, sync_folder, temporary_name, writing
 from samestep.train.checkpoint.manifest import (
     MANIFEST_FILE,
     MAX_FACTS_BYTES,
@@ -324,7 +324,7 @@ def _remove_older(folder: Path, step: int, keep: int) -> None:
     kept = 1
     best = ""
     with suppress(OSError):
-        best = (folder / BEST_FILE).read_text(encoding="utf-8", errors="replace").strip()
+        best = read_small(folder / BEST_FILE).decode(errors="replace").strip()
     for other, path in reversed(_listed(folder)):
         if other >= step or path.name == best:
             continue

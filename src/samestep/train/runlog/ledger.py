@@ -12,13 +12,12 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
-from io import FileIO
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final
+from typing import IO, TYPE_CHECKING, Any, Final
 
 from samestep.errors import RunFolderError
-from samestep.train.atomic_io import append_whole, is_at, open_unbuffered, writing
+from samestep.train.atomic_io import append_whole, check_length, is_at, open_unbuffered, read_lines, writing
 
 if TYPE_CHECKING:
     import numpy as np
@@ -136,7 +135,7 @@ class LedgerWriter:
     def _entries_backwards(self, having: bytes = b"") -> Iterator[dict[str, Any]]:
         """The whole entries in the file, from the last on; of lines that contain some bytes."""
         with writing(self._path):
-            for line in lines_backwards(self._file):
+            for line in lines_backwards(self._file, self._path):
                 entry = from_line(line) if having in line else None
                 if entry is not None:
                     yield entry
@@ -189,12 +188,11 @@ def learning_rates(optimizers: Sequence["Optimizer"]) -> list[float]:
 def read_losses(path: Path) -> dict[int, float]:
     """The loss of every step in a ledger by the updates done; of a step that was run twice the later line's."""
     losses: dict[int, float] = {}
-    with path.open("rb") as file:
-        for line in file:
-            with suppress(ValueError, KeyError, TypeError):
-                entry = from_line(line.removesuffix(b"\n")) or {}
-                if "event" not in entry:
-                    losses[int(entry["step"]) + 1] = float.fromhex(entry["loss"])
+    for line in read_lines(path):
+        with suppress(ValueError, KeyError, TypeError):
+            entry = from_line(line.removesuffix(b"\n")) or {}
+            if "event" not in entry:
+                losses[int(entry["step"]) + 1] = float.fromhex(entry["loss"])
     return losses
 
 
@@ -206,8 +204,8 @@ def lacking(path: Path, steps: int) -> str:
     seen, damaged, first = set[int](), list[int](), 0
     if not path.exists():
         return f"{path} is gone, with its lines of {steps} steps"
-    with writing(path), path.open("rb") as file:
-        for number, line in enumerate(file, 1):
+    with writing(path):
+        for number, line in enumerate(read_lines(path), 1):
             line = line.removesuffix(b"\n")
             if not is_whole(line):
                 damaged.append(number)
@@ -221,10 +219,10 @@ def lacking(path: Path, steps: int) -> str:
     return f"{path}: {', '.join(parts)}" if parts else ""
 
 
-def mend_last_line(file: FileIO, path: Path, is_whole: Callable[[bytes], bool]) -> None:
-    """Ends a last line without a newline if it is whole, else cuts it off; a special file is left alone."""
+def mend_last_line(file: IO[bytes], path: Path, is_whole: Callable[[bytes], bool]) -> None:
+    """Ends a last line without a newline if it is whole, else cuts it off."""
     with writing(path):
-        if not path.is_file() or not (last := next(lines_backwards(file))):
+        if not (last := next(lines_backwards(file, path))):
             return
         if not is_whole(last):
             file.truncate(file.seek(0, os.SEEK_END) - len(last))
@@ -232,7 +230,7 @@ def mend_last_line(file: FileIO, path: Path, is_whole: Callable[[bytes], bool]) 
     append_whole(file, path, b"\n")
 
 
-def lines_backwards(file: FileIO) -> Iterator[bytes]:
+def lines_backwards(file: IO[bytes], path: Path) -> Iterator[bytes]:
     """The lines of a file without newlines, from the last on; the first is what follows the last newline."""
     start, pieces = file.seek(0, os.SEEK_END), list[bytes]()
     while start > 0:
@@ -246,6 +244,7 @@ def lines_backwards(file: FileIO) -> Iterator[bytes]:
             yield from reversed(lines)
             pieces = []
         pieces.append(first)
+        check_length(sum(map(len, pieces)), path)
     yield b"".join(reversed(pieces))
 
 

@@ -29,9 +29,9 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from io import BytesIO, FileIO
+from io import BytesIO
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import IO, Any, Protocol, runtime_checkable
 
 from samestep.data.randomness import Generators
 from samestep.engine.losses import describe
@@ -102,7 +102,7 @@ class JsonlLogger:
 
     def last_value(self, tag: str) -> float | None:
         """The last value of a tag in the file; None if there is none."""
-        for line in lines_backwards(self._file):
+        for line in lines_backwards(self._file, self._path):
             if f'"{tag}": '.encode() in line:
                 return float(json.loads(line)[tag])
         return None
@@ -150,7 +150,7 @@ class TensorBoardLogger:
         append_whole(self._file, self._path, record.getvalue())
 
 
-def _new_event_file(folder: Path) -> tuple[Path, FileIO]:
+def _new_event_file(folder: Path) -> tuple[Path, IO[bytes]]:
     """A new file named as TensorBoard wants it; files sort by time, which is the order they are read in."""
     make_folder(folder)
     stem = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"

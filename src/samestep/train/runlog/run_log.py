@@ -33,6 +33,7 @@ from samestep.train.paths import (
     LEDGER_FILE,
     LOCK_SECONDS,
     FolderLock,
+    check_entries,
     check_untaken,
     create_folder,
     take_lock,
@@ -157,6 +158,7 @@ class RunLog:
         """Locks the folder, if it exists, for this process; raises as `take_lock` does."""
         if self._lock is not None or self.folder is None or not self.folder.is_dir():
             return
+        check_entries(self.folder)
         heartbeat = self._membership.heartbeat
 
         def beat() -> None:  # entering the phase again is a sign of life: a rank that waits for the lock does not hang

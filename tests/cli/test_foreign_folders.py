@@ -1,0 +1,144 @@
+"""Run folders of unknown origin: no command writes elsewhere, hangs, runs a program or moves the cursor because of one.
+
+Each entry of a run's folder is replaced by a link, a pipe or an endless file, and each command is called on it.
+"""
+
+import os
+import shutil
+import sys
+
+import pytest
+from cli_commands import samestep, write_table
+
+from samestep.cli.main import main
+
+CHECKPOINT = "checkpoints/step-00000004"
+WRITTEN = ("run.json", "result.json", "ledger.jsonl", "metrics.jsonl", ".lock", "logs/rank-1.log")
+READ = {  # by entry, the commands that must name it
+    "run.json": ("runs", "report", "replay", "resume"),
+    "result.json": ("runs", "report"),
+    "ledger.jsonl": ("runs", "report", "ledger", "profile", "replay"),
+    "metrics.jsonl": ("runs", "report"),
+    ".lock": (),
+    "logs/rank-1.log": (),
+    "checkpoints/latest": ("latest",),
+    f"{CHECKPOINT}/manifest.json": ("export", "resume"),
+    f"{CHECKPOINT}/model.safetensors": ("export",),
+    f"{CHECKPOINT}/state.json": ("export",),
+}
+FOLDERS = ("checkpoints", "logs", "tensorboard")
+COMMANDS = {
+    "runs": ("runs", "a"),
+    "report": ("report", "a", "--output", "out"),
+    "ledger": ("ledger", "show", "a"),
+    "profile": ("profile", "a"),
+    "replay": ("replay", "a", "--step", "1"),
+    "export": ("export", f"a/{CHECKPOINT}", "out.safetensors"),
+    "latest": ("export", "a/checkpoints/latest", "latest.safetensors"),
+}
+RESUME = ("train", "--resume", "a", "--devices", "cpu:2", "--epochs", "3")
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    """A folder with a run, `a`, of two epochs on two devices."""
+    folder = tmp_path_factory.mktemp("recorded")
+    write_table(folder / "table.csv")
+    words = ("--epochs", 2, "--devices", "cpu:2", "--run-dir", "a", "--keep", 9, "--checkpoint-steps", 2)
+    done = samestep("train", "mlp", "--data", folder / "table.csv", *words, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    (folder / "a" / ".lock").touch()
+    assert (folder / "a" / "logs" / "rank-1.log").exists()
+    return folder
+
+
+@pytest.fixture
+def folder(recorded, tmp_path, monkeypatch):
+    """A copy of it, to change, which is the working folder."""
+    shutil.copytree(recorded, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "400")
+    return tmp_path
+
+
+def said(words, monkeypatch, capsys):
+    """The exit code of `samestep WORDS`, called here, and all that it printed."""
+    monkeypatch.setattr(sys, "argv", ["samestep", *map(str, words)])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    return caught.value.code, "".join(capsys.readouterr())
+
+
+def spoil(path, kind, aside):
+    """Replaces a file by a link to its content elsewhere, a pipe, or a file that is endless and takes no space."""
+    if kind == "link":
+        path.rename(aside)
+        path.symlink_to(aside)
+    elif kind == "pipe":
+        path.unlink()
+        os.mkfifo(path)
+    else:
+        os.truncate(path, 0)
+        os.truncate(path, 1 << 40)
+
+
+def mine(path):
+    """What a user has at a path: the content of files, and when they were changed."""
+    files = [path] if path.is_file() else sorted(path.rglob("*"))
+    return {file: (file.stat().st_mtime_ns, file.read_bytes() if file.is_file() else b"") for file in files}
+
+
+REASONS = {"link": "is a symbolic link", "pipe": "is no regular file", "endless": "bytes"}
+
+
+@pytest.mark.parametrize("kind", REASONS)
+@pytest.mark.parametrize("entry", READ)
+def test_no_command_follows_a_link_or_waits_for_a_pipe_or_reads_without_end(folder, monkeypatch, capsys, entry, kind):
+    aside = folder / "mine"
+    spoil(folder / "a" / entry, kind, aside)
+    before = mine(aside) if kind == "link" else None
+    for command, words in COMMANDS.items():
+        code, text = said(words, monkeypatch, capsys)
+        assert code in (0, 1, 2), text
+        if command in READ[entry]:
+            assert f"{os.path.basename(entry)}" in text, (command, text)
+            assert REASONS[kind] in text, (command, text)
+    if (entry in WRITTEN and kind != "endless") or (entry == "run.json"):
+        code, text = said(RESUME, monkeypatch, capsys)
+        assert code == (1 if entry.startswith("logs/") else 2), text
+        assert text.startswith("samestep: error: ")
+        assert f"a/{entry}" in text
+        assert REASONS[kind] in text
+    assert kind != "link" or mine(aside) == before
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_folder_within_a_run_s_that_is_a_link_is_not_written_to(folder, monkeypatch, capsys, name):
+    (folder / "a" / name).rename(folder / "mine")
+    (folder / "a" / name).symlink_to(folder / "mine")
+    before = mine(folder / "mine")
+    code, text = said(RESUME, monkeypatch, capsys)
+    assert code == 2
+    assert text.startswith(f"samestep: error: a/{name}: it is a symbolic link"), text
+    assert mine(folder / "mine") == before
+
+
+def test_a_run_s_folder_may_itself_be_a_link_or_below_one(folder):
+    (folder / "scratch").mkdir()
+    (folder / "a").rename(folder / "scratch" / "a")
+    (folder / "disk").symlink_to("scratch")
+    (folder / "a").symlink_to("disk/a")
+    done = samestep(*RESUME, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert "resumed from" in done.stdout
+
+
+@pytest.mark.parametrize("entry", ["ledger.jsonl", "metrics.jsonl", ".lock", f"{CHECKPOINT}/state.json"])
+def test_a_run_whose_file_is_endless_is_gone_on_with_or_refused_in_a_sentence(folder, entry):
+    spoil(folder / "a" / entry, "endless", None)
+    done = samestep(*RESUME, cwd=folder)
+    assert done.returncode in (0, 1), done.stderr
+    assert "Traceback" not in done.stderr
+    assert (done.returncode == 0) == (entry in (".lock", f"{CHECKPOINT}/state.json")), done.stderr
+    if done.returncode == 1:
+        assert f"a/{entry}: it has a line of 16777216 bytes or more" in done.stderr
