@@ -23,9 +23,14 @@ def one_line(text: Any) -> str:
     return _CONTROL.sub("�", str(text))
 
 
+def visible(text: str) -> str:
+    """Text of several lines, each as by `one_line`."""
+    return "\n".join(one_line(line.expandtabs()) for line in text.split("\n"))
+
+
 def readable(text: str) -> str:
     """A message with each line as by `one_line`, and without the middle of long words and lines."""
-    return "\n".join(map(_short, text.split("\n")))
+    return "\n".join(map(_short, visible(text).split("\n")))
 
 
 def counted(number: Any, noun: str) -> str:
@@ -58,14 +63,31 @@ def show(text: str, stream: TextIO) -> None:
 def notify(text: str) -> None:
     """Shows a message of ours on stderr."""
     if sys.stderr is not None:  # its descriptor may have been closed when the program was started
-        show(f"samestep: {text}", sys.stderr)
+        show(f"samestep: {visible(text)}", sys.stderr)
 
 
 def make_console() -> "Console":
-    """The console for tables on stdout; in a file or a pipe nothing is folded or cut."""
-    from rich.console import Console
+    """The console for tables on stdout; in a file or a pipe nothing is folded or cut.
 
-    console = Console(highlight=False)
+    What it prints may come from a file or be the name of one: of a text only its own characters reach the terminal, and
+    a text that is printed is one line.
+    """
+    from rich.console import Console
+    from rich.segment import Segment
+    from rich.text import Text
+
+    class Visible(Console):
+        def print(self, *objects: Any, **options: Any) -> None:
+            for text in objects:
+                if isinstance(text, Text):
+                    text.plain = one_line(text.plain)
+            super().print(*(one_line(each) if isinstance(each, str) else each for each in objects), **options)
+
+        def render(self, *args: Any, **options: Any) -> Iterator[Segment]:
+            for segment in super().render(*args, **options):
+                yield segment if segment.control else Segment(visible(segment.text), segment.style)
+
+    console = Visible(highlight=False)
     if not console.is_terminal:
         console.width = 200
     return console
@@ -102,7 +124,7 @@ def print_table(console: "Console", table: "Table", spare: Sequence[str], all_by
 
 
 def _short(line: str) -> str:
-    line = _LONG_WORD.sub(lambda word: _without_middle(word[0], MAX_WORD), one_line(line.expandtabs()))
+    line = _LONG_WORD.sub(lambda word: _without_middle(word[0], MAX_WORD), line)
     return _without_middle(line, MAX_LINE)
 
 

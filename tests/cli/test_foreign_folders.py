@@ -3,6 +3,7 @@
 Each entry of a run's folder is replaced by a link, a pipe or an endless file, and each command is called on it.
 """
 
+import json
 import os
 import shutil
 import sys
@@ -11,6 +12,8 @@ import pytest
 from cli_commands import samestep, write_table
 
 from samestep.cli.main import main
+from samestep.train.atomic_io import write_json
+from samestep.train.runlog.ledger import to_line
 
 CHECKPOINT = "checkpoints/step-00000004"
 WRITTEN = ("run.json", "result.json", "ledger.jsonl", "metrics.jsonl", ".lock", "logs/rank-1.log")
@@ -142,3 +145,50 @@ def test_a_run_whose_file_is_endless_is_gone_on_with_or_refused_in_a_sentence(fo
     assert (done.returncode == 0) == (entry in (".lock", f"{CHECKPOINT}/state.json")), done.stderr
     if done.returncode == 1:
         assert f"a/{entry}: it has a line of 16777216 bytes or more" in done.stderr
+
+
+ODD = "\x1b]0;owned\x07\x1b[31m\x9b2J\r\x08\nFORGED"
+ODD_COMMANDS = (
+    *(("runs",), ("runs", "runs/a"), ("runs", "nowhere"), ("report", "runs/a"), ("report", "runs/a", "runs/b")),
+    *(("ledger", "show", "runs/a"), ("ledger", "show", "runs/a", "--events"), ("ledger", "diff", "runs/a", "runs/b")),
+    *(("replay", "runs/a", "--step", "1"), ("train", "--resume", "runs/a"), ("train", "--resume", "runs/b")),
+    *(("export", "runs/a/checkpoints/latest", "out"), ("export", "runs/a", "out"), ("profile", "runs/a")),
+)
+
+
+def make_odd(folder):
+    """Two runs with control characters in every text of their files and in their names, as a stranger's may have."""
+    (folder / "runs").mkdir()
+    for name, seed in (("a", 0), ("b", 1)):
+        place = folder / "runs" / f"{name}{ODD}"
+        shutil.copytree(folder / "a", place)
+        record = {"recipe": ODD, "script": ODD, "data": ODD, "command": ["python", ODD], ODD: ODD, "precision": ODD}
+        record |= {"optimizer": {"class": ODD}, "devices": [ODD], "device_kind": ODD, "seed": f"{ODD}{seed}"}
+        record |= {"versions": {ODD: f"{seed}"}, "working_folder": ODD, "global_batch_size": 8, "num_microbatches": ODD}
+        write_json(place / "run.json", record | ({"job": {"recipe": ODD}} if seed else {"job": ODD}))
+        (place / "result.json").unlink()
+        lines = [{"step": 0, ODD: 1.0}, {"step": 1, "epoch": 1.0, f"{ODD}/eval": 0.5, ODD: 2, f"seconds/{ODD}": 1.0}]
+        (place / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        step = {"num_samples": 8, "ids": ODD, "loss": "0x1p+0", "grad_norm": "0x1p+0", "lr": [], "world_size": ODD}
+        events = [{"event": ODD, "step": 1, "time": ODD, ODD: ODD}, {"event": "death", "step": 1, "cause": ODD}]
+        events += [{"event": "resume", "step": 1, "from": ODD}, {"event": "stop", "step": 2, "signal": ODD}]
+        entries = [{"step": number, **step, "digest": f"{ODD}{number}{seed}"} for number in range(2)] + events
+        (place / "ledger.jsonl").write_bytes(b"".join(map(to_line, entries)) + b'{"step": 9}\n')
+        (place / "checkpoints" / "latest").write_text(ODD)
+        (place / "checkpoints" / f"step-{ODD}").mkdir()
+    return {name: folder / "runs" / f"{name}{ODD}" for name in "ab"}
+
+
+@pytest.mark.parametrize("words", ODD_COMMANDS, ids=" ".join)
+def test_control_characters_of_names_and_values_are_shown_and_never_sent(folder, monkeypatch, capsys, words):
+    places = make_odd(folder)
+    named = {"runs/a": places["a"], "runs/b": places["b"], "nowhere": f"nowhere{ODD}"}
+    for short, name in named.items():
+        words = [word.replace(short, str(name)) for word in words]
+    code, text = said(words, monkeypatch, capsys)
+    assert code in (0, 1, 2)
+    assert "Traceback" not in text
+    assert not {char for char in text if not char.isprintable()} - {"\n"}, text
+    if "samestep: error: " not in text:  # a message may have several lines
+        assert not [line for line in text.splitlines() if line.startswith("FORGED")], text
+    assert "�" in text or r"\x1b" in text

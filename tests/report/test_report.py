@@ -331,12 +331,6 @@ def test_what_a_run_is_called_cannot_become_markup_or_script(tmp_path):
     assert figure_of(other, folder).axes
 
 
-def test_control_characters_do_not_reach_the_terminal(tmp_path):
-    folder = make_run(tmp_path / "run", MadeRun(contract={"data": "a\x1b[2Jb\nc"}))
-    assert "\x1b[2J" not in printed(folder)
-    assert "a�[2Jb�c" in printed(folder)
-
-
 def test_the_page_needs_nothing_else_and_forbids_itself_to_ask(tmp_path):
     text = make_page(make_report([make_run(tmp_path / "run")]))
     page = Page(text)

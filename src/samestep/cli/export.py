@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from samestep.cli.options import run_folders
+from samestep.text import one_line
 
 
 def export(
@@ -26,4 +27,4 @@ def export(
     """
     from samestep.train.checkpoint.export import export_weights
 
-    print(f"{file}: the weights of {export_weights(place, file, model)}")
+    print(one_line(f"{file}: the weights of {export_weights(place, file, model)}"))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from samestep.cli.options import Command, run_folders
-from samestep.text import counted, make_console, make_table, one_line, print_table
+from samestep.text import counted, make_console, make_table, print_table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -91,7 +91,7 @@ def show(
     if not steps and not shown:
         console.print("no event" if events else "no step yet")
     for note in _notes(ledger):
-        console.print(f"note: {one_line(note)}", markup=False)
+        console.print(f"note: {note}", markup=False)
 
 
 def _read(path: Path) -> "Ledger":
@@ -159,9 +159,9 @@ def _print_comparison(found: _Comparison) -> None:
     alone = found.extent.only_a, found.extent.only_b
     for letter, path, ledger, count in zip("AB", found.paths, found.ledgers, alone, strict=True):
         only = f", {count:,} of them not in {'B' if letter == 'A' else 'A'}" if count else ""
-        console.print(f"{letter}: {one_line(path)}, {counted(len(ledger.steps), 'step')}{only}", markup=False)
+        console.print(f"{letter}: {path}, {counted(len(ledger.steps), 'step')}{only}", markup=False)
         for note in _notes(ledger):
-            console.print(f"note: {letter}: {one_line(note)}", markup=False)
+            console.print(f"note: {letter}: {note}", markup=False)
     if found.changes:
         console.print(changes_table(found.changes, "A", "B"))
     else:
@@ -175,7 +175,9 @@ def _print_comparison(found: _Comparison) -> None:
 
 
 def _print_steps(console: "Console", steps: "list[Any]") -> None:
-    from samestep.replay.difference_tables import cell, field_name, ledger_value
+    from rich.markup import escape
+
+    from samestep.replay.difference_tables import field_name, ledger_value
 
     fields = ("step", "epoch", "position", "num_samples", "ids", "loss", "grad_norm", "lr", "world_size", "digest")
     used = [field for field in fields if any(step.get(field) is not None for step in steps)]
@@ -183,13 +185,13 @@ def _print_steps(console: "Console", steps: "list[Any]") -> None:
     for step in steps:
         mark = " skipped" if step.get("skipped") else ""
         cells = [ledger_value(step.get(field), short=True) + (mark if field == "step" else "") for field in used]
-        table.add_row(*map(cell, cells))
+        table.add_row(*map(escape, cells))
     spare = ("num_samples", "position", "world_size", "ids", "epoch", "lr")
     print_table(console, table, [field_name(field) for field in spare], "--json")
 
 
 def _print_events(console: "Console", events: "list[Any]") -> None:
-    from samestep.replay.difference_tables import cell
+    from rich.markup import escape
 
     table = make_table("time", "before step", "event", "")
     for event in events:
@@ -200,9 +202,9 @@ def _print_events(console: "Console", events: "list[Any]") -> None:
             f"{key} {value if isinstance(value, str) else json.dumps(value)}" for key, value in rest.items()
         )
         table.add_row(
-            cell(str(event.get("time", ""))[:19].replace("T", " ")),
+            escape(str(event.get("time", ""))[:19].replace("T", " ")),
             str(event["step"]),
-            cell(event["event"]),
-            cell(words),
+            escape(event["event"]),
+            escape(words),
         )
     console.print(table)

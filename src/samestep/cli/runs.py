@@ -35,7 +35,7 @@ def runs(
     if as_json:
         print(json.dumps([_as_dict(run) for run in found]))
     elif not found:
-        print(f"no runs in {folder}")
+        make_console().print(f"no runs in {folder}", markup=False)
     else:
         _print(found)
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
 
-from samestep.text import make_table, one_line
+from samestep.text import make_table
 from samestep.train.contract_diff import Change, decides, shown
 from samestep.verify.ledger import FieldDifference, number
 
@@ -30,7 +30,7 @@ def fields_table(fields: Iterable[FieldDifference], a: str, b: str) -> "Table":
     for change in fields:
         near = "" if change.ulps is None or change.ulps > MAX_ULPS else f"{change.ulps:,} ulp, "
         apart = "" if change.relative is None else f"{near}{change.relative:.2g} of it"
-        values = (cell(ledger_value(change.a)), cell(ledger_value(change.b)))
+        values = (escape(ledger_value(change.a)), escape(ledger_value(change.b)))
         table.add_row(field_name(change.field), *values, apart)
     return table
 
@@ -39,8 +39,8 @@ def changes_table(changes: Iterable[Change], a: str, b: str) -> "Table":
     """The fields in which contracts differ, and what each of them decides."""
     table = make_table("contract", a, b, "decides")
     for change in changes:
-        values = (cell(shown(change.before)), cell(shown(change.after)))
-        table.add_row(cell(change.field), *values, decides(change.field) if change.breaks else "no bits, as a rule")
+        values = (escape(shown(change.before)), escape(shown(change.after)))
+        table.add_row(escape(change.field), *values, decides(change.field) if change.breaks else "no bits, as a rule")
     return table
 
 
@@ -59,8 +59,3 @@ def ledger_value(value: Any, short: bool = False) -> str:
     if known is None:
         return value if isinstance(value, str) else json.dumps(value)
     return f"{known:.6g}" if short else repr(known)
-
-
-def cell(text: str) -> str:
-    """Text from a file for a table: without markup and characters that control a terminal."""
-    return escape(one_line(text))

@@ -10,7 +10,7 @@ from samestep.report.events import QUIET
 from samestep.report.findings import Finding
 from samestep.report.formatting import duration, number, size, value_text
 from samestep.report.run_summary import Report, RunSummary
-from samestep.text import counted, make_table, one_line
+from samestep.text import counted, make_table
 from samestep.train.curves import Curve, wants_log
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def print_report(report: Report, console: "Console", written: Sequence[Path] = (
     if written:
         console.print()
     for path in written:
-        console.print(f"{'page' if path.suffix == '.html' else 'picture':<8} {one_line(path)}", markup=False)
+        console.print(f"{'page' if path.suffix == '.html' else 'picture':<8} {path}", markup=False)
 
 
 def sparkline(curve: Curve, width: int) -> str:
@@ -65,25 +65,25 @@ def sparkline(curve: Curve, width: int) -> str:
 def _print_run(run: RunSummary, console: "Console") -> None:
     from rich.text import Text
 
-    console.print(Text.assemble((one_line(run.name), "bold"), "  ", (run.state, _state_style(run.state))))
-    console.print(one_line(run.title), markup=False)
+    console.print(Text.assemble((run.name, "bold"), "  ", (run.state, _state_style(run.state))))
+    console.print(run.title, markup=False)
     if run.terms:
-        console.print(one_line(run.terms), markup=False, style="dim")
+        console.print(run.terms, markup=False, style="dim")
     facts = [counted(run.num_steps, "step")] + ([counted(max(run.epochs), "epoch")] if run.epochs else [])
     facts += [run.devices] if run.devices else []
     facts += [duration(run.time.duration)] if run.time.duration else []
     facts += [f"begun {run.begun}"] if run.begun else []
     facts += [f"{number(run.throughput, 3)} samples/s"] if run.throughput else []
     facts += [f"{name} memory {size(value)}" for name, value in run.memory.items()]
-    console.print(one_line(" · ".join(facts)), markup=False)
+    console.print(" · ".join(facts), markup=False)
     if run.digest:
-        console.print(f"digest {one_line(run.digest)}", markup=False)
+        console.print(f"digest {run.digest}", markup=False)
     _print_curves([run], console)
     titles, rows = run.epoch_table()
     if rows:
         table = make_table()
         for title in titles:
-            table.add_column(one_line(title).replace("[", r"\["), justify="right", overflow="fold")
+            table.add_column(title.replace("[", r"\["), justify="right", overflow="fold")
         half = MAX_EPOCHS // 2
         shown = rows if len(rows) <= MAX_EPOCHS else [*rows[:half], ["…"] * len(titles), *rows[-half:]]
         for row in shown:
@@ -103,15 +103,15 @@ def _print_runs(report: Report, console: "Console") -> None:
         table.add_column(title, justify="left" if title in ("metric", "ran on", "digest") else "right", overflow="fold")
     for run in report.runs:
         table.add_row(
-            Text(one_line(run.name), "bold"),
+            Text(run.name, "bold"),
             Text(run.state, _state_style(run.state)),
             f"{run.num_steps:,}",
             number(run.train_loss),
-            Text(f"{one_line(run.metric[0])} {number(run.metric[1])}" if run.metric else "-"),
+            Text(f"{run.metric[0]} {number(run.metric[1])}" if run.metric else "-"),
             number(run.throughput),
             duration(run.time.duration),
             Text(run.devices or "-"),
-            Text(one_line(run.digest)[:12] if run.digest else "-"),
+            Text(run.digest[:12] if run.digest else "-"),
         )
     console.print(table)
     for comparison in report.comparisons:
@@ -120,7 +120,7 @@ def _print_runs(report: Report, console: "Console") -> None:
             values = f"{value_text(change.before)} and {value_text(change.after)}"
             note = "" if change.breaks else " (does not decide the bits)"
             style = "red" if change.breaks else "dim"
-            console.print(Text(f"  contract: {one_line(change.field)} {values}{note}", style))
+            console.print(Text(f"  contract: {change.field} {values}{note}", style))
     for run in report.runs:
         for finding in run.findings:
             if finding.verdict == "fails":
@@ -128,7 +128,7 @@ def _print_runs(report: Report, console: "Console") -> None:
     _print_curves(report.runs, console)
     for run in report.runs:
         if any(event.name not in QUIET for event in run.events):
-            _print_events(run, console, f" of {one_line(run.name)}")
+            _print_events(run, console, f" of {run.name}")
 
 
 def _print_curves(runs: Sequence[RunSummary], console: "Console") -> None:
@@ -147,14 +147,14 @@ def _print_curves(runs: Sequence[RunSummary], console: "Console") -> None:
             values = (float(curve.values[0]), curve.last, float(curve.finite.min()), float(curve.finite.max()))
             spark = Text(sparkline(curve, max(4, min(SPARK_WIDTH, console.width - 76))), "blue")
             texts = [size(v) if v is not None and tag.startswith("memory/") else number(v) for v in values]
-            label = Text(one_line(tag if len(runs) == 1 else f"{run.name}: {tag}"))
+            label = Text(tag if len(runs) == 1 else f"{run.name}: {tag}")
             table.add_row(label, spark, *texts[-len(titles) :])
     if table.row_count:
         console.print(table)
     for run in runs:
         if run.phases.shares:
-            shares = "   ".join(f"{one_line(name)} {100 * share:.0f} %" for name, share in run.phases.shares.items())
-            name = one_line(run.name) + ": " if len(runs) > 1 else ""
+            shares = "   ".join(f"{name} {100 * share:.0f} %" for name, share in run.phases.shares.items())
+            name = run.name + ": " if len(runs) > 1 else ""
             console.print(Text.assemble(("where the time goes  ", "dim"), name, shares))
 
 
@@ -171,7 +171,7 @@ def _print_events(run: RunSummary, console: "Console", of: str = "") -> None:
     for event, seconds in events:
         moment = duration(seconds) if seconds is not None else ""
         style = EVENT_STYLES.get(event.name, "")
-        console.print(Text.assemble(f"  step {event.step:>7,}  {moment:>12}  ", (one_line(event.sentence), style)))
+        console.print(Text.assemble(f"  step {event.step:>7,}  {moment:>12}  ", (event.sentence, style)))
     if len(events) < len(run.events):
         console.print(f"  and {len(run.events) - len(events):,} more, which the page shows", style="dim")
 
@@ -180,8 +180,8 @@ def _finding(finding: Finding, before: str = "") -> "Text":
     from rich.text import Text
 
     sign, style = SIGNS[finding.verdict]
-    name = f"{one_line(before)}: " if before else ""
-    return Text.assemble((f"{sign} ", style), (name, "bold"), one_line(finding.text))
+    name = f"{before}: " if before else ""
+    return Text.assemble((f"{sign} ", style), (name, "bold"), finding.text)
 
 
 def _state_style(state: str) -> str:
