@@ -3,6 +3,7 @@
 Each entry of a run's folder is replaced by a link, a pipe or an endless file, and each command is called on it.
 """
 
+import hashlib
 import json
 import os
 import shutil
@@ -192,3 +193,49 @@ def test_control_characters_of_names_and_values_are_shown_and_never_sent(folder,
     if "samestep: error: " not in text:  # a message may have several lines
         assert not [line for line in text.splitlines() if line.startswith("FORGED")], text
     assert "�" in text or r"\x1b" in text
+
+
+MARK = "import pathlib\npathlib.Path({!r}).touch()\n"
+PROGRAMS = {  # case: working folder and command, the recorded hash, and why it is not run, "" for a script that is
+    "the script that made the run": (".", ["python", "train.py"], "own", ""),
+    "another one": (".", ["python", "train.py"], "0" * 64, "is not the script that made the run"),
+    "no hash": (".", ["python", "train.py"], None, "is not the script that made the run, of SHA-256 None"),
+    "in the folder": ("a", ["python", "train.py"], "own", "came with the folder of the run"),
+    "beneath it": (".", ["python", "a/deep/train.py"], "own", "came with the folder of the run"),
+    "by a link": (".", ["python", "link.py"], "own", "came with the folder of the run"),
+    "a module": (".", ["python", "-m", "train"], "own", ""),
+    "a module in the folder": ("a", ["python", "-m", "train"], "own", "came with the folder of the run"),
+    "a package in the folder": (".", ["python", "-m", "a.deep"], "own", "came with the folder of the run"),
+    "a module of Python's": ("a", ["python", "-m", "zipfile"], "own", "came with the folder of the run"),
+    "a module that is not there": (".", ["python", "-m", "nowhere.train"], "own", "None is not the script"),
+}
+
+
+@pytest.mark.parametrize("trust", [(), ("--trust",)], ids=["alone", "trusted"])
+@pytest.mark.parametrize("case", PROGRAMS)
+def test_replay_says_which_script_it_runs_and_runs_one_of_the_folder_s_with_trust_alone(
+    tmp_path, monkeypatch, capsys, case, trust
+):
+    where, command, recorded, why = PROGRAMS[case]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a" / "deep").mkdir(parents=True)
+    mark, text = tmp_path / "was run", MARK.format(str(tmp_path / "was run"))
+    for name in ("train.py", "a/train.py", "a/deep/train.py", "a/deep/__main__.py"):
+        (tmp_path / name).write_text(text)
+    (tmp_path / "link.py").symlink_to("a/train.py")
+    own = hashlib.sha256(text.encode()).hexdigest()
+    record = {"command": command, "working_folder": str(tmp_path / where)}
+    write_json(tmp_path / "a" / "run.json", record | {"script_sha256": own if recorded == "own" else recorded})
+    (tmp_path / "a" / "ledger.jsonl").touch()
+    if why and trust and command[-1] in ("zipfile", "nowhere.train"):
+        return
+    code, text = said(("replay", "a", "--step", 0, *trust), monkeypatch, capsys)
+    assert code == 2
+    assert f"samestep: running {' '.join(command)}: " in text
+    assert f"SHA-256 {own}" in text or command[-1] in ("zipfile", "nowhere.train")
+    assert mark.exists() == (not why or bool(trust)), text
+    if mark.exists():
+        assert "ended before a Trainer of its own began to fit" in text
+    else:
+        assert why in text
+        assert "--trust" in text

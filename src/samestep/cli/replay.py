@@ -4,7 +4,7 @@ import json
 import sys
 from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -31,6 +31,9 @@ def replay(
         Path | None,
         typer.Option(metavar="DIR", help="Write inputs, outputs, gradients and the batch to this new folder."),
     ] = None,
+    trust: Annotated[
+        bool, typer.Option("--trust", help="Run a script that came with RUN, or has changed since.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
 ) -> None:
     """Takes step N of a recorded run again on one device, and shows its microbatches and modules.
@@ -47,9 +50,8 @@ def replay(
         raise UsageError("got --pdb and --json; the debugger needs the terminal for itself")
     try:
         with nullcontext() if debug else redirect_stdout(sys.stderr):
-            found = replay_run(
-                run, step, device=device, microbatch=microbatch, module=module, debug=debug, save=save, tell=notify
-            )
+            asked: dict[str, Any] = {"microbatch": microbatch, "module": module, "debug": debug, "save": save}
+            found = replay_run(run, step, device=device, trust=trust, tell=notify, **asked)
     except BdbQuit:
         raise typer.Exit from None
     if as_json:

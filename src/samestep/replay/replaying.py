@@ -9,7 +9,7 @@ import torch
 from samestep.comm.environment import Environment, read_environment
 from samestep.errors import DataError, UsageError
 from samestep.replay.observed_step import ObservedStep
-from samestep.replay.rerun import Compared, ProgramRerun, program_of
+from samestep.replay.rerun import Compared, ProgramRerun, announce, program_of
 from samestep.replay.saving import Saver, check_folder
 from samestep.replay.views import Check, Replay, Tier
 from samestep.train.checkpoint.resume import find_state
@@ -35,14 +35,16 @@ def replay(
     module: str | None = None,
     debug: bool = False,
     save: str | Path | None = None,
+    trust: bool = False,
     program: Callable[[], object] | None = None,
     tell: Callable[[str], None] = lambda _: None,
 ) -> Replay:
     """Takes one step of a recorded run again on one device, and returns a view of it and a comparison with the ledger.
 
     The run's own program (or `program`, in a notebook) is run from the newest good checkpoint at or before the step.
-    Each step on the way is compared with the ledger: tier `bitwise` if nothing has changed on which the bits depend,
-    else `allclose`. Nothing is written to the run's folder.
+    A script that came with the folder, or is not the one that the run recorded, needs `trust`. Each step on the way is
+    compared with the ledger: tier `bitwise` if nothing has changed on which the bits depend, else `allclose`. Nothing
+    is written to the run's folder.
     """
     folder = Path(run)
     if folder.is_dir() and not holds_run(folder):
@@ -63,6 +65,8 @@ def replay(
     own = None
     if program is None:
         own = program_of(record, folder)
+        if not own.is_recipe:
+            announce(own, record, folder, trust, tell)
         program = own.run
     found = newest_checkpoint(folder / CHECKPOINT_FOLDER, before=step, tell=notes.append)
     start = None if found is None else found.path.resolve()

@@ -25,10 +25,12 @@ from samestep.train.digest import as_hex, state_checksum
 from samestep.train.paths import holds_run
 from samestep.train.rerun import rerunning
 from samestep.train.runlog.ledger import learning_rates, ledger_entry
+from samestep.train.runlog.recorder import file_sha256
 from samestep.train.trainer import Trainer
 from samestep.verify.ledger import FieldDifference, Ledger, differing_fields, number
 
 RECIPE_JOB = "samestep.recipes.job:train"
+NOT_OF_A_REPLAY = ("shares", "spares", "run_dir", "resume", "profile", "command", "job")
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ class Program:
 
     job: Job
     folder: Path | None
+    file: Path | None = None  # of its script or module
 
     @property
     def is_recipe(self) -> bool:
@@ -55,18 +58,38 @@ class Program:
             os.chdir(folder)
 
 
+def announce(program: Program, record: Mapping[str, Any], run: Path, trust: bool, tell: Callable[[str], None]) -> None:
+    """Says which script runs; a `UsageError` if it came with the run's folder, or did not make it, and has no trust."""
+    sha256, recorded = program.file and file_sha256(program.file), record.get("script_sha256")
+    tell(f"running {' '.join(map(str, record['command']))}: {program.file}, SHA-256 {sha256}")
+    places = [place.resolve() for place in (program.file, program.folder) if place is not None]
+    why = "" if sha256 and sha256 == recorded else f"is not the script that made the run, of SHA-256 {recorded}"
+    if any(place.is_relative_to(run.resolve()) for place in places):
+        why = "came with the folder of the run, and runs within it"
+    if why and not trust:
+        raise UsageError(f"{program.file} {why}; if you know what it does, run it with --trust (trust=True)")
+
+
+def _file_of(module: str, folder: Path) -> Path | None:
+    """The file that `python -m MODULE` runs in a folder, found without importing anything."""
+    ends = (f"{module.replace('.', '/')}{end}" for end in ("/__main__.py", ".py"))
+    return next(
+        (file for end in ends for place in (str(folder), *sys.path) if (file := Path(place, end)).is_file()), None
+    )
+
+
 def program_of(record: Mapping[str, Any], run: Path) -> Program:
     """The program in a run's record: a recipe's job, or a command such as ["python", "train.py", "--lr", "1"]."""
     recorded_folder = record.get("working_folder")
     folder = Path(recorded_folder) if isinstance(recorded_folder, str) and Path(recorded_folder).is_dir() else None
     recipe_job = record.get("job")
     if isinstance(recipe_job, Mapping) and "recipe" in recipe_job:
-        own = {name: value for name, value in recipe_job.items() if name not in ("shares", "spares")}
+        own = {name: value for name, value in recipe_job.items() if name not in NOT_OF_A_REPLAY}
         return Program(Job("function", RECIPE_JOB, kwargs=own), folder)
     command = record.get("command")
     words = [str(word) for word in command] if isinstance(command, list) else []
     if words[:2] == ["python", "-m"] and len(words) > 2:
-        return Program(Job("module", words[2], tuple(words[3:])), folder)
+        return Program(Job("module", words[2], tuple(words[3:])), folder, _file_of(words[2], folder or Path()))
     if words[:1] != ["python"] or len(words) < 2 or words[1].startswith("-"):
         said = f"its command was {' '.join(words)}" if words else "it recorded no command"
         raise UsageError(
@@ -80,7 +103,7 @@ def program_of(record: Mapping[str, Any], run: Path) -> Program:
             f"the script that made {run} is not there any more: {words[1]} in {where}; put it back, or replay from the "
             "folder that holds it"
         )
-    return Program(Job("script", str(script), tuple(words[2:])), folder)
+    return Program(Job("script", str(script), tuple(words[2:])), folder, script)
 
 
 class Finished(BaseException):

@@ -1,5 +1,6 @@
 """The recorder: writes contract, ledger, metrics and TensorBoard events of a run, on the rank that is rank 0."""
 
+import hashlib
 import os
 import sys
 import time
@@ -201,13 +202,22 @@ def relaunch() -> dict[str, Any]:
     """The command that starts this program again on one device, under any launcher, and its working folder.
 
     "command" is such as ["python", "train.py", "--epochs", "3"] or ["python", "-m", "package.train"]; None for a
-    function that a notebook or another program gave to `samestep.launch`.
+    function that a notebook or another program gave to `samestep.launch`. "script_sha256" is that of the file it runs.
     """
     try:
         working_folder = os.getcwd()
     except FileNotFoundError:  # it was removed
         working_folder = None
-    return {"command": _command(), "working_folder": working_folder}
+    file = getattr(sys.modules.get("__main__"), "__file__", None)
+    return {"command": _command(), "working_folder": working_folder, "script_sha256": file and file_sha256(Path(file))}
+
+
+def file_sha256(path: Path) -> str | None:
+    """The SHA-256 of a file; None if it cannot be read."""
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError:
+        return None
 
 
 def _command() -> list[str] | None:
