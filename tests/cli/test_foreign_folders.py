@@ -239,3 +239,33 @@ def test_replay_says_which_script_it_runs_and_runs_one_of_the_folder_s_with_trus
     else:
         assert why in text
         assert "--trust" in text
+
+
+@pytest.mark.parametrize("ending", ["json", "toml"])
+@pytest.mark.parametrize("where", ["config", "run.json"])
+def test_brackets_in_brackets_are_a_sentence(tmp_path, monkeypatch, capsys, ending, where):
+    for depth in (201, 100_000):
+        deep = "[" * depth + "]" * depth
+        text = f'{{"lr": {deep}}}' if ending == "json" or where == "run.json" else f"lr = {deep}"
+        (tmp_path / "run.json").write_text(text)
+        (tmp_path / f"deep.{ending}").write_text(text)
+        words = ("mlp", "--config", tmp_path / f"deep.{ending}") if where == "config" else ("--resume", tmp_path)
+        code, said_ = said(("train", *words), monkeypatch, capsys)
+        assert code == 2
+        assert "cannot be read" in said_
+        assert "it is nested more than 200 levels deep" in said_
+        assert len(said_) < 400
+
+
+@pytest.mark.parametrize(
+    ("job", "sentence"),
+    [
+        ({"recipe": "mlp", "nonsense": 1}, "'nonsense', which is no option of samestep train"),
+        ({"recipe": "mlp", "lr": "fast"}, "lr = 'fast'; needed: a number"),
+        ({"recipe": "mlp", "profile": "/"}, "'profile', which is no option of samestep train"),
+        ({"recipe": ["mlp"]}, "recipe = ['mlp']; needed: a text"),
+    ],
+)
+def test_the_options_of_a_run_to_resume_are_checked_as_those_of_a_file(refused, tmp_path, job, sentence):
+    write_json(tmp_path / "run.json", {"job": job})
+    assert sentence in refused("train", "--resume", tmp_path)

@@ -18,7 +18,7 @@ from samestep.cli.profile import Profile, print_times, print_traces, step_times,
 from samestep.errors import UsageError
 from samestep.launcher.job import DYNAMO, Job, Policy, Torchrun
 from samestep.recipes.catalog import NAMES
-from samestep.recipes.config import COMPARED, JobConfig, read_file
+from samestep.recipes.config import COMPARED, JobConfig, checked_options, read_file
 from samestep.text import notify
 
 if TYPE_CHECKING:
@@ -115,7 +115,8 @@ def _resumed(
         raise UsageError(f"{source} is not a run of `samestep train`; the program that made it can resume it")
     if asked.get("recipe", own["recipe"]) != own["recipe"]:
         raise UsageError(f"got the recipe {asked['recipe']}, and {source} is a run of {own['recipe']}; leave it out")
-    dropped: tuple[str, ...] = ()
+    own = checked_options(str(source / CONTRACT_FILE), own)
+    dropped: tuple[str, ...] = ("run_dir", "resume", "allow_contract_change")
     if "strategy" in asked:
         dropped += ("mesh", "shard_optimizer")  # which belong to the strategy that the run had
     if (workers.devices or workers.nproc_per_node) is not None:

@@ -10,6 +10,7 @@ from typing import Any, get_args, get_origin
 
 from samestep.errors import UsageError
 from samestep.recipes.options import ONE_FILE, check_source, own_options, own_options_in_words
+from samestep.train.atomic_io import load_json
 
 MAX_THREADS = 1024
 """CPU threads that a worker may have."""
@@ -262,11 +263,16 @@ def read_file(path: str) -> dict[str, Any]:
     """The options in a TOML or JSON file, by their names with `-` or `_`; raises a `UsageError` for others."""
     try:
         text = Path(path).read_text(encoding="utf-8")
-        found = json.loads(text) if path.endswith(".json") else tomllib.loads(text)
+        found = load_json(text, json.loads if path.endswith(".json") else tomllib.loads)
     except (OSError, ValueError) as error:
         raise UsageError(f"got --config {path}, which cannot be read as TOML or .json: {error}") from error
     if not isinstance(found, dict):
         raise UsageError(f"got --config {path}, which holds no options by name")
+    return checked_options(path, found)
+
+
+def checked_options(path: str, found: Mapping[str, Any]) -> dict[str, Any]:
+    """Options that are in a file, with their names and types checked; raises a `UsageError`."""
     types = {each.name: each for each in fields(JobConfig) if each.metadata or each.name == "recipe"}
     options = {}
     for given, value in found.items():
