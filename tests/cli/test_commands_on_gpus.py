@@ -107,7 +107,7 @@ def test_ranks_of_another_launcher_find_their_gpus(recorded, folder, tmp_path, l
 def test_a_run_goes_on_on_other_gpus_from_its_checkpoint(recorded, folder, tmp_path, devices):
     resume = ("--resume", "a/checkpoints/step-00000004", "--run-dir", tmp_path / "b")
     done = on(4, "train", *resume, "--devices", devices, cwd=folder)
-    assert "resumed from step-00000004, epoch 1, step 4" in done.stdout
+    assert "resumed from step-00000004, in epoch 1, step 4" in done.stdout
     assert told(done.stdout, "digest") == recorded[1]
 
 

@@ -254,3 +254,12 @@ def test_auto_is_a_worker_a_core_and_a_script_alone_is_told_so(tmp_path):
         assert alone.stderr.splitlines() == ([line] if cores > 1 else [])
     script.write_text(SHARED.format(arguments='device="cpu"'))
     assert samestep(cwd=tmp_path, command=(sys.executable, "train.py")).stderr == ""
+
+
+def test_a_training_that_fails_before_it_begins_leaves_no_folder(tmp_path):
+    write_table(tmp_path / "table.csv")
+    words = ("--data", "table.csv", "--devices", "cpu:1", "--warmup-steps", 10_000)
+    done = samestep("train", "mlp", *words, cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert "it must be less" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["table.csv"]

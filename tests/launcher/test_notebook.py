@@ -134,6 +134,7 @@ def test_a_notebook_that_has_asked_for_gpus_or_used_one_launches_on_them():
 def test_the_quickstart_notebook_runs_from_top_to_bottom(tmp_path):
     notebook = json.loads((Path(__file__).parents[2] / "examples" / "quickstart.ipynb").read_text(encoding="utf-8"))
     assert all(not cell.get("outputs") for cell in notebook["cells"])
+    assert len({cell["id"] for cell in notebook["cells"]}) == len(notebook["cells"])
     cells = [cell["source"] for cell in notebook["cells"] if cell["cell_type"] == "code"]
     (tmp_path / "cells.py").write_text("\n".join("".join(cell) for cell in cells), encoding="utf-8")
     result = subprocess.run([sys.executable, "cells.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120)

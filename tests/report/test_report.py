@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from samestep.cli.main import app
 from samestep.errors import UsageError
-from samestep.report.formatting import optimizer_text
+from samestep.report.formatting import number, optimizer_text
 from samestep.report.page import make_page
 from samestep.report.reader import as_number
 from samestep.report.run_summary import Phases, distinct_names, make_report
@@ -120,15 +120,23 @@ def test_the_header_of_a_scripts_run_has_its_command_and_its_optimizer_in_words(
     ("optimizer", "text"),
     [
         ("adam", "adam, lr -"),
+        ({"class": "SGD", "lr": 0.00019999999999999966}, "SGD, lr 0.0002"),
         ({"class": "Adam", "group_0": {"lr": 0.1}, "group_1": {"lr": 0.2}}, "Adam, lr 0.1 and 0.2"),
         (
             {"0": {"class": "SGD", "lr": 1.0, "momentum": 0.9}, "1": {"class": "Muon", "lr": 0.02}},
-            "SGD, lr 1.0, momentum 0.9 and Muon, lr 0.02",
+            "SGD, lr 1, momentum 0.9 and Muon, lr 0.02",
         ),
     ],
 )
 def test_an_optimizer_is_told_in_words(optimizer, text):
     assert optimizer_text(optimizer) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "digits", "text"), [(694.2, 3, "694"), (12.34, 3, "12.3"), (0.5, 4, "0.5000"), (1234.5, 3, "1,234")]
+)
+def test_a_number_has_so_many_digits_and_no_point_at_its_end(value, digits, text):
+    assert number(value, digits) == text
 
 
 def test_the_phases_are_weighed_by_the_steps_that_they_stand_for(tmp_path):
@@ -183,7 +191,8 @@ def test_runs_of_one_contract_are_found_to_be_the_same_to_the_bit(tmp_path):
     (comparison,) = make_report(folders).comparisons
     assert comparison.changes == ()
     assert comparison.finding.verdict == "holds"
-    assert "Same bits for all 60 steps" in comparison.finding.text
+    assert comparison.finding.text.startswith("Same bits for all 60 steps. Compared in each: sample ids, loss, ")
+    assert "learning rate; after 6 steps the state, by a checksum." in comparison.finding.text
     assert comparison.finding.text.endswith("Both ended in the same state, by its digest.")
     assert "Same bits for all 60 steps" in page_of(*folders).text
     assert "Same bits for all 60 steps" in printed(*folders, width=300)
@@ -203,6 +212,7 @@ def test_other_bits_under_another_contract_are_no_failure_and_the_field_is_named
     assert comparison.finding.verdict == "note"
     assert "The contracts differ (seed)" in comparison.finding.text
     page = page_of(*folders)
+    assert "kinds" not in page.text
     assert "decides the order of the samples" in page.text
     assert ("class", "breaks") in page.attributes
 

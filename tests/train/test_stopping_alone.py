@@ -62,11 +62,18 @@ def reference(tmp_path_factory):
     return Programs(tmp_path_factory.mktemp("reference"), PROGRAM).here("0")
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGHUP, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("signum", "again", "how"),
+    [
+        (signal.SIGINT, ["auto"], "the same command, whose resume='auto' finds run"),
+        (signal.SIGHUP, [], "fit(…, resume='run')"),
+        pytest.param(signal.SIGTERM, [], "fit(…, resume='run')", marks=pytest.mark.slow),
+    ],
+)
 def test_a_program_that_is_asked_to_stop_ends_its_step_leaves_a_checkpoint_and_can_go_on(
-    programs, tmp_path, reference, signum
+    programs, tmp_path, reference, signum, again, how
 ):
-    process = programs.start(SLOW)
+    process = programs.start(SLOW, *again)
     programs.wait_for("at-work-0")
     process.send_signal(signum)
     stdout, stderr = process.communicate(timeout=SECONDS)
@@ -76,8 +83,8 @@ def test_a_program_that_is_asked_to_stop_ends_its_step_leaves_a_checkpoint_and_c
     *_, last = (entry for entry in programs.entries() if "event" in entry)
     assert (last["event"], last["signal"]) == ("stop", signum)
     assert left(tmp_path) == [f"step-{last['step']:08d}"]
-    assert f"stopped after step {last['step']}; to go on: fit(…, resume='run')" in stdout
-    assert programs.here("0", "run") == reference
+    assert f"stopped after step {last['step']}; to go on: {how}" in stdout
+    assert programs.here("0", *(again or ["run"])) == reference
     steps = [entry["step"] for entry in programs.entries() if "event" not in entry]
     assert steps == list(range(30))
 

@@ -14,7 +14,7 @@ import typer
 from samestep.cli.options import COMPARED, NumThreads, ScriptOptions, one_of, with_options
 from samestep.recipes.catalog import NAMES
 from samestep.recipes.config import DEVICES
-from samestep.text import notify
+from samestep.text import counted, notify
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -267,13 +267,13 @@ def _compared(verdict: "Verdict") -> str:
     """The numbers of compared values."""
     found = verdict.compared
     parts = [
-        f"{found.steps} steps",
-        f"{found.parameters} parameters",
+        counted(found.steps, "step"),
+        counted(found.parameters, "parameter"),
         f"{found.nonzero_gradients} of {found.gradients} gradients not zero",
     ]
-    parts += [f"{found.samples} samples"] if found.samples is not None else []
-    parts += [f"{found.microbatches} microbatches"] if found.microbatches is not None else []
-    parts += [f"{found.metrics} reduced numbers"] if found.metrics else []
+    parts += [counted(found.samples, "sample")] if found.samples is not None else []
+    parts += [counted(found.microbatches, "microbatch")] if found.microbatches is not None else []
+    parts += [counted(found.metrics, "reduced number")] if found.metrics else []
     return ", ".join(parts)
 
 

@@ -74,32 +74,27 @@ def _memory_table(chosen: Candidate) -> Table:
 
 
 def _scaling_table(estimate: Estimate) -> Table:
-    """The chosen layout on other numbers of devices; efficiency is speed a device by that of the first point."""
+    """The chosen layout on other numbers of devices; efficiency is speed a device by the highest."""
     points = estimate.scaling
     same = [point.same_batch for point in points if point.same_batch is not None]
+    grown = [point.larger_batch for point in points if point.larger_batch.fits]
     gap = f"- : a global batch of {estimate.request.batch_size:,} has no microbatch for each of them"
     columns = ["devices", "same batch:\nstep", "\nefficiency", "\nmemory"]
     columns += [f"batch grows:\n{estimate.workload.unit}/s", "\nefficiency"]
     table = _table(right=columns, caption=gap if len(same) < len(points) else None, caption_justify="left")
     steps = iter(_in_one_unit([candidate.time.step for candidate in same]))
 
-    def efficiency(candidate: Candidate, first: Candidate | None) -> str:
-        if first is None:
-            return "-"
-        speeds = (estimate.rate(each) / each.layout.num_devices for each in (candidate, first))
-        return f"{100 * next(speeds) / next(speeds):.0f} %"
+    def efficiency(candidate: Candidate, column: Sequence[Candidate]) -> str:
+        speed, *others = (estimate.rate(each) / each.layout.num_devices for each in (candidate, *column))
+        return f"{100 * speed / max(others):.0f} %"
 
     for point in points:
         own, larger = point.same_batch, point.larger_batch
         cells = ["-", "-", "-"]
         if own is not None:
             too_much = "" if own.fits else " (too much)"
-            cells = [next(steps), efficiency(own, points[0].same_batch), in_gib(own.memory.total) + too_much]
-        cells += (
-            [_rate(estimate.rate(larger)), efficiency(larger, points[0].larger_batch)]
-            if larger.fits
-            else ["does not fit", "-"]
-        )
+            cells = [next(steps), efficiency(own, same), in_gib(own.memory.total) + too_much]
+        cells += [_rate(estimate.rate(larger)), efficiency(larger, grown)] if larger.fits else ["does not fit", "-"]
         table.add_row(f"{point.num_devices:,}", *cells)
     return table
 

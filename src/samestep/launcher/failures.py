@@ -17,8 +17,8 @@ from samestep.launcher.workers import WORKING, Worker, Workers
 
 SAMESTEP = str(Path(__file__).resolve().parents[1])
 LAUNCHER = str(Path(__file__).resolve().parent)
-EXCHANGE = f"{SAMESTEP}/scripts/wrapped/"
-HIDDEN = (LAUNCHER, f"{SAMESTEP}/scripts/", "<frozen importlib", "<frozen runpy")
+EXCHANGE = (f"{SAMESTEP}/scripts/wrapped/", f"{SAMESTEP}/verify/")
+HIDDEN = (LAUNCHER, f"{SAMESTEP}/scripts/", f"{SAMESTEP}/verify/", "<frozen importlib", "<frozen runpy")
 NUM_TAIL_LINES = 30
 MAX_LABEL = 80
 
@@ -60,7 +60,7 @@ def report_exception(error: BaseException) -> dict[str, Any]:
 
 def _without_own_frames(found: traceback.TracebackException) -> traceback.TracebackException:
     """A traceback and those of its causes, without frames of the launcher and of adopted scripts' machinery."""
-    # They stay if the exception arose in the exchange of a wrapped forward: then it is samestep's own.
+    # They stay if the exception arose in the exchange of a wrapped forward, or in what verify watches: it is our own.
     if not (found.stack and found.stack[-1].filename.startswith(EXCHANGE)):
         # torch's dispatch to a mode is in a traceback only because of virtual devices.
         dispatch = f"torch{os.sep}overrides.py"

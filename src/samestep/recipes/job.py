@@ -17,6 +17,7 @@ from samestep.recipes.catalog import load
 from samestep.recipes.config import JobConfig
 from samestep.recipes.options import num_microbatches_of
 from samestep.recipes.recipe import DataOptions, Recipe
+from samestep.text import counted
 from samestep.train.atomic_io import write_json
 from samestep.train.exceptions import on_main
 from samestep.train.paths import RESULT_FILE
@@ -189,6 +190,7 @@ def _introduction(recipe: Recipe, description: str, run: Run) -> str:
     """The first line of a run: data, batch size, microbatches and devices."""
     contract = run.contract
     return (
-        f"{recipe.name}: {description}; {contract.global_batch_size} samples a step = {contract.num_microbatches} "
-        f"microbatches on {run.world_size} {contract.device_kind} device{'s' if run.world_size > 1 else ''}"
+        f"{recipe.name}: {description}; {counted(contract.global_batch_size, 'sample')} a step = "
+        f"{counted(contract.num_microbatches, 'microbatch')} on "
+        f"{counted(run.world_size, f'{contract.device_kind} device')}"
     )

@@ -8,7 +8,7 @@ from rich.markup import escape
 from samestep.replay.difference_tables import changes_table, fields_table
 from samestep.replay.statistics import Statistics, pooled
 from samestep.replay.views import Activation, Check, MicrobatchView, NonFinite, Place, Replay, StepView
-from samestep.text import make_table, print_table
+from samestep.text import counted, make_table, print_table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -63,18 +63,18 @@ def _in_words(found: NonFinite) -> str:
 def _verdict(check: Check) -> str:
     if check.compared == 0:
         return "nothing was compared: the ledger has none of these steps"
-    states = f", {check.digests} checksum{'' if check.digests == 1 else 's'} of the state" if check.digests else ""
-    counted = f"{check.compared} step{'' if check.compared == 1 else 's'}{states}"
+    states = f", {counted(check.digests, 'checksum')} of the state" if check.digests else ""
+    compared = f"{counted(check.compared, 'step')}{states}"
     if check.differs is not None:
-        return f"step {check.differs} is not what was recorded ({check.tier} was asked of {counted})"
+        return f"step {check.differs} is not what was recorded ({check.tier} was asked of {compared})"
     if check.same_bits:
-        return f"same bits as recorded ({counted})"
-    return f"as recorded, up to rounding: {check.relative:.1e} of it at most ({counted})"
+        return f"same bits as recorded ({compared})"
+    return f"as recorded, up to rounding: {check.relative:.1e} of it at most ({compared})"
 
 
 def _headline(view: StepView) -> str:
     where = "" if view.epoch is None else f", epoch {view.epoch + 1}, after {view.position} of its samples"
-    parts = [f"step {view.step}{where}: {view.num_samples} samples"]
+    parts = [f"step {view.step}{where}: {counted(view.num_samples, 'sample')}"]
     if view.loss is not None and view.grad_norm is not None:
         parts += [f"loss {view.loss:.6g}", f"gradient norm {view.grad_norm:.6g}"]
     parts.append(f"learning rate {', '.join(f'{rate:.4g}' for rate in view.lr)}")

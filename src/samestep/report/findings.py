@@ -90,11 +90,10 @@ class Comparison:
         if self.lengths[0] != self.lengths[1]:
             steps += f" that both have ({self.lengths[0]:,} and {self.lengths[1]:,} steps)"
         digests = self.extent.digests
-        state = f", the state {'once' if digests == 1 else f'{digests:,} times'}" if digests else ""
+        state = f"; after {counted(digests, 'step')} the state, by a checksum" if digests else ""
         final = " Both ended in the same state, by its digest." if self.extent.final else ""
-        return (
-            f"Same bits for {steps}. Compared each step: sample ids, loss, gradient norm, learning rate{state}.{final}"
-        )
+        compared = f"sample ids, loss, gradient norm, learning rate{state}"
+        return f"Same bits for {steps}. Compared in each: {compared}.{final}"
 
 
 def compare_runs(

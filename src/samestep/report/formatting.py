@@ -16,7 +16,7 @@ def number(value: float | None, digits: int = 4) -> str:
         return {math.inf: "inf", -math.inf: "-inf"}.get(value, "NaN")
     if 1000 <= abs(value) < 1e9:
         return f"{value:,.0f}"
-    return f"{value:#.{digits}g}" if 1e-4 <= abs(value) < 1000 else f"{value:.{digits}g}"
+    return f"{value:#.{digits}g}".rstrip(".") if 1e-4 <= abs(value) < 1000 else f"{value:.{digits}g}"
 
 
 def duration(seconds: float | None) -> str:
@@ -63,7 +63,8 @@ def optimizer_text(optimizer: Any, lr: Any = None) -> str:
     groups = [group for group in optimizer.values() if isinstance(group, Mapping)] or [optimizer]
     words = [one_line(optimizer["class"])]
     for name in ("lr", "momentum", "weight_decay"):
-        values = dict.fromkeys(value_text(group[name]) for group in groups if group.get(name))
+        given = [group[name] for group in groups if group.get(name)]
+        values = dict.fromkeys(f"{each:.6g}" if isinstance(each, float) else value_text(each) for each in given)
         words += [f"{name.replace('_', ' ')} {' and '.join(values)}"] if values else []
     return ", ".join(words)
 

@@ -33,7 +33,7 @@ def _header(report: Report) -> str:
         names = f"{', '.join(run.name for run in runs[:-1])} and {runs[-1].name}" if len(runs) < 5 else ""
         names = names or f"{first.name} and {len(runs) - 1} other runs"
         titles = list(dict.fromkeys(run.title for run in runs))
-        lead = titles[0] if len(titles) == 1 else f"{len(runs)} runs of {len(titles)} kinds"
+        lead = "; ".join(titles[:3]) + "; …" * (len(titles) > 3)
     terms = f"<br>{escape(first.terms)}" if first.terms and len({run.terms for run in runs}) == 1 else ""
     return f'<p class="over">samestep report</p>\n<h1>{escape(names)}</h1>\n<p class="lead">{escape(lead)}{terms}</p>'
 

@@ -108,7 +108,7 @@ class RunSummary:
         words = []
         if "global_batch_size" in contract and "num_microbatches" in contract:
             microbatches = counted(contract["num_microbatches"], "microbatch")
-            words.append(f"{contract['global_batch_size']} samples a step = {microbatches}")
+            words.append(f"{counted(contract['global_batch_size'], 'sample')} a step = {microbatches}")
         words += [optimizer_text(contract["optimizer"], contract.get("lr"))] if contract.get("optimizer") else []
         words += [f"seed {contract['seed']}"] if "seed" in contract else []
         words += [str(contract[key]) for key in ("precision", "reduction", "device_kind") if contract.get(key)]

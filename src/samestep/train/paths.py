@@ -140,7 +140,7 @@ def _precedes_record(entry: Path) -> bool:
 
 
 def remove_if_unused(folder: Path) -> None:
-    """Removes the folder of a run that did not begin: its logs, and itself if nothing else is in it."""
+    """Removes the folder of a run that did not begin: its logs, and itself (and `runs`) if nothing else is in it."""
     if (folder / CONTRACT_FILE).exists() or (folder / LOCK_FILE).exists():  # another run may be about to begin there
         return
     logs = folder / LOG_FOLDER
@@ -149,6 +149,8 @@ def remove_if_unused(folder: Path) -> None:
             log.unlink()
         logs.rmdir()
         folder.rmdir()
+        if folder.parent == RUNS_FOLDER:
+            RUNS_FOLDER.rmdir()  # if nothing else is in it
 
 
 class FolderLock:

@@ -16,7 +16,7 @@ from samestep.comm.membership import END_OF_FIT
 from samestep.data.loader import Loader
 from samestep.engine.losses import LossFn
 from samestep.errors import UsageError
-from samestep.text import counted
+from samestep.text import counted, visible
 from samestep.train.arguments import StepOptions, answers_unknown
 from samestep.train.atomic_io import CHECKPOINT_RETRIES
 from samestep.train.checkpoint.local_shards import is_sharded
@@ -147,6 +147,7 @@ class Trainer:
             checkpoint_minutes=checkpoint_minutes,
             checkpoint_retries=checkpoint_retries,
         )
+        self._resume: str | Path | None = None  # of the last call
         self._planned: int | None = 0  # epochs of all calls so far; None if steps alone are planned
         self._max_steps: int | None = None
         self._ended_at = -1
@@ -264,7 +265,7 @@ class Trainer:
             self._goal.check(metrics, eval_data is not None)
         if (rerun := current_rerun()) is not None:
             resume, allow_contract_change = rerun.checkpoint(self), True
-        progress = self._progress
+        progress, self._resume = self._progress, resume
         loader = make_loader(self.run, dataset, len(self.history), num_workers, collate_fn, shuffle)
         if eval_data is not None:
             from samestep.train.evaluation import check_forward  # loaded by runs that evaluate
@@ -365,7 +366,7 @@ class Trainer:
 
                 # Locked first: another process that writes there may be about to leave another checkpoint.
                 self._perform_on_main(log.lock)
-                say = log.display.line
+                say = lambda text: log.display.line(visible(text))  # noqa: E731 - what a checkpoint holds
                 resumed = receive_state(membership, self.step, lambda: find_state(resume, log.folder, say))
                 if resumed is not None:
                     folder = None if log.folder is None else log.folder / CHECKPOINT_FOLDER
@@ -396,7 +397,9 @@ class Trainer:
         self._progress.restore(resumed)
         self._log.count_checkpoint()
         self._checkpointed_at = self.step.num_steps
-        self.say(f"resumed from {resumed.name}, epoch {len(self.history) + 1}, step {self.step.num_steps}")
+        epoch, within = len(self.history), self._progress.epoch.num_batches
+        where = f"in epoch {epoch + 1}" if within else f"after epoch {epoch}"
+        self.say(f"resumed from {resumed.name}, {where}, step {self.step.num_steps}")
 
     def _perform_on_main(self, action: Callable[[], None]) -> None:
         """Calls `action` on the rank that is rank 0 while all wait; again if a rank is lost meanwhile."""
@@ -523,7 +526,8 @@ class Trainer:
         self._complete_checkpoint(loader)
         self._tell_checkpoint()
         log.event("stop", signal=signum)
-        how = self._resume_command or f"fit(…, resume={str(log.folder)!r})"
+        again = f"the same command, whose resume='auto' finds {log.folder}"
+        how = self._resume_command or (again if self._resume == "auto" else f"fit(…, resume={str(log.folder)!r})")
         kept = f"; to go on: {how}" if log.folder is not None else ", and nothing was kept: it has no run_dir"
         self.say(f"stopped after step {self.step.num_steps}{kept}")
         log.draw(self.history, self._name)

@@ -104,7 +104,7 @@ def _rows_differ(ours: Line, theirs: Line, scale: float, unit: float | None) -> 
     """The difference of a module's outputs for single samples, in words; empty if there is none."""
     wrong = _gaps(ours, theirs, scale, unit)
     count = len(ours["by_row"].keys() & theirs["by_row"].keys())
-    return f"for {len(wrong)} of {count} samples, by {max(wrong):.1%} or less of its size" if wrong else ""
+    return f"for {len(wrong)} of {count} samples, by up to {max(wrong):.1%} of their size" if wrong else ""
 
 
 def _unrecognised(ours: Line, theirs: Line) -> str:

@@ -49,7 +49,7 @@ class RunStatus:
     steps: int = 0  # updates done
     epochs: int = 0
     epochs_planned: int | None = None
-    loss: float | None = None  # of the last step
+    loss: float | None = None  # of the last epoch that ended, else of the last step
     metric: tuple[str, float] | None = None  # name and best value of the metric that an evaluation measures
     world_sizes: tuple[int, ...] = ()  # numbers of devices, in the order in which the run had them
     changed: float = 0.0  # when something was last written, in seconds since 1970
@@ -167,6 +167,8 @@ def _read_metrics(path: Path, run: RunStatus) -> None:
                 continue
             if tag == "epoch":
                 run.epochs = int(value)
+            elif tag == "loss/train_epoch":
+                run.loss = float(value)
             elif tag.endswith("/eval"):
                 evals.setdefault(tag.removesuffix("/eval"), []).append(float(value))
     name = next((name for name in evals if name != "loss"), next(iter(evals), None))

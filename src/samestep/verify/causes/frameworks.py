@@ -27,7 +27,7 @@ _ONE_DRAW = (
 MENDS = {
     ("Accelerate", "global_batch"): "Accelerator(dataloader_config=DataLoaderConfiguration(split_batches=True)): the "
     "DataLoader's batch_size is then that of all devices together, not of each.",
-    ("Accelerate", "learning_rate"): "Scale the rate by no num_processes: gradients are averaged. "
+    ("Accelerate", "learning_rate"): "Do not multiply the rate by num_processes: gradients are averaged. "
     "A prepared scheduler steps once for every device: let batches be split, Accelerator(dataloader_config="
     "DataLoaderConfiguration(split_batches=True)), or give Accelerator step_scheduler_with_optimizer=False.",
     ("Accelerate", "order"): "DataLoaderConfiguration(use_seedable_sampler=True): without it one device shuffles by "
