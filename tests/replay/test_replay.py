@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import pdb
 import shutil
 import sys
 from bdb import BdbQuit
@@ -351,21 +352,20 @@ def test_one_microbatch_and_one_module_can_be_chosen(run, tmp_path):
     ]
 
 
-def test_the_debugger_opens_in_the_forward_of_the_chosen_module_and_microbatch(run, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "stdin", io.StringIO("p 'rows', input.shape[0]\nc\n"))
-    found = replayed(run, 3, microbatch=1, module="head", debug=True)
-    printed = capsys.readouterr().out
-    assert "step 3, microbatch 1: the forward of Linear" in printed
-    assert "('rows', 6)" in printed
-    assert printed.count("(Pdb)") == 2
-    assert found.check.same_bits
+def test_a_breakpoint_of_the_program_opens_python_s_debugger_in_each_microbatch(run, monkeypatch, capsys):
+    def stopping(model, batch):
+        breakpoint()
+        return loss_fn(model, batch)
 
-
-def test_leaving_the_debugger_ends_the_replay(run, monkeypatch, capsys):
+    # pytest puts a debugger of its own there
+    monkeypatch.setattr(sys, "breakpointhook", lambda: pdb.Pdb(nosigint=True).set_trace(sys._getframe(1)))
+    monkeypatch.setattr("replay_programs.loss_fn", stopping)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("p 'rows', len(batch[0])\nc\n" * NUM_MICROBATCHES))
+    assert replayed(run, 0).check.same_bits
+    assert capsys.readouterr().out.count("('rows', 6)") == NUM_MICROBATCHES
     monkeypatch.setattr(sys, "stdin", io.StringIO("q\n"))
     with pytest.raises(BdbQuit):
-        replayed(run, 3, debug=True)
-    assert "step 3, microbatch 0: the forward of Net" in capsys.readouterr().out
+        replayed(run, 0)
 
 
 @pytest.mark.parametrize(

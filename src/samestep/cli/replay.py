@@ -2,7 +2,7 @@
 
 import json
 import sys
-from contextlib import nullcontext, redirect_stdout
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,9 +24,6 @@ def replay(
         str | None,
         typer.Option(metavar="DEVICE", help="cpu, cuda:0, …; by default one of the kind that the run was made on."),
     ] = None,
-    debug: Annotated[
-        bool, typer.Option("--pdb", help="Open pdb in the forward, of --module and in --microbatch if they are given.")
-    ] = False,
     save: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="Write inputs, outputs, gradients and the batch to this new folder."),
@@ -43,16 +40,13 @@ def replay(
     """
     from bdb import BdbQuit
 
-    from samestep.errors import UsageError
     from samestep.replay.replaying import replay as replay_run
 
-    if debug and as_json:
-        raise UsageError("got --pdb and --json; the debugger needs the terminal for itself")
+    asked: dict[str, Any] = {"microbatch": microbatch, "module": module, "device": device, "save": save}
     try:
-        with nullcontext() if debug else redirect_stdout(sys.stderr):
-            asked: dict[str, Any] = {"microbatch": microbatch, "module": module, "debug": debug, "save": save}
-            found = replay_run(run, step, device=device, trust=trust, tell=notify, **asked)
-    except BdbQuit:
+        with redirect_stdout(sys.stderr):
+            found = replay_run(run, step, trust=trust, tell=notify, **asked)
+    except BdbQuit:  # the user left the debugger at a breakpoint() of the program
         raise typer.Exit from None
     if as_json:
         print(json.dumps(found.as_json()))

@@ -1,10 +1,8 @@
 """Observes one step in full: every microbatch, module, parameter and gradient."""
 
-import pdb
 import traceback
-from bdb import BdbQuit
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -22,22 +20,10 @@ from samestep.replay.modules import ModuleHooks
 from samestep.replay.saving import STEP_FILE, Saver
 from samestep.replay.statistics import Statistics, measure
 from samestep.replay.views import ROOT, MicrobatchView, NonFinite, ParameterView, Place, StepView, ratio
-from samestep.scripts.patch import Patch, applied
 from samestep.train.digest import as_hex, state_checksum
 from samestep.train.runlog.ledger import learning_rates
 
 SHOWN_FRAMES = 4
-
-
-class Debugger(pdb.Pdb):
-    """Python's debugger; it remembers that the user left it, since `runcall` returns as if nothing had happened."""
-
-    was_left = False
-
-    def set_quit(self) -> None:
-        """The user leaves."""
-        self.was_left = True
-        super().set_quit()
 
 
 @dataclass(eq=False)
@@ -46,9 +32,7 @@ class ObservedStep(StepObserver):
 
     microbatch: int | None  # the one to show; None for all
     module: str | None  # the one to show with those within it; None for all
-    debug: bool  # whether to open the debugger in the forward
     saver: Saver | None
-    was_debugged: bool = False
     _step: TrainStep | None = None
     _number: int = 0
     _batch: Batch | None = None
@@ -141,7 +125,6 @@ class ObservedStep(StepObserver):
                 self.saver.add(self._file, f"batch.{number}", tensor, kind="batch", number=number)
         self._installed = ExitStack()
         self._installed.enter_context(self._hooks.installed())
-        self._installed.enter_context(self._debugger(model, step))
 
     def on_loss(self, index: int, loss: MicrobatchLoss) -> None:
         """Looks at the loss of the microbatch."""
@@ -227,28 +210,6 @@ class ObservedStep(StepObserver):
         if self.saver is not None and self._is_chosen(_module_of(name)):
             kind = "parameter gradient" if entry.endswith(".gradient") else "parameter"
             self.saver.add(file, entry, value, kind=kind, parameter=name)
-
-    @contextmanager
-    def _debugger(self, model: nn.Module, step: int) -> Iterator[None]:
-        """Opens the debugger in the forward of the chosen module, in the chosen microbatch or the first."""
-        if not self.debug or self.was_debugged or not self._is_shown(self._index):
-            yield
-            return
-        module = model if self.module in (None, ROOT) else model.get_submodule(str(self.module))
-        forward = module.forward
-
-        def debugged(*args: Any, **kwargs: Any) -> Any:
-            self.was_debugged = True
-            kind = type(module).__name__
-            print(f"step {step}, microbatch {self._index}: the forward of {kind}", flush=True)
-            debugger = Debugger(nosigint=True)
-            value = debugger.runcall(forward, *args, **kwargs)
-            if debugger.was_left:
-                raise BdbQuit
-            return value
-
-        with applied([Patch(module, "forward", debugged)]):
-            yield
 
     def _samples(self) -> list[int]:
         """The ids of the running microbatch's samples; their rows in the batch if they have none."""

@@ -33,7 +33,6 @@ def replay(
     device: str | None = None,
     microbatch: int | None = None,
     module: str | None = None,
-    debug: bool = False,
     save: str | Path | None = None,
     trust: bool = False,
     program: Callable[[], object] | None = None,
@@ -84,15 +83,13 @@ def replay(
         device=chosen,
         num_threads=_num_threads(chosen, record),
         any_trainer=own is None or own.is_recipe,
-        observed=ObservedStep(microbatch, module, debug, None if save is None else Saver(Path(save).resolve())),
+        observed=ObservedStep(microbatch, module, None if save is None else Saver(Path(save).resolve())),
     )
     beginning = "the beginning of the run" if start is None else start.name
     tell(f"replaying {folder} from {beginning} to step {step} on {chosen}")
     view = rerun.run(program)
     assert rerun.trainer is not None, "a step was taken"
     changes = differences(before, rerun.trainer._contract)
-    if debug and not rerun.observed.was_debugged:
-        notes.append("the debugger was not opened: the module's forward was not called")
     if start is None and rerun.first:
         notes.append(f"the first step that the program took is {rerun.first}")
     other = _other_model(chosen, record)
