@@ -16,7 +16,7 @@ from samestep.comm.environment import Environment
 from samestep.devices.selection import select
 from samestep.doctor.check_table import check_ranks
 from samestep.doctor.collective_checks import Verdict, check_clocks, combine, transports
-from samestep.doctor.collectives import COLLECTIVES, difference, speed
+from samestep.doctor.collectives import COLLECTIVES, difference
 
 TRANSPORT_OWN = [collective for collective in COLLECTIVES if not collective.is_torch]
 BY_NAME = {collective.name: collective for collective in COLLECTIVES}
@@ -63,7 +63,6 @@ def test_three_ranks_pass_on_every_transport(nothing_left, monkeypatch):
     assert {result.state for result in results} == {"good"}
     assert {result.area for result in results} == {"ranks"}
     measured = next(result for result in results if result.name == "gloo: ordered reduction").numbers
-    assert measured["bus_gb_per_s"] == pytest.approx(measured["algorithm_gb_per_s"] * 4 / 3)
     assert measured["latency_us"] > 0
 
 
@@ -145,38 +144,16 @@ def test_bits_are_compared_not_values():
 
 
 def test_verdicts_of_all_ranks_make_one_result():
-    collective = BY_NAME["ordered reduction"]
-    fine = Verdict(12, small=1e-5, large=0.01)
-    slow = Verdict(12, small=2e-5, large=0.02)
-    found = combine("gloo: x", "gloo", collective, [fine, slow], 8 << 20)
-    assert found.state == "good"
+    fine, slow = Verdict(12, seconds=1e-5), Verdict(12, seconds=2e-5)
+    found = combine("gloo: x", "gloo", [fine, slow])
+    assert (found.state, found.found) == ("good", "right in 12 cases; 20 μs")
     assert found.numbers["latency_us"] == pytest.approx(20)
-    assert found.numbers["algorithm_gb_per_s"] == pytest.approx(0.419, rel=1e-2)
-    one = combine("gloo: x", "gloo", collective, [fine, Verdict(12, "element 3 is 1.0")], 8 << 20)
+    assert combine("gloo: x", "gloo", [Verdict(3)]).found == "right in 3 cases"
+    one = combine("gloo: x", "gloo", [fine, Verdict(12, "element 3 is 1.0")])
     assert (one.state, one.found) == ("bad", "wrong on rank 1: rank 1: element 3 is 1.0")
-    every = combine("nccl: x", "nccl", collective, [Verdict(1, "no"), Verdict(1, "no")], 8 << 20)
+    every = combine("nccl: x", "nccl", [Verdict(1, "no"), Verdict(1, "no")])
     assert every.found.startswith("wrong on all ranks")
     assert "NCCL_DEBUG" in every.advice
-
-
-@pytest.mark.parametrize(
-    ("name", "factor"),
-    [
-        ("exchange (all-to-all)", 3 / 4),
-        ("gather (all-gather)", 3 / 4),
-        ("reduce-scatter", 3 / 4),
-        ("native all-reduce", 6 / 4),
-        ("ordered reduction", 6 / 4),
-        ("broadcast", 1.0),
-        ("send and receive", 1.0),
-    ],
-)
-def test_bus_bandwidth_is_that_of_nccl_tests(name, factor):
-    numbers, text = speed(BY_NAME[name], 1e-5, 0.5, 10**9, 4)
-    assert numbers["algorithm_gb_per_s"] == pytest.approx(2.0)
-    assert numbers["bus_gb_per_s"] == pytest.approx(2.0 * factor)
-    assert text == f"; 2 GB/s (bus {2 * factor:.3g}) at 953 MiB, 10 μs"
-    assert speed(BY_NAME[name], 1e-5, 0.0, 0, 4)[1] == "; 10 μs"
 
 
 def test_the_transports_are_those_that_the_environment_allows():

@@ -27,7 +27,7 @@ from samestep.comm.transport import Connection, Transport
 from samestep.devices.inventory import discover
 from samestep.devices.selection import select
 from samestep.doctor.check_table import Machine, check_node
-from samestep.doctor.collectives import COLLECTIVES, Collective, large_bytes, measure, speed
+from samestep.doctor.collectives import COLLECTIVES, Collective, latency
 from samestep.doctor.result import Result, bad, good, is_good, note
 from samestep.errors import SamestepError
 from samestep.train.determinism import own_device
@@ -67,13 +67,12 @@ class Session:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of one rank for one collective: its first error, if any, or seconds of a small and a large message."""
+    """The result of one rank for one collective: its first error, if any, or the seconds of a small message."""
 
     num_cases: int = 0
     wrong: str = ""
     broken: bool = False
-    small: float = 0.0
-    large: float = 0.0
+    seconds: float = 0.0
 
 
 def run_worker(report: str, timeout_seconds: float, quick: bool, wrap: Wrap = lambda transport: transport) -> None:
@@ -227,7 +226,7 @@ def _check_collective(
     verdicts = [Verdict(**json.loads(text)) for text in texts]
     if communicator.transport.nodes is not None and collective.name == "ordered reduction":
         name += " by nodes"
-    session.report(combine(name, transport, collective, verdicts, large_bytes(session.device)))
+    session.report(combine(name, transport, verdicts))
     return not any(verdict.broken for verdict in verdicts)
 
 
@@ -238,10 +237,10 @@ def _run_collective(communicator: Communicator, store: dist.Store, collective: C
         for error in collective.cases(communicator, store):
             num_cases += 1
             wrong = wrong or error
-        small, large = measure(communicator, collective)
+        seconds = latency(communicator, collective)
     except Exception as failure:
         return Verdict(num_cases, _describe(failure), True)
-    return Verdict(num_cases, wrong, False, small, large)
+    return Verdict(num_cases, wrong, False, seconds)
 
 
 def _describe(error: Exception) -> str:
@@ -249,15 +248,16 @@ def _describe(error: Exception) -> str:
     return str(error) if isinstance(error, SamestepError) else f"{type(error).__name__}: {error}"
 
 
-def combine(name: str, transport: str, collective: Collective, verdicts: Sequence[Verdict], num_bytes: int) -> Result:
-    """The result of the verdicts of all ranks; `num_bytes` is the size of the large message."""
+def combine(name: str, transport: str, verdicts: Sequence[Verdict]) -> Result:
+    """The result of the verdicts of all ranks, with the latency of the slowest."""
     wrong = [rank for rank, verdict in enumerate(verdicts) if verdict.wrong]
     if wrong:
         ranks = f"rank {', '.join(map(str, wrong))}" if len(wrong) < len(verdicts) else "all ranks"
         return bad(name, f"wrong on {ranks}: rank {wrong[0]}: {verdicts[wrong[0]].wrong}", ADVICE[transport])
-    small, large = (max(getattr(verdict, size) for verdict in verdicts) for size in ("small", "large"))
-    numbers, text = speed(collective, small, large, num_bytes, len(verdicts))
-    return replace(good(name, f"right in {verdicts[0].num_cases} cases{text}"), numbers=numbers)
+    found, microseconds = f"right in {verdicts[0].num_cases} cases", 1e6 * max(verdict.seconds for verdict in verdicts)
+    if not microseconds:
+        return good(name, found)
+    return replace(good(name, f"{found}; {microseconds:,.0f} μs"), numbers={"latency_us": microseconds})
 
 
 def _gather_texts(

@@ -2,10 +2,6 @@
 
 Every rank knows the input of every other rank, so it can name a wrong element and its sender without asking. Sums in an
 order that is not ours (the backend's own) are of small whole numbers: every order adds those up exactly.
-
-Algorithm bandwidth is the size of the tensor divided by the time. Bus bandwidth multiplies it by the traffic that the
-collective needs at least, so that it can be compared with the link's, whatever the number of ranks. Source: nccl-tests,
-doc/PERFORMANCE.md.
 """
 
 import statistics
@@ -28,8 +24,7 @@ MOVED_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch
 ADDED_DTYPES = (torch.float32, torch.float64)
 SIZES = (1, 1003, 65_537)
 LATE_SECONDS = 0.05
-LARGE_CPU_BYTES, LARGE_GPU_BYTES = 8 << 20, 128 << 20
-NUM_LARGE, NUM_SMALL, NUM_WARM = 3, 20, 2
+NUM_TIMED, NUM_WARM = 20, 2
 
 Operation = Callable[[], object]
 
@@ -40,8 +35,7 @@ class Collective:
 
     name: str  # in the table
     cases: Callable[[Communicator, dist.Store], Iterator[str]]  # yields this rank's error for each case, "" for none
-    operation: Callable[[Communicator, Tensor], Operation] | None  # the call that is timed on a tensor
-    bus_factor: Callable[[int], float] | None  # bus by algorithm bandwidth, by ranks; None without a large message
+    operation: Callable[[Communicator, Tensor], Operation] | None  # the call that is timed on a small tensor
     is_torch: bool = False  # torch.distributed's own function, which only process groups have
 
 
@@ -247,41 +241,28 @@ def _send(comm: Communicator, tensor: Tensor) -> Operation:
 
 
 COLLECTIVES = (
-    Collective("exchange (all-to-all)", each(check_exchange), _exchange, lambda n: (n - 1) / n),
-    Collective("gather (all-gather)", each(check_gather), _gather, lambda n: (n - 1) / n),
-    Collective("gather of words", word_cases, None, None),
-    Collective("ordered reduction", each(check_ordered, ADDED_DTYPES), _ordered, lambda n: 2 * (n - 1) / n),
-    Collective("native all-reduce", each(check_native, ADDED_DTYPES), _native, lambda n: 2 * (n - 1) / n),
-    Collective("broadcast", each(check_broadcast), _broadcast, lambda n: 1.0),
-    Collective(
-        "reduce-scatter", each(check_reduce_scatter, ADDED_DTYPES), _scatter, lambda n: (n - 1) / n, is_torch=True
-    ),
-    Collective("send and receive", each(check_send, MOVED_DTYPES[:-1]), _send, lambda n: 1.0, is_torch=True),
-    Collective("barrier", barrier_cases, lambda comm, tensor: comm.barrier, None),
+    Collective("exchange (all-to-all)", each(check_exchange), _exchange),
+    Collective("gather (all-gather)", each(check_gather), _gather),
+    Collective("gather of words", word_cases, None),
+    Collective("ordered reduction", each(check_ordered, ADDED_DTYPES), _ordered),
+    Collective("native all-reduce", each(check_native, ADDED_DTYPES), _native),
+    Collective("broadcast", each(check_broadcast), _broadcast),
+    Collective("reduce-scatter", each(check_reduce_scatter, ADDED_DTYPES), _scatter, is_torch=True),
+    Collective("send and receive", each(check_send, MOVED_DTYPES[:-1]), _send, is_torch=True),
+    Collective("barrier", barrier_cases, lambda comm, tensor: comm.barrier),
 )
-"""All collectives. The factors are those of nccl-tests (doc/PERFORMANCE.md, "Bus bandwidth")."""
+"""All collectives."""
 
 
-def large_bytes(device: torch.device) -> int:
-    """The size of a large tensor on a device."""
-    return LARGE_CPU_BYTES if device.type == "cpu" else LARGE_GPU_BYTES
-
-
-def measure(comm: Communicator, collective: Collective) -> tuple[float, float]:
-    """Seconds of a small and of a large message on this rank: medians, 0 for what is not timed."""
-    small = _median(comm, collective, 1, NUM_SMALL) if collective.operation is not None else 0.0
-    large = _median(comm, collective, large_bytes(comm.device), NUM_LARGE) if collective.bus_factor is not None else 0.0
-    return small, large
-
-
-def _median(comm: Communicator, collective: Collective, num_bytes: int, repeats: int) -> float:
-    """The median of several calls, each of which all ranks start together."""
-    assert collective.operation is not None
+def latency(comm: Communicator, collective: Collective) -> float:
+    """Seconds of a small message on this rank: the median of calls that all ranks start together; 0 if not timed."""
+    if collective.operation is None:
+        return 0.0
     device = _torch_device() if collective.is_torch else comm.device
-    unit = ALIGNMENT_ELEMENTS * comm.world_size  # each rank's part of the tensor must have a whole number of these
-    tensor = torch.zeros(unit * max(1, num_bytes // (4 * unit)), device=device)
+    # each rank's part of the tensor must have a whole number of these elements
+    tensor = torch.zeros(ALIGNMENT_ELEMENTS * comm.world_size, device=device)
     operation, seconds = collective.operation(comm, tensor), []
-    for _ in range(NUM_WARM + repeats):
+    for _ in range(NUM_WARM + NUM_TIMED):
         comm.barrier()
         start = time.perf_counter()
         operation()
@@ -289,19 +270,3 @@ def _median(comm: Communicator, collective: Collective, num_bytes: int, repeats:
             torch.accelerator.synchronize()
         seconds.append(time.perf_counter() - start)
     return statistics.median(seconds[NUM_WARM:])
-
-
-def speed(
-    collective: Collective, small: float, large: float, num_bytes: int, num_ranks: int
-) -> tuple[dict[str, float], str]:
-    """Bandwidths in GB/s and latency in μs, from seconds on the slowest rank (0: not timed), by name and as text."""
-    numbers: dict[str, float] = {}
-    text = ""
-    if large and collective.bus_factor is not None:
-        rate = num_bytes / large / 1e9
-        numbers |= {"algorithm_gb_per_s": rate, "bus_gb_per_s": rate * collective.bus_factor(num_ranks)}
-        text = f"; {rate:.3g} GB/s (bus {numbers['bus_gb_per_s']:.3g}) at {num_bytes >> 20} MiB"
-    if small:
-        numbers["latency_us"] = 1e6 * small
-        text += f"{',' if text else ';'} {1e6 * small:,.0f} μs"
-    return numbers, text
