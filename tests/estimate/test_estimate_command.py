@@ -100,7 +100,7 @@ def test_a_recipe_is_estimated_in_the_terminal(estimate):
     assert "834,304 parameters" in out
     assert "4 × L4, 22 GiB each" in out
     assert "→ replicate" in out
-    for name in ("parameters", "activations", "communication", "1,024"):
+    for name in ("parameters", "activations", "communication", "total"):
         assert name in out
 
 
@@ -113,7 +113,6 @@ def test_json_has_the_same_and_adds_up(estimate):
     memory = dict(found["recommended"]["memory"])
     del memory["phase"]
     assert memory.pop("total") == pytest.approx(sum(memory.values()))
-    assert [point["devices"] for point in found["curve"]][:3] == [1, 2, 4]
 
 
 def test_a_function_of_ones_own_is_estimated_with_shapes_or_with_its_own_batch(estimate, file):

@@ -78,12 +78,6 @@ def test_every_layout_uses_all_devices_and_the_one_taken_fits():
     assert {"replicate", "replicate, shard_optimizer", "sharded", "data × pipeline"} <= strategies
     assert found.chosen.fits
     assert found.chosen.layout.strategy == "replicate"
-    assert found.scaling[-1].num_devices == 1024
-
-
-def test_the_same_batch_ends_when_it_has_no_samples_left():
-    points = estimate(stack(), read_cluster("8xH100"), Request(64)).scaling
-    assert [point.num_devices for point in points if point.same_batch is None] == [128, 256, 512, 1024]
 
 
 def test_a_model_too_large_for_a_copy_on_each_device_is_sharded():
@@ -95,13 +89,13 @@ def test_a_model_too_large_for_a_copy_on_each_device_is_sharded():
     assert "replicate would take" in found.reason
 
 
-def test_if_nothing_fits_the_lack_and_a_cluster_that_would_do_are_named():
+def test_if_nothing_fits_the_lack_and_a_way_out_are_named():
     wide = stack(width=8192, layers=8)
     found = estimate(wide, read_cluster("2xRTX4090"), Request(64))
     assert not found.chosen.fits
     assert found.reason.startswith("nothing fits: ")
     assert "lacks" in found.reason
-    assert "RTX4090 would do, by " in found.advice[0]
+    assert "more devices" in found.advice[0]
 
 
 def test_small_operations_on_a_cpu_make_fewer_microbatches_worth_naming():

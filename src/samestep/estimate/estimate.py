@@ -1,4 +1,4 @@
-"""The estimate: all layouts with memory and time, the recommended one with the reason, and its scaling."""
+"""The estimate: all layouts with memory and time, and the recommended one with the reason."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -8,7 +8,7 @@ from samestep.errors import UsageError
 from samestep.estimate.hardware import GIB, Cluster
 from samestep.estimate.layout import STRATEGIES
 from samestep.estimate.memory import USABLE_SHARE
-from samestep.estimate.search import SIMPLER_IF_WITHIN, Candidate, Request, ScalingPoint, Search, best_of, make_search
+from samestep.estimate.search import SIMPLER_IF_WITHIN, Candidate, Request, Search, best_of, make_search
 from samestep.estimate.workload import Workload
 from samestep.text import counted
 
@@ -29,7 +29,6 @@ class Estimate:
     chosen: Candidate
     reason: str
     advice: Sequence[str]
-    scaling: Sequence[ScalingPoint]
 
     def rate(self, candidate: Candidate) -> float:
         """The workload's units a second, of all devices together."""
@@ -54,14 +53,6 @@ class Estimate:
             "reason": self.reason,
             "advice": list(self.advice),
             "candidates": [self._row(candidate) for candidate in self.candidates],
-            "curve": [
-                {
-                    "devices": point.num_devices,
-                    "same_batch": None if point.same_batch is None else self._row(point.same_batch),
-                    "larger_batch": self._row(point.larger_batch),
-                }
-                for point in self.scaling
-            ],
         }
 
     def _row(self, candidate: Candidate) -> dict[str, Any]:
@@ -95,7 +86,6 @@ def estimate(workload: Workload, cluster: Cluster, request: Request) -> Estimate
         chosen=chosen,
         reason=_reason(candidates, chosen, cluster),
         advice=_speed_advice(search, chosen) if chosen.fits else _memory_advice(search, chosen),
-        scaling=search.scaling(chosen.layout),
     )
 
 
@@ -149,12 +139,7 @@ def _reason(candidates: Sequence[Candidate], chosen: Candidate, cluster: Cluster
 def _memory_advice(search: Search, chosen: Candidate) -> list[str]:
     """Changes that would make it fit."""
     request, layout, kind = search.request, chosen.layout, search.cluster.kind
-    found = []
-    enlarged = search.smallest_that_fits()
-    if enlarged is not None:
-        strategy = enlarged.layout.strategy + " and activation checkpointing" * enlarged.layout.is_checkpointed
-        devices, memory = f"{enlarged.layout.num_devices} × {kind.name}", in_gib(enlarged.memory.total)
-        found.append(f"{devices} would do, by {strategy}, with {memory} on each")
+    found = ["more devices (sharded state is divided among them), devices with more memory, or a smaller model"]
     if request.precision == "32-true" and kind.has_bfloat16:
         found.append("--precision bf16-mixed halves most activations")
     if layout.microbatch_size > 1 and request.num_microbatches is not None:
@@ -162,7 +147,7 @@ def _memory_advice(search: Search, chosen: Candidate) -> list[str]:
         found.append(f"smaller microbatches: --num-microbatches {count}; activations shrink")
     if request.strategy is not None or request.pipe is not None:
         found.append("other strategies were ruled out by the options given")
-    return found or [f"no number of {kind.name} up to 1,024 does; take devices with more memory, or a smaller model"]
+    return found
 
 
 def _speed_advice(search: Search, chosen: Candidate) -> list[str]:

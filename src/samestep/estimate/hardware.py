@@ -80,11 +80,6 @@ class Cluster:
         """Devices of a node."""
         return self.num_devices // self.num_nodes
 
-    def resized(self, num_devices: int) -> "Cluster":
-        """A cluster with so many devices, on nodes of the same size."""
-        per_node = self.per_node if self.num_nodes > 1 else max(self.per_node, self.kind.per_node)
-        return replace(self, num_devices=num_devices, num_nodes=max(1, -(-num_devices // per_node)))
-
     def __str__(self) -> str:
         nodes = "" if self.num_nodes == 1 else f" on {self.num_nodes} nodes"
         return f"{self.num_devices} × {self.kind.name}{nodes}"

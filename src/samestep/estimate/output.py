@@ -1,8 +1,7 @@
-"""The estimate in the terminal: the layouts, the memory of the chosen one, and its scaling."""
+"""The estimate in the terminal: the layouts, and the memory of the chosen one."""
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 from rich import box
 from rich.markup import escape
@@ -24,7 +23,7 @@ def print_estimate(estimate: Estimate) -> None:
     console.print(f"{estimate.workload.name}: {size}", markup=False)
     batch = f"global batch {request.batch_size:,}, {request.precision}"
     console.print(f"{cluster}, {cluster.kind.memory_gib:g} GiB each; {batch}", markup=False)
-    for table in (_layouts_table(estimate), _memory_table(estimate.chosen), _scaling_table(estimate)):
+    for table in (_layouts_table(estimate), _memory_table(estimate.chosen)):
         console.print()
         console.print(table)
     console.print()
@@ -33,8 +32,8 @@ def print_estimate(estimate: Estimate) -> None:
         console.print(f"  · {line}", markup=False)
 
 
-def _table(*left: str, right: Sequence[str] = (), **options: Any) -> Table:
-    table = Table(box=box.SIMPLE, show_edge=False, pad_edge=False, padding=0, **options)
+def _table(*left: str, right: Sequence[str] = ()) -> Table:
+    table = Table(box=box.SIMPLE, show_edge=False, pad_edge=False, padding=0)
     for name in left:
         table.add_column(name, overflow="fold")
     for name in right:
@@ -70,32 +69,6 @@ def _memory_table(chosen: Candidate) -> Table:
         table.add_row(name, in_gib(value))
     table.add_section()
     table.add_row("total", in_gib(chosen.memory.total))
-    return table
-
-
-def _scaling_table(estimate: Estimate) -> Table:
-    """The chosen layout on other numbers of devices; efficiency is speed a device by the highest."""
-    points = estimate.scaling
-    same = [point.same_batch for point in points if point.same_batch is not None]
-    grown = [point.larger_batch for point in points if point.larger_batch.fits]
-    gap = f"- : a global batch of {estimate.request.batch_size:,} has no microbatch for each of them"
-    columns = ["devices", "same batch:\nstep", "\nefficiency", "\nmemory"]
-    columns += [f"batch grows:\n{estimate.workload.unit}/s", "\nefficiency"]
-    table = _table(right=columns, caption=gap if len(same) < len(points) else None, caption_justify="left")
-    steps = iter(_in_one_unit([candidate.time.step for candidate in same]))
-
-    def efficiency(candidate: Candidate, column: Sequence[Candidate]) -> str:
-        speed, *others = (estimate.rate(each) / each.layout.num_devices for each in (candidate, *column))
-        return f"{100 * speed / max(others):.0f} %"
-
-    for point in points:
-        own, larger = point.same_batch, point.larger_batch
-        cells = ["-", "-", "-"]
-        if own is not None:
-            too_much = "" if own.fits else " (too much)"
-            cells = [next(steps), efficiency(own, same), in_gib(own.memory.total) + too_much]
-        cells += [_rate(estimate.rate(larger)), efficiency(larger, grown)] if larger.fits else ["does not fit", "-"]
-        table.add_row(f"{point.num_devices:,}", *cells)
     return table
 
 

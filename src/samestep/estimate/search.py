@@ -1,4 +1,4 @@
-"""The search over layouts: memory and time of each, the one to take, and its scaling to other numbers of devices."""
+"""The search over layouts: memory and time of each, and the one to take."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +11,6 @@ from samestep.estimate.step_time import StepTime, step_time
 from samestep.estimate.trace import Traces
 from samestep.estimate.workload import Workload
 
-MAX_DEVICES = 1024
 SIMPLER_IF_WITHIN = 1.05  # a simpler layout is taken if the fastest is not faster by more
 STAGES = (2, 4, 8, 16)
 
@@ -38,15 +37,6 @@ class Candidate:
     memory: Memory
     time: StepTime
     fits: bool
-
-
-@dataclass(frozen=True)
-class ScalingPoint:
-    """The chosen layout on another number of devices."""
-
-    num_devices: int
-    same_batch: Candidate | None  # the same training; None if the batch has too few samples
-    larger_batch: Candidate  # as many samples a device as before: another training
 
 
 @dataclass(frozen=True)
@@ -77,34 +67,6 @@ class Search:
         if asked is None and not all(candidate.fits for candidate in found) and self.traces.num_blocks():
             found += self._with_checkpointing(True)
         return found
-
-    def scaling(self, chosen: Layout) -> list[ScalingPoint]:
-        """A layout on 1, 2, 4 … 1,024 groups of devices, and on its own number."""
-        counts = {chosen.pipe * 2**power for power in range(11) if chosen.pipe * 2**power <= MAX_DEVICES}
-        return [self._scaled(chosen, count // chosen.pipe) for count in sorted(counts | {chosen.num_devices})]
-
-    def smallest_that_fits(self) -> Candidate | None:
-        """The best layout on the least power of two of devices, up to 1,024, on which one fits."""
-        count = 2 * self.cluster.num_devices
-        while count <= MAX_DEVICES:
-            batch_size = max(self.request.batch_size, count)
-            request = replace(self.request, batch_size=batch_size, num_microbatches=None)
-            best = best_of(replace(self, cluster=self.cluster.resized(count), request=request).candidates())
-            if best.fits:
-                return best
-            count *= 2
-        return None
-
-    def _scaled(self, chosen: Layout, data: int) -> ScalingPoint:
-        resized = replace(self, cluster=self.cluster.resized(data * chosen.pipe))
-        microbatches = max(chosen.num_microbatches, data)
-        same = None
-        if microbatches <= chosen.batch_size:
-            same = resized.evaluate(replace(chosen, data=data, num_microbatches=microbatches))
-        size = max(1, chosen.batch_size * data // chosen.data)
-        count = data * max(1, min(chosen.microbatches_per_group, size // data))
-        larger = replace(chosen, data=data, num_microbatches=count, batch_size=max(size, count))
-        return ScalingPoint(data * chosen.pipe, same, resized.evaluate(larger))
 
     def _with_checkpointing(self, checkpointing: bool) -> list[Candidate]:
         found, problems = [], []
@@ -161,7 +123,7 @@ def make_search(workload: Workload, cluster: Cluster, request: Request) -> Searc
         is_mixed=precision != "32-true",
     )
     trace = search.traces.at(layout.microbatch_size, layout.is_checkpointed)
-    estimated = step_time(trace, layout, cluster.resized(1), search.dtype_bits).step
+    estimated = step_time(trace, layout, replace(cluster, num_devices=1, num_nodes=1), search.dtype_bits).step
     return replace(search, slowness=request.batch_size * workload.units / request.rate / estimated)
 
 
