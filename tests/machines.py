@@ -2,7 +2,6 @@
 
 from samestep.devices.device import Device, Link, Process
 from samestep.devices.inventory import Inventory, TorchBuild
-from samestep.devices.nvidia import Gpu
 
 GIB = 1 << 30
 
@@ -37,19 +36,10 @@ def gpu(
     )
 
 
-def instance(index: int, slot: int) -> Device:
-    """One MIG instance of GPU `index`."""
-    uuid = f"MIG-{slot}{index}000000-0000-0000-0000-000000000000"
-    return Device(
-        "cuda", index, "NVIDIA H200 MIG 1g.18gb", 18 * GIB, 18 * GIB, uuid=uuid, visible_as=uuid, pci_bus_id=None
-    )
-
-
-def server(count: int) -> tuple[Gpu, ...]:
+def server(count: int) -> tuple[Device, ...]:
     """So many like GPUs, all linked to one another."""
     return tuple(
-        Gpu(gpu(here, links=tuple(Link(there, "NV18") for there in range(count) if there != here)))
-        for here in range(count)
+        gpu(here, links=tuple(Link(there, "NV18") for there in range(count) if there != here)) for here in range(count)
     )
 
 

@@ -40,6 +40,7 @@ SMALL = 70
 SMALL_FOR_A_REASON = {
     "data.text": "used by scripts too: docs/data.md names it",
     "devices.host_memory": "for workers, and for runs without a launcher",
+    "devices.probe": "run as a file, by a child process",
     "engine.whole_weights": "loaded for sharded state alone",
     "scripts.sync_batch_norm": "imports torch, which children of a script that import spawning may not need",
     "recipes.workload": "recipes import from estimate, which may not import recipes",

@@ -30,7 +30,6 @@ STARTING_TESTS = {  # the command that starts processes is only named by a strin
     "devices/test_inventory.py::test_an_order_that_only_cuda_knows_is_noted_where_cuda_does_not_tell",
     "devices/test_inventory.py::test_a_probe_that_fails_finds_nothing",
     "doctor/test_doctor_ranks.py::test_a_rank_that_gets_one_wrong_element_is_named",
-    "devices/test_inventory.py::test_mig_mode_is_named_where_it_hides_gpus",
     "launcher/test_preloading.py::test_an_early_server_is_taken_once_and_only_with_its_variables_and_else_killed",
     "verify/test_verify.py::test_the_command_prints_the_verdict_as_json_and_fails_on_a_difference",
 }

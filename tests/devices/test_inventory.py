@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from machines import CPU, CPU_TORCH, CUDA_TORCH, gpu, instance, server
+from machines import CPU, CPU_TORCH, CUDA_TORCH, gpu, server
 
 from samestep.devices import inventory as inventory_module
 from samestep.devices.inventory import Inventory, TorchBuild, discover, physical_cores, torch_build, usable_cores
-from samestep.devices.nvidia import Gpu, Reading
+from samestep.devices.nvidia import Reading
 from samestep.devices.probe import ask_torch, load_driver
 from samestep.devices.selection import select
 from samestep.errors import DeviceError
@@ -98,7 +98,6 @@ def test_hyperthreads_and_what_a_quota_withholds_are_no_cores(tmp_path: Path) ->
         ("__version__ = '2.13.0+cu130'\ncuda: Optional[str] = '13.0'\nhip: Optional[str] = None\n", CUDA_TORCH, "cuda"),
         ("__version__ = '2.12.0'\ncuda = '12.8'\nhip = None\n", TorchBuild("2.12.0", cuda="12.8"), "cuda"),
         ("__version__ = '2.13.0'\ncuda = None\nhip = '7.0'\n", TorchBuild("2.13.0", hip="7.0"), "cuda"),
-        ("__version__ = '2.13.0'\nxpu: Optional[str] = '20250301'\n", TorchBuild("2.13.0", xpu="20250301"), "xpu"),
         ("this is not Python", TorchBuild(), "cpu"),
     ],
 )
@@ -140,22 +139,13 @@ def test_hidden_gpus_are_noted() -> None:
 
 
 def test_an_order_that_only_cuda_knows_is_noted_where_cuda_does_not_tell() -> None:
-    unlike = (Gpu(gpu(0, "NVIDIA T4")), Gpu(gpu(1)))
+    unlike = (gpu(0, "NVIDIA T4"), gpu(1))
     if discover().devices:
         pytest.skip("this machine's driver answers for its own GPUs")
     inventory = found(CUDA_TORCH, Reading(unlike), {})
     assert "CUDA_DEVICE_ORDER=PCI_BUS_ID" in inventory.notes[0]
     certain = found(CUDA_TORCH, Reading(unlike), {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"})
     assert certain.notes == ()
-
-
-def test_mig_mode_is_named_where_it_hides_gpus() -> None:
-    if discover().devices:
-        pytest.skip("this machine's driver answers for its own GPUs")
-    split = (Gpu(gpu(0), True, (instance(0, 1),)), Gpu(gpu(1), True, (instance(1, 1),)))
-    inventory = found(CUDA_TORCH, Reading(split), {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"})
-    assert [device.visible_as for device in inventory.devices] == [instance(0, 1).uuid]
-    assert "MIG mode leaves 1 of this machine's 2 GPUs visible." in inventory.notes
 
 
 def test_without_a_driver_no_process_asks_for_it_and_the_mend_is_the_driver() -> None:
@@ -165,7 +155,7 @@ def test_without_a_driver_no_process_asks_for_it_and_the_mend_is_the_driver() ->
     assert inventory.notes == (
         "torch 2.13.0+cu130 was built for CUDA, and no NVIDIA driver answers; install it to use a GPU.",
     )
-    for spec, mend in (("cuda:0", "cpu:2"), ("0,", "cpu:2"), ("xpu:0", "cpu:2, or install a build of torch for xpu")):
+    for spec, mend in (("cuda:0", "cpu:2"), ("0,", "cpu:2"), ("mps:0", "cpu:2, or install a build of torch for mps")):
         with pytest.raises(DeviceError, match=rf"no NVIDIA driver answers; .*\); ask for {mend}$"):
             select(spec, inventory)
 
@@ -191,10 +181,10 @@ def test_a_probe_that_fails_finds_nothing(monkeypatch: pytest.MonkeyPatch) -> No
 def test_probed_devices_take_their_entries_from_the_variable_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = tuple(gpu(index) for index in range(2))
     monkeypatch.setattr(inventory_module, "_ask", lambda whom, environ, kind: rows)
-    build = TorchBuild("2.13.0", xpu="20250301")
-    entries = inventory_module._probed_devices(build, "ZE_AFFINITY_MASK", {"ZE_AFFINITY_MASK": "3, 1"})
+    build = TorchBuild("2.13.0", hip="7.0")
+    entries = inventory_module._probed_devices(build, "HIP_VISIBLE_DEVICES", {"HIP_VISIBLE_DEVICES": "3, 1"})
     assert [device.visible_as for device in entries] == ["3", "1"]
-    plain = inventory_module._probed_devices(build, "ZE_AFFINITY_MASK", {})
+    plain = inventory_module._probed_devices(build, "HIP_VISIBLE_DEVICES", {})
     assert [device.visible_as for device in plain] == ["0", "1"]
 
 

@@ -11,10 +11,10 @@ import pynvml
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from machines import GIB, gpu, instance, server
+from machines import GIB, gpu, server
 
 from samestep.devices.device import Device, Link, Process
-from samestep.devices.nvidia import Gpu, Reading, is_certain, match, read, visible
+from samestep.devices.nvidia import Reading, is_certain, match, read, visible
 
 
 class StandIn:
@@ -79,8 +79,8 @@ def test_the_library_here_is_asked_without_an_error() -> None:
 def test_a_gpu_that_answers_nothing_is_still_listed_and_nvml_is_closed() -> None:
     nvml = StandIn([{}])
     (gpu,) = read(nvml).gpus
-    assert (gpu.device.name, gpu.device.memory_total, gpu.device.uuid) == ("NVIDIA GPU", 0, None)
-    assert (gpu.device.utilization, gpu.device.temperature) == (None, None)
+    assert (gpu.name, gpu.memory_total, gpu.uuid) == ("NVIDIA GPU", 0, None)
+    assert (gpu.utilization, gpu.temperature) == (None, None)
     assert nvml.running == 0
 
 
@@ -99,7 +99,7 @@ def test_a_gpu_is_read_whole() -> None:
         ],
     }
     reading = read(StandIn([answers]))
-    device = reading.gpus[0].device
+    device = reading.gpus[0]
     assert reading.driver == "580.65.06"
     assert (device.kind, device.index, device.name, device.uuid) == ("cuda", 0, "NVIDIA H200", "GPU-a0")
     assert (device.memory_total, device.memory_free, device.memory_used) == (140 * GIB, 120 * GIB, 20 * GIB)
@@ -115,34 +115,18 @@ def test_an_older_driver_without_reserved_memory_is_read() -> None:
         return SimpleNamespace(total=16 * GIB, used=GIB, free=15 * GIB)
 
     (gpu,) = read(StandIn([{"nvmlDeviceGetMemoryInfo": memory_info}])).gpus
-    assert (gpu.device.memory_total, gpu.device.memory_free) == (16 * GIB, 15 * GIB)
+    assert (gpu.memory_total, gpu.memory_free) == (16 * GIB, 15 * GIB)
 
 
 def test_a_lost_gpu_is_told_and_the_others_are_read() -> None:
     reading = read(StandIn([{"lost": True}, {"nvmlDeviceGetName": "NVIDIA H200"}]))
-    assert [gpu.device.index for gpu in reading.gpus] == [1]
+    assert [gpu.index for gpu in reading.gpus] == [1]
     assert reading.problems[0].startswith("GPU 0 does not answer NVML")
 
 
 def test_gpus_come_by_pci_bus_id() -> None:
     rows = [{"nvmlDeviceGetPciInfo": SimpleNamespace(busId=bus)} for bus in ("00000000:3B:00.0", "00000000:1A:00.0")]
-    assert [gpu.device.index for gpu in read(StandIn(rows)).gpus] == [1, 0]
-
-
-def test_the_instances_of_a_gpu_in_mig_mode_are_read() -> None:
-    def instance_handle(slot: int) -> dict[str, Any]:
-        if slot == 1:
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
-        return {"nvmlDeviceGetUUID": f"MIG-{slot}"}
-
-    answers = {
-        "nvmlDeviceGetMigMode": [1, 1],
-        "nvmlDeviceGetMaxMigDeviceCount": 3,
-        "nvmlDeviceGetMigDeviceHandleByIndex": instance_handle,
-    }
-    (gpu,) = read(StandIn([answers])).gpus
-    assert gpu.mig
-    assert [device.uuid for device in gpu.instances] == ["MIG-0", "MIG-2"]
+    assert [gpu.index for gpu in read(StandIn(rows)).gpus] == [1, 0]
 
 
 def linked(bus: str, remotes: list[str | None], ancestor: int = pynvml.NVML_TOPOLOGY_SYSTEM) -> dict[str, Any]:
@@ -167,7 +151,7 @@ def linked(bus: str, remotes: list[str | None], ancestor: int = pynvml.NVML_TOPO
 
 
 def links(*rows: dict[str, Any]) -> list[tuple[Link, ...]]:
-    return [gpu.device.links for gpu in read(StandIn(list(rows))).gpus]
+    return [gpu.links for gpu in read(StandIn(list(rows))).gpus]
 
 
 def test_direct_nvlinks_are_counted_by_peer_and_links_that_are_down_are_not() -> None:
@@ -193,7 +177,7 @@ def test_without_nvlink_the_pcie_path_is_named(level: int, kind: str) -> None:
 # Numbering.
 
 EIGHT = server(8)
-UUIDS = [row.device.uuid or "" for row in EIGHT]
+UUIDS = [row.uuid or "" for row in EIGHT]
 
 
 def shown(entries: str | None) -> list[int]:
@@ -247,36 +231,17 @@ def test_a_list_of_uuids_is_shown_in_its_own_order(order: list[int]) -> None:
     assert shown(",".join(UUIDS[index] for index in order)) == order
 
 
-def test_a_gpu_in_mig_mode_is_shown_as_its_first_instance() -> None:
-    gpus = (Gpu(gpu(0), True, (instance(0, 1), instance(0, 2))),)
-    assert [device.uuid for device in visible(gpus, {})] == [instance(0, 1).uuid]
-
-
-def test_a_process_sees_one_mig_instance_at_most() -> None:
-    gpus = (Gpu(gpu(0), True, (instance(0, 1), instance(0, 2))),)
-    environ = {"CUDA_VISIBLE_DEVICES": f"{instance(0, 2).uuid},{instance(0, 1).uuid}"}
-    assert [device.uuid for device in visible(gpus, environ)] == [instance(0, 2).uuid]
-
-
-def test_a_gpu_in_mig_mode_without_instances_is_no_device() -> None:
-    assert visible((Gpu(gpu(0), True),), {}) == ()
-
-
 def test_the_order_of_like_gpus_is_certain() -> None:
     assert is_certain(EIGHT, {})
 
 
 def test_the_order_of_unlike_gpus_is_certain_by_bus_id_or_by_uuid_only() -> None:
-    unlike = (Gpu(gpu(0, "NVIDIA T4")), Gpu(gpu(1, "NVIDIA H200")))
+    unlike = (gpu(0, "NVIDIA T4"), gpu(1, "NVIDIA H200"))
     assert not is_certain(unlike, {})
     assert not is_certain(unlike, {"CUDA_VISIBLE_DEVICES": "1,0"})
     assert not is_certain(unlike, {"CUDA_DEVICE_ORDER": "FASTEST_FIRST"})
     assert is_certain(unlike, {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"})
     assert is_certain(unlike, {"CUDA_VISIBLE_DEVICES": "GPU-b1,GPU-a0"})
-
-
-def test_the_order_under_mig_is_never_certain() -> None:
-    assert not is_certain((Gpu(gpu(0), True, (instance(0, 1),)),), {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"})
 
 
 def test_matching_follows_cudas_order_and_keeps_what_the_driver_knows() -> None:
@@ -289,15 +254,8 @@ def test_matching_follows_cudas_order_and_keeps_what_the_driver_knows() -> None:
     assert {device.temperature for device in matched} == {31.0}
 
 
-def test_matching_knows_mig_instances_under_either_prefix() -> None:
-    gpus = (Gpu(gpu(0), True, (instance(0, 1), instance(0, 2))),)
-    bare = (instance(0, 2).uuid or "").removeprefix("MIG-")
-    matched = match(gpus, [Device("cuda", 0, "bare", 1, 1, uuid=f"GPU-{bare}")])
-    assert [device.visible_as for device in matched] == [instance(0, 2).uuid]
-
-
 def test_a_device_that_the_driver_has_no_row_for_keeps_its_place_and_takes_no_links() -> None:
     stranger = Device("cuda", 0, "Stranger", 5, 5, uuid="GPU-zz")
-    matched = match(EIGHT, [EIGHT[1].device, EIGHT[0].device, stranger])
+    matched = match(EIGHT, [EIGHT[1], EIGHT[0], stranger])
     assert [device.name for device in matched] == ["NVIDIA H200", "NVIDIA H200", "Stranger"]
     assert [device.links for device in matched] == [(Link(1, "NV18"),), (Link(0, "NV18"),), ()]

@@ -117,7 +117,7 @@ class FakeNvml:
         ({"nvmlDeviceGetCurrentClocksThrottleReasons": 0x40}, "bad"),
         ({"nvmlDeviceGetCurrentClocksThrottleReasons": 0x04}, "note"),
         ({"nvmlDeviceGetCurrentClocksThrottleReasons": 0x01}, "good"),
-        ({"nvmlDeviceGetMigMode": [1, 1]}, "note"),
+        ({"nvmlDeviceGetMigMode": [1, 1]}, "bad"),
     ],
 )
 def test_a_gpu_s_faults_are_found(answers, expected):

@@ -138,7 +138,7 @@ def test_every_public_function_of_torch_cuda_is_known_or_refused():
 
 @pytest.mark.parametrize(
     ("ids", "count"),
-    [("0,4", 2), ("", 0), ("-1", 0), ("0,-1,2", 1), ("0, 1,x,2", 2), ("0,0", 0), ("GPU-8932f937,MIG-a", 2), ("5", 1)],
+    [("0,4", 2), ("", 0), ("-1", 0), ("0,-1,2", 1), ("0, 1,x,2", 2), ("0,0", 0), ("GPU-8932f937,GPU-a", 2), ("5", 1)],
 )
 def test_a_list_of_ids_counts_as_in_cuda(ids, count):
     assert count_ids(ids) == count

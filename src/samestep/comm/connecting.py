@@ -144,9 +144,7 @@ def have_own_gpus(store: dist.Store, place: Environment, device: torch.device, t
 
     By the identifiers of the GPUs: under Slurm each process may see one GPU, another one each, and call it cuda:0.
     """
-    properties = torch.cuda.get_device_properties(device)
-    # Instances of one GPU have identifiers of their own, and cannot exchange by NCCL.
-    gpu = "MIG" if " MIG " in properties.name else str(properties.uuid)
+    gpu = str(torch.cuda.get_device_properties(device).uuid)
     words = _answers(dist.PrefixStore("gpus", store), place, timeout, gpu if place.transport == "auto" else NO_NCCL)
     sharing = [str(rank) for rank, word in enumerate(words) if words.count(word) > 1]
     if NO_NCCL in words:

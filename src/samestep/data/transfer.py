@@ -88,8 +88,8 @@ def _checked_device(device: DeviceLike) -> torch.device:
     try:
         target = torch.device(device)
     except RuntimeError as error:
-        raise DeviceError(f"got device={device!r}; needed: a device such as cpu, cuda:0, mps or xpu:0") from error
-    if target.type in ("cuda", "mps", "xpu"):
+        raise DeviceError(f"got device={device!r}; needed: a device such as cpu, cuda:0 or mps") from error
+    if target.type in ("cuda", "mps"):
         built_for = torch.accelerator.current_accelerator()
         if built_for is None or built_for.type != target.type:
             mend = "cpu" if built_for is None else f"{built_for.type} or cpu"

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["cpu", "cuda", "mps", "xpu"]
+Kind = Literal["cpu", "cuda", "mps"]
 
 IDLE_MEMORY = 1 << 30
 """Bytes in use up to which a device without a compute process is idle: enough for a desktop, too few for training."""
@@ -50,7 +50,7 @@ class Device:
         utilization: load in percent; None if unknown.
         temperature: °C; None if unknown.
         processes: compute processes on it.
-        uuid: the driver's identifier ("GPU-…", "MIG-…").
+        uuid: the driver's identifier ("GPU-…").
         pci_bus_id: "00000000:1a:00.0" (domain:bus:device.function, lower case).
         links: connections to the other devices.
         visible_as: its entry in the variable that limits the devices of a process, such as CUDA_VISIBLE_DEVICES.

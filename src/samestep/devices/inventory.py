@@ -2,7 +2,7 @@
 
 The process that starts a run must stay able to fork, which even `torch.accelerator.is_available()` may prevent, so it
 does not import torch. NVIDIA GPUs are read by NVML, the CPU by psutil, and torch's build from the text of its
-`version.py`. Only for Apple, Intel and AMD GPUs, or an order that CUDA alone knows, a child process imports torch or
+`version.py`. Only for Apple and AMD GPUs, or an order that CUDA alone knows, a child process imports torch or
 asks the driver.
 """
 
@@ -39,14 +39,13 @@ class TorchBuild:
 
     Attributes:
         version: such as "2.13.0+cu130"; None if torch is not installed.
-        cuda: the CUDA version of the build, None without CUDA; likewise `hip` (AMD) and `xpu` (Intel).
+        cuda: the CUDA version of the build, None without CUDA; likewise `hip` (AMD).
         mps: whether it was built for Apple GPUs.
     """
 
     version: str | None = None
     cuda: str | None = None
     hip: str | None = None
-    xpu: str | None = None
     mps: bool = False
 
     @property
@@ -54,8 +53,6 @@ class TorchBuild:
         """The accelerator's device type; "cpu" for a build without one."""
         if self.cuda or self.hip:
             return "cuda"
-        if self.xpu:
-            return "xpu"
         return "mps" if self.mps else "cpu"
 
     def __str__(self) -> str:
@@ -99,7 +96,7 @@ def discover(environ: Mapping[str, str] | None = None, *, accelerators: bool = T
     bare = Inventory(devices=(), cpu=_cpu(), cores=usable_cores(), torch=build, variable=_variable(build, environ))
     if not accelerators:
         return bare
-    if build.hip or build.kind in ("xpu", "mps"):
+    if build.hip or build.kind == "mps":
         return replace(bare, devices=_probed_devices(build, bare.variable, environ))
     from samestep.devices import nvidia  # here: workers, and runs on the CPU, read no GPUs
 
@@ -141,7 +138,7 @@ def torch_build(spec: ModuleSpec | None = None) -> TorchBuild:
     except (OSError, SyntaxError):
         return TorchBuild()
     mps = sys.platform == "darwin" and platform.machine() == "arm64"
-    return TorchBuild(values.get("__version__"), values.get("cuda"), values.get("hip"), values.get("xpu"), mps)
+    return TorchBuild(values.get("__version__"), values.get("cuda"), values.get("hip"), mps)
 
 
 def _find_torch() -> ModuleSpec | None:
@@ -167,7 +164,7 @@ def _variable(build: TorchBuild, environ: Mapping[str, str]) -> str | None:
     if build.hip:  # ROCm obeys CUDA's too; the one in use is kept
         cuda_only = "CUDA_VISIBLE_DEVICES" in environ and "HIP_VISIBLE_DEVICES" not in environ
         return "CUDA_VISIBLE_DEVICES" if cuda_only else "HIP_VISIBLE_DEVICES"
-    return {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}.get(build.kind)
+    return "CUDA_VISIBLE_DEVICES" if build.kind == "cuda" else None
 
 
 def _with_nvidia(bare: Inventory, reading: "nvidia.Reading", environ: Mapping[str, str]) -> Inventory:
@@ -178,14 +175,13 @@ def _with_nvidia(bare: Inventory, reading: "nvidia.Reading", environ: Mapping[st
     build, gpus = bare.torch, reading.gpus
     notes = list(reading.problems)
     if build.kind != "cuda":
-        seen = tuple(gpu.device for gpu in gpus)
-        if seen:
-            names = ", ".join(sorted({device.name for device in seen}))
+        if gpus:
+            names = ", ".join(sorted({gpu.name for gpu in gpus}))
             notes.append(
-                f"{counted(len(seen), 'NVIDIA GPU')} ({names}) cannot be used: {build} was built without CUDA; "
+                f"{counted(len(gpus), 'NVIDIA GPU')} ({names}) cannot be used: {build} was built without CUDA; "
                 "install a CUDA build of torch to use them."
             )
-        return replace(bare, unusable=seen, notes=tuple(notes))
+        return replace(bare, unusable=gpus, notes=tuple(notes))
     known = _initialised_torch()
     if known is None and (not gpus or not nvidia.is_certain(gpus, environ)):
         known = _ask("driver", environ) or None
@@ -203,7 +199,7 @@ def _with_nvidia(bare: Inventory, reading: "nvidia.Reading", environ: Mapping[st
         notes.append(f"{build} was built for CUDA, and no NVIDIA driver answers; install it to use a GPU.")
     if len(devices) < len(gpus):
         setting = environ.get("CUDA_VISIBLE_DEVICES")
-        cause = "MIG mode" if setting is None else f"CUDA_VISIBLE_DEVICES={setting}"
+        cause = "CUDA" if setting is None else f"CUDA_VISIBLE_DEVICES={setting}"
         notes.append(f"{cause} leaves {len(devices)} of this machine's {counted(len(gpus), 'GPU')} visible.")
     return replace(bare, devices=devices, notes=tuple(notes))
 

@@ -11,7 +11,7 @@ order. So torch's "cuda:0" need not be nvidia-smi's GPU 0. If the rows do not de
 as a list of UUIDs, which CUDA numbers in the order of the list, whatever CUDA_DEVICE_ORDER says.
 
 Sources: NVML API reference guide, https://docs.nvidia.com/deploy/nvml-api/; CUDA programming guide, appendix on
-environment variables; MIG user guide, on CUDA's device enumeration; `torch.cuda.device_count` on CUDA_VISIBLE_DEVICES.
+environment variables; `torch.cuda.device_count` on CUDA_VISIBLE_DEVICES.
 """
 
 import re
@@ -33,19 +33,10 @@ _SWITCH = -1
 
 
 @dataclass(frozen=True)
-class Gpu:
-    """A physical GPU."""
-
-    device: Device  # its index and its links' peers are NVML's
-    mig: bool = False  # whether it is split into MIG instances, and computes by these alone
-    instances: tuple[Device, ...] = ()
-
-
-@dataclass(frozen=True)
 class Reading:
     """The answers of NVML."""
 
-    gpus: tuple[Gpu, ...] = ()  # by PCI bus id
+    gpus: tuple[Device, ...] = ()  # by PCI bus id; their indices and their links' peers are NVML's
     driver: str | None = None  # its version; None if NVML does not run
     problems: tuple[str, ...] = ()  # sentences about errors of NVML
     is_installed: bool = True  # whether its Python package is; otherwise the CUDA driver is asked for the GPUs' names
@@ -72,7 +63,7 @@ def read(nvml: Any = None) -> Reading:
 
 
 def _read_started(nvml: Any) -> Reading:
-    gpus: list[Gpu] = []
+    gpus: list[Device] = []
     handles: list[Any] = []
     problems: list[str] = []
     for index in range(_ask(nvml, 0, nvml.nvmlDeviceGetCount)):
@@ -81,10 +72,10 @@ def _read_started(nvml: Any) -> Reading:
         except nvml.NVMLError as error:
             problems.append(f"GPU {index} does not answer NVML: {error}.")
             continue
-        gpus.append(_read_gpu(nvml, handle, index))
+        gpus.append(_read_device(nvml, handle, index))
         handles.append(handle)
     gpus = _with_links(nvml, gpus, handles)
-    gpus.sort(key=lambda gpu: (gpu.device.pci_bus_id or "", gpu.device.index))
+    gpus.sort(key=lambda gpu: (gpu.pci_bus_id or "", gpu.index))
     return Reading(tuple(gpus), _ask(nvml, None, nvml.nvmlSystemGetDriverVersion), tuple(problems))
 
 
@@ -96,18 +87,8 @@ def _ask(nvml: Any, default: T, question: Callable[..., T], *arguments: Any) -> 
         return default
 
 
-def _read_gpu(nvml: Any, handle: Any, index: int) -> Gpu:
+def _read_device(nvml: Any, handle: Any, index: int) -> Device:
     pci = _ask(nvml, None, nvml.nvmlDeviceGetPciInfo, handle)
-    bus_id = None if pci is None else _text(pci.busId).lower()
-    device = _read_device(nvml, handle, index, bus_id)
-    if _ask(nvml, [0, 0], nvml.nvmlDeviceGetMigMode, handle)[0] != 1:
-        return Gpu(device)
-    slots = range(_ask(nvml, 0, nvml.nvmlDeviceGetMaxMigDeviceCount, handle))
-    found = [_ask(nvml, None, nvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, slot) for slot in slots]
-    return Gpu(device, True, tuple(_read_device(nvml, one, index, bus_id) for one in found if one is not None))
-
-
-def _read_device(nvml: Any, handle: Any, index: int, bus_id: str | None) -> Device:
     total, free = _read_memory(nvml, handle)
     rates = _ask(nvml, None, nvml.nvmlDeviceGetUtilizationRates, handle)
     temperature = _ask(nvml, None, nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU)
@@ -123,7 +104,7 @@ def _read_device(nvml: Any, handle: Any, index: int, bus_id: str | None) -> Devi
         temperature=None if temperature is None else float(temperature),
         processes=tuple(Process(row.pid, _process_name(nvml, row.pid), row.usedGpuMemory) for row in running),
         uuid=None if uuid is None else _text(uuid),
-        pci_bus_id=bus_id,
+        pci_bus_id=None if pci is None else _text(pci.busId).lower(),
         visible_as=None if uuid is None else _text(uuid),
     )
 
@@ -149,9 +130,9 @@ def _text(value: str | bytes) -> str:
     return value.decode(errors="replace") if isinstance(value, bytes) else value
 
 
-def _with_links(nvml: Any, gpus: Sequence[Gpu], handles: Sequence[Any]) -> list[Gpu]:
+def _with_links(nvml: Any, gpus: Sequence[Device], handles: Sequence[Any]) -> list[Device]:
     """The GPUs with their links to one another: NVLink if there is one, else the PCIe path."""
-    index_of = {gpu.device.pci_bus_id: gpu.device.index for gpu in gpus}
+    index_of = {gpu.pci_bus_id: gpu.index for gpu in gpus}
     nvlinks = [_count_nvlinks(nvml, handle, index_of) for handle in handles]
     linked = []
     for here, gpu in enumerate(gpus):
@@ -159,15 +140,15 @@ def _with_links(nvml: Any, gpus: Sequence[Gpu], handles: Sequence[Any]) -> list[
         for there, peer in enumerate(gpus):
             if here == there:
                 continue
-            direct = nvlinks[here][peer.device.index]
+            direct = nvlinks[here][peer.index]
             switched = min(nvlinks[here][_SWITCH], nvlinks[there][_SWITCH])
             if direct or switched:
-                links.append(Link(peer.device.index, f"NV{direct or switched}"))
+                links.append(Link(peer.index, f"NV{direct or switched}"))
                 continue
             level = _ask(nvml, None, nvml.nvmlDeviceGetTopologyCommonAncestor, handles[here], handles[there])
             if level in _PCIE_LINKS:
-                links.append(Link(peer.device.index, _PCIE_LINKS[level]))
-        linked.append(replace(gpu, device=replace(gpu.device, links=tuple(links))))
+                links.append(Link(peer.index, _PCIE_LINKS[level]))
+        linked.append(replace(gpu, links=tuple(links)))
     return linked
 
 
@@ -188,51 +169,34 @@ def _count_nvlinks(nvml: Any, handle: Any, index_of: Mapping[str | None, int]) -
     return counts
 
 
-def visible(gpus: Sequence[Gpu], environ: Mapping[str, str]) -> tuple[Device, ...]:
+def visible(gpus: Sequence[Device], environ: Mapping[str, str]) -> tuple[Device, ...]:
     """The devices that torch would show, with torch's indices, by NVML's rows and CUDA_VISIBLE_DEVICES.
 
     Entries are indices, UUIDs or unambiguous beginnings of UUIDs. As in CUDA, the first entry that is none of them
-    ends the list, and a device named twice empties it. A GPU in MIG mode computes through its instances only, and a
-    process sees at most one instance, which is then its only device.
+    ends the list, and a device named twice empties it.
     """
     entries = environ.get("CUDA_VISIBLE_DEVICES")
     if entries is None:
-        chosen = [_computing(gpu) for gpu in gpus]
-    elif entries.startswith("MIG-"):
-        chosen = list(_by_prefix(entries, "MIG-", [instance for gpu in gpus for instance in gpu.instances]))
-    elif entries.startswith("GPU-"):
-        gpu_of = {gpu.device.uuid: gpu for gpu in gpus}
-        chosen = [_computing(gpu_of[row.uuid]) for row in _by_prefix(entries, "GPU-", [gpu.device for gpu in gpus])]
-    else:
-        chosen = [_computing(gpus[index]) for index in _indices(entries, len(gpus))]
-    devices = [device for device in chosen if device is not None]
-    instances = [device for device in devices if device in {i for gpu in gpus for i in gpu.instances}]
-    return _renumbered(instances[:1] or devices)
+        return _renumbered(gpus)
+    if entries.startswith("GPU-"):
+        return _renumbered(_by_uuid(entries, gpus))
+    return _renumbered([gpus[index] for index in _indices(entries, len(gpus))])
 
 
-def match(gpus: Sequence[Gpu], known: Sequence[Device]) -> tuple[Device, ...]:
+def match(gpus: Sequence[Device], known: Sequence[Device]) -> tuple[Device, ...]:
     """The devices in the order that CUDA gave, with NVML's row of each, matched by UUID."""
-    rows = {_bare(row.uuid): row for gpu in gpus for row in (gpu.device, *gpu.instances) if row.uuid}
+    rows = {_bare(gpu.uuid): gpu for gpu in gpus if gpu.uuid}
     # Negative indices, so that a device without a row takes no links of a GPU of that index.
     strangers = [replace(device, index=-1 - position) for position, device in enumerate(known)]
     return _renumbered([rows.get(_bare(device.uuid), device) for device in strangers])
 
 
-def is_certain(gpus: Sequence[Gpu], environ: Mapping[str, str]) -> bool:
+def is_certain(gpus: Sequence[Device], environ: Mapping[str, str]) -> bool:
     """Whether `visible` certainly gives CUDA's own order."""
-    if any(gpu.mig for gpu in gpus):
-        return False
     entries = environ.get("CUDA_VISIBLE_DEVICES")
     if entries is not None and (not entries or entries.startswith("GPU-")):
         return True
-    return environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID" or len({gpu.device.name for gpu in gpus}) <= 1
-
-
-def _computing(gpu: Gpu) -> Device | None:
-    """The device that computes on a GPU: itself, in MIG mode its first instance, or None."""
-    if not gpu.mig:
-        return gpu.device
-    return gpu.instances[0] if gpu.instances else None
+    return environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID" or len({gpu.name for gpu in gpus}) <= 1
 
 
 def _indices(entries: str, num_gpus: int) -> list[int]:
@@ -249,11 +213,11 @@ def _indices(entries: str, num_gpus: int) -> list[int]:
     return indices
 
 
-def _by_prefix(entries: str, prefix: str, devices: Sequence[Device]) -> list[Device]:
+def _by_uuid(entries: str, devices: Sequence[Device]) -> list[Device]:
     """The leading run of entries that name one device each; none if a device occurs twice."""
     chosen: list[Device] = []
     for entry in entries.split(","):
-        named = [device for device in devices if entry.startswith(prefix) and (device.uuid or "").startswith(entry)]
+        named = [device for device in devices if entry.startswith("GPU-") and (device.uuid or "").startswith(entry)]
         if len(named) != 1:
             break
         if named[0] in chosen:
@@ -263,8 +227,8 @@ def _by_prefix(entries: str, prefix: str, devices: Sequence[Device]) -> list[Dev
 
 
 def _bare(uuid: str | None) -> str:
-    """A UUID without "GPU-" or "MIG-", which torch's device properties leave out."""
-    return (uuid or "").removeprefix("GPU-").removeprefix("MIG-").lower()
+    """A UUID without "GPU-", which torch's device properties leave out."""
+    return (uuid or "").removeprefix("GPU-").lower()
 
 
 def _renumbered(devices: Sequence[Device]) -> tuple[Device, ...]:

@@ -4,7 +4,6 @@
 imports nothing of samestep. Rows are in torch's order; the list is empty if there is nothing to ask.
 """
 
-import contextlib
 import ctypes
 import json
 import sys
@@ -21,10 +20,7 @@ def load_driver() -> Any:
 
 
 def ask_driver() -> list[dict[str, Any]]:
-    """The devices of the CUDA driver, after CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER; makes no context.
-
-    Source: CUDA driver API, device management (cuDeviceGetUuid_v2 returns a MIG instance's own UUID).
-    """
+    """The devices of the CUDA driver, after CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER; makes no context."""
     cuda = load_driver()
     count = ctypes.c_int(0)
     if cuda is None or cuda.cuInit(0) != 0 or cuda.cuDeviceGetCount(ctypes.byref(count)) != 0:
@@ -39,15 +35,13 @@ def ask_driver() -> list[dict[str, Any]]:
         cuda.cuDeviceGetName(name, 256, device)
         cuda.cuDeviceTotalMem_v2(ctypes.byref(total), device)
         cuda.cuDeviceGetUuid_v2(ctypes.byref(identity), device)
-        text = name.value.decode(errors="replace")
-        prefix = "MIG-" if " MIG " in text else "GPU-"
-        full = f"{prefix}{uuid.UUID(bytes=bytes(identity))}"
+        text, full = name.value.decode(errors="replace"), f"GPU-{uuid.UUID(bytes=bytes(identity))}"
         rows.append({"name": text, "total": total.value, "free": total.value, "uuid": full})
     return rows
 
 
 def ask_torch() -> list[dict[str, Any]]:
-    """The devices of `torch.accelerator`: AMD, Intel and Apple GPUs, which only torch lists."""
+    """The devices of `torch.accelerator`: AMD and Apple GPUs, which only torch lists."""
     import torch
 
     accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -61,9 +55,7 @@ def ask_torch() -> list[dict[str, Any]]:
     rows = []
     for index in range(torch.accelerator.device_count()):
         properties = backend.get_device_properties(index)
-        free = total = int(properties.total_memory)
-        with contextlib.suppress(RuntimeError):  # unknown for some Intel GPUs
-            free, total = backend.mem_get_info(index)
+        free, total = backend.mem_get_info(index)
         rows.append({"name": properties.name, "total": total, "free": free, "uuid": str(properties.uuid)})
     return rows
 

@@ -13,7 +13,7 @@ from samestep.devices.inventory import Inventory, discover, physical_cores
 from samestep.errors import DeviceError
 from samestep.text import counted
 
-FORMS = 'auto, 4 (a count), "0,4" or "4," (indices), cpu, cpu:2, cuda, cuda:0, cuda:0,4, free:2, mps, xpu'
+FORMS = 'auto, 4 (a count), "0,4" or "4," (indices), cpu, cpu:2, cuda, cuda:0, cuda:0,4, free:2, mps'
 
 MAX_CPU_WORKERS = 64
 """The largest number of CPU workers on a machine with fewer cores."""
@@ -85,7 +85,7 @@ def select(
 
     Args:
         spec: "auto" (all accelerators, else CPU workers), a count, indices ("0,4"; one alone takes a comma, "4,"),
-            "cpu", "cpu:2", "cuda", "cuda:0,4", "mps", "xpu", or "free:2" (the emptiest idle accelerators). Indices are
+            "cpu", "cpu:2", "cuda", "cuda:0,4", "mps", or "free:2" (the emptiest idle accelerators). Indices are
             torch's; CUDA_VISIBLE_DEVICES is respected.
         inventory: the hardware; None for this machine.
         cpu_workers: the number of CPU workers that "auto" means.
@@ -152,12 +152,12 @@ def _parse_count(text: str, word: str, noun: str, default: int | None = None) ->
 
 def _parse_indices(text: str) -> tuple[Kind | None, tuple[int, ...] | None]:
     """A kind and indices; None for one that is left out."""
-    if text in ("cuda", "mps", "xpu"):
+    if text in ("cuda", "mps"):
         return cast(Kind, text), None
     kind: str | None = None
     indices: list[int] = []
     for position, entry in enumerate(text.removesuffix(",").split(",")):
-        parts = re.fullmatch(r"(?:(cuda|mps|xpu):)?(\d+)", entry)
+        parts = re.fullmatch(r"(?:(cuda|mps):)?(\d+)", entry)
         if parts is None or (parts[1] and position and parts[1] != kind):
             raise _meaningless(repr(text))
         kind = parts[1] or kind

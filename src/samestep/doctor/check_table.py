@@ -69,7 +69,7 @@ class Machine:
 
 
 def check_gpus(machine: Machine, nvml: Any = None) -> Iterator[Result]:
-    """The driver; memory errors, throttling and MIG of every NVIDIA GPU. XID errors are in the kernel's log alone.
+    """The driver; memory errors, throttling and MIG mode of every NVIDIA GPU. XID errors are in the kernel's log alone.
 
     Source: NVML API reference guide, https://docs.nvidia.com/deploy/nvml-api/ (ECC counters, remapped rows, clocks
     event reasons). Not run on a GPU yet.
@@ -108,7 +108,9 @@ def check_gpus(machine: Machine, nvml: Any = None) -> Iterator[Result]:
             if reasons & bit:
                 yield Result(name, state, f"below its full clocks: {reason}", "look after its cooling and power supply")
         if ask((0, 0), "nvmlDeviceGetMigMode", gpu)[0] == 1:
-            yield note(name, "split into MIG instances", "each is a device of its own, without peer access")
+            yield bad(
+                name, "in MIG mode, whose instances samestep does not use", f"nvidia-smi -i {index} -mig 0 ends it"
+            )
     nvml.nvmlShutdown()
 
 

@@ -64,7 +64,7 @@ KINDS: Mapping[str, DeviceKind] = {
     )
 }
 ALIASES: Mapping[str, str] = {"a100": "A100-80", "4090": "RTX4090", "rtx-4090": "RTX4090", "v100-32": "V100"}
-_LOCAL = re.compile(r"auto|cuda|xpu|mps|\d{1,3}(,[\d,\s]*)?|(cpu|cuda|xpu|mps|free):.*")
+_LOCAL = re.compile(r"auto|cuda|mps|\d{1,3}(,[\d,\s]*)?|(cpu|cuda|mps|free):.*")
 
 
 @dataclass(frozen=True)

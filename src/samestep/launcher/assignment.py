@@ -26,7 +26,7 @@ class Assignment:
 
     rank: int
     world_size: int
-    device_kind: str  # "cpu", "cuda", "mps" or "xpu"
+    device_kind: str  # "cpu", "cuda" or "mps"
     device: str  # as messages name it
     num_threads: int
     run_id: str

@@ -279,14 +279,11 @@ def _fork() -> int:
             f"the starter process has {count} threads and must have one; use start_method='spawn' "
             "(--start-method spawn)"
         )
-    torch = sys.modules.get("torch")
-    for name in ("cuda", "xpu"):
-        module = getattr(torch, name, None)
-        if module is not None and module.is_initialized():
-            raise ForkError(
-                f"an imported module initialised {name} before the workers; use start_method='spawn' "
-                "(--start-method spawn)"
-            )
+    cuda = getattr(sys.modules.get("torch"), "cuda", None)
+    if cuda is not None and cuda.is_initialized():
+        raise ForkError(
+            "an imported module initialised cuda before the workers; use start_method='spawn' (--start-method spawn)"
+        )
     return os.fork()
 
 

@@ -150,7 +150,7 @@ def _forks_break(kind: str) -> bool:
     torch = sys.modules.get("torch")
     if torch is None:
         return False
-    if any(getattr(torch, name).is_initialized() for name in ("cuda", "xpu")):
+    if torch.cuda.is_initialized():
         return True
     # `torch.cuda.is_available()` starts the driver too, without which forks could not do. torch has no public name for
     # that, and only a fork can tell.

@@ -253,7 +253,7 @@ def count_ids(ids: str) -> int:
     """
     named: list[str] = []
     for entry in map(str.strip, ids.split(",")):
-        if not re.match(r"\+?\d|GPU-|MIG-", entry):
+        if not re.match(r"\+?\d|GPU-", entry):
             break
         named.append(entry)
     return len(named) if len(set(named)) == len(named) else 0

@@ -41,8 +41,7 @@ def own_device(device: str | torch.device | None, environment: Environment) -> t
         asked = _checked_device(device)
         kind, index = asked.type, asked.index
     elif kind is None:
-        accelerator = torch.accelerator.current_accelerator(check_available=True)
-        kind = "cpu" if accelerator is None else accelerator.type
+        kind = _accelerator()
     if kind == "cpu":
         return torch.device("cpu")
     if index is None and environment.world_size > 1:
@@ -54,9 +53,15 @@ def own_device(device: str | torch.device | None, environment: Environment) -> t
     return own
 
 
+def _accelerator() -> str:
+    """The kind of this process's accelerators; "cpu" if it has none, or of another kind than those that are used."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return found.type if found is not None and found.type in ("cuda", "mps") else "cpu"
+
+
 def make_current(device: torch.device) -> None:
     """Makes a GPU the one that "cuda", and a stream or event without a device, mean in this thread."""
-    if device.type in ("cuda", "xpu"):
+    if device.type == "cuda":
         torch.accelerator.set_device_index(device)
 
 
@@ -68,9 +73,9 @@ def _checked_device(asked: str | torch.device) -> torch.device:
         chosen = None
     if chosen is not None and chosen.type == "cpu":
         return torch.device("cpu")
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if chosen is None or accelerator is None or chosen.type != accelerator.type:
-        there = "cpu" if accelerator is None else f"cpu and {accelerator.type}"
+    own = _accelerator()
+    if chosen is None or chosen.type != own:
+        there = "cpu" if own == "cpu" else f"cpu and {own}"
         raise DeviceError(f"got device={str(asked)!r}; this process has {there}")
     if (chosen.index or 0) >= torch.accelerator.device_count():
         last = torch.accelerator.device_count() - 1
