@@ -176,6 +176,10 @@ def test_a_scheduler_is_stepped_after_every_step():
         ),
         (lambda run: Run(8, precision="bf16"), "Run has no argument 'precision'; it is one of Run.train_step"),
         (lambda run: Run(8, sed=1), "Run has no argument 'sed'; did you mean 'seed'?"),
+        (
+            lambda run: Trainer(run, None, None, None, mixed_precision="bf16"),
+            "Trainer has no argument 'mixed_precision'; did you mean 'precision'?",
+        ),
         (lambda run: Run(8, xyz=1), "Run has no argument 'xyz'; it takes global_batch_size, num_microbatches, seed, "),
         (
             lambda run: run.train_step(None, None, None, gradient_clip_val=1),

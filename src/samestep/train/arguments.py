@@ -35,37 +35,18 @@ class StepOptions(TypedDict, total=False):
     observers: Sequence[StepObserver]
 
 
-# Names that Lightning, Accelerate, transformers, Composer, Keras and DeepSpeed give to the same things.
+# The commonest names that other libraries give to the same things; most of the others are like ours (`_answer`).
 SYNONYMS = {
-    "accumulate_grad_batches": "num_microbatches",
-    "gradient_accumulation_steps": "num_microbatches",
     "batch_size": "global_batch_size",
-    "train_batch_size": "global_batch_size",
     "callbacks": "hooks",
     "criterion": "loss_fn",
-    "loss": "loss_fn",
-    "loss_function": "loss_fn",
+    "gradient_accumulation_steps": "num_microbatches",
     "gradient_clip_val": "max_grad_norm",
-    "clip_grad_norm": "max_grad_norm",
-    "logger": "loggers",
     "lr_scheduler": "scheduler",
     "max_epochs": "epochs",
-    "n_epochs": "epochs",
-    "num_epochs": "epochs",
-    "num_train_epochs": "epochs",
-    "mixed_precision": "precision",
-    "optimizers": "optimizer",
     "output_dir": "run_dir",
-    "default_root_dir": "run_dir",
-    "log_dir": "run_dir",
-    "random_seed": "seed",
     "resume_from_checkpoint": "resume",
-    "ckpt_path": "resume",
-    "train_data": "dataset",
     "train_dataset": "dataset",
-    "eval_dataset": "eval_data",
-    "val_data": "eval_data",
-    "workers": "num_workers",
 }
 LAUNCHER = "the launcher chooses devices: `samestep run --devices 2 script.py`"
 # Arguments of theirs for which no function here has one.
