@@ -7,7 +7,7 @@ from cli_commands import COMMANDS, samestep
 
 from samestep.cli.estimate import PUBLISHED
 from samestep.cli.main import main
-from samestep.estimate.architectures import DECODERS
+from samestep.estimate.workload import DECODERS
 from samestep.recipes.catalog import NAMES
 
 

@@ -189,8 +189,8 @@ def test_a_function_that_does_not_fit_is_refused(estimate, file, name, words, se
 
 
 def test_a_published_model_has_the_parameters_of_its_paper():
-    from samestep.estimate.architectures import published
     from samestep.estimate.trace import trace
+    from samestep.estimate.workload import published
 
     counts = {"gpt2": 124_439_808, "gpt2-xl": 1_557_611_200, "llama-3.1-8b": 8_030_261_248}
     assert {name: trace(published(name), 2, True).num_parameters for name in counts} == counts

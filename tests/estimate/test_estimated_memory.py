@@ -15,11 +15,9 @@ from hypothesis import strategies as st
 from worlds import in_turns
 
 import samestep
+from samestep.estimate.costs import Layout, needed_memory
 from samestep.estimate.hardware import KINDS
-from samestep.estimate.layout import Layout
-from samestep.estimate.memory import needed_memory
-from samestep.estimate.op_tracker import COPIES
-from samestep.estimate.trace import GRADIENT, PARAMETERS, STATE, Traces, trace
+from samestep.estimate.trace import COPIES, GRADIENT, PARAMETERS, STATE, Traces, trace
 
 # Workspaces of kernels are known for convolutions alone, and the engine keeps some scalars.
 TOLERANCE = 0.1

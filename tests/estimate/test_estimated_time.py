@@ -7,11 +7,9 @@ from estimate_models import stack
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep.estimate.estimate import estimate
+from samestep.estimate.costs import WITHIN_LATENCY, Layout, gather_seconds, step_time
+from samestep.estimate.estimate import Request, estimate
 from samestep.estimate.hardware import KINDS, Cluster, read_cluster
-from samestep.estimate.layout import Layout
-from samestep.estimate.search import Request
-from samestep.estimate.step_time import WITHIN_LATENCY, gather_seconds, step_time
 from samestep.estimate.trace import Traces
 from samestep.recipes.workload import recipe_workload
 

@@ -5,8 +5,7 @@ from estimate_models import workload
 from torch import nn
 from torch.nn import functional
 
-from samestep.estimate.gpu_kernels import workspace_bytes
-from samestep.estimate.trace import trace
+from samestep.estimate.trace import trace, workspace_bytes
 
 ELEMENTS = 8 * 1024
 

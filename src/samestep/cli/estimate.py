@@ -112,12 +112,10 @@ def estimate(
     from dataclasses import replace
 
     from samestep.errors import UsageError
-    from samestep.estimate.architectures import DECODERS, published
+    from samestep.estimate.estimate import Request, print_estimate
     from samestep.estimate.estimate import estimate as make_estimate
     from samestep.estimate.hardware import read_cluster
-    from samestep.estimate.output import print_estimate
-    from samestep.estimate.search import Request
-    from samestep.estimate.workload import OPTIMIZERS, load_workload
+    from samestep.estimate.workload import DECODERS, OPTIMIZERS, load_workload, published
     from samestep.recipes.workload import recipe_workload
 
     cluster = read_cluster(devices, nnodes, node_gbits)

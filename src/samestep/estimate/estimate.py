@@ -1,16 +1,159 @@
-"""The estimate: all layouts with memory and time, and the recommended one with the reason."""
+"""The estimate: the search over layouts, the recommended one with the reason, and its tables."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from rich import box
+from rich.markup import escape
+from rich.table import Table
+
 from samestep.errors import UsageError
+from samestep.estimate.costs import (
+    STRATEGIES,
+    USABLE_SHARE,
+    Layout,
+    Memory,
+    StepTime,
+    layout_problem,
+    needed_memory,
+    step_time,
+)
 from samestep.estimate.hardware import GIB, Cluster
-from samestep.estimate.layout import STRATEGIES
-from samestep.estimate.memory import USABLE_SHARE
-from samestep.estimate.search import SIMPLER_IF_WITHIN, Candidate, Request, Search, best_of, make_search
+from samestep.estimate.trace import Traces
 from samestep.estimate.workload import Workload
-from samestep.text import counted
+from samestep.text import counted, make_console
+
+SIMPLER_IF_WITHIN = 1.05  # a simpler layout is taken if the fastest is not faster by more
+STAGES = (2, 4, 8, 16)
+
+
+@dataclass(frozen=True)
+class Request:
+    """The options of an estimate; those that are None are searched."""
+
+    batch_size: int
+    precision: str = "32-true"
+    num_microbatches: int | None = None
+    strategy: str | None = None
+    shard_optimizer: bool | None = None
+    pipe: int | None = None
+    checkpointing: bool | None = None
+    rate: float | None = None  # measured: units a second on one such device
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout with its memory on the fullest device and its time."""
+
+    layout: Layout
+    memory: Memory
+    time: StepTime
+    fits: bool
+
+
+@dataclass(frozen=True)
+class Search:
+    """Layouts of a workload on a cluster; made by `make_search`."""
+
+    traces: Traces
+    cluster: Cluster
+    request: Request
+    dtype_bits: int  # of products' inputs
+    slowness: float
+
+    def evaluate(self, layout: Layout) -> Candidate:
+        """Memory and time of a layout."""
+        kind = self.cluster.kind
+        trace = self.traces.at(layout.microbatch_size, layout.is_checkpointed)
+        memory = needed_memory(trace, layout, kind)
+        time = step_time(trace, layout, self.cluster, self.dtype_bits, self.slowness)
+        return Candidate(layout, memory, time, bool(memory.total <= USABLE_SHARE * kind.memory_bytes))
+
+    def candidates(self) -> list[Candidate]:
+        """All layouts that the options allow, each with its best number of microbatches; from the simplest on.
+
+        Checkpointed ones are among them if asked for, or if some layout does not fit without.
+        """
+        asked = self.request.checkpointing
+        found = self._with_checkpointing(bool(asked))
+        if asked is None and not all(candidate.fits for candidate in found) and self.traces.num_blocks():
+            found += self._with_checkpointing(True)
+        return found
+
+    def _with_checkpointing(self, checkpointing: bool) -> list[Candidate]:
+        found, problems = [], []
+        num_blocks = self.traces.num_blocks(checkpointing)
+        for layout in self._layouts(checkpointing, num_blocks):
+            powers = (layout.data * 2**power for power in range(7))  # up to 64 a group of devices
+            counts = [count for count in powers if count <= layout.batch_size] or [layout.data]
+            evaluated = []
+            for count in counts if self.request.num_microbatches is None else [self.request.num_microbatches]:
+                trial = replace(layout, num_microbatches=count)
+                problem = layout_problem(trial, self.cluster, num_blocks, self.traces.workload.name)
+                if problem is not None:
+                    problems.append(problem)
+                    break
+                evaluated.append(self.evaluate(trial))
+            if evaluated:
+                found.append(best_of(evaluated))
+        if not found:
+            raise UsageError(problems[0])
+        return found
+
+    def _layouts(self, checkpointing: bool, num_blocks: int) -> Iterator[Layout]:
+        """From the simplest on; the numbers of microbatches are still open."""
+        request, count = self.request, self.cluster.num_devices
+        is_mixed = request.precision != "32-true"
+        whole = Layout(count, count, request.batch_size, is_checkpointed=checkpointing, is_mixed=is_mixed)
+        if request.pipe is not None:
+            yield _staged(whole, request.pipe)
+            return
+        chosen = STRATEGIES if request.strategy is None else (request.strategy,)
+        if "replicate" in chosen:
+            if not request.shard_optimizer or count == 1:
+                yield whole
+            if request.shard_optimizer is not False and count > 1:
+                yield replace(whole, is_optimizer_sharded=True)
+        if "sharded" in chosen and (count > 1 or request.strategy):
+            yield replace(whole, is_sharded=True)
+        if "pipeline" in chosen:
+            for stages in STAGES:
+                if count % stages == 0 and (request.strategy or num_blocks >= stages):
+                    yield _staged(whole, stages)
+
+
+def make_search(workload: Workload, cluster: Cluster, request: Request) -> Search:
+    """The search, with the speed of computing from the measurement if there is one."""
+    kind, precision = cluster.kind, request.precision
+    is_half = precision == "16-mixed" or (precision == "bf16-mixed" and kind.has_bfloat16)
+    search = Search(Traces(workload, not kind.is_cpu, precision), cluster, request, 16 if is_half else 32, 1.0)
+    if request.rate is None:
+        return search
+    layout = Layout(
+        *(1, request.num_microbatches or min(8, request.batch_size), request.batch_size),
+        is_checkpointed=bool(request.checkpointing),
+        is_mixed=precision != "32-true",
+    )
+    trace = search.traces.at(layout.microbatch_size, layout.is_checkpointed)
+    estimated = step_time(trace, layout, replace(cluster, num_devices=1, num_nodes=1), search.dtype_bits).step
+    return replace(search, slowness=request.batch_size * workload.units / request.rate / estimated)
+
+
+def best_of(candidates: Sequence[Candidate]) -> Candidate:
+    """The fastest that fits, or a simpler one that is about as fast; if none fits, the smallest."""
+    fitting = [candidate for candidate in candidates if candidate.fits]
+    if not fitting:
+        return min(candidates, key=lambda candidate: candidate.memory.total)
+    limit = min(candidate.time.step for candidate in fitting) * SIMPLER_IF_WITHIN
+    return next(candidate for candidate in fitting if candidate.time.step <= limit)
+
+
+def _staged(layout: Layout, stages: int) -> Layout:
+    data = max(1, layout.data // stages)
+    return replace(layout, data=data, num_microbatches=data, pipe=stages)
+
 
 LEAST_GAIN = 1.25  # from which on fewer microbatches are advised
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")
@@ -168,3 +311,87 @@ def _speed_advice(search: Search, chosen: Candidate) -> list[str]:
         f"only {in_gib(max(spare, 0))} are left on each device: try it on one": spare < 0.1 * kind.memory_bytes,
     }
     return [text for text, applies in advice.items() if applies]
+
+
+MAX_LAYOUTS = 12
+
+
+def print_estimate(estimate: Estimate) -> None:
+    """Prints the tables, the recommendation and the advice."""
+    console = make_console()
+    request, cluster = estimate.request, estimate.cluster
+    size = f"{estimate.num_parameters:,} parameters, {_flops(estimate.flops)} a sample"
+    console.print(f"{estimate.workload.name}: {size}", markup=False)
+    batch = f"global batch {request.batch_size:,}, {request.precision}"
+    console.print(f"{cluster}, {cluster.kind.memory_gib:g} GiB each; {batch}", markup=False)
+    for table in (_layouts_table(estimate), _memory_table(estimate.chosen)):
+        console.print()
+        console.print(table)
+    console.print()
+    console.print(f"{'→' if estimate.chosen.fits else '✗'} {estimate.reason}", markup=False)
+    for line in estimate.advice:
+        console.print(f"  · {line}", markup=False)
+
+
+def _table(*left: str, right: Sequence[str] = ()) -> Table:
+    table = Table(box=box.SIMPLE, show_edge=False, pad_edge=False, padding=0)
+    for name in left:
+        table.add_column(name, overflow="fold")
+    for name in right:
+        table.add_column(name, justify="right", overflow="fold")
+    return table
+
+
+def _layouts_table(estimate: Estimate) -> Table:
+    """The layouts that fit, and others as far as there is room; an arrow marks the recommended one."""
+    room = max(0, MAX_LAYOUTS - sum(candidate.fits for candidate in estimate.candidates))
+    others = [c for c in estimate.candidates if not c.fits and c is not estimate.chosen][:room]
+    shown = [c for c in estimate.candidates if c.fits or c is estimate.chosen or c in others]
+    columns = ("memory", "step", f"{estimate.workload.unit}/s", "exposed", "fits")
+    table = _table("", "strategy", "microbatches", right=columns)
+    for candidate, step in zip(shown, _in_one_unit([each.time.step for each in shown]), strict=True):
+        layout = candidate.layout
+        table.add_row(
+            "→" if candidate is estimate.chosen else "",
+            escape(_name(layout) + ", checkpointed" * layout.is_checkpointed),
+            f"{layout.num_microbatches} of {layout.microbatch_size}",
+            in_gib(candidate.memory.total),
+            step,
+            _rate(estimate.rate(candidate)),
+            f"{100 * candidate.time.exposed / candidate.time.step:.0f} %",
+            "yes" if candidate.fits else "no",
+        )
+    return table
+
+
+def _memory_table(chosen: Candidate) -> Table:
+    table = _table("memory of the fullest device", right=(f"in the {chosen.memory.phase}",))
+    for name, value in chosen.memory.rows():
+        table.add_row(name, in_gib(value))
+    table.add_section()
+    table.add_row("total", in_gib(chosen.memory.total))
+    return table
+
+
+def _in_one_unit(times: Sequence[float]) -> list[str]:
+    """Seconds as `12.34 s` or `1,234.5 ms`: all in one unit, the shortest to three digits."""
+    shortest = min(times, default=1.0)
+    unit, scale = ("s", 1) if shortest >= 1 else ("ms", 1000)
+    digits = max(0, 2 - math.floor(math.log10(scale * shortest)))
+    return [f"{scale * time:,.{digits}f} {unit}" for time in times]
+
+
+def _name(layout: Layout) -> str:
+    return layout.mesh if layout.pipe > 1 else layout.strategy
+
+
+def _rate(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:,.3g}"
+
+
+def _flops(count: float) -> str:
+    """`532 TFLOP`, in the largest unit of which there is one."""
+    for unit, size in (("PFLOP", 1e15), ("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6)):
+        if count >= size:
+            return f"{count / size:.4g} {unit}"
+    return f"{count:,.0f} FLOP"
