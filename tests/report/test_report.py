@@ -17,10 +17,9 @@ from typer.testing import CliRunner
 from samestep.cli.main import app
 from samestep.errors import UsageError
 from samestep.report.formatting import number, optimizer_text
-from samestep.report.page import make_page
+from samestep.report.page import loss_table, make_charts, make_page
 from samestep.report.reader import as_number
 from samestep.report.run_summary import Phases, distinct_names, make_report
-from samestep.report.series import loss_table, make_charts
 from samestep.report.terminal import LEVELS, print_report, sparkline
 from samestep.train.curves import Curve, loss_figure, smoothed, thinned
 from samestep.train.runlog.ledger import from_line, to_line

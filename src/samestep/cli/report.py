@@ -33,9 +33,8 @@ def report(
     Writes one HTML page that needs neither network nor server, and a picture of the losses. A run may be under way.
     """
     from samestep.errors import RunFolderError
-    from samestep.report.page import make_page
+    from samestep.report.page import loss_table, make_page
     from samestep.report.run_summary import make_report
-    from samestep.report.series import loss_table
     from samestep.train.atomic_io import make_folder, replacing
     from samestep.train.curves import draw_losses
 

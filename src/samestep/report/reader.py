@@ -1,12 +1,22 @@
-"""Reads a run folder: contract, ledger and metrics, of finished, running and broken runs."""
+"""The files of a run: records and curves, the events of its ledger, and the elapsed time of each step.
+
+Elapsed time is seconds of running, without pauses between sessions. Steps have no time of their own, but events have;
+between two events the time is interpolated, after the last one it continues at the mean pace. The time between the end
+of a session and the next resume does not count; steps that were done again from a checkpoint count in the later one.
+"""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from samestep.errors import DataError, UsageError
+from samestep.text import counted
 from samestep.train.curves import Curve
 from samestep.train.paths import CONTRACT_FILE, LEDGER_FILE
 from samestep.verify.ledger import Ledger, number, read_ledger
@@ -80,3 +90,180 @@ def as_number(value: Any) -> float | None:
 def json_number(value: float | None) -> float | str | None:
     """A number for JSON, which lacks NaN and infinities: those become "nan", "inf" and "-inf"."""
     return value if value is None or math.isfinite(value) else str(value)
+
+
+QUIET = ("start", "end", "checkpoint")  # not marked by a line on the curves
+
+
+@dataclass(frozen=True)
+class Event:
+    """An event of the ledger; unknown names are kept."""
+
+    name: str
+    step: int  # updates done when it happened
+    time: datetime | None  # with its zone
+    fields: Mapping[str, Any]
+
+    @property
+    def label(self) -> str:
+        """A few words, for a mark on a curve."""
+        labels = {
+            "death": f"rank {self.fields.get('rank', '?')} died",
+            "heal": f"healed on {self.fields.get('world_size', '?')}",
+            "join": f"joined, {self.fields.get('world_size', '?')} devices",
+            "resume": "resumed",
+            "stop": "stopped",
+            "contract_change": "contract changed",
+        }
+        return labels.get(self.name, self.name.replace("_", " "))
+
+    @property
+    def sentence(self) -> str:
+        """The event in a sentence."""
+        fields = self.fields
+        devices = counted(fields["world_size"], "device") if "world_size" in fields else "an unknown number of devices"
+        match self.name:
+            case "start":
+                return f"started on {devices}"
+            case "resume":
+                return f"resumed from {fields.get('from', 'a checkpoint')} on {devices}"
+            case "death":
+                return _death(fields)
+            case "heal":
+                lost, seconds = fields.get("lost"), fields.get("seconds")
+                without = f" without rank {', '.join(map(str, lost))}" if isinstance(lost, list) and lost else ""
+                after = f" after {seconds:.3g} s" if isinstance(seconds, int | float) else ""
+                return f"went on with {devices}{without}{after}"
+            case "join":
+                return f"a device joined: {devices}"
+            case "stop":
+                return f"stopped by {fields.get('signal', 'a signal')}"
+            case "checkpoint":
+                waited = _seconds("; the step waited {}", fields.get("blocked_seconds"))
+                name = f"checkpoint {fields.get('name', '')}".strip()
+                return name + _seconds(" in {}", fields.get("seconds")) + waited
+            case "contract_change":
+                return f"contract changed: {_changes(fields.get('fields'))}"
+            case "end":
+                return "finished"
+        rest = ", ".join(f"{key} {value}" for key, value in fields.items())
+        return f"{self.name.replace('_', ' ')}{': ' + rest if rest else ''}"
+
+    def as_json(self) -> dict[str, Any]:
+        """The event as a JSON object."""
+        time = None if self.time is None else self.time.isoformat(timespec="milliseconds")
+        return {"event": self.name, "step": self.step, "time": time, "text": self.sentence, **self.fields}
+
+
+def as_event(entry: Mapping[str, Any]) -> Event | None:
+    """The event of a line of the ledger; None if it is not readable."""
+    name, step = entry.get("event"), entry.get("step")
+    if not isinstance(name, str) or not isinstance(step, int) or not is_step(step):
+        return None
+    fields = {key: value for key, value in entry.items() if key not in ("event", "step", "time", "text")}
+    try:
+        time = datetime.fromisoformat(entry.get("time", ""))
+    except (TypeError, ValueError):
+        return Event(name, step, None, fields)
+    return Event(name, step, time if time.tzinfo is not None else time.replace(tzinfo=UTC), fields)
+
+
+def _death(fields: Mapping[str, Any]) -> str:
+    cause = fields.get("cause")
+    rank = f"rank {fields.get('rank', '?')}" + (f" ({fields['device']})" if fields.get("device") else "")
+    phase = f" in {fields['phase']}" if fields.get("phase") else ""
+    if cause == "hang":
+        return f"{rank} hung{phase} and was ended"
+    return f"{rank} died{phase}{f': {cause}' if cause else ''}"
+
+
+def _changes(changes: Any) -> str:
+    """`seed 0 → 1, precision 32-true → bf16-mixed`."""
+    rows = changes if isinstance(changes, list) else []
+    texts = [f"{row[0]} {row[1]} → {row[2]}" for row in rows if isinstance(row, list) and len(row) == 3]
+    return ", ".join(texts) or "fields are not recorded"
+
+
+def _seconds(form: str, value: Any) -> str:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return ""
+    return form.format(f"{1000 * value:.0f} ms" if value < 1 else f"{value:.1f} s")
+
+
+BEGINNINGS = ("start", "resume")
+
+Points = list[tuple[float, float]]  # (step, seconds)
+
+
+@dataclass(frozen=True)
+class ElapsedTime:
+    """Seconds of running by step, piecewise linear and ascending; empty if no time is known."""
+
+    steps: tuple[float, ...]
+    seconds: tuple[float, ...]
+    event_seconds: tuple[float | None, ...]  # of each event; None if it has no time
+
+    @property
+    def duration(self) -> float | None:
+        """Seconds at the last step or event."""
+        return max((each for each in (*self.seconds, *self.event_seconds) if each is not None), default=None)
+
+
+def elapsed_time(events: Sequence[Event], pace: float | None, num_steps: int) -> ElapsedTime:
+    """The elapsed time of a run, from its events in the ledger's order and the mean seconds of a step, if known."""
+    sessions = [timed for session in _sessions(events) if (timed := [e for e in session if e.time is not None])]
+    points: Points = []
+    known: dict[int, float] = {}
+    offset = 0.0
+    for session, timed in enumerate(sessions):
+        times = [event.time.timestamp() for event in timed if event.time is not None]
+        seconds = [offset + time - min(times) for time in times]
+        known |= {id(event): each for event, each in zip(timed, seconds, strict=True)}
+        points = _before(points, timed[0].step)
+        for event, each in zip(timed, seconds, strict=True):
+            if not points or (event.step >= points[-1][0] and each >= points[-1][1]):
+                points.append((float(event.step), each))
+        last = sessions[session + 1][0].step if session + 1 < len(sessions) else num_steps
+        points = _continued(points, pace, last)
+        offset = max(points[-1][1], *seconds)
+    if not sessions and pace is not None and num_steps:
+        points = _continued([(0.0, 0.0)], pace, num_steps)
+    event_seconds = tuple(known.get(id(event)) for event in events)
+    if not points or points[-1][0] == 0:
+        return ElapsedTime((), (), event_seconds)
+    return ElapsedTime(tuple(step for step, _ in points), tuple(each for _, each in points), event_seconds)
+
+
+def _sessions(events: Sequence[Event]) -> list[list[Event]]:
+    """Events by session, which a start or a resume begins; a resume at once after a start belongs to it."""
+    sessions: list[list[Event]] = []
+    for event in events:
+        before = sessions[-1][-1] if sessions else None
+        if before is None or (event.name in BEGINNINGS and not _is_same_beginning(before, event)):
+            sessions.append([])
+        sessions[-1].append(event)
+    return sessions
+
+
+def _is_same_beginning(before: Event, event: Event) -> bool:
+    if before.name not in BEGINNINGS or before.name == event.name or before.time is None or event.time is None:
+        return False
+    return before.step == event.step and abs((event.time - before.time).total_seconds()) < 60
+
+
+def _before(points: Points, step: float) -> Points:
+    """The points up to a step, with one at it if later ones are cut off."""
+    if not points or points[-1][0] <= step:
+        return points
+    seconds = float(np.interp(step, [each for each, _ in points], [each for _, each in points]))
+    return [*(point for point in points if point[0] < step), (float(step), seconds)]
+
+
+def _continued(points: Points, pace: float | None, num_steps: int) -> Points:
+    """The points up to the last step, at the mean pace; if it is not known, at that of the points."""
+    step, seconds = points[-1]
+    if pace is None and step:
+        pace = seconds / step
+    if pace is None or num_steps <= step:
+        return points
+    return [*points, (float(num_steps), seconds + (num_steps - step) * pace)]

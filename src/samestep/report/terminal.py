@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from samestep.report.events import QUIET
-from samestep.report.findings import Finding
 from samestep.report.formatting import duration, number, size, value_text
-from samestep.report.run_summary import Report, RunSummary
+from samestep.report.reader import QUIET
+from samestep.report.run_summary import Finding, Report, RunSummary
 from samestep.text import counted, make_table
 from samestep.train.curves import Curve, wants_log
 
