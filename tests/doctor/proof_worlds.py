@@ -7,7 +7,7 @@ from dataclasses import replace
 from samestep.devices.inventory import discover
 from samestep.devices.selection import select
 from samestep.doctor import proof
-from samestep.doctor.proof_rows import CPU_MODEL, LATE, PLACED, make_rows
+from samestep.doctor.proof import CPU_MODEL, LATE, PLACED, make_rows
 
 
 def shortened(row):

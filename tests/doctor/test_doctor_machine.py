@@ -14,10 +14,9 @@ import pytest
 from samestep.devices.device import Device, Process
 from samestep.devices.inventory import discover
 from samestep.devices.selection import select
-from samestep.doctor import check_table, versions
-from samestep.doctor.check_table import CHECKS, Machine, check_node
+from samestep.doctor import check_table
+from samestep.doctor.check_table import CHECKS, Machine, TorchFacts, ask_torch, check_node
 from samestep.doctor.result import Result, as_object, bad, good, is_good, note, print_results
-from samestep.doctor.versions import TorchFacts, ask_torch
 
 GIB = 2**30
 CUDA = TorchFacts("2.13.0+cu130", build="CUDA 13.0", gloo=True)
@@ -54,7 +53,7 @@ def on(devices=(), **memory):
     ],
 )
 def test_torch_must_be_whole_new_enough_and_fit_the_gpus(torch, expected):
-    assert state(versions.check_torch(torch)) == expected
+    assert state(check_table.check_torch(torch)) == expected
 
 
 @pytest.mark.parametrize(
@@ -68,7 +67,7 @@ def test_torch_must_be_whole_new_enough_and_fit_the_gpus(torch, expected):
     ],
 )
 def test_nccl_and_unlike_gpus_are_noted(facts, expected):
-    assert state(versions.check_libraries(replace(CPU, **facts))) == expected
+    assert state(check_table.check_libraries(replace(CPU, **facts))) == expected
 
 
 def test_torch_is_asked_in_another_process_and_may_fail_there():
@@ -78,7 +77,7 @@ def test_torch_is_asked_in_another_process_and_may_fail_there():
     assert killed.problem == "importing it ends in SIGILL"
     failed = ask_torch((sys.executable, "-c", "raise ImportError('libtorch.so')"))
     assert failed.problem.endswith("ImportError: libtorch.so")
-    assert versions.check_torch(failed).state == "bad"
+    assert check_table.check_torch(failed).state == "bad"
 
 
 class FakeNvml:

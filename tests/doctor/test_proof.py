@@ -14,7 +14,7 @@ from proof_worlds import shortened
 
 from samestep.devices.selection import select
 from samestep.doctor import proof
-from samestep.doctor.proof_rows import (
+from samestep.doctor.proof import (
     CHECKED,
     LATE,
     PLACED,

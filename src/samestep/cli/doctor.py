@@ -58,7 +58,7 @@ def doctor(
         raise typer.Exit(code)
     if devices is not None:
         raise UsageError(f"got --devices {devices}, and ranks that {environment.launcher} started; leave it out")
-    from samestep.doctor.collective_checks import check_group
+    from samestep.doctor.collectives import check_group
 
     raise typer.Exit(check_group(environment, timeout_seconds, quick, lambda results: _show(results, as_json)))
 
