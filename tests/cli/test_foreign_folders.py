@@ -4,10 +4,14 @@ Each entry of a run's folder is replaced by a link, a pipe or an endless file, a
 """
 
 import hashlib
+import importlib.util
 import json
 import os
+import shlex
 import shutil
 import sys
+import timeit
+from pathlib import Path
 
 import pytest
 from cli_commands import samestep, write_table
@@ -15,6 +19,7 @@ from cli_commands import samestep, write_table
 from samestep.cli.main import main
 from samestep.train.atomic_io import write_json
 from samestep.train.runlog.ledger import to_line
+from samestep.train.runlog.recorder import file_sha256
 
 CHECKPOINT = "checkpoints/step-00000004"
 WRITTEN = ("run.json", "result.json", "ledger.jsonl", "metrics.jsonl", ".lock", "logs/rank-1.log")
@@ -196,6 +201,7 @@ def test_control_characters_of_names_and_values_are_shown_and_never_sent(folder,
 
 
 MARK = "import pathlib\npathlib.Path({!r}).touch()\n"
+PIP = importlib.util.find_spec("pip.__main__").origin
 PROGRAMS = {  # case: working folder and command, the recorded hash, and why it is not run, "" for a script that is
     "the script that made the run": (".", ["python", "train.py"], "own", ""),
     "another one": (".", ["python", "train.py"], "0" * 64, "is not the script that made the run"),
@@ -208,7 +214,11 @@ PROGRAMS = {  # case: working folder and command, the recorded hash, and why it 
     "a package in the folder": (".", ["python", "-m", "a.deep"], "own", "came with the folder of the run"),
     "a module of Python's": ("a", ["python", "-m", "zipfile"], "own", "came with the folder of the run"),
     "a module that is not there": (".", ["python", "-m", "nowhere.train"], "own", "None is not the script"),
+    "an argument that is code": (".", ["python", "-m", "timeit", "CODE"], timeit.__file__, "belongs to the installed"),
+    "by its file": (".", ["python", timeit.__file__, "CODE"], timeit.__file__, "belongs to the installed"),
+    "of a package": (".", ["python", "-m", "pip", "CODE"], PIP, "belongs to the installed"),
 }
+FOREIGN = {"zipfile", "nowhere.train", "CODE"}
 
 
 @pytest.mark.parametrize("trust", [(), ("--trust",)], ids=["alone", "trusted"])
@@ -224,21 +234,30 @@ def test_replay_says_which_script_it_runs_and_runs_one_of_the_folder_s_with_trus
         (tmp_path / name).write_text(text)
     (tmp_path / "link.py").symlink_to("a/train.py")
     own = hashlib.sha256(text.encode()).hexdigest()
+    if recorded is not None and Path(recorded).is_file():
+        recorded = hashlib.sha256(Path(recorded).read_bytes()).hexdigest()
+    is_foreign = not FOREIGN.isdisjoint(command)
+    command = [word.replace("CODE", text.replace("\n", ";")) for word in command]
     record = {"command": command, "working_folder": str(tmp_path / where)}
     write_json(tmp_path / "a" / "run.json", record | {"script_sha256": own if recorded == "own" else recorded})
     (tmp_path / "a" / "ledger.jsonl").touch()
-    if why and trust and command[-1] in ("zipfile", "nowhere.train"):
+    if trust and is_foreign:
         return
     code, text = said(("replay", "a", "--step", 0, *trust), monkeypatch, capsys)
     assert code == 2
-    assert f"samestep: running {' '.join(command)}: " in text
-    assert f"SHA-256 {own}" in text or command[-1] in ("zipfile", "nowhere.train")
+    assert f"samestep: running {shlex.join(command)}: " in text
+    assert f"SHA-256 {own}" in text or is_foreign
     assert mark.exists() == (not why or bool(trust)), text
     if mark.exists():
         assert "ended before a Trainer of its own began to fit" in text
     else:
         assert why in text
         assert "--trust" in text
+
+
+def test_a_script_that_python_read_from_a_pipe_has_no_hash_and_is_not_read_again(tmp_path):
+    os.mkfifo(tmp_path / "train.py")
+    assert file_sha256(tmp_path / "train.py") is None
 
 
 @pytest.mark.parametrize("ending", ["json", "toml"])

@@ -2,7 +2,9 @@
 
 import math
 import os
+import shlex
 import sys
+import sysconfig
 from bdb import BdbQuit
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -20,6 +22,7 @@ from samestep.launcher.job import Job
 from samestep.launcher.program import run_program
 from samestep.replay.observed_step import ObservedStep, describe_error
 from samestep.replay.views import StepView
+from samestep.text import one_line
 from samestep.train.arguments import StepOptions
 from samestep.train.digest import as_hex, state_checksum
 from samestep.train.paths import holds_run
@@ -59,15 +62,23 @@ class Program:
 
 
 def announce(program: Program, record: Mapping[str, Any], run: Path, trust: bool, tell: Callable[[str], None]) -> None:
-    """Says which script runs; a `UsageError` if it came with the run's folder, or did not make it, and has no trust."""
+    """Says which script runs; without trust a `UsageError` if it may not be the user's own that made the run."""
     sha256, recorded = program.file and file_sha256(program.file), record.get("script_sha256")
-    tell(f"running {' '.join(map(str, record['command']))}: {program.file}, SHA-256 {sha256}")
+    tell(f"running {one_line(shlex.join(map(str, record['command'])))}: {program.file}, SHA-256 {sha256}")
     places = [place.resolve() for place in (program.file, program.folder) if place is not None]
     why = "" if sha256 and sha256 == recorded else f"is not the script that made the run, of SHA-256 {recorded}"
+    if program.file and _is_installed(program.file):  # its hash is no secret, and arguments may be code
+        why = "belongs to the installed Python or one of its packages, and may run what it is given"
     if any(place.is_relative_to(run.resolve()) for place in places):
         why = "came with the folder of the run, and runs within it"
     if why and not trust:
         raise UsageError(f"{program.file} {why}; if you know what it does, run it with --trust (trust=True)")
+
+
+def _is_installed(file: Path) -> bool:
+    """Whether a file is of Python's library, or of a package that was installed."""
+    homes = (sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib", "scripts"))
+    return "dist-packages" in file.parts or any(file.resolve().is_relative_to(Path(home).resolve()) for home in homes)
 
 
 def _file_of(module: str, folder: Path) -> Path | None:

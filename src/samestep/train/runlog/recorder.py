@@ -213,9 +213,9 @@ def relaunch() -> dict[str, Any]:
 
 
 def file_sha256(path: Path) -> str | None:
-    """The SHA-256 of a file; None if it cannot be read."""
+    """The SHA-256 of a file; None if it cannot be read, or is a pipe, whose content has gone into Python."""
     try:
-        return hashlib.sha256(path.read_bytes()).hexdigest()
+        return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
     except OSError:
         return None
 
