@@ -8,7 +8,7 @@ from typing import NoReturn
 
 from samestep.comm.environment import read_environment, torchrun_defaults
 from samestep.errors import UsageError
-from samestep.launcher.process_tree import held_signals
+from samestep.launcher.process_tree import held_signals, open_standard_streams
 from samestep.launcher.server_process import EarlyServer, server_variables
 
 WITH_WORKERS = ("run", "train")
@@ -18,6 +18,7 @@ WITHOUT_SERVER = ("--help", "--nnodes", "--num-threads", "--rdzv", "--start-meth
 
 def main() -> None:
     """Runs the command, whose fork server, if it will need one, imports torch meanwhile."""
+    open_standard_streams()
     server = None
     starts = _starts_workers(sys.argv[1:])
     if starts or not {*sys.argv[1:2]} & {*WITH_WORKERS}:  # torchrun, and a rank, have handlers of their own

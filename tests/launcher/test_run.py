@@ -169,6 +169,25 @@ def test_a_scripts_own_exit_code_is_kept(starter, statement, code, said):
     assert said in done.stderr
 
 
+@pytest.mark.parametrize("closed", [(1,), (2,), (1, 2), (0, 1, 2)], ids=str)
+def test_a_run_needs_no_standard_streams(starter, closed):
+    """As of a daemon: the pipes and sockets of workers would take their numbers."""
+    starter.script("meet.py", MEET + "import sys\nprint('out')\nprint('err', file=sys.stderr)\nsys.stdin.read()\n")
+    command = [sys.executable, "-m", "samestep", "run", "--devices", "cpu:2", "meet.py"]
+    done = subprocess.run(
+        ["sh", "-c", 'exec "$@" ' + " ".join(f"{number}>&-" for number in closed), "sh", *command],
+        cwd=starter.folder,
+        env=starter.variables,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == ("" if 1 in closed else "sum 3.0 of 2\nout\n")
+    assert done.stderr == ("" if 2 in closed else "err\n")
+
+
 def test_exit_zero_is_no_failure_and_exit_handlers_run(starter):
     starter.script("leave.py", "import atexit, sys\natexit.register(print, 'bye')\nsys.exit()\n")
     done = starter.run("--devices", "cpu:2", "leave.py")

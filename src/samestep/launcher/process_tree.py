@@ -29,6 +29,16 @@ _REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _START = 45  # of the command line in memory: field 48 of /proc/self/stat, counted from the first after the name
 
 
+def open_standard_streams() -> None:
+    """Opens the null device as each standard stream that was closed, in this process and those that it starts."""
+    # Else the next pipe or socket takes its number, and with it what is printed there.
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            stream = open(os.devnull, mode)  # noqa: SIM115 - until the end
+            os.set_inheritable(stream.fileno(), stream.fileno() <= 2)  # the lowest number that is free
+            setattr(sys, name, stream)
+
+
 def end_with_parent(parent: int, signum: int) -> None:
     """Makes the system send this process a signal when its parent, of this id, ends."""
     if sys.platform == "linux":

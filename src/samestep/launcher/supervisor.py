@@ -21,6 +21,7 @@ from typing import Any, Literal
 from samestep.comm.heartbeat_page import HeartbeatPage
 from samestep.devices.selection import Selection
 from samestep.errors import UsageError
+from samestep.launcher import process_tree
 from samestep.launcher.assignment import assign, process_variables
 from samestep.launcher.display import Display
 from samestep.launcher.failures import Restarts
@@ -56,6 +57,7 @@ def supervise(
     In the main thread, the first SIGINT, SIGTERM or SIGHUP lets the workers finish their step if all of them can, else
     it is forwarded to them; a second one, SIGHUP excepted, kills them.
     """
+    process_tree.open_standard_streams()
     method, variables = resolve_start_method(start_method, num_threads), process_variables(selection, num_threads)
     if open_pool is None:
         open_pool = partial(ServerPool.executed, variables, job.preload, method, early)
