@@ -364,6 +364,13 @@ def test_names_and_seeds_from_the_clock_are_those_of_the_first_process(worlds, t
     assert len(list((tmp_path / "runs").iterdir())) == 1
 
 
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_hook_inside_of_a_wrapped_module_is_named(worlds, tmp_path, number):
+    outcome = run(worlds, number, script("differs"), argv=("result",), cwd=tmp_path)[0]
+    assert not outcome.error, outcome.message
+    assert outcome.stderr.count("a hook of the script's is on 1 of the wrapped Sequential, and sees this rank's") == 1
+
+
 @pytest.mark.parametrize("what", ["input", "loss"])
 def test_inputs_or_losses_that_differ_between_processes_are_an_error_that_names_the_line(worlds, tmp_path, what):
     place = f"differs.py, line {line_of('differs', f'the line of the {what}')}"

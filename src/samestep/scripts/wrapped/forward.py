@@ -22,6 +22,7 @@ from samestep.scripts.adoption import Adoption
 from samestep.scripts.backward import generator_state, raise_together
 from samestep.scripts.wrapped.buffers import Buffers
 from samestep.scripts.wrapped.chunks import Chunks, Leaf, already_cut, cut, deal
+from samestep.scripts.wrapped.compare import hooked
 from samestep.scripts.wrapped.regions import Item, Region, enter
 from samestep.scripts.wrapped.replicas import (
     OwnGenerators,
@@ -150,6 +151,11 @@ def _forward(
     if torch.autograd.forward_ad._current_level >= 0:
         raise UsageError(
             "forward-mode differentiation does not pass a wrapped forward; use reverse mode, or the module"
+        )
+    if child := hooked(module):
+        adoption.notice(
+            f"a hook of the script's is on {child} of the wrapped {type(module).__name__}, and sees this rank's "
+            "microbatches alone: what it collects depends on the number of devices; return it from the forward"
         )
     wrapped = _wrapped(adoption, module)
     try:
