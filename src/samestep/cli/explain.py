@@ -1,12 +1,13 @@
 """`samestep explain`: the documentation's section on a cause that `samestep verify` names."""
 
 import re
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from samestep.text import make_console
+from samestep.text import make_console, show
 
 PACKAGE = Path(__file__).parents[1]
 FOLDERS = [root / "docs" / "causes" for root in (PACKAGE, PACKAGE.parents[1])]  # of a wheel, of a checkout
@@ -31,4 +32,7 @@ def explain(
     text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text)  # links lead nowhere in a terminal
     text = re.sub(r'^```(\w+) title="(.*)"$', r"`\2`\n\n```\1", text, flags=re.MULTILINE)
     console = make_console()
-    console.print(Markdown(text) if console.is_terminal else text, markup=False, highlight=False)
+    if console.is_terminal:
+        console.print(Markdown(text))
+    else:
+        show(text.rstrip("\n"), sys.stdout)  # the console prints a text as one line
