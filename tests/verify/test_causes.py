@@ -20,8 +20,10 @@ from samestep.cli.explain import FOLDERS, PACKAGE
 from samestep.cli.main import main
 from samestep.cli.verify import show
 from samestep.scripts.patch import applied
+from samestep.verify.causes.evidence import Evidence
 from samestep.verify.causes.losses import divisor
 from samestep.verify.causes.table import CAUSES, Recorder
+from samestep.verify.runner import RunSpec
 from samestep.verify.wrapping import Wrap, patches_for
 
 BREAKERS = Path(__file__).resolve().parent / "breakers"
@@ -99,6 +101,38 @@ def test_a_breaker_is_caught_named_and_confirmed_without_which_the_runs_agree(ve
     assert verdict.difference is not None
     assert named(verdict) == {ROWS[name]}
     assert verdict.unexplained is None
+
+
+def test_a_module_that_one_device_calls_by_itself_has_the_name_that_it_has_on_several(runner_of, script):
+    program = script(
+        """
+        import torch
+        import torch.distributed as dist
+        from torch import nn
+
+        class Whole(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 1))
+
+            def forward(self, x):
+                return self.net(x)
+
+        dist.init_process_group("gloo")
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        torch.manual_seed(0)
+        whole = Whole()
+        call = nn.parallel.DistributedDataParallel(whole) if world_size > 1 else whole.net
+        call(torch.randn(24, 4)[rank::world_size]).square().mean().backward()
+        torch.optim.SGD(whole.parameters(), lr=0.1).step()
+        """
+    )
+    runner = runner_of(program)
+    evidence = Evidence(tuple(runner.record(RunSpec(devices, 1)) for devices in ("cpu:1", "cpu:2")))
+    seen = {cause.key: cause.suspect(evidence) for cause in CAUSES}
+    assert seen["batchnorm"].startswith("module net.1 (BatchNorm1d) took")
+    assert seen["batchnorm"].endswith(": 24 samples on 1 device, 12 samples on 2 devices")
+    assert "in net.2 (p=0.5), from" in seen["dropout"]
 
 
 @pytest.mark.parametrize("way", UNEXCHANGED)

@@ -58,6 +58,14 @@ def test_samples_that_accelerate_repeats_to_make_batches_even_are_found(verdict_
 
 
 @pytest.mark.slow
+def test_a_sample_that_fabric_repeats_in_a_batch_which_drop_last_keeps_is_found(verdict_on):
+    verdict = verdict_on(script("fabric"), "mended", "filled", steps=STEPS)
+    assert [cause.key for cause in verdict.causes] == ["sampler"]
+    assert "length a multiple of the number of devices" in verdict.causes[0].advice
+    assert "unless they fill its last batch up" in verdict.causes[0].advice
+
+
+@pytest.mark.slow
 def test_a_loss_that_the_trainer_of_transformers_multiplies_by_the_devices_is_found(verdict_on):
     verdict = verdict_on(script("transformers"), "classes", steps=STEPS)
     mends = {cause.key: cause.advice for cause in verdict.causes}

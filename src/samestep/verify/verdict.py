@@ -281,9 +281,10 @@ def _notes(inquiry: _Inquiry, repeat: Pair, recordings: Sequence[Recording]) -> 
     num_compared = min(sum(1 for _ in paired_metrics(first, run)) for run in recordings) - len(inquiry.clocks)
     if max(counts.values()) > num_compared:
         seen = ", ".join(f"{count} on {label}" for label, count in counts.items())
+        clocks = f"; {len(inquiry.clocks)} differ on {first.devices} from run to run, as clocks do"
         notes.append(
-            f"of the numbers that the program reduces itself {num_compared} are compared: there are {seen}, and "
-            f"{len(inquiry.clocks)} differ on {first.devices} from run to run, as clocks do"
+            f"of the numbers that the program reduces itself {num_compared or 'none'} are compared: there are {seen}"
+            f"{clocks if inquiry.clocks else ''}"
         )
     elif not num_compared and first.family == "ddp" and not ended:
         notes.append(f"no metric was compared: in {first.num_steps} steps the program reduced none; try more --steps")

@@ -136,8 +136,8 @@ def _look(value: Any) -> Any:
 
 
 def _suspect_dropout(evidence: Evidence) -> str | None:
-    found = sorted({(fact["module"], fact["p"]) for _, _, fact in evidence.facts("dropout")})
-    if not found or not evidence.is_ddp or not evidence.shared:
+    found = sorted({(fact["module"], fact["p"]) for run, _, fact in evidence.facts("dropout") if run.world_size > 1})
+    if not found or not evidence.is_ddp:
         return None
     modules = listed([f"{module} (p={p:g})" for module, p in found])
     return f"dropout was drawn in training, in {modules}, from each device's own stream of random numbers"
@@ -196,9 +196,12 @@ def _suspect_batchnorm(evidence: Evidence) -> str | None:
     if not evidence.is_ddp:
         return None
     sizes: dict[str, dict[int, int]] = {}
-    for run, rank, fact in evidence.facts("batch_norm"):
-        if rank == 0:
-            sizes.setdefault(f"{fact['module']} ({fact['type']})", {}).setdefault(run.world_size, fact["rows"])
+    facts = [(run.world_size, fact) for run, rank, fact in evidence.facts("batch_norm") if rank == 0]
+    names = sorted({str(fact["module"]) for world_size, fact in facts if world_size > 1}, key=len)
+    for world_size, fact in facts:
+        # A framework may call a module itself on one device, and DistributedDataParallel all that it is a part of.
+        name = next((name for name in names if f".{name}".endswith(f".{fact['module']}")), fact["module"])
+        sizes.setdefault(f"{name} ({fact['type']})", {}).setdefault(world_size, fact["rows"])
     for module, rows in sizes.items():
         if any(world_size > 1 for world_size in rows):
             seen = ", ".join(f"{count} samples on {size} device{'s' * (size > 1)}" for size, count in rows.items())

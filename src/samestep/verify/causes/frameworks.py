@@ -16,9 +16,9 @@ PACKAGES = {  # whose code calls the optimizer, by the beginning of its modules'
     "lightning_fabric.": "Fabric",
     "accelerate.": "Accelerate",
 }
-_DROP_LAST = (
-    "Give the DataLoader drop_last=True, or make the dataset's length a multiple of the global batch: {} repeats "
-    "samples to give every device as many."
+_PADS = (
+    "Make the dataset's length a multiple of the number of devices: {} repeats samples to give every device as many. "
+    "drop_last=True in the DataLoader leaves them out, unless they fill its last batch up."
 )
 _ONE_DRAW = (
     "Draw alike on every device, and let each take its share: sampler=list(SAMPLER(…, generator=torch.Generator()"
@@ -32,7 +32,8 @@ MENDS = {
     "DataLoaderConfiguration(split_batches=True)), or give Accelerator step_scheduler_with_optimizer=False.",
     ("Accelerate", "order"): "DataLoaderConfiguration(use_seedable_sampler=True): without it one device shuffles by "
     "torch's global generator, and several by one of Accelerate's.",
-    ("Accelerate", "sampler"): _DROP_LAST.format("even_batches"),
+    ("Accelerate", "sampler"): "Give the DataLoader drop_last=True, or make the dataset's length a multiple of the "
+    "global batch: even_batches repeats samples to give every device as many.",
     ("Accelerate", "metrics"): "accelerator.gather_for_metrics((predictions, references)), which leaves out "
     "repeated samples, and one division of sums at the end.",
     ("Accelerate", "local_clip"): "accelerator.clip_grad_norm_(model.parameters(), max_norm) after "
@@ -43,7 +44,7 @@ MENDS = {
     ("Lightning", "global_batch"): "Give the DataLoader batch_size // trainer.world_size: Lightning's batch_size is "
     "that of each device.",
     ("Lightning", "batchnorm"): "Trainer(sync_batchnorm=True), or GroupNorm or LayerNorm.",
-    ("Lightning", "sampler"): _DROP_LAST.format("the DistributedSampler that the Trainer puts in"),
+    ("Lightning", "sampler"): _PADS.format("the DistributedSampler that the Trainer puts in"),
     ("Lightning", "order"): "L.seed_everything(42, workers=True), and strategy='ddp' on one device too, so that the "
     "Trainer puts in a DistributedSampler on any number of them.",
     ("Lightning", "metrics"): "Log a torchmetrics object, which adds up sums and counts over the devices, instead of a "
@@ -51,7 +52,7 @@ MENDS = {
     ("Lightning", "unseeded"): "L.seed_everything(42, workers=True), before the model is made.",
     ("Fabric", "global_batch"): "Give the DataLoader batch_size // fabric.world_size: in fabric.setup_dataloaders "
     "batch_size is that of each device.",
-    ("Fabric", "sampler"): _DROP_LAST.format("the DistributedSampler of fabric.setup_dataloaders"),
+    ("Fabric", "sampler"): _PADS.format("the DistributedSampler of fabric.setup_dataloaders"),
     ("Fabric", "order"): "fabric.seed_everything(42), and strategy='ddp' on one device too, so that "
     "fabric.setup_dataloaders puts in a DistributedSampler on any number of them.",
     ("Fabric", "metrics"): "fabric.all_reduce(…, reduce_op='sum') of the sum and of the count, and one division.",
