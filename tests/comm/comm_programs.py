@@ -123,7 +123,8 @@ def join(variables, task, seconds, target, pipe):
     """One process of a group: joins it as the environment says, does its task, and sends a report.
 
     Tasks: "talk"; "again": leave and join again; "lose": rank `target` is killed; "late": it is too slow; "sum": sum a
-    large tensor; "adopt and sum": by a process group that is there; "lose and sum": without rank `target`.
+    large tensor; "adopt and sum": by a process group that is there; "lose and sum": without rank `target`; "work
+    alone": rank `target` comes to a meeting twice the timeout later; "work alone and die": it is killed instead.
     """
     os.environ.update({name: str(value) for name, value in variables.items()})
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # torch shows its stack when a peer goes
@@ -144,6 +145,13 @@ def join(variables, task, seconds, target, pipe):
             time.sleep(100)
         if task in ("lose", "late"):
             communicator.barrier()
+        if task.startswith("work alone"):
+            if communicator.rank == target:
+                time.sleep(2 * seconds)
+                if task.endswith("die"):
+                    os.kill(os.getpid(), signal.SIGKILL)
+            communicator.meet()
+            report["met"] = communicator.gather_words([communicator.rank])
         if "sum" in task:
             report["by nodes"] = communicator.transport.nodes is not None
             report["sum"] = large_sum(communicator)

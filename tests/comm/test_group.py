@@ -129,6 +129,21 @@ def check_lost(outcome, lost):
 
 
 @BOTH
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_rank_that_works_alone_is_met_after_any_time_and_named_if_it_dies_meanwhile(transport, dies):
+    task = "work alone and die" if dies else "work alone"
+    with started([0, 1, 2], 3, task, 4, 0, SAMESTEP_TRANSPORT=transport) as kept:
+        outcome = kept()
+        if not dies:
+            assert all((code, report["met"]) == (0, [[0], [1], [2]]) for code, report in outcome.values())
+            return
+        assert outcome.pop(0)[0] == KILLED
+        for code, report in outcome.values():
+            assert (code, report["error"], report["ranks"]) == (1, "PeerLostError", (0,))
+            assert "waits for rank 0, which has died or has ended" in report["message"]
+
+
+@BOTH
 def test_a_rank_that_is_too_slow_is_named_as_well(transport):
     with started([0, 1], 2, "late", 3, 1, SAMESTEP_TRANSPORT=transport) as outcome:
         code, report = outcome([0])[0]

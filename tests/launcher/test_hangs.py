@@ -8,6 +8,7 @@ import sys
 import time
 
 import pytest
+import torch.distributed.run
 
 from samestep.comm.heartbeat_page import HEALS, SHOWS_LIFE, Beat
 from samestep.launcher.healing import HangDetector
@@ -56,6 +57,12 @@ def test_workers_that_wait_for_each_other_are_not_blamed():
 
 def test_all_hang_that_are_blocked_in_connecting_with_a_rank_lost_meanwhile():
     assert hanging(*still(s0="regroup", s1="regroup"), announced=1) == [0, 1]
+
+
+def test_a_worker_that_uses_files_hangs_only_if_it_is_stopped():
+    looks = still(s0="files", s1="exchange")
+    assert hanging(*looks) == []
+    assert hanging(*looks, stopped=(0,)) == [0]
 
 
 def test_a_worker_outside_a_step_hangs_only_while_another_waits_for_it():
@@ -196,3 +203,61 @@ def test_a_hang_where_nobody_heals_after_it_is_told_as_the_failure(tmp_path):
     said = r"rank 1 on CPU worker 1 showed no sign of life for \d s and was ended \(--hang-seconds\)"
     assert re.match(said, outcome.failure)
     assert "in sleep_in_python" in outcome.failure
+
+
+SLOW_DISK = """
+import os, sys, time
+from datetime import timedelta
+import torch
+from torch import nn
+from torch.nn import functional
+import samestep
+
+kind, sync, pauses = sys.argv[1], os.fsync, [5.0]
+
+def slow(fd):
+    if pauses:
+        time.sleep(pauses.pop())
+    return sync(fd)
+
+run = samestep.Run(global_batch_size=4, num_microbatches=2, seed=1)
+run.barrier()
+run.communicator.control.limit_waits(timedelta(seconds=2))  # from now on: on a busy machine ranks may start that late
+x = torch.randn(8, 4)
+data = x, x.sum(1, keepdim=True)
+model = nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loss = lambda model, batch: functional.mse_loss(model(batch[0]), batch[1])
+if kind == "main first":
+    with run.main_first():
+        if run.is_main:
+            time.sleep(pauses.pop())
+if kind == "own loop":
+    os.fsync = slow
+    step = run.train_step(model, optimizer, loss)
+    for batch in run.loader(data):
+        step(batch)
+    run.save_checkpoint("kept", step)
+else:
+    strategy = "sharded" if kind == "sharded" else "replicate"
+    with samestep.Trainer(run, model, optimizer, loss, run_dir="run", strategy=strategy) as trainer:
+        trainer.fit(data, 1)
+        os.fsync = slow  # none was slow in the steps; the last checkpoint is this one
+        trainer.fit(data, 1)
+run.print("done", len(pauses))
+"""
+
+
+@pytest.mark.parametrize("kind", ["own loop", "sharded", "end of fit", "main first"])
+@pytest.mark.parametrize("launcher", ["samestep", "torchrun"])
+def test_rank_0_may_use_files_for_longer_than_the_timeouts(starter, launcher, kind):
+    starter.script("slow_disk.py", SLOW_DISK)
+    if launcher == "samestep":
+        process = starter.start("--no-adopt", "--devices", "cpu:2", "--hang-seconds", "2", "slow_disk.py", kind)
+    else:
+        options = ("--log-dir", "logs", "--nproc-per-node", "2")  # without a folder torchrun leaves one behind
+        process = starter.start_program(torch.distributed.run.__file__, *options, "slow_disk.py", kind)
+    stdout, stderr = process.communicate(timeout=120)
+    lines = [line for line in stdout.splitlines() if line.startswith("done")]
+    assert (process.returncode, [line[:6] for line in lines]) == (0, ["done 0"]), stderr
+    assert "sign of life" not in stderr

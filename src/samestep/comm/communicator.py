@@ -9,7 +9,7 @@ from torch import Tensor
 
 from samestep.comm.environment import Environment
 from samestep.comm.reduction import REDUCTIONS, Reduction, scattered, tree_sum_rows
-from samestep.comm.transport import LocalTransport, Transport, gather_parts
+from samestep.comm.transport import Connection, LocalTransport, Transport, gather_parts
 from samestep.core.microbatches import in_microbatch_order
 from samestep.core.tree import Block
 
@@ -149,6 +149,11 @@ class Communicator:
         shared = tensor.detach().to(self.device, copy=True)
         self.transport.broadcast(shared, source)
         return shared.cpu() if is_on_host else shared
+
+    def meet(self) -> None:
+        """Returns when every rank has called it; one may work alone before that for as long as its process lives."""
+        if isinstance(self.control, Connection):  # where ranks take turns in one process no wait has a limit
+            self.control.meet()
 
     def barrier(self) -> None:
         """Returns when every rank has called it."""

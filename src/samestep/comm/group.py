@@ -1,5 +1,6 @@
 """The transport over torch.distributed: gloo between CPU workers, NCCL between GPUs."""
 
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from samestep.comm.transport import Connection, Pending, repeat_to_all, wait_unt
 from samestep.errors import PeerLostError
 
 ROLL_CALL_SECONDS = 5.0
+NO_LIMIT = timedelta(days=365)
 LATENCY_BYTES = {"gloo": 256 << 10, "nccl": 1 << 20}
 """The cost of a message in bytes: gloo's is measured (benchmarks/transport.py --forms). NCCL's is an estimate,
 20 μs at 50 GB/s."""
@@ -143,12 +145,16 @@ class GroupTransport(Connection):
     def _all_to_all(
         self, received: Tensor, sent: Tensor, received_sizes: list[int], sizes: list[int]
     ) -> dist.Work | None:
-        if self._gloo is None:
+        if self._gloo is None and self._timeout < math.inf:
             work = dist.all_to_all_single(received, sent, received_sizes, sizes, group=self.group, async_op=True)
         else:
+            options = dist.AllToAllOptions()
+            if self._timeout == math.inf:
+                options.timeout = NO_LIMIT  # gloo fails all the same once the other process has ended
+            group: Any = self._gloo or self.group or dist.group.WORLD
             # The second is the name until torch 2.13.
-            all_to_all = getattr(self._gloo, "all_to_all_single", None) or self._gloo.alltoall_base
-            work = all_to_all(received, sent, received_sizes, sizes)
+            all_to_all = getattr(group, "all_to_all_single", None) or group.alltoall_base
+            work = all_to_all(received, sent, received_sizes, sizes, options)
         return cast(dist.Work | None, work)
 
     @contextmanager

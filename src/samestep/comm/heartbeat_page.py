@@ -23,15 +23,17 @@ import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 PAGE_VARIABLE = "SAMESTEP_HEARTBEAT_FD"
 SLOT_VARIABLE = "SAMESTEP_SLOT"
-WORK = {"data": "data", "forward": "compute", "backward": "compute", "exchange": "exchange", "update": "update"}
+WORK = {"forward": "compute", "backward": "compute", "files": "checkpoint"}
 """What seconds in a phase count as; in others, the phase itself."""
 PHASES = (
     *("start", "script", "data", "forward", "backward", "exchange", "update", "checkpoint", "evaluate"),
-    *("regroup", "end"),
+    *("files", "regroup", "end"),
 )
 STOPS_ON_REQUEST = 1  # flags: finishes its step and exits when the page has a request to stop
 HEALS = 2  # goes on with the others after the loss of one
@@ -225,6 +227,13 @@ class Heartbeat:
         if self.on_phase is not None and phase != before:
             self.on_phase(before, phase)
         return before
+
+    def call(self, phase: str, action: Callable[[], T]) -> T:
+        """Calls a function in a phase, and returns to the one before; not if it fails: messages name the phase."""
+        before = self.enter(phase)
+        value = action()
+        self.enter(before)
+        return value
 
     def set_flags(self, flags: int) -> None:
         """Posts flags of this worker, such as `HEALS`."""

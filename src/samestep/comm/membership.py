@@ -200,16 +200,17 @@ class Membership:
         """Whether a supervisor announces quorums, and there is a store at which the ranks can connect again."""
         return self.heartbeat.page is not None and self._healing_store is not None and not self.needs_all
 
-    def perform(self, attempt: Callable[[], T]) -> T:
-        """Carries out an operation of all ranks; again after each loss of a rank.
+    def perform(self, attempt: Callable[[], T], phase: str = "exchange") -> T:
+        """Carries out an operation of all ranks, in a phase of the heartbeat; again after each loss of a rank.
 
-        Within another one it is a part of that, which is repeated as a whole.
+        Within another one it is a part of that, which is repeated as a whole. In the default phase this rank waits for
+        others, and does not count as hung.
         """
         if self._is_performing:
             return attempt()
         self._is_performing = True
         try:
-            return self._perform(attempt)
+            return self.heartbeat.call(phase, lambda: self._perform(attempt))
         finally:
             self._is_performing = False
 
@@ -291,9 +292,7 @@ class Membership:
 
     def agree_on_end(self) -> None:
         """Ends the fit, after an epoch, if any rank asks for it; a collective call."""
-        before = self.heartbeat.enter("exchange")  # a rank that waits for another, which still evaluates, does not hang
         rows = self.perform(lambda: self.communicator.gather_words([int(self.asks_end)]))
-        self.heartbeat.enter(before)
         if any(asks for (asks,) in rows):
             self.stop = END_OF_FIT
 

@@ -5,6 +5,7 @@ Transports exchange; only the `native` reduction lets one add. There are four: `
 `SequentialTransport` (ranks that take turns in one process).
 """
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -110,6 +111,14 @@ class Connection(Transport):
         """Sets the timeout of later waits."""
         self._timeout = timeout.total_seconds()
 
+    def meet(self) -> None:
+        """Returns when every rank has called it; waits for a rank as long as its process lives."""
+        limit, self._timeout = self._timeout, math.inf
+        try:
+            self.gather(torch.zeros(1, dtype=torch.uint8)).wait()
+        finally:
+            self._timeout = limit
+
     def abandon(self) -> None:
         """Drops the connections after a failure, without waiting for transfers under way; peers' transfers fail."""
         raise NotImplementedError
@@ -121,9 +130,11 @@ class Connection(Transport):
     def lost(self, missing: Sequence[int]) -> PeerLostError:
         """The error of a transfer that these ranks did not take part in."""
         names = ", ".join(str(self.ranks[rank]) for rank in missing)
+        how = f"has died, has ended, or is late: {self.advice.format(self._timeout)}"
+        if self._timeout == math.inf:
+            how = "has died or has ended"
         return PeerLostError(
-            f"rank {self.ranks[self.rank]} of {self.run_size} waits for rank {names}, which has died, has ended, or is "
-            f"late: {self.advice.format(self._timeout)}",
+            f"rank {self.ranks[self.rank]} of {self.run_size} waits for rank {names}, which {how}",
             tuple(self.ranks[rank] for rank in missing),
         )
 

@@ -132,9 +132,7 @@ class Loader:
             batches: Iterator[Batch] = fetch_ahead(self._batches(), self._device)
             while version == self.membership.version:
                 self._check_length()
-                before = heartbeat.enter("data")
-                batch = next(batches, None)
-                heartbeat.enter(before)
+                batch = heartbeat.call("data", partial(next, batches, None))
                 if batch is None:
                     self.cursor = self.cursor.next_epoch()
                     self._left_early = False

@@ -291,7 +291,7 @@ class Streams:
         if epoch != self._epoch:
             self._open_epoch(epoch)
         if position not in self._sizes:
-            sizes, saved = self._membership.perform(lambda: self._exchange(epoch, position))
+            sizes, saved = self._membership.perform(lambda: self._exchange(epoch, position), "data")
             self._note_sizes(position, sizes)
             if saved is not self._saved:
                 self._saved, self._saved_before = saved, self._saved

@@ -161,7 +161,7 @@ class TrainStep:
         self.observers.on_step(self, batch)
         try:
             # Repeated from the same state if a rank is lost.
-            result = self.membership.perform(lambda: self._step(batch))
+            result = self.membership.perform(lambda: self._step(batch), "script")
         except BaseException as error:
             self.observers.on_failure(error)
             raise
@@ -379,7 +379,8 @@ class TrainStep:
 
     def _check_lengths(self, length: int) -> None:
         """Compares the lengths of batches that the script drew itself: they decide the sizes of the exchanges."""
-        lengths = [row[0] for row in self.communicator.gather_words([length])]
+        rows = self.membership.heartbeat.call("exchange", lambda: self.communicator.gather_words([length]))
+        lengths = [row[0] for row in rows]
         if len(set(lengths)) > 1:
             raise DeterminismError(
                 f"the ranks were handed batches of {lengths} samples in step {self.num_steps}; hand every rank the "

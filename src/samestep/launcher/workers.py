@@ -16,7 +16,7 @@ from samestep.train.atomic_io import open_regular
 TAIL_SIZE = 65_536
 MAX_READ = 1 << 20
 WORKING = frozenset({"data", "forward", "backward", "update", "checkpoint", "evaluate"})
-"""Phases of a step in which a worker waits for no other."""
+"""Phases in which a worker waits for no other, and for no disk."""
 
 
 @dataclass(eq=False)

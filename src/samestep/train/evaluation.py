@@ -221,18 +221,14 @@ def _carry_out(membership: Membership, loader: Loader, attempt: Callable[[Loader
             _check_same_length(membership, whole)
             return attempt(whole)
 
-    before = membership.heartbeat.enter("evaluate")
-    try:
-        return membership.perform(once)
-    finally:
-        membership.heartbeat.enter(before)
+    return membership.perform(once, "evaluate")
 
 
 def _check_same_length(membership: Membership, loader: Loader) -> None:
     """Raises a `DeterminismError` unless all ranks have as many samples: each computes its part from that number."""
-    before = membership.heartbeat.enter("exchange")  # a rank that waits for another does not hang
-    counts = [row[0] for row in membership.communicator.gather_words([loader.num_samples or 0])]
-    membership.heartbeat.enter(before)
+    words = [loader.num_samples or 0]
+    rows = membership.heartbeat.call("exchange", lambda: membership.communicator.gather_words(words))
+    counts = [row[0] for row in rows]
     if len(set(counts)) > 1:
         raise DeterminismError(
             f"the ranks have datasets of {counts} samples to evaluate on or to predict for; needed: the same dataset "

@@ -31,7 +31,10 @@ NOTHING = b"\0"
 
 
 def on_main(communicator: Communicator, action: Callable[[], T]) -> T | None:
-    """Calls `action` on rank 0 while the others wait; its value there, None on the others. All raise its error."""
+    """Calls `action` on rank 0 while the others wait; its value there, None on the others. All raise its error.
+
+    It may take its time: the others wait for as long as rank 0 lives.
+    """
     value, error = None, None
     if communicator.rank == 0:
         try:
@@ -39,6 +42,7 @@ def on_main(communicator: Communicator, action: Callable[[], T]) -> T | None:
         except SHARED_ERRORS as raised:
             error = raised
     if communicator.world_size > 1:
+        communicator.meet()
         theirs = share_bytes(communicator, NOTHING if error is None else packed(error))
         if theirs != NOTHING and error is None:
             raise unpacked(theirs)
@@ -48,7 +52,8 @@ def on_main(communicator: Communicator, action: Callable[[], T]) -> T | None:
 
 
 def raise_together(communicator: Communicator, error: Exception | None) -> None:
-    """Raises, on all ranks, the error of the first rank that has one."""
+    """Raises, on all ranks, the error of the first rank that has one; they wait for each other without a limit."""
+    communicator.meet()
     failed = [rank for rank, (has,) in enumerate(communicator.gather_words([error is not None])) if has]
     if not failed:
         return

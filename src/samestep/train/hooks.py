@@ -121,9 +121,7 @@ class Hooks(StepObserver):
 
     def on_update(self, step: Any, result: StepResult) -> None:
         """A step has ended; a hook may take its time, like the script between two steps."""
-        before = step.membership.heartbeat.enter("script")
-        self.call("on_step_end", result)
-        step.membership.heartbeat.enter(before)
+        step.membership.heartbeat.call("script", lambda: self.call("on_step_end", result))
 
     def contract(self) -> dict[str, Any]:
         """The part of the contract that says what else is state; empty without any."""

@@ -59,12 +59,11 @@ def save(
 
     def write() -> str:
         check_ours()
-        before = membership.heartbeat.enter("checkpoint")
-        state = capture(steps, values)
+        heartbeat = membership.heartbeat
+        state = heartbeat.call("checkpoint", lambda: capture(steps, values))
         snapshot = Snapshot(state.step, to_host_copy(whole_tensors(state.files)), state.facts)
-        name = attempts(partial(write_checkpoint, folder, snapshot, keep, replace=True)).name
-        membership.heartbeat.enter(before)
-        return name
+        written = partial(write_checkpoint, folder, snapshot, keep, replace=True)
+        return heartbeat.call("files", lambda: attempts(written)).name
 
     def attempt() -> str:
         communicator = membership.communicator
@@ -72,14 +71,11 @@ def save(
             return share_text(communicator, on_main(communicator, write) or "")
         on_main(communicator, check_ours)
         state, over = capture(steps, values), steps[0].state_communicator
-        return attempts(partial(write_sharded, communicator, over, folder, state, keep, replaces=True)).name
+        written = partial(write_sharded, communicator, over, folder, state, keep, replaces=True)
+        return membership.heartbeat.call("files", lambda: attempts(written)).name
 
     Drift(membership, steps).check()
-    before = membership.heartbeat.enter("exchange")  # a rank that waits for the one that writes does not hang
-    try:
-        return folder / membership.perform(attempt)
-    finally:
-        membership.heartbeat.enter(before)
+    return folder / membership.perform(attempt)
 
 
 def load(

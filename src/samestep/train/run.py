@@ -81,7 +81,8 @@ class Run:
             else the CPU. "cuda" without an index is the GPU with the local rank.
         num_threads: CPU threads of a rank, part of the contract since reductions split by it, those of data loading and
             initialisation on GPU ranks too; 1 by default, whatever the cores and devices.
-        timeout_seconds: time to wait for other ranks before an error names the missing ones.
+        timeout_seconds: time to wait for other ranks before an error names the missing ones; while rank 0 alone works
+            (`main_first`, files) they wait for as long as it lives.
         communicator: this rank's communicator, instead of one from the environment; for tests and special transports.
         profile: a folder for a trace of some steps of this rank by torch.profiler; that of the environment variable
             SAMESTEP_PROFILE (which `samestep run --profile` sets) by default, and none without it.
@@ -290,7 +291,7 @@ class Run:
                 dataset = load_dataset("…")
 
         If it fails on rank 0, the other ranks raise that error, too. If rank 0 is lost in it, the next rank begins it
-        anew.
+        anew. The others wait for as long as rank 0 lives, with no time limit.
         """
         from samestep.train.exceptions import raise_together
 
@@ -309,6 +310,8 @@ class Run:
         goes_first = self._is_main
         while not (goes_first or self.membership.is_late or is_done(False)):
             goes_first = self._is_main
+        heartbeat = self.membership.heartbeat
+        before = heartbeat.enter("files") if goes_first else heartbeat.phase
         try:
             yield
         except Exception as error:
@@ -317,6 +320,7 @@ class Run:
             raise
         if goes_first:
             is_done(True)
+            heartbeat.enter(before)
 
     def __repr__(self) -> str:
         """The contract and the place of this process in the run."""

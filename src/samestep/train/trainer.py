@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Unpack
 
@@ -402,8 +403,10 @@ class Trainer:
         self.say(f"resumed from {resumed.name}, {where}, step {self.step.num_steps}")
 
     def _perform_on_main(self, action: Callable[[], None]) -> None:
-        """Calls `action` on the rank that is rank 0 while all wait; again if a rank is lost meanwhile."""
-        self.run.membership.perform(lambda: on_main(self.run.communicator, action))
+        """Calls `action`, which uses files, on rank 0 while all wait; again if a rank is lost meanwhile."""
+        membership = self.run.membership
+        write = partial(membership.heartbeat.call, "files", action)
+        membership.perform(lambda: on_main(membership.communicator, write))
 
     def _is_of_later_call(self) -> bool:
         """Whether a resumed program calls `fit` for epochs or steps that the state has, with others after them."""
@@ -490,6 +493,8 @@ class Trainer:
         """Tells the hooks of a checkpoint, on all ranks and once a step."""
         if self._log.folder is not None and self._checkpointed_at != self.step.num_steps:
             self._checkpointed_at = self.step.num_steps
+            # The rank that writes may have waited for an earlier checkpoint to be complete, for any time.
+            self.run.membership.perform(lambda: self.run.communicator.meet())
             self._hooks.call("on_checkpoint", self.step.num_steps)
 
     def _checkpoint(self, loader: Loader | DataLoader[Any], is_best: bool = False) -> None:
@@ -504,7 +509,7 @@ class Trainer:
 
     def _complete_checkpoint(self, loader: Loader | DataLoader[Any], is_best: bool = False) -> None:
         """Has the state written while all ranks wait; by the next writer if one is lost before it is complete."""
-        log, heartbeat = self._log, self.run.membership.heartbeat
+        log = self._log
 
         def write() -> None:
             if not log.is_writer:
@@ -515,9 +520,7 @@ class Trainer:
 
         if is_sharded(self.step):
             self._checkpoint(loader, is_best)
-        before = heartbeat.enter("exchange")  # a rank that waits for the one that writes does not hang
         self._perform_on_main(write)
-        heartbeat.enter(before)
 
     def _stop(self, loader: Loader | DataLoader[Any]) -> NoReturn:
         """Exits after the checkpoint is complete on all ranks; otherwise a launcher would kill the rest."""
@@ -588,7 +591,6 @@ class Trainer:
             write_weights(weights, self.step)
             on_main(self.run.communicator, lambda: record_end(digest))
 
-        membership.perform(attempt)
+        membership.perform(attempt, "files")
         membership.perform(lambda: self.run.communicator.barrier())
         self._tell_checkpoint()
-        membership.heartbeat.enter("script")

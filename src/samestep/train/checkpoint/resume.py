@@ -74,7 +74,7 @@ def receive_state(membership: Membership, step: Steps, find: Callable[[], Resume
     """The state that `find` returns on rank 0, on every rank; a collective call, done again if a rank is lost."""
 
     def attempt() -> Resumed | None:
-        found = on_main(membership.communicator, find)
+        found = on_main(membership.communicator, lambda: membership.heartbeat.call("files", find))
         return broadcast_state(membership.communicator, found, layout=layout_of(step))
 
     return membership.perform(attempt)

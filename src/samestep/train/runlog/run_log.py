@@ -353,10 +353,11 @@ class RunLog:
         self._begun = self._step.num_steps
         if self._recorder is None and not collective:
             return
-        before = self._membership.heartbeat.enter("checkpoint")
+        heartbeat = self._membership.heartbeat
+        state, folder = heartbeat.call("checkpoint", capture), self.folder / CHECKPOINT_FOLDER
+        before = heartbeat.enter("files")  # a slow disk, and a rank that waits for the one that writes, do not hang
         if self._recorder is not None:
             self._recorder.flush()
-        state, folder = capture(), self.folder / CHECKPOINT_FOLDER
         is_written = False
         if collective:
             from samestep.train.checkpoint.saver import has_local_shards, with_rows
@@ -367,7 +368,7 @@ class RunLog:
         if not is_written and self._recorder is not None:
             self._save(self._recorder, folder, state)
         self.count_checkpoint()
-        self._membership.heartbeat.enter(before)
+        heartbeat.enter(before)
 
     def poll(self) -> None:
         """Records the checkpoints completed since the last call; raises a `RunFolderError` if one failed for good."""
