@@ -96,7 +96,6 @@ def run_members(
     flags: int = HEALS | STOPS_ON_REQUEST,
     log_dir: Path | None = None,
     resume_hint: str = "resume it",
-    grace_seconds: float = 10.0,
     may_join: bool = True,
 ) -> Outcome:
     """Runs `play` in every worker, forked from this process, under a real supervisor.
@@ -127,6 +126,5 @@ def run_members(
         selection,
         open_pool=lambda: ServerPool.forked(call, variables),
         policy=policy,
-        grace_seconds=grace_seconds,
         relay=True,
     )

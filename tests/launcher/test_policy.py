@@ -40,6 +40,8 @@ if page.quorum().slots[0] == slot:
         ({"max_restarts": -1}, "--max-restarts"),
         ({"hang_seconds": -1.0}, "--hang-seconds"),
         ({"hang_seconds": float("nan")}, "--hang-seconds"),
+        ({"grace_seconds": -1.0}, "--grace-seconds"),
+        ({"grace_seconds": float("inf")}, "--grace-seconds"),
         ({"replace": True}, "--max-restarts"),
     ],
 )

@@ -34,7 +34,7 @@ def test_all_workers_finish_their_step_however_long_it_takes_and_get_no_signal(t
         member.touch(f"{member.slot} got {got}")
         os._exit(member.slot)
 
-    outcome = run_members(tmp_path, play, "cpu:2", Policy(max_restarts=1), grace_seconds=0.1)
+    outcome = run_members(tmp_path, play, "cpu:2", Policy(max_restarts=1, grace_seconds=0.1))
     assert outcome.exit_code == 128 + signum
     assert {path.name for path in tmp_path.iterdir()} >= {"0 got []", "1 got []"}
     assert outcome.events[0]["event"] == "stop"

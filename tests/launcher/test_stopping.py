@@ -19,7 +19,7 @@ time.sleep(600)
 TIDY = """
 import os, signal, sys, time
 def tidy(signum, frame):
-    time.sleep(0.3)
+    time.sleep(float(sys.argv[1]))
     open("tidied-" + os.environ["RANK"], "w").close()
     sys.exit(0)
 signal.signal(signal.SIGTERM, tidy)
@@ -75,15 +75,18 @@ def test_a_signal_while_the_workers_are_being_started_is_not_lost(starter, signu
     assert not (starter.folder / "up-0").exists()
 
 
-def test_workers_get_the_time_to_tidy_up(starter):
+@pytest.mark.parametrize(("seconds", "is_tidy"), [(0.3, True), (100, False)])
+def test_workers_get_the_time_to_tidy_up_that_an_option_says(starter, seconds, is_tidy):
     starter.script("tidy.py", TIDY)
-    process = starter.start("--devices", "cpu:2", "tidy.py")
+    grace = () if is_tidy else ("--grace-seconds", "0.5")
+    process = starter.start("--devices", "cpu:2", *grace, "tidy.py", seconds)
     wait_until_up(starter, 2)
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=30)
     assert process.returncode == 143
-    assert (starter.folder / "tidied-0").exists()
-    assert (starter.folder / "tidied-1").exists()
+    assert (starter.folder / "tidied-0").exists() == is_tidy
+    assert (starter.folder / "tidied-1").exists() == is_tidy
+    assert starter.processes() == []
 
 
 @pytest.mark.parametrize("start_method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
@@ -192,9 +195,9 @@ def test_a_worker_that_ignores_the_request_to_end_is_killed_after_the_grace(star
     starter.script(
         "program.py",
         "from samestep.devices.selection import select\n"
-        "from samestep.launcher.job import Job\n"
+        "from samestep.launcher.job import Job, Policy\n"
         "from samestep.launcher.supervisor import supervise\n"
-        "outcome = supervise(Job('script', 'mixed.py'), select('cpu:2'), grace_seconds=0.3)\n"
+        "outcome = supervise(Job('script', 'mixed.py'), select('cpu:2'), policy=Policy(grace_seconds=0.3))\n"
         "print(outcome.exit_code, outcome.failure.splitlines()[-1])\n",
     )
     process = starter.start_program("program.py")

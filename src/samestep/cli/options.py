@@ -272,8 +272,9 @@ def chosen_torchrun(policy: "Policy", start_method: str | None, nodes: NodeOptio
         raise UsageError(f"got --nnodes {known['nnodes']} and no place to meet; give --rdzv-endpoint HOST:PORT as well")
     if policy != Policy(max_restarts=policy.max_restarts) or start_method is not None:
         raise UsageError(
-            "got --no-heal, --min-devices, --replace, --hang-seconds or --start-method with --nnodes; several "
-            "machines are torchrun's, which restarts workers (--max-restarts) and knows none of these: leave them out"
+            "got --no-heal, --min-devices, --replace, --hang-seconds, --grace-seconds or --start-method with --nnodes; "
+            "several machines are torchrun's, which restarts workers (--max-restarts) and knows none of these: leave "
+            "them out (instead of --grace-seconds set TORCH_ELASTIC_SHUTDOWN_TIMEOUT, in seconds)"
         )
     if "rdzv_endpoint" in options and not known.keys() & {"rdzv_backend", "node_rank"}:
         options["rdzv_backend"] = "c10d"  # torchrun's default, static, takes a machine without a number for number 0

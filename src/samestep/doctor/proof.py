@@ -387,8 +387,8 @@ def _perform(row: Row, selection: Selection) -> dict[str, Any]:
         return {"result": [asdict(each) for each in results]}
     kwargs = {"program": row.program, "seconds": row.seconds, "options": row.options}
     job = Job("function", f"{PROGRAMS}:start", kwargs=kwargs, quiet=True, preload=(*TRAINING, PROGRAMS))
-    policy = Policy(heal=row.survives, hang_seconds=0)
-    outcome = supervise(job, selection, policy=policy, grace_seconds=GRACE_SECONDS)
+    policy = Policy(heal=row.survives, hang_seconds=0, grace_seconds=GRACE_SECONDS)
+    outcome = supervise(job, selection, policy=policy)
     if outcome.exit_code:
         return {"failure": outcome.failure or "it was stopped"}
     events = {"events": outcome.events} if row.survives else {}

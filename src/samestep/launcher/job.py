@@ -82,6 +82,11 @@ class Policy:
         600.0,
         metavar="SECONDS",
     )
+    grace_seconds: float = _option(
+        "How long workers that are to end may take, such as scripts that save at SIGTERM; then they are killed.",
+        30.0,
+        metavar="SECONDS",
+    )
     replace: bool = _option("Start a new worker on the device of a failed one; counts as a restart.", False)
 
     def __post_init__(self) -> None:
@@ -92,6 +97,8 @@ class Policy:
             raise UsageError(f"got --max-restarts {self.max_restarts}; it must be 0 or more")
         if not (self.hang_seconds >= 0 and math.isfinite(self.hang_seconds)):
             raise UsageError(f"got --hang-seconds {self.hang_seconds}; it must be seconds, or 0 for never")
+        if not (self.grace_seconds >= 0 and math.isfinite(self.grace_seconds)):
+            raise UsageError(f"got --grace-seconds {self.grace_seconds}; it must be seconds, 0 or more")
         if self.replace and self.max_restarts == 0:
             raise UsageError("got --replace, which starts workers again, but no --max-restarts; give it 1 or more")
 

@@ -61,7 +61,6 @@ class Monitor:
         job: Job,
         policy: Policy,
         restarts: Restarts,
-        grace_seconds: float,
         log_dir: Path | None = None,
         relay: bool = False,
         fds: Mapping[str, int] | None = None,
@@ -75,7 +74,6 @@ class Monitor:
         self._job = job
         self._policy = policy
         self._restarts = restarts
-        self._grace_seconds = grace_seconds
         self._log_dir = log_dir
         self._relay = relay
         self._fds = fds or {}
@@ -366,7 +364,7 @@ class Monitor:
     def _end(self, signum: int) -> None:
         """Asks all workers to end."""
         if self._phase in ("running", "finishing", "settling"):
-            self._phase, self._deadline = "ending", time.monotonic() + self._grace_seconds
+            self._phase, self._deadline = "ending", time.monotonic() + self._policy.grace_seconds
             self._signal(signum)
 
     def _kill(self) -> None:
