@@ -261,3 +261,29 @@ def test_rank_0_may_use_files_for_longer_than_the_timeouts(starter, launcher, ki
     lines = [line for line in stdout.splitlines() if line.startswith("done")]
     assert (process.returncode, [line[:6] for line in lines]) == (0, ["done 0"]), stderr
     assert "sign of life" not in stderr
+
+
+PRINTS = """
+import os, time
+import torch
+import samestep
+
+run = samestep.Run(global_batch_size=4, num_microbatches=2)
+model = torch.nn.Linear(4, 1)
+step = run.train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda model, batch: model(batch).sum())
+for number in range(3):
+    step(torch.ones(4, 4))
+    open(f"step-{number}-of-{run.rank}", "w").close()
+    if run.is_main:
+        print("x" * 200_000)
+run.print("done")
+"""
+
+
+def test_a_worker_that_waits_for_a_pipe_to_be_read_does_not_hang(starter):
+    starter.script("prints.py", PRINTS)
+    process = starter.start("--no-adopt", "--devices", "cpu:2", "--hang-seconds", "1", "prints.py")
+    starter.wait_for("step-0-of-0")
+    time.sleep(5.0)  # nobody reads, for longer than the timeout
+    stdout, stderr = process.communicate(timeout=120)
+    assert (process.returncode, stdout.splitlines()[-1], stderr) == (0, "done", "")

@@ -48,10 +48,13 @@ class HangDetector:
         self._looked: float | None = None
         self._quorum = 0
 
-    def look(self, beats: Mapping[int, Beat], now: float, quorum: int = 0) -> None:
-        """Records the heartbeats of the living workers, by slot, at a time of `time.monotonic`, in that quorum."""
+    def look(self, beats: Mapping[int, Beat], now: float, quorum: int = 0, counts: bool = True) -> None:
+        """Records the heartbeats of the living workers, by slot, at a time of `time.monotonic`, in that quorum.
+
+        The time since the last look is not counted if it may have passed in waiting for whoever reads the output.
+        """
         self._quorum = quorum
-        elapsed = 0.0 if self._looked is None else min(now - self._looked, MAX_LOOK_SECONDS)
+        elapsed = 0.0 if self._looked is None or not counts else min(now - self._looked, MAX_LOOK_SECONDS)
         self._looked = now
         known, self._by_slot = self._by_slot, {}
         for slot, beat in beats.items():

@@ -16,6 +16,7 @@ The rules of running apply to finishing too. Each restart has a monitor of its o
 import codecs
 import contextlib
 import os
+import select
 import selectors
 import signal
 import sys
@@ -272,7 +273,7 @@ class Monitor:
         """Ends hung workers by SIGABRT, upon which `faulthandler` writes their stacks."""
         living = {worker.slot: worker for worker in self.workers.living}
         beats = {slot: self.workers.beat(worker) for slot, worker in living.items()}
-        self._hangs.look(beats, now, self.workers.quorum.number)
+        self._hangs.look(beats, now, self.workers.quorum.number, _takes_output())
         for slot in self._hangs.hung(self._pool.is_stopped):
             living[slot].silent_seconds = self._hangs.silent_seconds(slot)
             living[slot].kill_at = now + ABORT_SECONDS
@@ -409,6 +410,14 @@ class Monitor:
         members = [worker for worker in workers.members if not worker.is_lost]  # lost: it waited for the state in vain
         ended_well = all(workers.finished(worker) and not workers.left_early(worker) for worker in members)
         return self._phase == "finishing" and bool(members) and ended_well
+
+
+def _takes_output() -> bool:
+    """Whether stdout and stderr take more output; not if one is a full pipe that nobody reads, such as a pager's."""
+    poll = select.poll()
+    for fd in (1, 2):
+        poll.register(fd, select.POLLOUT)
+    return len(poll.poll(0)) == 2
 
 
 def make_event(event: str, **fields: Any) -> dict[str, Any]:
