@@ -26,9 +26,7 @@ sys.path.append(str(Path(__file__).parent / "fake_cuda" / "site"))
 
 import fake_cuda
 from tiers import SLOW_ON_GPUS, SMOKE, name_of, starts_processes, watch
-from worlds import DEVICE, World
-
-from samestep.comm.mesh import close_mesh
+from worlds import DEVICE, World, close_mesh
 
 hypothesis.settings.register_profile("samestep", deadline=None)  # no test asserts a time
 hypothesis.settings.load_profile("samestep")

@@ -8,7 +8,6 @@ import tempfile
 import traceback
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -31,6 +30,12 @@ PRELOADED = [
     ),
     *("sklearn.datasets", "matplotlib.pyplot", "torch.utils.tensorboard"),
 ]
+
+
+def close_mesh():
+    """Destroys the process group of a mesh, if there is one."""
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def cpu_only(reason):
@@ -116,12 +121,8 @@ def _serve(rank, world_size, place, chosen, store_path, pipe):
     from samestep.comm.connecting import connect_at
     from samestep.comm.environment import Environment
     from samestep.comm.group import GroupTransport
-    from samestep.comm.mesh import close_mesh
     from samestep.comm.transport import LocalTransport
-    from samestep.train import run
 
-    # A rank outlives its runs. Each that it kept would keep threads of gloo, which wake a hundred times a second.
-    run.atexit = SimpleNamespace(register=lambda _: None, unregister=lambda _: None)
     # As in supervised workers: what a failed program sent, and no rank received, would end the rank ten minutes later.
     os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
     gc.freeze()

@@ -12,10 +12,10 @@ from types import SimpleNamespace
 
 import pytest
 import typer
+from worlds import close_mesh
 
 import samestep
 from samestep.cli.main import app
-from samestep.comm.mesh import close_mesh
 from samestep.recipes.catalog import NAMES
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -4,8 +4,8 @@ import pytest
 import torch
 from engine_programs import bits, in_turns, make_step, mean_squared, table
 from torch import nn
+from worlds import close_mesh
 
-from samestep.comm.mesh import close_mesh
 from samestep.engine.parameters import named_parameters, settle_model
 from samestep.errors import DeterminismError, UsageError
 from samestep.train.run import Run

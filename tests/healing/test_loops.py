@@ -13,6 +13,7 @@ from samestep.launcher.job import Policy
 from samestep.train.run import Run
 
 SCRIPT = str(Path(__file__).with_name("faulty_loops.py"))
+SWEEP = str(Path(__file__).with_name("sweep_script.py"))
 PHASES = ("data", "forward", "backward", "exchange", "sent", "update", "evaluate")
 CAUSES = ("SIGKILL", "SIGSTOP", "SIGSEGV", "exit", "exit 0", "device", "spin", "hang in C")
 HANGS = ("spin", "hang in C")
@@ -70,3 +71,24 @@ def test_any_loop_goes_on_whatever_happens(kind, seed, tmp_path):
             phase = "backward"  # who hangs in an exchange cannot be told from those that wait for him
         faults.append({"rank": rank, "step": random_.randrange(8), "phase": phase, "kind": cause})
     check(kind, devices, faults, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory):
+    """The digests of the runs of the sweep on one device."""
+    return [line["digest"] for line in sweep(tmp_path_factory.mktemp("sweep"), 1)[0]]
+
+
+def sweep(folder, devices, policy=None, kills=(), **told):
+    """What each worker that came to its end tells of its runs, by slot."""
+    outcome = run_script(SWEEP, devices, {"folder": str(folder), "kills": kills, **told}, policy)
+    assert outcome.exit_code == 0, outcome.failure
+    files = {int(path.name.split("-")[1]): path.read_text().splitlines() for path in folder.glob("worker-*")}
+    return {slot: [json.loads(line) for line in lines] for slot, lines in files.items()}
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs Linux")
+def test_a_run_to_which_nothing_refers_leaves_no_descriptor_open(swept, tmp_path):
+    for lines in sweep(tmp_path, 2).values():
+        assert [line["digest"] for line in lines] == swept
+        assert lines[1]["open"] == lines[2]["open"]

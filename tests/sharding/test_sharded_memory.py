@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from worlds import close_mesh
 
-from samestep.comm.mesh import close_mesh
 from samestep.train.run import Run
 
 SCRIPT = Path(__file__).with_name("limited_script.py")

@@ -15,9 +15,8 @@ from torch import nn
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn import functional
-from worlds import DEVICE, in_turns
+from worlds import DEVICE, close_mesh, in_turns
 
-from samestep.comm.mesh import close_mesh
 from samestep.data.randomness import Generators
 from samestep.engine.strategies import Pipeline
 from samestep.errors import DeterminismError

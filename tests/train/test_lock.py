@@ -124,6 +124,16 @@ def test_two_trainers_of_one_program_are_told_to_close_the_first(tmp_path):
     take_lock(tmp_path, pytest.fail, wait_seconds=0.0).release()
 
 
+def test_all_locks_of_a_program_have_one_callback_for_its_forks(tmp_path, monkeypatch):
+    """None can be removed; that a child holds no lock, another test shows."""
+    callbacks = []
+    real = os.register_at_fork
+    monkeypatch.setattr(os, "register_at_fork", lambda **calls: callbacks.append(calls) or real(**calls))
+    for _ in range(3):
+        take_lock(tmp_path, print).release()
+    assert len(callbacks) <= 1
+
+
 def test_a_lock_that_is_given_back_in_time_is_waited_for(tmp_path):
     lock = take_lock(tmp_path, pytest.fail)
     calls = []

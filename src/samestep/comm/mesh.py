@@ -85,12 +85,6 @@ def join_group(communicator: Communicator, timeout: timedelta) -> dist.Store:
     return dist.distributed_c10d._get_default_store()
 
 
-def close_mesh() -> None:
-    """Destroys the process group of a mesh, if there is one."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
 def _store(communicator: Communicator) -> dist.Store:
     """The store for another rendezvous of the same ranks."""
     transport = communicator.transport

@@ -10,7 +10,6 @@ memory; otherwise, and from rank to rank (`send`, `recv`), gloo carries the byte
 Tensors of a GPU go through host memory.
 """
 
-import atexit
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -23,7 +22,7 @@ from samestep.comm import collectives
 from samestep.comm.collectives import Operation
 from samestep.comm.connecting import connect_process_group
 from samestep.comm.device_token import lent_token
-from samestep.comm.transport import Connection, LocalTransport, Transport
+from samestep.comm.transport import Connection, LocalTransport, Transport, close_at_exit
 from samestep.comm.work_queue import NO_TIMEOUT, QueuedWork, WorkQueue
 from samestep.errors import PeerLostError, UsageError
 
@@ -76,7 +75,7 @@ class OrderedProcessGroup(_Base):  # type: ignore[misc]  # for the same reason
         self._queue = WorkQueue(f"samestep {name}")
         self._failure: Exception | None = None
         self._names: dict[str, str] = {}
-        atexit.register(self._close)
+        self._end = close_at_exit(self._close)
 
     def allreduce(self, tensors: Any, opts: Any = None) -> QueuedWork:
         """Overwrites each tensor with the fold over all ranks."""
@@ -290,7 +289,7 @@ class OrderedProcessGroup(_Base):  # type: ignore[misc]  # for the same reason
         return self
 
     def _close(self) -> None:
-        atexit.unregister(self._close)
+        self._end.detach()
         self._queue.close(GroupError("the process group has been destroyed"))
         self._transport.close()  # ends the wait of an operation under way
         self._queue.join()

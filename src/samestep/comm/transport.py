@@ -10,7 +10,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
+from weakref import WeakMethod, finalize
 
 import torch
 import torch.distributed as dist
@@ -156,6 +157,12 @@ class Nodes:
         for transport in (self.within, self.between):
             if isinstance(transport, Connection):
                 transport.abandon()
+
+
+def close_at_exit(close: Callable[[], None]) -> "finalize[..., Any]":
+    """Calls a method when the process ends, unless its object is gone by then: what it connects closes with it."""
+    owner: Any = close.__self__  # type: ignore[attr-defined]  # only methods have one
+    return finalize(owner, lambda method: (method() or int)(), WeakMethod(close))  # type: ignore[misc]  # of a lambda
 
 
 def wait_until(has_arrived: Callable[[], bool], check_lost: Callable[[], None], seconds: float) -> None:

@@ -42,13 +42,10 @@ def work(instruction: Instruction, call: Call | None = None) -> int:
         torch.set_num_threads(instruction.assignment.num_threads)  # the bits depend on it
         keep_freed_memory()
         value = call() if call is not None else run_program(instruction.job, instruction.fds)
-        page, slot = HeartbeatPage(instruction.fds["page"]), instruction.assignment.slot
-        _deliver(value, instruction, channel, page)
-        beat = page.beat(slot)
-        page.post(slot, "end", beat.step, beat.flags, beat.quorum)
-        return 0
+        _deliver(value, instruction, channel, HeartbeatPage(instruction.fds["page"]))
+        return _post_end(instruction, 0)
     except SystemExit as stop:
-        return _report_exit(stop, instruction, channel)
+        return _post_end(instruction, _report_exit(stop, instruction, channel))
     except KeyboardInterrupt as error:
         sys.last_value = error
         return 128 + signal.SIGINT
@@ -188,6 +185,14 @@ def _report_exit(stop: SystemExit, instruction: Instruction, channel: Channel) -
         )
         if message:
             _log_message(message, instruction)
+    return code
+
+
+def _post_end(instruction: Instruction, code: int) -> int:
+    """Posts the end of the program, whose run may be gone already; returns its exit code."""
+    page, slot = HeartbeatPage(instruction.fds["page"]), instruction.assignment.slot
+    beat = page.beat(slot)
+    page.post(slot, "end", beat.step, beat.flags, beat.quorum)
     return code
 
 

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import datetime
-from functools import partial
+from functools import cache
 from pathlib import Path
 from typing import IO, Any
 
@@ -162,9 +162,7 @@ class FolderLock:
     def __init__(self, path: Path, file: IO[bytes], changed: int) -> None:
         self._path, self._file = path, file
         self._before, self._taken = changed, path.parent.stat().st_mtime_ns
-        # A forked child shares the open file, and with it the lock: one that outlives us would keep others waiting.
-        if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=partial(_close_file, weakref.ref(self)))
+        _held().add(self)
 
     def release(self) -> None:
         """Gives it back and removes the file; the folder's time is as before if nothing else has come or gone."""
@@ -283,8 +281,10 @@ def _refusal(folder: Path, file: IO[bytes]) -> str:
     )
 
 
-def _close_file(reference: "weakref.ref[FolderLock]") -> None:
-    """Closes the file in a forked process; the parent's lock stays."""
-    lock = reference()
-    if lock is not None:
-        lock._file.close()
+@cache  # no callback of forks can be removed: one serves all locks
+def _held() -> "weakref.WeakSet[FolderLock]":
+    held: weakref.WeakSet[FolderLock] = weakref.WeakSet()
+    # A forked child shares the open file, and with it the lock: one that outlives us would keep others waiting.
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=lambda: [lock._file.close() for lock in held])
+    return held

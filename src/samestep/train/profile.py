@@ -51,6 +51,7 @@ class StepTrace:
 
     def _write(self, recorded: profile) -> None:
         self.is_done = True
+        atexit.unregister(self.close)
         try:
             make_folder(self._path.parent)
             recorded.export_chrome_trace(str(self._path))

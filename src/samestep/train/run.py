@@ -1,6 +1,5 @@
 """The run: the contract and the topology, built once and passed down. The training loop is the user's."""
 
-import atexit
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -20,6 +19,7 @@ from samestep.comm.communicator import DTYPES, Communicator, make_communicator
 from samestep.comm.environment import Environment, chosen_profile, read_environment
 from samestep.comm.heartbeat_page import LEAVES_EARLY, Heartbeat, HeartbeatPage
 from samestep.comm.membership import Membership
+from samestep.comm.transport import close_at_exit
 from samestep.core.mesh import make_mesh
 from samestep.core.microbatches import active_shares, microbatch_ranges
 from samestep.data.loader import Loader
@@ -165,8 +165,7 @@ class Run:
         )
         if environment.joins:
             self.membership.will_share(world_size - spares, shares)
-        if world_size > 1 or heartbeat.page is not None:
-            atexit.register(self.membership.close)
+        self._close = close_at_exit(self.membership.close)
         if folder := profile or chosen_profile():
             from samestep.train.profile import keep_profile  # loads torch.profiler
 
@@ -659,8 +658,7 @@ class Run:
         """Closes the connections, and gives signals back; without a call this happens when the process ends."""
         if self._give_signals_back is not None:
             self._give_signals_back()
-        atexit.unregister(self.membership.close)
-        self.membership.close()
+        self._close()
 
 
 def _check_spares(spares: int, world_size: int) -> None:

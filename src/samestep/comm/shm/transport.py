@@ -13,13 +13,14 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from weakref import finalize
 
 import torch
 from torch import Tensor
 from torch.distributed import Store
 
 from samestep.comm.shm.ring import Block, Layout, Outbox, exchange_layout, gather_layout, header, receive_layout
-from samestep.comm.shm.segment import RING, WORD, Peers, Segment, copy
+from samestep.comm.shm.segment import RING, WORD, Lane, Peers, Segment, copy
 from samestep.comm.transport import Connection, Pending, RankOrderSum, unexpected_sizes
 from samestep.devices.inventory import usable_cores
 from samestep.errors import PeerLostError, UsageError
@@ -59,7 +60,6 @@ class SharedTransport(Connection):
         self.latency_bytes = LATENCY_BYTES
         self.store = store
         self._segment: Segment | None = segment
-        self._pid = os.getpid()
         # From the next rank on: with all ranks starting at rank 0, its lane would be read by all at once.
         self.others = [(rank + step) % world_size for step in range(1, world_size)]
         self._peers = Peers({other: segment.words[segment.lanes[other].pid] for other in self.others})
@@ -67,6 +67,8 @@ class SharedTransport(Connection):
         self._dropped: deque[tuple[int, int]] = deque()
         self._broadcasts: deque[Block] = deque()
         self._lane = segment.lanes[rank]
+        # Also when the run is dropped: nothing refers to it then.
+        self._leave = finalize(self, _leave, segment, self._lane, self._peers, os.getpid())
         self._outbox = Outbox(segment.outbox_size, RING, self._is_read)
         self._header = header(world_size)
         self._marks = WORD * (1 + 2 * world_size)
@@ -117,13 +119,8 @@ class SharedTransport(Connection):
 
     def abandon(self) -> None:
         """Leaves after a failure; keeps the store for healing."""
-        segment, self._segment = self._segment, None
-        if segment is None:  # closed already: by the run, and once more at exit
-            return
-        self._peers.close()
-        if os.getpid() == self._pid:  # a forked child (a data worker) has a copy of us, and is not the rank
-            segment.words[self._lane.gone] = 1
-            segment.wake(self._lane.posted)
+        self._segment = None
+        self._leave()  # once, whoever closes
 
     def _mapped(self) -> Segment:
         """The segment, unless this rank has left."""
@@ -289,6 +286,14 @@ class SharedTransport(Connection):
     def _lost(self, late: Sequence[int]) -> PeerLostError:
         """An error that names the ranks that have left; if none has, those that are late."""
         return self.lost(sorted([peer for peer in late if self._has_left(peer)] or late))
+
+
+def _leave(segment: Segment, lane: Lane, peers: Peers, pid: int) -> None:
+    """Ends the waits of the other ranks for this one, and closes the descriptors."""
+    peers.close()
+    if os.getpid() == pid:  # a forked child (a data worker) has a copy of us, and is not the rank
+        segment.words[lane.gone] = 1
+        segment.wake(lane.posted)
 
 
 class SharedParts:
