@@ -3,9 +3,10 @@
 JSON holds "folder" (of the run), "faults", a list of {"rank", "step", "phase", "kind"}, and perhaps "spares", "resume",
 "checkpoint_steps", "epochs", "pause" (seconds a microbatch), and "wait_for": a slot that has to be there before step 5
 ends; "options" are the step's, "fused" is Adam's, "plain" leaves BatchNorm out, with "messages" NCCL takes two messages
-for a sum, with "streams" each microbatch has one, "hooked" adds an average and a hook that counts, and "best" is the
-trainer's. A fault may "skip" so many passages. It leaves a file behind that says where it struck, on the clock that all
-processes share; "pid-SLOT" is there once a worker has taken a step.
+for a sum, with "streams" each microbatch has one, "hooked" adds an average and a hook that counts, "thaws" one that
+evaluates at the start and trains the first layer from the second epoch on, and "best" is
+the trainer's. A fault may "skip" so many passages. It leaves a file behind that says where it struck, on the clock that
+all processes share; "pid-SLOT" is there once a worker has taken a step.
 """
 
 import ctypes
@@ -216,6 +217,16 @@ class Counts:
         self.counts = state
 
 
+class Thaw:
+    """A hook that measures the frozen model at the start of a fit, and lets the first layer train later."""
+
+    def on_fit_start(self, trainer):
+        trainer.evaluate(small_images(23), {"accuracy": accuracy})
+
+    def on_epoch_start(self, trainer, epoch):
+        trainer.model[0].requires_grad_(epoch > 1)
+
+
 class Ends:
     """A hook in which things go wrong."""
 
@@ -310,12 +321,14 @@ def main():
         return classify(model, batch)
 
     hooks = [EMA(0.9), Counts()] if told.get("hooked") else []
+    thaws = [Thaw()] if told.get("thaws") else []
+    model[0].requires_grad_(not thaws)
     with Trainer(
         run,
         model,
         optimizer,
         loss,
-        hooks=[*hooks, Ends(faults)],
+        hooks=[*hooks, *thaws, Ends(faults)],
         run_dir=folder,
         loggers=[Log(faults)],
         digest_every=told.get("digest_every", 1),

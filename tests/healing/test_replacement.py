@@ -55,6 +55,15 @@ def test_hooks_are_called_once_a_step_and_the_average_is_that_of_an_undisturbed_
         assert (ended["digest"], ended["average"]) == (reference["digest"], reference["average"])
 
 
+def test_a_replacement_does_not_evaluate_at_its_start_and_trains_what_was_thawed(train):
+    reference = train(1, thaws=True)
+    told = train(2, [{**KILL, "step": 4}], REPLACE, thaws=True, wait_for=2, pause=0.05)  # in the second epoch
+    assert told.outcome.exit_code == 0, told.outcome.failure
+    assert names(told) == ["start", "death", "heal", "join", "end"]
+    assert (told.steps, told.digests) == (reference.steps, reference.digests)
+    assert len(told.ended) == 2
+
+
 @pytest.fixture(scope="module")
 def undisturbed_streams(tmp_path_factory):
     """A run over streams on one device, to which nothing happens."""

@@ -274,10 +274,10 @@ class Trainer:
             if not isinstance(eval_data, Loader):
                 eval_data = self.run.loader(eval_data, num_workers=num_workers, collate_fn=collate_fn)
             check_forward(eval_data, forward)
-        log = self._log
+        log, joins = self._log, self.run.membership.is_late
         if not log.has_begun:
             self._contract = {**loader_contract(loader), **self._contract}
-            if self.run.membership.is_late:
+            if joins:
                 self._join()
             else:
                 self._open(resume, allow_contract_change)
@@ -294,7 +294,8 @@ class Trainer:
             try:
                 if text := enter_training_mode(self.model):
                     self.say(text)
-                self._hooks.call("on_fit_start")
+                if not joins:  # the others are in a step: an evaluation in a hook would wait for them
+                    self._hooks.call("on_fit_start")
                 progress.go_on(loader)
                 if self._is_over() and not progress.is_complete(loader):
                     self._say_over()
