@@ -87,6 +87,26 @@ def sweep(folder, devices, policy=None, kills=(), **told):
     return {slot: [json.loads(line) for line in lines] for slot, lines in files.items()}
 
 
+@pytest.mark.parametrize(
+    ("devices", "told", "ranks", "counts"),
+    [
+        (3, {"kills": [0]}, {0: [0, 0, 0], 2: [1, 1, 1]}, [2, 2, 2]),
+        (2, {"kills": [1]}, {0: [0, 0, 0], 1: [1]}, [2, 1, 1]),
+        (3, {"kills": [0], "spares": 1}, {0: [0, 0, 0], 2: [1, 1, 1]}, [2, 2, 2]),
+        (2, {"kills": [0], "joins": True}, {0: [0, 0, 0], 2: [1, 1, 1]}, [2, 2, 2]),
+        (3, {"kills": [1], "late": True}, {0: [0, 0, 0], 1: [1], 2: [2, 1, 1]}, [3, 2, 2]),
+    ],
+    ids=["in the first", "in the second", "with a spare", "a replacement goes on", "no replacement in a later run"],
+)
+def test_a_later_run_of_a_program_is_of_the_workers_that_are_left(swept, tmp_path, devices, told, ranks, counts):
+    policy = Policy(replace=True, max_restarts=2) if told.keys() & {"joins", "late"} else None
+    ended = sweep(tmp_path, devices, policy, **told)
+    assert {slot: [line["rank"] for line in lines] for slot, lines in ended.items() if lines} == ranks
+    assert [line["devices"] for line in ended[0]] == counts
+    for lines in ended.values():
+        assert [line["digest"] for line in lines] == swept[: len(lines)]
+
+
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs Linux")
 def test_a_run_to_which_nothing_refers_leaves_no_descriptor_open(swept, tmp_path):
     for lines in sweep(tmp_path, 2).values():

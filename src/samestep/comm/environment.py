@@ -8,9 +8,9 @@ import os
 import re
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from samestep.errors import UsageError
+from samestep.errors import PeerLostError, UsageError
 
 LOOPBACK = "127.0.0.1"
 MAX_PORT = 65_535
@@ -42,6 +42,13 @@ class Environment:
     joins: bool = False  # whether this process was started late, in the place of a lost one
     transport: str = "auto"  # one of `TRANSPORTS`
     nodes: str = "auto"  # whether sums go by nodes, one of `NODES`
+
+    def among(self, slots: Sequence[int], slot: int) -> "Environment":
+        """The place of the worker in a slot, if those in these slots are the run."""
+        if slot not in slots:
+            raise PeerLostError("this rank was taken for lost, and the others have gone on without it")
+        rank, size = slots.index(slot), len(slots)
+        return replace(self, rank=rank, world_size=size, local_rank=rank, local_world_size=size)
 
 
 def read_environment(variables: Mapping[str, str] | None = None) -> Environment:

@@ -40,6 +40,7 @@ HEALS = 2  # goes on with the others after the loss of one
 READY_TO_JOIN = 4  # started late, and waits for a quorum that includes it
 LEAVES_EARLY = 8  # exits with success on a request to stop, before all is done
 SHOWS_LIFE = 16  # does not heal, but its beats show whether it hangs
+IS_LATER = 32  # in a run that its program made after another one, which no worker that is started late reaches
 
 MAX_SLOTS = 1024
 MAX_LOST = 20
@@ -195,7 +196,8 @@ class Heartbeat:
     def __init__(self, page: HeartbeatPage | None = None, slot: int = 0) -> None:
         self.page = page
         self.slot = slot
-        self.flags = 0
+        had = HEALS | SHOWS_LIFE | IS_LATER  # the flags of any run before this one
+        self.flags = 0 if page is None or not page.beat(slot).flags & had else IS_LATER
         self.quorum = 0
         self.step = 0
         self.phase = "start"

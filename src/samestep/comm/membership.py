@@ -56,8 +56,9 @@ class Membership:
     Args:
         communicator: this rank's communicator at the start.
         num_microbatches: V.
-        shares: relative work of each rank; equal if None.
-        spares: the last so many ranks hold the state, but execute no microbatch until another rank is lost.
+        slots: of the workers, by rank; those from 0 on if None.
+        num_active: so many workers execute microbatches, the first ones; the others hold the state, until one is lost.
+        shares: relative work of each slot from 0 on; equal if None.
         heartbeat: posts the phase of this rank.
         timeout_seconds: of an exchange with other ranks.
         healing_store: the store of the run, for a worker that was started late; else None.
@@ -69,8 +70,9 @@ class Membership:
         communicator: Communicator,
         num_microbatches: int,
         *,
+        slots: Sequence[int] | None = None,
+        num_active: int | None = None,
         shares: Sequence[float] | None = None,
-        spares: int = 0,
         heartbeat: Heartbeat | None = None,
         timeout_seconds: float = 600.0,
         healing_store: dist.Store | None = None,
@@ -101,8 +103,9 @@ class Membership:
         self._round = 0  # in which a quorum is taken up
         self._one_waits = False  # a late worker is in the quorum, and was not counted in yet
         self._looked, self._ended_at = 0.0, math.inf  # when a rank was first seen to have ended
-        self._slots = tuple(range(communicator.world_size))
-        self.will_share(communicator.world_size - spares, shares)
+        self._slots = tuple(range(communicator.world_size) if slots is None else slots)
+        self._num_active = len(self._slots) if num_active is None else num_active
+        self._shares = None if shares is None else list(shares)
         connection = communicator.transport if isinstance(communicator.transport, Connection) else None
         self._healing_store = healing_store if connection is None else connection.healing_store
         self._axes: dict[str, Communicator] | None = None
@@ -253,11 +256,6 @@ class Membership:
             self._noticed.add(text)
             if self.rank == 0:
                 notify(text)
-
-    def will_share(self, num_active: int, shares: Sequence[float] | None) -> None:
-        """Sets how the ranks, for a late worker those that it joins, divide the microbatches."""
-        self._num_active = num_active
-        self._shares = None if shares is None else list(shares)
 
     def join(self, receive: Callable[[Communicator, int], T]) -> T:
         """Waits until the others count this late worker in, and receives their state."""

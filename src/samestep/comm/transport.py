@@ -162,7 +162,7 @@ class Nodes:
 def close_at_exit(close: Callable[[], None]) -> "finalize[..., Any]":
     """Calls a method when the process ends, unless its object is gone by then: what it connects closes with it."""
     owner: Any = close.__self__  # type: ignore[attr-defined]  # only methods have one
-    return finalize(owner, lambda method: (method() or int)(), WeakMethod(close))  # type: ignore[misc]  # of a lambda
+    return finalize(owner, lambda method: (method() or int)(), WeakMethod(close))
 
 
 def wait_until(has_arrived: Callable[[], bool], check_lost: Callable[[], None], seconds: float) -> None:

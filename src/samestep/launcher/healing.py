@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from samestep.comm.heartbeat_page import HEALS, READY_TO_JOIN, SHOWS_LIFE, Beat
+from samestep.comm.heartbeat_page import HEALS, IS_LATER, READY_TO_JOIN, SHOWS_LIFE, Beat
 from samestep.launcher.failures import Failure, describe, details, repeats
 from samestep.launcher.job import Policy
 from samestep.launcher.workers import WORKING, Worker, Workers
@@ -280,7 +280,7 @@ class Healing:
         """Adds the replacements that are ready to the quorum."""
         workers = self._workers
         ready = [worker for worker in workers.waiting if workers.beat(worker).flags & READY_TO_JOIN]
-        if ready and workers.living:
+        if ready and {workers.beat(worker).flags & (HEALS | IS_LATER) for worker in workers.living} == {HEALS}:
             self._announce(tuple(ready))
             for worker in ready:
                 worker.has_joined = True

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from samestep.comm.communicator import DTYPES, Communicator, make_communicator
 from samestep.comm.environment import Environment, chosen_profile, read_environment
-from samestep.comm.heartbeat_page import LEAVES_EARLY, Heartbeat, HeartbeatPage
+from samestep.comm.heartbeat_page import LEAVES_EARLY, READY_TO_JOIN, Heartbeat, HeartbeatPage
 from samestep.comm.membership import Membership
 from samestep.comm.transport import close_at_exit
 from samestep.core.mesh import make_mesh
@@ -142,29 +142,32 @@ class Run:
         keep_freed_memory()
         watched = HeartbeatPage.from_environment() if communicator is None else None
         heartbeat = Heartbeat() if watched is None else Heartbeat(*watched)
-        if environment.joins and heartbeat.page is not None:
-            heartbeat.quorum = heartbeat.page.number
         timeout = timedelta(seconds=timeout_seconds)
-        healing_store = None
-        if environment.joins:
+        own, slots, joins, healing_store = environment, list(range(world_size)), environment.joins, None
+        if (page := heartbeat.page) is not None:
+            # In an earlier run of the program workers may have been lost, and others have joined.
+            quorum = page.quorum()
+            heartbeat.quorum, joins = quorum.number, joins and heartbeat.slot not in quorum.slots
+            members = [slot for slot in quorum.slots if not page.beat(slot).flags & READY_TO_JOIN]
+            if not joins and members != slots:
+                own, slots = environment.among(members, heartbeat.slot), members
+        if joins:
             from samestep.comm.rendezvous import join_store  # only a worker that replaces a lost one joins late
 
             healing_store = join_store(environment, timeout)
         if communicator is None:
-            own = Environment() if environment.joins else environment
-            communicator = make_communicator(own, self.device, timeout, reduction)
+            communicator = make_communicator(Environment() if joins else own, self.device, timeout, reduction)
         self.membership = Membership(
             communicator,
             count,
-            shares=None if environment.joins else shares,
-            spares=0 if environment.joins else spares,
+            slots=(0,) if joins else slots,
+            num_active=world_size - spares,
+            shares=shares,
             heartbeat=heartbeat,
             timeout_seconds=timeout_seconds,
             healing_store=healing_store,
             mesh=grid,
         )
-        if environment.joins:
-            self.membership.will_share(world_size - spares, shares)
         self._close = close_at_exit(self.membership.close)
         if folder := profile or chosen_profile():
             from samestep.train.profile import keep_profile  # loads torch.profiler
