@@ -4,7 +4,7 @@ JSON holds "folder" (of the run), "faults", a list of {"rank", "step", "phase", 
 "checkpoint_steps", "epochs", "pause" (seconds a microbatch), and "wait_for": a slot that has to be there before step 5
 ends; "options" are the step's, "fused" is Adam's, "plain" leaves BatchNorm out, with "messages" NCCL takes two messages
 for a sum, with "streams" each microbatch has one, "hooked" adds an average and a hook that counts, "thaws" one that
-evaluates at the start and trains the first layer from the second epoch on, and "best" is
+evaluates at the start and trains the first layer from the second epoch on, "num_workers" fetch samples, and "best" is
 the trainer's. A fault may "skip" so many passages. It leaves a file behind that says where it struck, on the clock that
 all processes share; "pid-SLOT" is there once a worker has taken a step.
 """
@@ -353,6 +353,7 @@ def main():
             eval_data=small_images(23),
             metrics={"accuracy": accuracy},
             resume=told.get("resume"),
+            num_workers=told.get("num_workers", 0),
         )
         ended = {
             "digest": trainer.digest,

@@ -1,6 +1,8 @@
 """Deaths at the beginning and end of a run, and of what the writing rank writes: what the run leaves is whole."""
 
 import json
+import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -110,3 +112,12 @@ def test_a_block_of_rank_0_is_begun_anew_by_the_next_one_while_the_others_wait(t
     outcome = run_script(MAIN_FIRST, 3, {"folder": str(tmp_path)})
     assert outcome.exit_code == 0, outcome.failure
     assert (tmp_path / "log").read_text().split() == ["0", "1", "2"]
+
+
+def test_the_data_workers_of_a_killed_rank_leave_no_folder(train, undisturbed, monkeypatch):
+    with tempfile.TemporaryDirectory(prefix="t") as folder:  # short: the addresses of sockets are in it
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        told = train(2, [{"rank": 1, "step": 5, "phase": "backward", "kind": "SIGKILL"}], num_workers=1)
+        assert told.outcome.exit_code == 0, told.outcome.failure
+        assert (told.steps, told.digests) == (undisturbed.steps, undisturbed.digests)
+        assert os.listdir(folder) == []

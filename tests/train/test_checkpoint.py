@@ -458,7 +458,11 @@ def test_what_ended_processes_left_is_removed_and_what_living_ones_write_is_not(
     atomic_io.temporary_name(tmp_path, "step-00000005", zombie.pid).mkdir()
     inherited = atomic_io.temporary_name(tmp_path, "step-00000003", os.getpid())
     inherited.mkdir()
-    os.utime(inherited, (0, 0))
+    pid = str(os.getpid())
+    number, began = (word := inherited.name.split("-"))[-4:-2]
+    assert number == pid
+    reused = inherited.rename(inherited.with_name("-".join([*word[:-3], str(int(began) - 1), *word[-2:]])))
+    assert atomic_io.is_abandoned(reused)  # of a process that had this number before
     alive = atomic_io.temporary_name(tmp_path, "step-00000004", os.getppid())
     alive.mkdir()
     host = alive.name.split("-")[-2]
@@ -471,6 +475,15 @@ def test_what_ended_processes_left_is_removed_and_what_living_ones_write_is_not(
     zombie.wait()
     expected = {alive.name, elsewhere.name, ".tmp-something", "latest", "step-00000001", "step-00000002"}
     assert set(names_in(tmp_path)) == expected
+
+
+def test_what_replaces_a_file_removes_what_ended_processes_left_beside_it(tmp_path):
+    dead, alive = (atomic_io.temporary_name(tmp_path, "weights", pid) for pid in (ended_process(), os.getppid()))
+    dead.write_text("half of it")
+    alive.write_text("half of it")
+    (tmp_path / ".tmp-weights").write_text("not ours")
+    atomic_io.write_json(tmp_path / "facts.json", 1)
+    assert set(names_in(tmp_path)) == {alive.name, ".tmp-weights", "facts.json"}
 
 
 def assert_all_is_good(folder, allowed, size=5000):

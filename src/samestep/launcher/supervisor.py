@@ -15,6 +15,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
 
@@ -31,6 +32,7 @@ from samestep.launcher.server_process import EarlyServer
 from samestep.launcher.worker_pool import ServerPool, WorkerPool
 from samestep.launcher.workers import make_log_dir
 from samestep.text import counted
+from samestep.train.atomic_io import remove_leftovers
 
 StartMethod = Literal["fork", "spawn"]
 
@@ -108,6 +110,7 @@ def supervise(
                     pool.close()
                 monitor.close()
                 page.close()
+                remove_leftovers(Path(tempfile.gettempdir()))  # of workers, see `worker.work`
             if not again:
                 break
             where = ""

@@ -5,13 +5,16 @@ import contextlib
 import faulthandler
 import io
 import json
+import multiprocessing
 import os
 import pickle
 import random
 import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NoReturn
 
 from samestep.comm.channel import Channel
@@ -22,6 +25,7 @@ from samestep.launcher.assignment import Instruction, worker_variables
 from samestep.launcher.failures import report_exception
 from samestep.launcher.program import run_program
 from samestep.text import show
+from samestep.train.atomic_io import temporary_name
 
 Call = Callable[[], Any]
 
@@ -37,6 +41,11 @@ def work(instruction: Instruction, call: Call | None = None) -> int:
     try:
         process_tree.release_signals()
         _draw_seeds()
+        # Of the data workers' sockets: the supervisor removes it, also if this process is killed.
+        folder = temporary_name(Path(tempfile.gettempdir()), "")
+        if len(str(folder)) < 80:  # the address of a Unix socket in it has 108 bytes at most
+            folder.mkdir(mode=0o700)
+            multiprocessing.current_process()._config["tempdir"] = str(folder)  # type: ignore[attr-defined]
         import torch
 
         torch.set_num_threads(instruction.assignment.num_threads)  # the bits depend on it

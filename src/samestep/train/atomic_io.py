@@ -13,6 +13,7 @@ import re
 import secrets
 import shutil
 import stat
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -33,10 +34,9 @@ MAX_LEVELS = 200
 """Levels of lists and objects within each other in a file of JSON."""
 IN_PLACE = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 _NO_SPACE = {errno.ENOSPC, errno.EFBIG} | {getattr(errno, name) for name in ("EDQUOT",) if hasattr(errno, name)}
-_TEMPORARY = re.compile(r"\.tmp-.+-(?P<pid>\d+)-(?P<host>[0-9a-f]{8})-[0-9a-f]{8}")  # .tmp-WHAT-PID-HOST-TOKEN
+_TEMPORARY = re.compile(r"\.tmp-.*-(?P<pid>\d+)-(?P<began>\d+)-(?P<host>[0-9a-f]{8})-[0-9a-f]{8}")
 _MAX_WHAT = 200  # bytes
 _FOREIGN_SECONDS = 24 * 60 * 60.0  # of another machine's processes, whose life cannot be checked
-_CLOCK_SECONDS = 5.0  # by which the clocks of a file system and of processes may differ
 
 
 @contextmanager
@@ -93,6 +93,7 @@ def replacing(path: Path) -> Iterator[Path]:
     """Yields a temporary path to write to, synced and renamed to `path` on success; raises as `writing` does."""
     temporary = temporary_name(path.parent, path.name)
     try:
+        remove_leftovers(path.parent)
         with writing(path):
             temporary.touch()
             mode = temporary.stat().st_mode
@@ -234,8 +235,8 @@ def sync_folder(folder: Path) -> None:
 
 def temporary_name(folder: Path, what: str, pid: int | None = None) -> Path:
     """A new name in `folder`, short enough for file systems, with the process and the host that made it."""
-    short = os.fsdecode(os.fsencode(what)[:_MAX_WHAT])
-    return folder / f".tmp-{short}-{pid or os.getpid()}-{_host()}-{secrets.token_hex(4)}"
+    short, maker = os.fsdecode(os.fsencode(what)[:_MAX_WHAT]), pid or os.getpid()
+    return folder / f".tmp-{short}-{maker}-{_began(maker)}-{_host()}-{secrets.token_hex(4)}"
 
 
 def remove_entry(path: Path) -> None:
@@ -260,17 +261,20 @@ def is_abandoned(path: Path) -> bool:
     match = _TEMPORARY.fullmatch(path.name)
     if match is None:
         return False
-    changed = path.stat().st_mtime
     if match["host"] != _host():
-        return time.time() - changed > _FOREIGN_SECONDS
+        return time.time() - path.stat().st_mtime > _FOREIGN_SECONDS
+    return not 0 < _began(int(match["pid"])) == int(match["began"])  # another process may have its number by now
+
+
+def _began(pid: int) -> int:
+    """When a process began; 0 if it has ended."""
     try:
-        process = psutil.Process(int(match["pid"]))
-        # A process that began after the last change is another one with the same number.
-        return bool(process.status() == psutil.STATUS_ZOMBIE or process.create_time() > changed + _CLOCK_SECONDS)
-    except psutil.NoSuchProcess:
-        return True
-    except psutil.Error:
-        return False
+        if sys.platform != "linux":
+            return int(psutil.Process(pid).create_time())
+        state, *numbers = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+        return 0 if state in b"ZX" else int(numbers[18])  # in ticks since the boot: clocks are set in between
+    except (OSError, psutil.Error):
+        return 0
 
 
 def _host() -> str:
