@@ -1,6 +1,10 @@
 """The policy about failed workers, in Python and on the command line, and the variables of their processes."""
 
+import resource
+import sys
+
 import pytest
+from marked import SECONDS
 
 from samestep.devices.selection import select
 from samestep.errors import UsageError
@@ -111,3 +115,25 @@ def test_a_script_of_torch_distributed_is_restarted_as_torchrun_does(starter):
     done = starter.run("--devices", "cpu:2", "--max_restarts", "2", "--start-method", "spawn", "ddp.py")
     assert (done.returncode, done.stdout) == (0, "2.0 2\n")
     assert "samestep: all workers start again (1 of 2)" in done.stderr
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="has no limit on open files")
+def test_a_limit_on_open_files_that_is_too_low_is_refused_before_anything_starts(starter):
+    starter.script("ok.py", "import samestep\nprint(samestep.Run(8, 4).world_size)\nopen('ran', 'w')")
+    needed = 80
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    def run(limit):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))  # which the program inherits
+        try:
+            return starter.start("--devices", "cpu:4", "ok.py")
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+    stdout, stderr = (refused := run(needed - 1)).communicate(timeout=SECONDS)
+    assert (refused.returncode, stdout) == (2, "")
+    assert "4 workers need 80 open files, and 79 are allowed: ulimit -n 80, or fewer workers" in stderr
+    assert "Traceback" not in stderr
+    assert not (starter.folder / "ran").exists()
+    stdout, stderr = (enough := run(needed)).communicate(timeout=SECONDS)
+    assert (enough.returncode, stdout) == (0, "4\n"), stderr

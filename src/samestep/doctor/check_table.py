@@ -28,7 +28,7 @@ from samestep.devices.inventory import Inventory, discover
 from samestep.devices.selection import Selection, select
 from samestep.doctor.result import Result, State, bad, from_objects, good, is_good, note
 from samestep.extras import is_installed
-from samestep.launcher.job import Job, Policy
+from samestep.launcher.job import Job, Policy, soft_limit
 from samestep.launcher.supervisor import supervise
 from samestep.text import counted
 
@@ -294,16 +294,6 @@ def check_segment(machine: Machine) -> Result:
         advice = f"raise it above {gib(needed)} (ulimit -v unlimited); until then {slower}"
         return note("shared memory", f"the limit on address space is {space:.0f} bytes", advice)
     return good("shared memory", "ranks of this host can share memory")
-
-
-def soft_limit(name: str) -> float:
-    """A limit of this process by its name in `ulimit -a`, in bytes or as a number; infinite if there is none."""
-    try:
-        import resource
-    except ImportError:  # Windows has none
-        return math.inf
-    soft = resource.getrlimit(getattr(resource, f"RLIMIT_{name.upper()}"))[0]
-    return math.inf if soft == resource.RLIM_INFINITY else soft
 
 
 def check_limits(machine: Machine) -> Iterator[Result]:

@@ -116,6 +116,20 @@ class Policy:
         if num_workers > MAX_SLOTS:
             option = "--devices" if num_workers == count else "--logical-devices"
             raise UsageError(f"got {num_workers} workers; one machine runs {MAX_SLOTS} at most ({option})")
+        needed, most = 64 + 4 * num_workers, soft_limit("nofile")  # the supervisor has four pipes a worker
+        if most < needed:
+            advice = f"ulimit -n {needed}, or fewer workers (--devices, --logical-devices)"
+            raise UsageError(f"{num_workers} workers need {needed} open files, and {most:.0f} are allowed: {advice}")
+
+
+def soft_limit(name: str) -> float:
+    """A limit of this process by its name in `ulimit -a`, in bytes or as a number; infinite if there is none."""
+    try:
+        import resource
+    except ImportError:  # Windows has none
+        return math.inf
+    soft = resource.getrlimit(getattr(resource, f"RLIMIT_{name.upper()}"))[0]
+    return math.inf if soft == resource.RLIM_INFINITY else soft
 
 
 @dataclass(frozen=True)
