@@ -3,6 +3,7 @@
 import json
 import random
 from itertools import chain, islice, repeat
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from samestep.train.checkpoint.storage import list_checkpoints
 from samestep.train.digest import state_digest
 from samestep.train.paths import CONTRACT_FILE
 from samestep.train.run import Run
+from samestep.train.trainer import Trainer
 
 OUTCOMES = slice(0, 3)
 
@@ -450,7 +452,7 @@ def test_a_step_that_takes_up_a_state_forgets_what_was_bad_before(tmp_path):
         (
             lambda m: [{"params": [p]} for p in m[-1].parameters()],
             True,
-            r"over 2 parameters, and this program's holds 2 parameters in groups of 1 and 1;",
+            r"this program's holds 2 parameters in groups of 1 and 1; .* before `fit` also .* add_param_group",
         ),
     ],
     ids=["the whole model", "other groups"],
@@ -480,3 +482,28 @@ def test_a_checkpoint_of_an_optimizer_over_other_parameters_changes_nothing(
 
     in_turns(2, save)
     assert in_turns(2, load) == [True, True]
+
+
+def test_a_run_that_has_added_a_group_goes_on_in_a_program_that_makes_the_optimizer_with_it(tmp_path):
+    """As the sentence says: otherwise the resume is refused."""
+
+    def train(communicator, epochs, folder, source=None, is_added=False):
+        run = Run(BATCH, NUM_MICROBATCHES, SEED, communicator=communicator)
+        model = plain()
+        optimizer = torch.optim.SGD(model[-1].parameters(), 0.1, momentum=0.9)
+        later = {"params": list(model[0].parameters()), "lr": 0.05}
+        if is_added:
+            optimizer.add_param_group(later)
+        hook = SimpleNamespace(on_epoch_start=lambda _, epoch: epoch == 2 and optimizer.add_param_group(later))
+        before = model[0].weight.clone()
+        with Trainer(run, model, optimizer, classification, hooks=[hook], run_dir=folder) as trainer:
+            trainer.fit(points(), epochs, resume=source, allow_contract_change=is_added)
+            return trainer.digest, bool((model[0].weight == before).all())
+
+    assert alone(train, 1, tmp_path / "first")[1]
+    whole = alone(train, 4, tmp_path / "whole")
+    assert not whole[1]
+    alone(train, 2, tmp_path / "half")
+    with pytest.raises(CheckpointError, match="add_param_group"):
+        alone(train, 4, tmp_path / "refused", tmp_path / "half")
+    assert alone(train, 4, tmp_path / "on", tmp_path / "half", is_added=True) == whole

@@ -91,7 +91,7 @@ def take_new_settings(
 ) -> None:
     """Changes optimizers and a scheduler whose state was loaded to the settings that they are made with now."""
     for optimizer, (_, before), (_, now) in zip(optimizers, old.optimizers, new.optimizers, strict=True):
-        for group, was, is_now in zip(optimizer.param_groups, before, now, strict=True):
+        for group, was, is_now in zip(optimizer.param_groups, before, now, strict=False):  # some were added in training
             for key in _changed(was, is_now):
                 _put(group, key, was[key], is_now[key])
     if scheduler is not None and old.scheduler is not None and new.scheduler is not None:

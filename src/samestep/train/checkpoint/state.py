@@ -166,7 +166,8 @@ def _check_parts(parts: _Parts, others: Mapping[str, Any], state: Snapshot) -> N
         if sizes and sizes != own:
             raise CheckpointError(
                 f"the checkpoint has the state of {type(optimizer).__name__} over {_in_groups(sizes)}, and this "
-                f"program's holds {_in_groups(own)}; give it the same parameters"
+                f"program's holds {_in_groups(own)}; give it the same parameters in the same groups, before `fit` also "
+                "those that were added in training by add_param_group (with --allow-contract-change)"
             )
 
 
