@@ -465,6 +465,8 @@ def test_what_a_script_leaves_unseeded_has_a_seed_by_rank_on_any_devices(tmp_pat
     assert drawn[1:3] + drawn[4:] == logical[0][1:3] + logical[0][4:], "the seed of torch is none of the others"
     assert drawn[0] == drawn[3]
     assert said == ["NumPy and Python's random"]
+    (tmp_path / "draws_nothing.py").write_text("import rich.default_styles\n")
+    assert run("--devices", "cpu:2", "--adopt", "draws_nothing.py") == ([], []), "an import is no draw of the script's"
 
 
 CHECKPOINTED = """
