@@ -41,6 +41,8 @@ SMALL_FOR_A_REASON = {
     "data.text": "used by scripts too: docs/data.md names it",
     "devices.host_memory": "for workers, and for runs without a launcher",
     "devices.probe": "run as a file, by a child process",
+    "engine.pipelining.strategy": "loaded if it is chosen, as the other strategies",
+    "engine.sharding.strategy": "loaded if it is chosen, as the other strategies",
     "engine.whole_weights": "loaded for sharded state alone",
     "scripts.sync_batch_norm": "imports torch, which children of a script that import spawning may not need",
     "recipes.workload": "recipes import from estimate, which may not import recipes",

@@ -1,19 +1,17 @@
 """Makes the strategy of a step from its options; the strategy `replicate` itself."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 from torch.optim import Optimizer
 
-from samestep.comm.communicator import Communicator
 from samestep.comm.membership import Membership
 from samestep.engine.buffers import BufferMerge
-from samestep.engine.forward_backward import ForwardBackward
 from samestep.engine.gradients import GradientSum
 from samestep.engine.observer import Observers
 from samestep.engine.parameters import Homes, check_same_model, is_dtensor, named_parameters, settle_model
-from samestep.engine.sharded_state import ShardedState, check_elementwise
+from samestep.engine.sharded_state import check_elementwise
 from samestep.engine.strategies import Pipeline, Replicate, Sharded, StrategyOptions
 from samestep.engine.strategy import ExchangeOptions, Strategy
 from samestep.errors import UsageError
@@ -22,25 +20,17 @@ if TYPE_CHECKING:
     from samestep.engine.zero1 import Zero1Parts
 
 
-class ReplicateStrategy:
+class ReplicateStrategy(Strategy):
     """Every rank has the whole state; with `shard_optimizer` (ZeRO-1) 1/D of the optimizer's."""
 
     def __init__(
         self, membership: Membership, model: nn.Module, options: ExchangeOptions, shard_optimizer: bool
     ) -> None:
-        self.forward = model
-        self.state: ShardedState | None = None
-        self.contract: dict[str, Any] = {}
-        self._membership = membership
+        super().__init__(membership, model)
         self._options = options
         self._shards_optimizer = shard_optimizer
         self._zero1: Zero1Parts | None = None
         self._homes: Homes | None = None
-
-    @property
-    def communicator(self) -> Communicator:
-        """Over all ranks."""
-        return self._membership.communicator
 
     def held(self, optimizers: Sequence[Optimizer]) -> dict[str, nn.Parameter]:
         """The parameters that the optimizers update, by name."""
@@ -71,12 +61,6 @@ class ReplicateStrategy:
         self._homes = Homes(self.forward, trainable)
         return gradients, BufferMerge(self.forward, membership.data)
 
-    def make_runner(self, compute: ForwardBackward) -> None:
-        """None: a rank runs its microbatches alone, one after another."""
-
-    def sync_trainable(self) -> None:
-        """Does nothing: the optimizers hold the model's own parameters."""
-
     def check_in_use(self) -> None:
         """Raises a `UsageError` if a parameter that is trained was replaced in the model."""
         if self._homes is not None:
@@ -91,13 +75,6 @@ class ReplicateStrategy:
         """Gathers the updated local shards on every rank."""
         if self._zero1 is not None:
             self._zero1.hand_out()
-
-    def after_load(self) -> None:
-        """Does nothing."""
-
-    def explain(self, error: RuntimeError) -> Exception | None:
-        """None: this strategy causes no errors of its own."""
-        return None
 
 
 def make_strategy(

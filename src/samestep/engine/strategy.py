@@ -8,6 +8,7 @@ tensor        DTensors over the axis "tensor"         engine.tensor_parallel
 The user passes options (`engine.strategies`), of which `engine.factory` makes a strategy. This module imports neither.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from samestep.comm.communicator import Communicator
+from samestep.comm.membership import Membership
 from samestep.core.tree import Block
 from samestep.data.batch import Batch
 from samestep.engine.forward_backward import ForwardBackward
@@ -125,26 +127,26 @@ class StepRunner(Protocol):
         """Runs them; returns the microbatch for which memory ran out, if the other ranks can go on without it."""
 
 
-class Strategy(Protocol):
-    """Places the state of a step on the ranks."""
+class Strategy(ABC):
+    """Places the state of a step on the ranks; made once. By default every rank has the whole state.
 
-    # Made once; `lay_out` is called again when ranks are lost, or other parameters become trainable.
+    Attributes:
+        forward: the model for evaluation.
+        state: the sharded state; None if each rank has all of it.
+        contract: the options that decide the bits.
+    """
 
-    @property
-    def state(self) -> ShardedState | None:
-        """The sharded state; None if each rank has all of it."""
+    state: ShardedState | None = None
 
-    @property
-    def forward(self) -> nn.Module:
-        """The model for evaluation."""
+    def __init__(self, membership: Membership, forward: nn.Module) -> None:
+        self._membership = membership
+        self.forward = forward
+        self.contract: dict[str, Any] = {}
 
     @property
     def communicator(self) -> Communicator:
         """Over the ranks among which the state is sharded; all ranks if it is not."""
-
-    @property
-    def contract(self) -> dict[str, Any]:
-        """The options that decide the bits."""
+        return self._membership.communicator
 
     def held(self, optimizers: Sequence[Optimizer]) -> dict[str, nn.Parameter]:
         """The parameters that the optimizers hold, by name; of sharded ones the local shards.
@@ -152,14 +154,18 @@ class Strategy(Protocol):
         Raises:
             UsageError: they hold something else.
         """
+        assert self.state is not None, "a strategy without sharded state names the parameters itself"
+        return self.state.held(optimizers)
 
+    @abstractmethod
     def lay_out(
         self, trainable: dict[str, nn.Parameter], optimizers: Sequence[Optimizer], observers: Observers
     ) -> tuple[GradientExchange, BufferExchange]:
-        """The exchanges for these of the `held` parameters and the ranks as they are now."""
+        """The exchanges for these of the `held` parameters; again if ranks are lost, or others become trainable."""
 
     def make_runner(self, compute: ForwardBackward) -> StepRunner | None:
         """The runner of a step's microbatches; None for `microbatches.MicrobatchRunner`, one after another."""
+        return None
 
     def sync_trainable(self) -> None:
         """Before each step: freezes the local shards of parameters that were frozen in the model, or refuses it."""
@@ -178,6 +184,7 @@ class Strategy(Protocol):
 
     def explain(self, error: RuntimeError) -> Exception | None:
         """The error to raise for an error of a forward or backward that this strategy caused; None for others."""
+        return None
 
 
 @dataclass(frozen=True)

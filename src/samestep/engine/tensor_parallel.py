@@ -21,7 +21,6 @@ from samestep.comm.heartbeat_page import Heartbeat
 from samestep.comm.membership import Membership
 from samestep.data.batch import tensor_checksum
 from samestep.engine.buffers import COMPARED_ELEMENTS, COMPARED_EVERY, COMPARED_STEPS, BufferMerge
-from samestep.engine.forward_backward import ForwardBackward
 from samestep.engine.gradients import GradientSum
 from samestep.engine.losses import wide_dtype
 from samestep.engine.norms import block_norm, block_norms
@@ -29,26 +28,24 @@ from samestep.engine.observer import Observers, StepObserver
 from samestep.engine.parameters import check_same_tensors
 from samestep.engine.sharded_state import MIXED, ShardedState, Sharding, check_contiguous, check_elementwise
 from samestep.engine.strategies import REPLICATE, Replicate, StrategyOptions
-from samestep.engine.strategy import ExchangeOptions
+from samestep.engine.strategy import ExchangeOptions, Strategy
 from samestep.errors import DeterminismError, PeerLostError, UsageError
 
 AXIS = "tensor"
 LOST = ("gloo/transport", "Connection closed by peer", "NCCL")  # in torch's messages about a failed transfer
 
 
-class TensorParallelStrategy:
+class TensorParallelStrategy(Strategy):
     """The state of a model with DTensors over the axis "tensor", and the exchange of its gradients."""
 
     def __init__(
         self, membership: Membership, model: nn.Module, optimizers: Sequence[Optimizer], exchange: ExchangeOptions
     ) -> None:
         # Each rank has state that no other has: no rank can be lost.
+        super().__init__(membership, model)
         membership.rely_on_all()
         check_elementwise(optimizers, membership.communicator.device, by_rows=False)
-        self._membership = membership
         self._exchange = exchange
-        self.forward = model
-        self.communicator: Communicator = membership.along(AXIS)
         self.leaves = dict(model.named_parameters())  # DTensors among them
         # On one device there is no mesh, and a model sharded over it has one rank.
         ranks = [membership.rank] if membership.mesh is None else list(membership.mesh.along(AXIS, membership.rank))
@@ -72,24 +69,20 @@ class TensorParallelStrategy:
         # From now on the optimizers hold the local shards; other parameters are replicated.
         names = {id(leaf): name for name, leaf in self.leaves.items()}
         self.state.hand_over(optimizers, names, self.communicator.rank)
+        if self.communicator.world_size > 1:
+            # Other placements split other sums: a resume with them has other bits.
+            lines = [f"{name} {leaf.placements}" for name, leaf in self.leaves.items() if isinstance(leaf, DTensor)]
+            plan = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+            self.contract = {AXIS: {"ranks": self.communicator.world_size, "plan": plan}}
         for module in model.modules():
             # Their forwards contain collectives, in which a rank waits for the others along "tensor".
             if any(isinstance(leaf, DTensor) for leaf in module.parameters(recurse=False)):
                 _wait_as_exchange(module, membership.heartbeat)
 
     @property
-    def contract(self) -> dict[str, Any]:
-        """The number of ranks along "tensor" and a hash of the placements: they decide how sums are rounded."""
-        if self.communicator.world_size == 1:
-            return {}
-        # Other placements split other sums: a resume with them has other bits.
-        lines = [f"{name} {leaf.placements}" for name, leaf in self.leaves.items() if isinstance(leaf, DTensor)]
-        plan = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
-        return {AXIS: {"ranks": self.communicator.world_size, "plan": plan}}
-
-    def held(self, optimizers: Sequence[Optimizer]) -> dict[str, nn.Parameter]:
-        """The local shards that the optimizers update, by name."""
-        return self.state.held(optimizers)
+    def communicator(self) -> Communicator:
+        """Over the ranks along "tensor"."""
+        return self._membership.along(AXIS)
 
     def lay_out(
         self,
@@ -102,25 +95,10 @@ class TensorParallelStrategy:
         gradients = TensorParallelGradientSum(self, trainable, data, self._exchange.bucket_bytes, observers)
         return gradients, BufferMerge(model, data)
 
-    def make_runner(self, compute: ForwardBackward) -> None:
-        """None: the ranks along "tensor" run each microbatch together, one after another."""
-
     def sync_trainable(self) -> None:
         """Freezes or unfreezes the local shards as the model's parameters are now."""
         for name, part in self.state.parts.items():
             part.requires_grad_(self.leaves[name].requires_grad)
-
-    def check_in_use(self) -> None:
-        """Does nothing."""
-
-    def before_update(self) -> None:
-        """Does nothing."""
-
-    def after_update(self) -> None:
-        """Does nothing: the local shards are the memory of the model's parameters."""
-
-    def after_load(self) -> None:
-        """Does nothing."""
 
     def explain(self, error: RuntimeError) -> Exception | None:
         """The error to raise if a rank was lost during a forward or backward, or if DTensors met plain tensors."""

@@ -1,7 +1,6 @@
 """The strategy `pipeline`: every rank has some stages of the model."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -13,12 +12,11 @@ from samestep.engine.observer import Observers
 from samestep.engine.pipelining.exchange import PipelinedGradientSum, StageBuffers
 from samestep.engine.pipelining.model import PipelinedModel
 from samestep.engine.pipelining.stage_runner import StageRunner
-from samestep.engine.sharded_state import ShardedState
 from samestep.engine.strategies import Pipeline
-from samestep.engine.strategy import ExchangeOptions
+from samestep.engine.strategy import ExchangeOptions, Strategy
 
 
-class PipelineStrategy:
+class PipelineStrategy(Strategy):
     """The model is cut into stages, of which each rank along "pipe" has some."""
 
     def __init__(
@@ -29,25 +27,15 @@ class PipelineStrategy:
         options: Pipeline,
         exchange: ExchangeOptions,
     ) -> None:
-        self._membership = membership
         self._exchange = exchange
         self.pipelined = PipelinedModel(membership, model, optimizers, options)
-        self.forward = self.pipelined.whole
-        self.contract: dict[str, Any] = {}
-
-    @property
-    def state(self) -> ShardedState:
-        """The parameters of this rank's stages."""
-        return self.pipelined.state
+        super().__init__(membership, self.pipelined.whole)
+        self.state = self.pipelined.state
 
     @property
     def communicator(self) -> Communicator:
         """Over the ranks along "pipe"."""
         return self._membership.along("pipe")
-
-    def held(self, optimizers: Sequence[Optimizer]) -> dict[str, nn.Parameter]:
-        """The parameters that the optimizers update, by name; those of other ranks' stages have no elements."""
-        return self.state.held(optimizers)
 
     def lay_out(
         self,
@@ -63,22 +51,3 @@ class PipelineStrategy:
     def make_runner(self, compute: ForwardBackward) -> StageRunner:
         """Runs the microbatches through this rank's stages, in the order of the schedule."""
         return StageRunner(self.pipelined, compute)
-
-    def sync_trainable(self) -> None:
-        """Does nothing: the optimizers hold the model's own parameters."""
-
-    def check_in_use(self) -> None:
-        """Does nothing: the stages hold their modules."""
-
-    def before_update(self) -> None:
-        """Does nothing."""
-
-    def after_update(self) -> None:
-        """Does nothing: each rank has updated its own parameters."""
-
-    def after_load(self) -> None:
-        """Does nothing."""
-
-    def explain(self, error: RuntimeError) -> Exception | None:
-        """None: an error means what it says."""
-        return None
