@@ -143,10 +143,6 @@ class Cursor:
         if self.epoch < 0 or self.position < 0:
             raise UsageError(f"got cursor epoch={self.epoch}, position={self.position}; neither can be negative")
 
-    def advance(self, num_samples: int) -> "Cursor":
-        """The cursor after `num_samples` more samples of this epoch."""
-        return Cursor(self.epoch, self.position + num_samples)
-
     def next_epoch(self) -> "Cursor":
         """The cursor at the start of the next epoch."""
         return Cursor(self.epoch + 1, 0)
