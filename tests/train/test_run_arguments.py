@@ -59,6 +59,12 @@ def test_a_device_that_is_not_here_is_named(device):
     assert refusal(lambda: Run(8, device=device), DeviceError).startswith(f"got device='{device}'; this process has ")
 
 
+def test_an_accelerator_of_another_kind_than_those_that_are_used_is_none(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("xpu"))
+    assert Run(8).device == torch.device("cpu")
+    assert refusal(lambda: Run(8, device="xpu"), DeviceError) == "got device='xpu'; this process has cpu"
+
+
 @pytest.mark.parametrize("device", ["cpu", "cpu:0", torch.device("cpu")])
 def test_a_device_that_is_here_is_taken(device):
     assert Run(8, device=device).device == torch.device("cpu")
