@@ -31,7 +31,7 @@ LAYERS = (
     "doctor",
     "cli",
 )
-BOTTOM = {"errors", "extras", "text", "version"}
+BOTTOM = {"errors", "extras", "text", "user_code", "version"}
 HEAVY = ("torch", "numpy", "matplotlib", "tensorboard", "sklearn")
 FILES = {"errors", "metrics", "tutorial"}  # layers of one module
 MODULES = sorted(path for path in ROOT.rglob("*.py") if path.parent != ROOT or path.stem in FILES)

@@ -18,7 +18,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from samestep.comm.membership import Membership
 from samestep.data.batch import tensor_checksum
 from samestep.data.randomness import GENERATORS
-from samestep.engine.site import is_script_file
+from samestep.user_code import is_script_file
 
 MAX_OBJECTS = 5000
 MAX_ENTRIES = 256  # longer lists and mappings are taken for data

@@ -30,10 +30,10 @@ from samestep.comm.communicator import Communicator, make_communicator
 from samestep.comm.environment import read_environment
 from samestep.data.randomness import Generators
 from samestep.engine.forward_backward import backward_on_this_thread
-from samestep.engine.site import script_line
 from samestep.errors import DeterminismError
 from samestep.text import notify
 from samestep.train.determinism import make_deterministic, own_device
+from samestep.user_code import script_line
 
 TIMEOUT_SECONDS = 1800.0
 HEADER_WORDS = 24

@@ -21,11 +21,11 @@ from torch import Tensor
 
 from samestep.data.batch import checksum
 from samestep.engine.forward_backward import backward_on_this_thread
-from samestep.engine.site import script_line
 from samestep.errors import DeterminismError
 from samestep.scripts.adoption import Adoption
 from samestep.scripts.patch import Patch
 from samestep.train.exceptions import blamed, packed, unpacked
+from samestep.user_code import script_line
 
 OK, RAISED = 0, 1
 CHECKED = 3

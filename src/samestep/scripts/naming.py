@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from samestep.engine.site import is_script_file
+from samestep.user_code import is_script_file
 
 MAX_SEEN = 12
 _ABSENT = object()

@@ -17,7 +17,6 @@ from torch.profiler import record_function
 
 from samestep.comm.environment import Environment, chosen_profile, read_environment
 from samestep.engine.forward_backward import backward_on_this_thread
-from samestep.engine.site import is_own_file, is_script_file
 from samestep.errors import PeerLostError, UsageError
 from samestep.launcher.program import run_module, run_script
 from samestep.scripts import backward, output, parallel, seeding, wrapping
@@ -29,6 +28,7 @@ from samestep.scripts.patch import Patch, applied, late_dynamo
 from samestep.scripts.virtual.devices import virtual_devices
 from samestep.scripts.virtual.mode import mark
 from samestep.scripts.wrapped import forward, regions
+from samestep.user_code import is_own_file, is_script_file
 
 DELAY_SECONDS = 0.2
 RANK_VARIABLES = (

@@ -87,7 +87,7 @@ def watching_children(program: str) -> Iterator[None]:
             process._target = partial(_in_child, place, process._target)  # type: ignore[attr-defined]
         _raise_for_refused(started, program)
         start(process)
-        from samestep.engine.site import script_line  # imports torch
+        from samestep.user_code import script_line  # imports torch
 
         started[:] = [(child, line) for child, line in started if _exit_code(child) in (None, REFUSED)]
         started.append((process, script_line()))

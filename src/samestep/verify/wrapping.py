@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from samestep.engine.site import is_script_file
 from samestep.scripts.patch import Patch, applied
+from samestep.user_code import is_script_file
 
 DISTRIBUTED = ("torch.distributed.distributed_c10d",)
 _HERE = os.path.dirname(__file__) + os.sep

@@ -23,9 +23,9 @@ from typing import Any
 import torch
 
 from samestep.comm.channel import Channel
-from samestep.engine.site import is_script_file
 from samestep.scripts.adoption import Adoption
 from samestep.train.exceptions import packed, unpacked
+from samestep.user_code import is_script_file
 
 BURST = 256  # queries of one line between two wrapped forwards that rank 0 answers; each rank answers further ones
 SPECIAL_FOLDERS = ("/dev/", "/proc/", "/sys/")

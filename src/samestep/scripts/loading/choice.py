@@ -32,11 +32,11 @@ from torch.utils.data import (
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from samestep.data.fetch import SeededSamples
-from samestep.engine.site import script_line
 from samestep.scripts.adoption import Adoption
 from samestep.scripts.loading.broadcast import Rank0Iterator
 from samestep.scripts.loading.split_workers import SplitWorkersIterator
 from samestep.scripts.patch import Patch
+from samestep.user_code import script_line
 
 _SAMPLERS = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, list, tuple, range)
 

@@ -12,10 +12,10 @@ from typing import Any, Self
 import psutil
 import torch
 
-from samestep.engine.site import is_script_file
 from samestep.errors import UsageError
 from samestep.scripts.patch import Patch
 from samestep.scripts.virtual.mode import DeviceRegistry
+from samestep.user_code import is_script_file
 
 NAME = "virtual CUDA device (CPU)"
 CAPABILITY = (8, 0)

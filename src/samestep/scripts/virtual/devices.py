@@ -16,11 +16,11 @@ from torch.nn.parallel import scatter_gather
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import dataloader
 
-from samestep.engine.site import is_script_file
 from samestep.scripts.patch import Patch, applied
 from samestep.scripts.virtual import cuda
 from samestep.scripts.virtual.handlers import handlers
 from samestep.scripts.virtual.mode import CPU, HOST, TAG, DeviceRegistry, VirtualMode, mark, marked_like
+from samestep.user_code import is_script_file
 
 
 @contextmanager

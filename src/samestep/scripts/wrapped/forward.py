@@ -15,7 +15,6 @@ from samestep.data.batch import checksum
 from samestep.data.nested import map_tensors
 from samestep.engine.buffers import refuse_sync_batchnorm
 from samestep.engine.diagnosis import explain_lone_sample
-from samestep.engine.site import script_line
 from samestep.errors import DeterminismError, UsageError
 from samestep.scripts import output
 from samestep.scripts.adoption import Adoption
@@ -32,6 +31,7 @@ from samestep.scripts.wrapped.replicas import (
     uninitialized,
 )
 from samestep.scripts.wrapped.results import Results, gather_results
+from samestep.user_code import script_line
 
 CHUNK_STREAM = 2**33  # apart from the streams of train steps and loaders
 CHECKED_FORWARDS = 3

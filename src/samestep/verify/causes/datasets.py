@@ -29,9 +29,9 @@ from samestep.data.fetch import SeededSamples
 from samestep.data.randomness import Generators, seed_each
 from samestep.data.streams import StreamReader
 from samestep.engine.side_effects import Watch, reachable
-from samestep.engine.site import is_script_file
 from samestep.scripts.patch import Patch, applied
 from samestep.train.run import Run
+from samestep.user_code import is_script_file
 from samestep.verify.causes import samples as map_style
 from samestep.verify.causes.evidence import Cause, Evidence, by_step, listed
 from samestep.verify.causes.facts import Facts

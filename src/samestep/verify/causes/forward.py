@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from samestep.data.batch import version_of
-from samestep.engine.site import script_line
+from samestep.user_code import script_line
 from samestep.verify.causes.evidence import Cause, Evidence, by_step, listed, on_devices
 from samestep.verify.causes.facts import Facts, first_rows
 from samestep.verify.watching.tensor_summary import bits

@@ -11,7 +11,7 @@ from types import FrameType
 import torch
 import torch.overrides
 
-_OWN = str(Path(__file__).resolve().parents[1])
+_OWN = str(Path(__file__).resolve().parent)
 
 
 @cache
