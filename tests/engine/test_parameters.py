@@ -4,7 +4,7 @@ import pytest
 import torch
 from engine_programs import bits, in_turns, make_step, mean_squared, table
 from torch import nn
-from worlds import close_mesh
+from worlds import close_mesh, cpu_only
 
 from samestep.engine.parameters import named_parameters, settle_model
 from samestep.errors import DeterminismError, UsageError
@@ -168,11 +168,73 @@ def test_parameters_that_are_views_of_one_memory_stay_so():
     assert not model[1].weight.any()
 
 
-def test_a_sparse_buffer_is_refused_by_name():
-    model = nn.Linear(5, 1)
-    model.register_buffer("adjacency", torch.eye(3).to_sparse())
-    with pytest.raises(UsageError, match="adjacency is sparse"):
-        in_turns(1, lambda communicator: make_step(communicator, model))
+class Wrapper(torch.Tensor):
+    """A tensor around another one, whose operations must not be called."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    __torch_dispatch__ = None
+
+
+def without_memory(kept):
+    """A tensor of eight numbers whose storage has so many bytes left."""
+    tensor = torch.ones(8)
+    tensor.untyped_storage().resize_(kept)
+    return tensor
+
+
+KINDS = {
+    "conjugated": (lambda: torch.randn(3, dtype=torch.complex64).conj(), ""),
+    "negated": (lambda: torch.randn(3, dtype=torch.complex64).conj().imag, ""),
+    "strided": (lambda: torch.randn(3, 5).t()[1:], ""),
+    "expanded": (lambda: torch.ones(1).expand(3), ""),
+    "empty": (lambda: torch.ones(0, 3), ""),
+    "float8": (lambda: torch.ones(3).to(torch.float8_e4m3fn), ""),
+    "subclass": (lambda: torch.ones(3).as_subclass(type("Named", (torch.Tensor,), {})), ""),
+    "wrapper": (lambda: Wrapper(torch.ones(3)), "Wrapper"),
+    "quantized": (lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8), "quantized"),
+    "quantized by channel": (
+        lambda: torch.quantize_per_channel(torch.ones(3, 2), torch.ones(3), torch.zeros(3), 0, torch.qint8),
+        "quantized",
+    ),
+    "sparse": (lambda: torch.eye(3).to_sparse(), "torch.sparse_coo"),
+    "sparse by row": (lambda: torch.eye(3).to_sparse_csr(), "torch.sparse_csr"),
+    "mkldnn": (lambda: torch.ones(3).to_mkldnn(), "torch._mkldnn"),
+    "meta": (lambda: torch.ones(3, device="meta"), "meta"),
+    "nested": (lambda: torch.nested.nested_tensor([torch.ones(3), torch.ones(2)]), "nested"),
+    "jagged": (lambda: torch.nested.nested_tensor([torch.ones(3)], layout=torch.jagged), "torch.jagged"),
+    "freed": (lambda: without_memory(0), "without memory"),
+    "partly freed": (lambda: without_memory(16), "without memory"),
+}
+
+
+@cpu_only("kinds of tensors in host memory")
+@pytest.mark.filterwarnings("ignore")  # of torch, about kinds that are prototypes
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_tensor_beside_the_weights_is_trained_with_or_named(kind, world_size):
+    make, said = KINDS[kind]
+
+    def program(communicator, place):
+        torch.manual_seed(0)
+        model = nn.Linear(5, 1)
+        if place == "buffer":
+            model.register_buffer("odd", make())
+        else:
+            model.odd = [make()] if place == "list" else make()
+        step = make_step(communicator, model)
+        for _ in range(3):
+            step(table())
+        return bits(step) if place == "buffer" else model.weight.tolist()
+
+    for place in ("attribute", "list"):
+        assert in_turns(world_size, program, place) == in_turns(1, program, place) * world_size
+    if not said:
+        assert in_turns(world_size, program, "buffer") == in_turns(1, program, "buffer") * world_size
+    else:
+        assert refusal(lambda c: program(c, "buffer"), world_size).startswith(f"odd ({said}) has no bytes to compare")
 
 
 class Normalised(nn.Module):

@@ -11,7 +11,8 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, IterableDataset
 from worlds import in_turns
 
-from samestep.engine.side_effects import Traces, Watch, reachable
+from samestep.engine import side_effects
+from samestep.engine.side_effects import MAX_READ, Traces, Watch, reachable
 from samestep.errors import DeterminismError
 from samestep.train.run import Run
 
@@ -90,7 +91,7 @@ class Part(nn.Module):
         super().__init__()
         self.layer, self.kind, self.h, self.seen, self.kept = nn.Linear(3, 1), kind, None, [], {}
         self.rng, self.calls = random.Random(1), None
-        self.table = np.zeros(2)
+        self.table, self.bank = np.zeros(2), None
 
     def forward(self, x):
         y = self.layer(x)
@@ -106,6 +107,12 @@ class Part(nn.Module):
                 self.kept["last"] = x.mean().item()
             case "array":
                 self.table[1] += 1
+            case "bank":
+                self.bank = torch.zeros(3 * MAX_READ).view(3, -1).t() if self.bank is None else self.bank
+                self.bank.data[7::100] += x.mean()
+            case "large array":
+                self.table = np.zeros((MAX_READ, 3)) if self.table.ndim == 1 else self.table
+                self.table[7::100] += x.mean().item()
             case "own":
                 y = y + self.rng.random()
             case "cache":
@@ -134,7 +141,11 @@ def said(capfd, world_size, model, make_loss=lambda run: squared, steps=4):
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize(
-    ("kind", "name"), [("recurrent", "h"), ("number", "calls"), ("list", "seen"), ("dict", "kept"), ("array", "table")]
+    ("kind", "name"),
+    [
+        *[("recurrent", "h"), ("number", "calls"), ("list", "seen"), ("dict", "kept"), ("array", "table")],
+        *[("bank", "bank"), ("large array", "table")],
+    ],
 )
 def test_an_attribute_in_which_microbatches_leave_other_values_is_named_once(capfd, kind, name, world_size):
     err = said(capfd, world_size, lambda: nn.Sequential(Part(kind)))
@@ -215,6 +226,13 @@ def test_traces_are_looked_for_in_two_steps_alone(capfd, monkeypatch):
     monkeypatch.setattr(Traces, "look", lambda self: (looks.append(1), real(self)))
     said(capfd, 1, lambda: nn.Linear(3, 1), steps=3)
     assert len(looks) == 8
+
+
+def test_of_large_attributes_a_bounded_number_of_elements_is_read(capfd, monkeypatch):
+    read, real = [], side_effects.tensor_checksum
+    monkeypatch.setattr(side_effects, "tensor_checksum", lambda tensor: (read.append(tensor.numel()), real(tensor))[1])
+    said(capfd, 1, lambda: Part("bank"))
+    assert MAX_READ // 2 < max(read) <= 2 * MAX_READ
 
 
 class Stream(IterableDataset):

@@ -1,7 +1,7 @@
 """Batches: this rank's microbatches of one global batch, on its device; checksums of batches."""
 
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -164,7 +164,7 @@ def tensor_checksum(tensor: Tensor) -> Tensor:
     """
     # `data`, here and where bits are compared: of a parameter made in inference mode and moved since (by `Module.to`),
     # `detach()` has no version counter, without which autograd makes no views.
-    flat = flattened(tensor.data.resolve_conj().resolve_neg())
+    flat = flattened(tensor.data)
     words = flat.view({1: torch.uint8, 2: torch.int16}.get(flat.element_size(), torch.int32))
     sums = []
     # Part by part: what is computed for a word has 2 to 8 times its size, several times over.
@@ -179,6 +179,23 @@ def tensor_checksum(tensor: Tensor) -> Tensor:
 
 
 def flattened(tensor: Tensor) -> Tensor:
-    """A tensor's elements as `[numel]` with stride 1, which can be viewed as bytes; a copy only if necessary."""
-    flat = tensor.reshape(-1).contiguous()
+    """A tensor's elements as `[numel]` with stride 1, for a view as bytes, which it must not lack; seldom a copy."""
+    flat = tensor.resolve_conj().resolve_neg().reshape(-1).contiguous()
     return flat.as_strided((flat.numel(),), (1,))  # `contiguous` leaves the stride of a single element as it is
+
+
+def lacks_bytes(tensor: Tensor) -> str:
+    """What a tensor is whose elements cannot be read as bytes in memory: "quantized"; empty if they can."""
+    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__ or tensor.layout != torch.strided:
+        return type(tensor).__name__ if tensor.layout == torch.strided else str(tensor.layout)  # a wrapper, or a fake
+    if kinds := [kind for kind in ("meta", "nested", "quantized") if getattr(tensor, f"is_{kind}")]:
+        return kinds[0]
+    needed = (tensor.storage_offset() + span_size(tensor.shape, tensor.stride())) * tensor.element_size()
+    return "without memory" if tensor.untyped_storage().nbytes() < needed else ""
+
+
+def span_size(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """The number of elements from a tensor's first to its last."""
+    if 0 in shape:
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))

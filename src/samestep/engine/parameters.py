@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from samestep.comm.buckets import aligned_zeros, dense_strides
 from samestep.comm.communicator import Communicator
-from samestep.data.batch import flattened, memory_border, tensor_checksum, version_of
+from samestep.data.batch import flattened, lacks_bytes, memory_border, tensor_checksum, version_of
 from samestep.errors import DeterminismError, UsageError
 
 UNINITIALIZED = (UninitializedParameter, UninitializedBuffer)
@@ -157,7 +157,8 @@ def _sum_of_words(tensor: Tensor) -> Tensor:
     if is_dtensor(tensor):
         tensor = tensor.to_local()  # type: ignore[attr-defined]  # a DTensor has it
     # Of memory as it is: words of fewer bits would be widened first, to a copy of twice the size or more.
-    flat = tensor.as_strided((tensor.numel(),), (1,)) if dense_strides(tensor) == tensor.stride() else flattened(tensor)
+    is_plain = dense_strides(tensor) == tensor.stride() and not tensor.is_conj()
+    flat = tensor.as_strided((tensor.numel(),), (1,)) if is_plain else flattened(tensor)
     size = flat.element_size()
     num_even = flat.numel() - flat.numel() % max(1, 8 // size) if flat.storage_offset() * size % 8 == 0 else 0
     rest = flat[num_even:].view({1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(size, torch.int64))
@@ -167,13 +168,10 @@ def _sum_of_words(tensor: Tensor) -> Tensor:
 def settle_model(model: nn.Module, device: torch.device) -> None:
     """Moves a model to the device, in place, and its parameters and buffers to memory borders."""
     # Vectorised kernels may round differently by the alignment of their inputs, which must be alike on all ranks.
-    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
-        if tensor.layout != torch.strided:
-            raise UsageError(f"{name} is sparse; keep it dense, or as a plain attribute and not as a buffer")
-    if any(tensor.device != device for tensor in _own_tensors(model)):
+    if any(tensor.device != device for tensor in _own_tensors(model).values()):
         model.to(device)
     # Not listed before: a buffer that moves becomes another tensor.
-    tensors = [tensor for tensor in _own_tensors(model) if not isinstance(tensor, UNINITIALIZED)]
+    tensors = [tensor for tensor in _own_tensors(model).values() if not isinstance(tensor, UNINITIALIZED)]
     sharing = Counter(tensor.untyped_storage().data_ptr() for tensor in tensors)
     for tensor in tensors:
         # Views of one storage stay where they are: the script may rely on their sharing it.
@@ -195,15 +193,18 @@ def settle_states(optimizers: Sequence[Optimizer]) -> None:
                         state[key] = value.to(parameter.device)
 
 
-def _own_tensors(model: nn.Module) -> list[Tensor]:
-    """The parameters and buffers that are no DTensors."""
-    return [tensor for tensor in chain(model.parameters(), model.buffers()) if not is_dtensor(tensor)]
+def _own_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters and buffers by name that are no DTensors; a `UsageError` names one whose bytes cannot be read."""
+    own = {n: t for n, t in chain(model.named_parameters(), model.named_buffers()) if not is_dtensor(t)}
+    for name, tensor in own.items():
+        if not isinstance(tensor, UNINITIALIZED) and (kind := lacks_bytes(tensor)):
+            raise UsageError(f"{name} ({kind}) has no bytes to compare and keep; make it dense, or a plain attribute")
+    return own
 
 
 def check_same_model(model: nn.Module, communicator: Communicator) -> None:
     """Raises a `DeterminismError` unless every rank holds the same parameters and buffers."""
-    everything = chain(model.named_parameters(), model.named_buffers())
-    named = {name: tensor for name, tensor in everything if not isinstance(tensor, UNINITIALIZED)}
+    named = {name: tensor for name, tensor in _own_tensors(model).items() if not isinstance(tensor, UNINITIALIZED)}
     check_same_tensors(named, communicator)
 
 

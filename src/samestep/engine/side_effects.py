@@ -16,13 +16,14 @@ from torch import Tensor, nn
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from samestep.comm.membership import Membership
-from samestep.data.batch import tensor_checksum
+from samestep.data.batch import lacks_bytes, span_size, tensor_checksum, version_of
 from samestep.data.randomness import GENERATORS
 from samestep.user_code import is_script_file
 
 MAX_OBJECTS = 5000
 MAX_ENTRIES = 256  # longer lists and mappings are taken for data
 MAX_DEPTH = 3
+MAX_READ = 2**20  # elements of one tensor or array; at most twice as many are read
 MOST_NAMES = 5
 WATCHED_STEPS = 2
 _LEAVES = (str, bytes, int, float, complex, type(None), Tensor, np.ndarray, np.generic, ModuleType, BuiltinFunctionType)
@@ -254,11 +255,16 @@ def _values(model: nn.Module) -> Values:
 
 def _note(attribute: str, path: str, value: Any, depth: int, found: Values) -> None:
     """Notes a value, or those in it. Entries that a dict gains are new places, so that a cache by size is no trace."""
-    if isinstance(value, Tensor):
-        is_readable = value.layout == torch.strided and not value.is_meta
-        found[attribute, path] = (value.dtype, value.shape, int(tensor_checksum(value)) if is_readable else 0)
+    if isinstance(value, Tensor) and lacks_bytes(value):
+        found[attribute, path] = (value.dtype, value.layout, version_of(value))
+    elif isinstance(value, Tensor):
+        # Of a large one some elements: to read all would take seconds. At odd distances, which meet all columns.
+        memory = value.detach().as_strided((span_size(value.shape, value.stride()),), (1,))
+        total = tensor_checksum(memory[:: len(memory) // MAX_READ | 1])
+        found[attribute, path] = (value.dtype, value.shape, int(total))
     elif isinstance(value, np.ndarray):
-        found[attribute, path] = (value.dtype, value.shape, zlib.crc32(value.tobytes()))
+        data = value.flat[:: value.size // MAX_READ | 1].tobytes()
+        found[attribute, path] = (value.dtype, value.shape, zlib.crc32(data))
     elif value is None or isinstance(value, str | bytes | int | float | complex | np.generic):
         found[attribute, path] = repr(value)
     elif depth and isinstance(value, list | tuple | deque | set | frozenset):

@@ -67,7 +67,7 @@ def state_digest(model: nn.Module | TrainStep, optimizers: Optimizer | Sequence[
     """
     if not isinstance(model, TrainStep):
         if optimizers is None:
-            raise UsageError("got a model alone; call state_digest(model, optimizers), or state_digest(step)")
+            raise UsageError("got a model alone; give its optimizers, too ([] for its own state alone), or the step")
         for name, parameter in model.named_parameters():
             if hasattr(parameter, "to_local"):  # a DTensor, without importing what makes one
                 raise UsageError(
@@ -78,9 +78,8 @@ def state_digest(model: nn.Module | TrainStep, optimizers: Optimizer | Sequence[
     for name, value in named_state(model, optimizers):
         whole = unsharded(value, model.state_communicator) if isinstance(model, TrainStep) else value
         if isinstance(whole, Tensor):
-            host = whole.data.cpu().contiguous()
-            hasher.update(f"{name} {host.dtype} {list(host.shape)}\n".encode())
-            hasher.update(host.reshape(-1).view(torch.uint8).numpy().tobytes())
+            hasher.update(f"{name} {whole.dtype} {list(whole.shape)}\n".encode())
+            hasher.update(_bytes(whole.cpu()).numpy().tobytes())
         else:
             hasher.update(f"{name} {json.dumps(whole)}\n".encode())
     return hasher.hexdigest()
@@ -214,7 +213,7 @@ def sum_of_rows(tensors: Sequence[Tensor | LocalShard], over: Communicator | Non
 
 def _bytes(tensor: Tensor) -> Tensor:
     """The bytes of the elements in their logical order; a copy only if they lie in memory otherwise."""
-    return flattened(tensor.data.resolve_conj().resolve_neg()).view(torch.uint8)
+    return flattened(tensor.data).view(torch.uint8)
 
 
 def _row_sums(data: Tensor) -> Tensor:

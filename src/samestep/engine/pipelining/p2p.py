@@ -23,6 +23,7 @@ from samestep.comm.communicator import DTYPES, Communicator
 from samestep.comm.group import GroupTransport
 from samestep.comm.mesh import connect_lines
 from samestep.core.mesh import Mesh
+from samestep.data.batch import span_size
 from samestep.data.randomness import Generators
 from samestep.engine.pipelining.schedule import Message, Schedule
 from samestep.engine.pipelining.stages import as_tensors
@@ -73,7 +74,7 @@ class PointToPoint:
             if tensor is not None and tensor.numel():
                 # The memory from the first to the last element, gaps included, so that strides need
                 # no copy on either side.
-                flat = tensor.detach().as_strided((_span_size(tensor.shape, tensor.stride()),), (1,))
+                flat = tensor.detach().as_strided((span_size(tensor.shape, tensor.stride()),), (1,))
                 sent.append(self._post(flat if channel is not None else flat.cpu(), target, channel))
         self._under_way[id(sent)] = sent
         return sent
@@ -109,7 +110,7 @@ class PointToPoint:
 
     def _arrived(self, form: Form, source: int, channel: dist.ProcessGroup | None) -> Tensor:
         """The next tensor of a message."""
-        dtype, size = DTYPES[form.dtype], _span_size(form.shape, form.strides)
+        dtype, size = DTYPES[form.dtype], span_size(form.shape, form.strides)
         # Vectorised kernels treat the elements before an aligned address apart: the same offset gives the
         # same bits.
         memory = torch.empty(size + form.phase, dtype=dtype, device=self._device)
@@ -183,13 +184,6 @@ def _form(tensor: Tensor | None) -> Form | None:
     border = 64 if tensor.is_cpu else 256  # at which torch's allocator lets tensors begin
     phase = tensor.data_ptr() % border // tensor.element_size()
     return Form(DTYPES.index(tensor.dtype), tensor.requires_grad, phase, tuple(tensor.shape), tensor.stride())
-
-
-def _span_size(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """The number of elements from a tensor's first to its last."""
-    if 0 in shape:
-        return 0
-    return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
 
 class StageInputs:

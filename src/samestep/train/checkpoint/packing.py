@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from samestep.data.batch import lacks_bytes
 from samestep.engine.sharded_state import LocalShard, Sharding
 from samestep.errors import CheckpointError, SamestepError, UsageError
 from samestep.train.atomic_io import is_nested_beyond
@@ -138,9 +139,7 @@ class _Packer:
 
     def _tensor(self, value: Tensor | LocalShard, path: str) -> dict[str, Any]:
         held = value.local if isinstance(value, LocalShard) else value
-        if type(held) not in (Tensor, nn.Parameter) or held.layout is not torch.strided:
-            raise _refused(held, path)
-        if held.is_quantized or held.is_meta:
+        if type(held) not in (Tensor, nn.Parameter) or lacks_bytes(held):
             raise _refused(held, path)
         entry: dict[str, Any] = {}
         if held.dtype not in DTYPES:
@@ -263,7 +262,7 @@ def _refused(value: Any, path: str) -> UsageError:
     kind, place = type(value), path or "its top"
     name = kind.__name__ if kind.__module__ in ("builtins", "torch") else f"{kind.__module__}.{kind.__qualname__}"
     if isinstance(value, Tensor):
-        what = "meta" if value.is_meta else "quantized" if value.is_quantized else str(value.layout)
+        what = lacks_bytes(value) or value.layout
         return UsageError(
             f"the state holds a {name} ({what}) at {place}, which a checkpoint cannot hold; needed: a plain dense"
             " tensor: change it with .to_dense(), .dequantize() or .as_subclass(torch.Tensor)"

@@ -73,7 +73,7 @@ def row_checksums(value: Any, length: int) -> list[int]:
         tensor = torch.from_numpy(leaf) if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "fiub" else leaf
         if not isinstance(tensor, Tensor) or tensor.ndim == 0 or tensor.shape[0] != length:
             continue
-        plain = flattened(local_part(tensor).resolve_conj().resolve_neg()).cpu()
+        plain = flattened(local_part(tensor)).cpu()
         words = plain.view({1: torch.uint8, 2: torch.int16}.get(plain.element_size(), torch.int32)).reshape(length, -1)
         positions = torch.arange(1, words.shape[1] + 1)
         weights = ((positions * -7046029254386353131) ^ (positions << 17)) | 1
