@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import pack_sequence
 
 from samestep.core.microbatches import microbatch_bounds, microbatch_ranges
 from samestep.data.batch import Batch, checksum, settle, split_batch, tensor_checksum
-from samestep.data.nested import num_samples, take_rows
+from samestep.data.nested import leaves, num_samples, take_rows
 from samestep.errors import DataError
 
 Pair = namedtuple("Pair", ["x", "y"])
@@ -76,6 +76,16 @@ def test_nested_values_are_cut_row_by_row_and_keep_their_structure():
     assert part["title"] == "abcde"
     assert part["scale"] == 3
     assert part["nothing"] is None
+
+
+def test_what_a_loss_writes_to_its_microbatch_does_not_reach_the_callers_batch():
+    value = {"x": torch.ones(6, 2), "y": np.ones((6, 2)), "scale": np.ones(()), "nested": [np.ones(6), torch.ones(())]}
+    batch = split_batch(value, 3, range, CPU, compare=False)
+    for microbatch in batch.microbatches.values():
+        for leaf in leaves(microbatch):
+            leaf += 1
+            assert (leaf == 2).all(), "nor does it reach other microbatches"
+    assert all((leaf == 1).all() for leaf in leaves(value))
 
 
 def test_a_list_of_tensors_is_a_list_of_columns_even_if_it_is_as_long_as_the_batch():

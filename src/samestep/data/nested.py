@@ -72,7 +72,8 @@ def num_samples(value: Any) -> int:
 def take_rows(value: Any, start: int, stop: int, length: int) -> Any:
     """Samples start … stop - 1 of a nested value; lists of `length` plain entries (strings, numbers) are cut too."""
     if isinstance(value, Tensor | np.ndarray):
-        return value[start:stop] if value.ndim > 0 else value
+        rows = value[start:stop] if value.ndim > 0 else value
+        return rows.copy() if isinstance(rows, np.ndarray) else rows  # as `split_batch` copies tensors
     is_plain = isinstance(value, list | tuple) and not hasattr(value, "_fields") and len(value) == length
     if is_plain and not any(isinstance(leaf, Tensor | np.ndarray) for leaf in leaves(value)):
         return value[start:stop]
