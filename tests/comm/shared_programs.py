@@ -15,7 +15,7 @@ from worlds import PATIENCE_SECONDS, PRELOADED
 from samestep.comm.connecting import connect_at
 from samestep.comm.environment import Environment
 from samestep.comm.shm import segment as segment_module
-from samestep.comm.shm.transport import SharedTransport
+from samestep.comm.shm.transport import MAX_BROADCASTS, SharedTransport
 
 CPU = torch.device("cpu")
 
@@ -93,6 +93,44 @@ def large_broadcast(communicator, numel):
     communicator.broadcast(tensor)
     communicator.barrier()
     return torch.equal(tensor, torch.arange(numel)), memory_in_use()
+
+
+def after_a_large_operation(communicator, length, count):
+    """Shared memory in use after a large operation and after further small ones, twice; what arrives is checked."""
+    transport, rank = communicator.transport, communicator.rank
+    used = []
+    for _ in range(2):
+        parts = transport.gather(torch.full((length,), rank)).wait().chunk(2)
+        assert all((part == source).all() for source, part in enumerate(parts))
+        used.append(memory_in_use())
+        for _ in range(3):
+            under_way = transport.gather(torch.full((length // 64,), rank))
+            for _ in range(count):  # while the other's bytes still lie there
+                communicator.barrier()
+            assert (under_way.wait().chunk(2)[1 - rank] == 1 - rank).all()
+        used.append(memory_in_use())
+    return used
+
+
+def broadcasts_over_payload(communicator):
+    """Broadcasts after one whose place another operation took, with the number of the former where that had lain."""
+    transport = communicator.transport
+    before = transport.gather(torch.zeros(1 << 20, dtype=torch.uint8))
+    number = transport._number
+    communicator.broadcast(torch.ones(1))
+    before.wait()
+    communicator.barrier()
+    payload = transport.gather(torch.full((1 << 18,), number))
+    if is_source := communicator.rank == 0:
+        first = transport._lane.outbox + transport._broadcasts[-1].start
+        assert transport._segment.words[first // 8] == number, "payload lies in the broadcast's place"
+    payload.wait()
+    transport.limit_waits(timedelta(seconds=20))
+    for _ in range(MAX_BROADCASTS + 2):
+        communicator.broadcast(torch.ones(1))
+    communicator.barrier()
+    transport.limit_waits(timedelta(seconds=PATIENCE_SECONDS))
+    return is_source
 
 
 class Puppet:

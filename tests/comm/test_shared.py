@@ -1,6 +1,8 @@
 """Shared memory between ranks: the bytes that arrive, in any order of waiting, and the memory that it takes."""
 
+import mmap
 import os
+import random
 
 import pytest
 import torch
@@ -8,6 +10,8 @@ from comm_programs import DTYPES, talk
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from shared_programs import (
+    after_a_large_operation,
+    broadcasts_over_payload,
     exchange_many,
     kind_of,
     large_broadcast,
@@ -16,8 +20,8 @@ from shared_programs import (
 )
 from worlds import DEVICE, SHARED
 
-from samestep.comm.shm import segment
-from samestep.comm.shm.ring import Outbox
+from samestep.comm.shm import ring, segment
+from samestep.comm.shm.ring import PATIENCE, Outbox
 from samestep.comm.shm.segment import NoSegmentError
 from samestep.comm.shm.transport import MAX_BROADCAST_BYTES
 
@@ -78,10 +82,23 @@ def test_a_large_broadcast_takes_little_shared_memory(worlds):
         assert used - earlier <= 2 * MAX_BROADCAST_BYTES
 
 
-@given(operations=st.lists(st.tuples(st.integers(1, 400), st.integers(0, 5)), max_size=60), ring=st.integers(1, 8))
-def test_places_never_overlap_and_the_lowest_is_taken(operations, ring):
+def test_memory_that_a_large_operation_took_is_released_and_can_be_taken_again(worlds):
+    both = 2 * 4 * MEGABYTE * 8
+    for used in worlds(2, SHARED).run(after_a_large_operation, 4 * MEGABYTE, PATIENCE):
+        assert min(used[0], used[2]) >= both
+        assert max(used[1], used[3]) <= both // 2
+    for used in worlds(2, SHARED).run(after_a_large_operation, 4 * MEGABYTE, PATIENCE // 4):
+        assert used[1] >= both, "a step has some hundred operations, of which one may be large"
+
+
+def test_payload_that_looks_like_an_earlier_broadcast_is_not_waited_for(worlds):
+    assert worlds(2, SHARED).run(broadcasts_over_payload) == [True, False]
+
+
+@given(operations=st.lists(st.tuples(st.integers(1, 400), st.integers(0, 5)), max_size=60), places=st.integers(1, 8))
+def test_places_never_overlap_and_the_lowest_is_taken(operations, places):
     read, live = set(), []
-    outbox = Outbox(2000, ring, lambda block: block.number in read)
+    outbox = Outbox(2000, places, lambda block: block.number in read)
     for number, (length, age) in enumerate(operations):
         block = outbox.place(length, number)
         live = [other for other in live if other.number not in read]
@@ -90,7 +107,7 @@ def test_places_never_overlap_and_the_lowest_is_taken(operations, ring):
             at for at in borders if all(at + length <= o.start or at >= o.end for o in live) and at + length <= 1984
         ]
         if block is None:
-            assert not fits or number - min(other.number for other in live) >= ring
+            assert not fits or number - min(other.number for other in live) >= places
             read.add(outbox.oldest().number)
             continue
         assert block.start % 64 == 0
@@ -99,6 +116,21 @@ def test_places_never_overlap_and_the_lowest_is_taken(operations, ring):
         assert block.start == min(fits, default=block.start)
         live.append(block)
         read.add(number - age)
+
+
+def test_only_pages_behind_all_that_is_in_use_or_was_taken_of_late_are_released(monkeypatch):
+    monkeypatch.setattr(ring, "PATIENCE", 5)
+    read, blocks, released, choose = set(), [], 0, random.Random(0).choice
+    outbox = Outbox(MEGABYTE, 64, lambda block: block.number in read)
+    for number in range(2000):
+        blocks.append(outbox.place(choose([100] * 9 + [50_000]), number))
+        if unused := outbox.unused(number):
+            assert unused.start % mmap.PAGESIZE == 0
+            assert all(block.end <= unused.start for block in blocks if block.number not in read)
+            assert all(block.end < unused.stop for block in blocks[-5:])
+            released += len(unused)
+        read.update(range(number - choose([0, 3, 20])))
+    assert released > MEGABYTE
 
 
 def test_a_segment_that_is_not_rank_zeros_is_refused(tmp_path):

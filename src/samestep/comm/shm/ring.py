@@ -1,20 +1,22 @@
 """The operations of one rank in shared memory: the layout of their bytes, and the places in use.
 
-An operation is, in words of 8 bytes: its number; a row of starts and one of sizes, in bytes, by the rank that they are
-for, counted from the end of the header; a row of marks, 1 once that rank has read its part. The header is padded to a
-multiple of 64 bytes, a cache line, then come the bytes.
+An operation is, in words of 8 bytes: its number; a row of starts and one of
+sizes, in bytes, by the rank that they are for, counted from the end of the header; a row of marks, 1 once that rank has
+read its part. The header is padded to a multiple of 64 bytes, a cache line, then come the bytes.
 
-It lies in its rank's outbox until all ranks have read it, at the lowest free place: so the memory in use, which is
-freed only with the segment, stays at the most that was under way.
+It lies in its rank's outbox until all ranks have read it, at the lowest free place: so the memory in use stays at the
+most that was under way, and what only a few large operations took lies behind that of the others, and can be released.
 """
 
 import functools
 import struct
 from collections.abc import Callable
 from itertools import accumulate
+from mmap import PAGESIZE
 from typing import NamedTuple
 
 ALIGNMENT = 64
+PATIENCE = 1024  # operations: more than in most steps, which would have to fault the memory in again
 
 
 class Layout(NamedTuple):
@@ -81,15 +83,16 @@ class Outbox:
         self.size = size
         self._ring = ring
         self._is_read = is_read
-        self._blocks: list[Block] = []  # by place
+        self.blocks: list[Block] = []  # by place
+        self._reach = self._reached = 0  # the end of the farthest operation, and the last one that went so far
 
     def oldest(self) -> Block:
         """The operation that has been under way for the longest time; there is one if `place` found no place."""
-        return min(self._blocks, key=lambda block: block.number)
+        return min(self.blocks, key=lambda block: block.number)
 
     def place(self, length: int, number: int) -> Block | None:
         """The lowest free place for an operation; None if there is none."""
-        self._blocks = blocks = [block for block in self._blocks if not self._is_read(block)]
+        self.blocks = blocks = [block for block in self.blocks if not self._is_read(block)]
         if blocks and number - self.oldest().number >= self._ring:
             return None
         # First fit. Best fit, or a ring of bytes, would touch more pages: each touched page stays in memory.
@@ -104,4 +107,14 @@ class Outbox:
             return None
         placed = Block(start, start + length, number)
         blocks.insert(index, placed)
+        if placed.end >= self._reach:
+            self._reach, self._reached = placed.end, number
         return placed
+
+    def unused(self, number: int) -> range:
+        """Whole pages that were taken, and not by the last operations up to this one; each is returned once."""
+        if number - self._reached < PATIENCE:
+            return range(0)
+        unused = range(-(-self.blocks[-1].end // PAGESIZE) * PAGESIZE, self._reach)
+        self._reach, self._reached = self.blocks[-1].end, number
+        return unused

@@ -2,7 +2,7 @@
 
 Rank 0 makes a file without a name (memfd_create) and publishes its process id, descriptor and a nonce; the others open
 it through /proc and map it. It is gone with the last process that maps it, however that ends. It is sparse: memory is
-used only where something was written.
+used only where something was written, until that is released (madvise(2), MADV_REMOVE).
 
 Memory ordering: x86-64 makes plain stores visible to other cores in program order, and reorders no load with a later
 load or store (Intel 64 and IA-32 Architectures Software Developer's Manual, volume 3A, "Memory Ordering"; string

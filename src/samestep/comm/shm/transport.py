@@ -6,12 +6,13 @@ all have. A waiting rank first polls the other's count, then sleeps on it (a fut
 other is alive. Operations posted before a rank left or died can still be read.
 """
 
+import mmap
 import os
 import struct
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from weakref import finalize
 
@@ -139,6 +140,9 @@ class SharedTransport(Connection):
         for to, start, size in layout.copies:
             segment.write(at + self._header.size + to, tensor, start, size)
         self._announce(segment, block)
+        if unused := self._outbox.unused(block.number):
+            with suppress(OSError):  # a kernel that cannot release it
+                segment.memory.madvise(mmap.MADV_REMOVE, self._lane.outbox + unused.start, len(unused))
         return block
 
     def _announce(self, segment: Segment, block: Block) -> None:
@@ -234,7 +238,8 @@ class SharedTransport(Connection):
         segment = self._mapped()
         marks = (self._lane.outbox + block.start + self._marks) // WORD
         waited, pause = 0.0, SPIN_SECONDS
-        while not self._is_read(block):
+        # A block that the outbox no longer has was read: in its place are another operation's marks, or payload.
+        while block in self._outbox.blocks and not self._is_read(block):
             # The operations of a rank that has left stay readable, but it will read none of ours: no need to time out.
             late = [peer for peer in self.others if not segment.words[marks + peer]]
             if waited >= self._timeout or any(self._has_left(peer) for peer in late):
@@ -247,15 +252,9 @@ class SharedTransport(Connection):
             pause = min(2 * pause, SLEEP_SECONDS[1])
 
     def _is_read(self, block: Block) -> bool:
-        """Whether all ranks have read an operation of ours."""
-        segment = self._mapped()
-        at = self._lane.outbox + block.start
-        marks = at + self._marks
-        # A place with another operation's number has been reused, so the one asked for was read.
-        return (
-            segment.memory[marks : marks + len(self._all_read)] == self._all_read
-            or segment.words[at // WORD] != block.number
-        )
+        """Whether all ranks have read an operation of ours, which the outbox has."""
+        marks = self._lane.outbox + block.start + self._marks
+        return self._mapped().memory[marks : marks + len(self._all_read)] == self._all_read
 
     def drop(self, number: int, peers: Sequence[int]) -> None:
         """Notes that this rank will not read the parts of some ranks in an operation."""
