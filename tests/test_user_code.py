@@ -34,7 +34,7 @@ def test_files_of_libraries_are_not_the_users(filename):
 
 
 def test_files_elsewhere_are_the_users(tmp_path):
-    own = Path(user_code.__file__).parents[1]  # a folder whose name begins like that of a library
+    own = Path(user_code.__file__).parent  # a folder whose name begins like that of a library
     for name in (str(tmp_path / "train.py"), __file__, "<stdin>", f"{own}_experiments{os.sep}train.py"):
         assert is_script_file(name)
 

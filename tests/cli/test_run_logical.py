@@ -469,6 +469,33 @@ def test_what_a_script_leaves_unseeded_has_a_seed_by_rank_on_any_devices(tmp_pat
     assert run("--devices", "cpu:2", "--adopt", "draws_nothing.py") == ([], []), "an import is no draw of the script's"
 
 
+OUT_OF_STEP = """
+    import torch, torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = DistributedDataParallel(torch.nn.Linear(1, 1, bias=False))
+    for step in range(4):
+        if step == 2 and dist.get_rank() == 1:
+            dist.all_reduce(torch.tensor([1000.0]))
+        model(torch.ones(2, 1)).mean().backward()
+    print("trained")
+"""
+
+
+@pytest.mark.parametrize("devices", ["cpu:1", "cpu:2"])
+def test_a_metric_that_one_rank_sums_while_others_sum_gradients_is_named_with_the_line_of_each(tmp_path, devices):
+    (tmp_path / "train.py").write_text(textwrap.dedent(OUT_OF_STEP))
+    done = samestep("run", "--devices", devices, "--logical-devices", 2, "train.py", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "trained" not in done.stdout
+    said = "the ranks are out of step:\n" + "".join(
+        f"  rank {rank}: allreduce, [(1,)], at train.py, line {line}\n" for rank, line in ((0, 11), (1, 10))
+    )
+    assert said in done.stderr, done.stderr
+
+
 CHECKPOINTED = """
     import sys
     import torch, torch.distributed as dist, torch.distributed.checkpoint as dcp

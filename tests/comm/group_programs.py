@@ -10,6 +10,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from torch.nn.parallel import DistributedDataParallel
 from worlds import device_of
 
 from samestep.comm.process_group import GroupError, register_backend
@@ -404,15 +405,33 @@ def refusals(rank, ranks):
     return messages, float(one)
 
 
-def disagree(rank, ranks):
-    """Ranks whose tensors differ in length; the error, and that of the next operation."""
-    errors = []
-    for _ in range(2):
-        try:
-            dist.all_reduce(torch.ones(3 + rank))
-        except Exception as error:
-            errors.append(f"{type(error).__name__}: {error}")
-    return errors
+def disagree(rank, ranks, how, twin=False):
+    """Ranks whose calls differ; the first error, that of a later operation, and a gradient.
+
+    The `twin` looks at sizes alone.
+    """
+    group, errors = dist.distributed_c10d._get_default_group(), []
+    kind = type(group._transport)
+    model = DistributedDataParallel(torch.nn.Linear(1, 1, bias=False))
+    calls = {
+        "lengths": lambda: dist.all_reduce(torch.ones(3 + rank)),
+        "metric": lambda: dist.all_reduce(torch.tensor([1000.0])) if rank else model(torch.ones(1, 1)).sum().backward(),
+        "order": lambda: (rank or dist.broadcast(torch.ones(1), 0), dist.all_reduce(torch.ones(1))),
+        "two of three": lambda: dist.all_reduce(torch.ones(3 + rank)) if rank < 2 else dist.barrier(),
+    }
+    if twin:
+        kind.call = property(lambda self: 0, lambda self, call: None)
+    try:
+        for call in (calls[how], dist.barrier):
+            try:
+                call()
+            except Exception as error:
+                errors.append(str(error))
+    finally:
+        if twin:
+            del kind.call
+    gradient = model.module.weight.grad
+    return errors, 0.0 if gradient is None else gradient.item()
 
 
 def be_left(rank, world_size, path, how, seconds, pipe):

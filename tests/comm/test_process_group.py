@@ -1,6 +1,7 @@
 """The ordered process group: every collective to the bit, what trains on it, and ranks that go."""
 
 import multiprocessing
+import re
 from contextlib import contextmanager
 
 import group_programs
@@ -16,7 +17,7 @@ from group_programs import (
     in_group,
     same_bits,
 )
-from worlds import DEVICE, PATIENCE_SECONDS, PRELOADED, in_turns
+from worlds import DEVICE, PATIENCE_SECONDS, PRELOADED, cpu_only, in_turns
 
 from samestep.comm import collectives
 from samestep.comm.collectives import Operation
@@ -157,10 +158,33 @@ def test_a_call_that_makes_no_sense_is_refused_and_the_group_goes_on(ranks_of, t
         assert "all-gather got tensors of 1 in length; needed: 6" in messages[3]
 
 
-def test_ranks_whose_tensors_differ_are_told_and_the_group_stays_failed(ranks_of, tmp_path):
-    for first, second in ranks_of(2).run(in_group, tmp_path / "store", group_programs.disagree):
-        assert first == second
-        assert "bytes of rank" in first
+@cpu_only("gloo carries the bytes between GPUs")
+@pytest.mark.parametrize(
+    ("how", "ranks", "calls"),
+    [
+        ("lengths", 2, ["allreduce, [(3,)]", "allreduce, [(4,)]"]),
+        ("metric", 2, ["allreduce, [(1,)]", "allreduce, [(1,)]"]),
+        ("order", 2, ["allreduce, [(1,)]", "allreduce, [(1,)]"]),
+        ("two of three", 3, ["allreduce, [(3,)]", "allreduce, [(4,)]", "barrier, []"]),
+    ],
+)
+def test_ranks_out_of_step_are_told_what_each_of_them_calls_and_the_group_stays_failed(
+    ranks_of, tmp_path, how, ranks, calls
+):
+    results = ranks_of(ranks).run(in_group, tmp_path / "store", group_programs.disagree, (how,))
+    (text,) = {errors[-1] for errors, _ in results}
+    assert all(text in errors[0] and gradient < 1000 for errors, gradient in results)
+    lines = text.splitlines()
+    assert lines[0] == "the ranks are out of step:"
+    for rank, (line, call) in enumerate(zip(lines[1:], calls, strict=False)):
+        assert re.fullmatch(rf"  rank {rank}: {re.escape(call)}, at \S*group_programs\.py, line \d+", line), line
+    assert lines[ranks + 1].startswith("They may have other batches, but must all call the same collectives in the")
+
+
+@cpu_only("gloo carries the bytes between GPUs")
+def test_twin_by_sizes_alone_a_metric_is_added_to_a_gradient(ranks_of, tmp_path):
+    results = ranks_of(2).run(in_group, tmp_path / "store", group_programs.disagree, ("metric", True))
+    assert results == [([], 1000.5), ([], 0.0)], "and nothing is said"
 
 
 @contextmanager

@@ -10,7 +10,10 @@ memory; otherwise, and from rank to rank (`send`, `recv`), gloo carries the byte
 Tensors of a GPU go through host memory.
 """
 
+import sys
+import zlib
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -24,7 +27,8 @@ from samestep.comm.connecting import connect_process_group
 from samestep.comm.device_token import lent_token
 from samestep.comm.transport import Connection, LocalTransport, Transport, close_at_exit
 from samestep.comm.work_queue import NO_TIMEOUT, QueuedWork, WorkQueue
-from samestep.errors import PeerLostError, UsageError
+from samestep.errors import DeterminismError, PeerLostError, SamestepError, UsageError
+from samestep.user_code import calling_frame, script_line
 
 NAME = "samestep"
 DEVICES = ["cpu", "cuda"]
@@ -49,9 +53,8 @@ def _make_group(options: Any, _: Any) -> "OrderedProcessGroup":
     rank, size = options.group_rank, options.group_size
     ranks = tuple(options.global_ranks_in_group) or tuple(range(size))
     if size == 1:
-        return OrderedProcessGroup(LocalTransport(), None, ranks, options.timeout, options.group_id)
-    transport, gloo = connect_process_group(options.store, rank, ranks, options.timeout)
-    return OrderedProcessGroup(transport, gloo, ranks, options.timeout, options.group_id)
+        return OrderedProcessGroup(LocalTransport(), None, options, ranks)
+    return OrderedProcessGroup(*connect_process_group(options.store, rank, ranks, options.timeout), options, ranks)
 
 
 _Base: Any = dist.ProcessGroup  # its annotations have further forms of each call, which torch.distributed does not use
@@ -66,13 +69,14 @@ class OrderedProcessGroup(_Base):  # type: ignore[misc]  # for the same reason
     supports_splitting = supports_coalescing = supports_time_estimate = False
     _device_types = tuple(map(torch.device, DEVICES))  # asked for by distributed checkpoints, for one
 
-    def __init__(self, transport: Transport, gloo: Any, ranks: tuple[int, ...], timeout: timedelta, name: str) -> None:
+    def __init__(self, transport: Transport, gloo: Any, options: Any, ranks: tuple[int, ...]) -> None:
         super().__init__(transport.rank, transport.world_size)
         self._transport = transport
         self._gloo = gloo
+        self._store = options.store
         self._ranks = ranks
-        self._timeout = timeout
-        self._queue = WorkQueue(f"samestep {name}")
+        self._timeout = options.timeout
+        self._queue = WorkQueue(f"samestep {options.group_id}")
         self._failure: Exception | None = None
         self._names: dict[str, str] = {}
         self._end = close_at_exit(self._close)
@@ -318,34 +322,59 @@ class OrderedProcessGroup(_Base):  # type: ignore[misc]  # for the same reason
         limit = self._timeout if opts is None or opts.timeout <= NO_TIMEOUT else opts.timeout
         written = outputs if not outputs or isinstance(outputs[0], Tensor) else [t for some in outputs for t in some]
         is_async = opts is None or opts.asyncOp
-        return self._queue.submit(lambda: self._run(run, limit), outputs, [*written, *also], is_async)
+        caller, line = sys._getframe(1), script_line()  # now: another thread may run it
+        name, outer = caller.f_code.co_name, calling_frame(caller)
+        # A metric that a script sums must not be added to a gradient of its size, which torch sums within a backward.
+        by = outer is not None and outer.f_code.co_filename == dist.distributed_c10d.__file__
+        kind = zlib.crc32(f"{name} {written[0].dtype if 'reduce' in name else ''} {by}".encode()) >> 17
+        call = name, written, line
+        return self._queue.submit(lambda: self._run(run, limit, kind, call), outputs, [*written, *also], is_async)
 
-    def _run(self, run: Callable[[Transport], Any], timeout: timedelta) -> None:
+    def _run(self, run: Callable[[Transport], Any], timeout: timedelta, kind: int, call: tuple[str, Any, str]) -> None:
         """Runs an operation whose turn has come. One that fails leaves the ranks at odds, so all later ones fail."""
         if self._failure is not None:
             raise self._failure
         transport = self._transport
         if isinstance(transport, Connection):
             transport.limit_waits(timeout)
+            transport.call = kind
         try:
             run(transport)
-        except PeerLostError as error:
-            self._failure = GroupError(str(error), error.ranks)
+        except (PeerLostError, DeterminismError) as error:
+            self._failure = self._explained(error, *call)
             raise self._failure from error
         except Exception as error:
             self._failure = error
             raise
 
+    def _explained(self, error: SamestepError, name: str, tensors: Sequence[Tensor], line: str) -> Exception:
+        """The error of an operation that failed between ranks; if they are out of step, with the call of each rank."""
+        store, calls = self._store, dict.fromkeys([f"rank {rank}" for rank in self._ranks], "another call, or none")
+        is_odd = isinstance(error, DeterminismError)
+        with suppress(RuntimeError):  # the store is gone with the rank that hosts it
+            if is_odd or (is_odd := store.check(["out of step"])):
+                store.set("out of step", "")
+                store.set([*calls][self._transport.rank], f"{name}, {[tuple(t.shape) for t in tensors]}, at {line}")
+                self._transport.close()  # ranks that wait for this one stop waiting, and tell theirs
+                for key in calls:
+                    with suppress(RuntimeError):  # a rank that computes has no call to tell
+                        store.wait([key], timedelta(seconds=2))
+                        calls[key] = store.get(key).decode()
+        if not is_odd:
+            return GroupError(str(error), getattr(error, "ranks", ()))
+        lines = "\n".join(f"  {key}: {text}" for key, text in calls.items())
+        return DeterminismError(
+            f"the ranks are out of step:\n{lines}\nThey may have other batches, but must all call the same collectives "
+            "in the same order, with tensors of the same shapes"
+        )
+
     def peer_failure(self, rank: int | None, error: Exception) -> GroupError:
         """The error of an exchange with one rank, or with any."""
         if rank is None:
-            return GroupError(f"rank {self._name_of(self._transport.rank)} got nothing from any rank: {error}")
-        names = f"rank {self._name_of(self._transport.rank)} waits for rank {self._name_of(rank)}"
+            return GroupError(f"rank {self._ranks[self._transport.rank]} got nothing from any rank: {error}")
+        names = f"rank {self._ranks[self._transport.rank]} waits for rank {self._ranks[rank]}"
         text = f"{names}, which has died, has ended, or is late: {error}"
         return GroupError(text, (self._ranks[rank],))
-
-    def _name_of(self, rank: int) -> int:
-        return self._ranks[rank]
 
 
 class PeerWork(dist.Work):

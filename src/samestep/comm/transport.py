@@ -105,6 +105,7 @@ class Connection(Transport):
         self.names_missing = True  # whether an error names the ranks that did not answer; false if a supervisor does
         # Raises if a rank is lost. Set where waiting blocks a stream, which nothing would end then, and the run heals.
         self.check_lost: Callable[[], None] | None = None
+        self.call = 0  # up to 15 bits: of what a process group calls, which ranks that call something else notice
         self.advice = ADVICE  # in the error of a transfer for which a rank is missing
         self._timeout = timeout.total_seconds()
 

@@ -1,6 +1,6 @@
 """The operations of one rank in shared memory: the layout of their bytes, and the places in use.
 
-An operation is, in words of 8 bytes: its number; a row of starts and one of
+An operation is, in words of 8 bytes: its number, with the kind of call in the upper bits; a row of starts and one of
 sizes, in bytes, by the rank that they are for, counted from the end of the header; a row of marks, 1 once that rank has
 read its part. The header is padded to a multiple of 64 bytes, a cache line, then come the bytes.
 

@@ -136,7 +136,7 @@ class SharedTransport(Connection):
             self._mark_dropped()
         block = self._place(self._header.size + layout.size)
         at = self._lane.outbox + block.start
-        self._header.pack_into(segment.memory, at, block.number, *layout.rows)
+        self._header.pack_into(segment.memory, at, block.number | self.call << 48, *layout.rows)
         for to, start, size in layout.copies:
             segment.write(at + self._header.size + to, tensor, start, size)
         self._announce(segment, block)
@@ -203,7 +203,8 @@ class SharedTransport(Connection):
         word = at // WORD
         mine = word + 1 + self.rank
         # A place that was reused too early, or a rank that posts other operations, must not be read as this one.
-        assert words[word] == number, f"rank {peer} wrote operation {words[word]} where {number} was to be"
+        if words[word] != number | self.call << 48:
+            raise unexpected_sizes(self.rank, f"another operation of rank {peer}", "the one that it has posted")
         sent = words[mine + ranks]
         if sent != size:
             raise unexpected_sizes(self.rank, f"{sent} bytes of rank {peer}", f"{size}")
