@@ -1,8 +1,12 @@
 """Fetching: microbatches in order, from here or from worker processes, and streams that can be read again."""
 
+import multiprocessing
 import random
+import shutil
+from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from loader_programs import Noisy, NoisyInGroups
@@ -76,6 +80,28 @@ def test_a_group_of_another_length_than_was_asked_for_is_refused():
 
     with pytest.raises(DataError, match="returned 1 samples for 2 ids"):
         fetch(Short(10), [[4, 2]])
+
+
+class Large(Dataset):
+    """Samples for a batch of which shared memory has no room; they take none themselves."""
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        return torch.zeros(1, dtype=torch.uint8).expand(shutil.disk_usage("/dev/shm").total // 2 + 4096)
+
+
+@pytest.mark.skipif(not Path("/dev/shm").exists(), reason="shared memory is a file system on Linux")
+def test_a_batch_for_which_shared_memory_has_no_room_is_a_sentence_and_leaves_nothing():
+    requests = iter([BatchIds(0, [np.arange(first, first + 4)]) for first in range(0, 64, 4)])
+    before = set(Path("/dev/shm").glob("torch_*"))
+    batches = fetch_batches(SeededSamples(Large(), 0, default_collate, CPU), requests, 3, None, CPU)
+    with pytest.raises(DataError, match=r"^shared memory \(/dev/shm\) has no room .* --shm-size=8g"):
+        next(batches)
+    assert not multiprocessing.active_children()
+    left = set(Path("/dev/shm").glob("torch_*")) - before
+    assert [path for path in left if not psutil.pid_exists(int(path.name.split("_")[1]))] == []
 
 
 def test_samples_are_fetched_only_when_they_are_asked_for():

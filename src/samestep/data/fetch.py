@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from inspect import CO_VARARGS, CO_VARKEYWORDS
 from itertools import islice
+from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -204,17 +205,25 @@ def fetch_batches(
     usual = (None, "forkserver") if multiprocessing.get_all_start_methods()[0] == "forkserver" else ()
     if device.type == "cpu" and multiprocessing.get_start_method(allow_none=True) in usual:
         multiprocessing_context = multiprocessing_context or "fork"
-    yield from DataLoader(
+    loader = DataLoader(
         samples,
         batch_sampler=requests,  # type: ignore[arg-type]  # torch types it as lists of int, and takes any iterable
         num_workers=num_workers,
-        collate_fn=_unchanged,
+        collate_fn=list,  # the microbatches are collated
         pin_memory=device.type == "cuda",
         multiprocessing_context=multiprocessing_context,
         generator=torch.Generator(),  # its own: draws from the global one would depend on num_workers
     )
-
-
-def _unchanged(microbatches: list[Any]) -> list[Any]:
-    """For microbatches that are collated."""
-    return microbatches
+    fetched: Any = iter(loader)
+    try:
+        yield from fetched
+    except RuntimeError as error:
+        if "</torch_" not in str(error):
+            raise
+        fetched._shutdown_workers()
+        for block in [b for worker in fetched._workers for b in Path("/dev/shm").glob(f"torch_{worker.pid}_*")]:
+            block.unlink()  # torch leaves those for which there was no room
+        raise DataError(
+            "shared memory (/dev/shm) has no room for what the data workers fetch: make it larger (docker run "
+            "--shm-size=8g, or --ipc=host), or leave num_workers (--num-workers) out"
+        ) from None
