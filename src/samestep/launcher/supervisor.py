@@ -110,7 +110,8 @@ def supervise(
                     pool.close()
                 monitor.close()
                 page.close()
-                remove_leftovers(Path(tempfile.gettempdir()))  # of workers, see `worker.work`
+                with contextlib.suppress(OSError):
+                    remove_leftovers(Path(tempfile.gettempdir()))  # of workers, see `worker.work`
             if not again:
                 break
             where = ""

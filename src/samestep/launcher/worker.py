@@ -41,11 +41,11 @@ def work(instruction: Instruction, call: Call | None = None) -> int:
     try:
         process_tree.release_signals()
         _draw_seeds()
-        # Of the data workers' sockets: the supervisor removes it, also if this process is killed.
-        folder = temporary_name(Path(tempfile.gettempdir()), "")
-        if len(str(folder)) < 80:  # the address of a Unix socket in it has 108 bytes at most
-            folder.mkdir(mode=0o700)
-            multiprocessing.current_process()._config["tempdir"] = str(folder)  # type: ignore[attr-defined]
+        with contextlib.suppress(OSError):  # of the data workers' sockets; the supervisor removes it in any case
+            folder = temporary_name(Path(tempfile.gettempdir()), "")
+            if len(str(folder)) < 80:  # the address of a socket in it has 108 bytes at most
+                folder.mkdir(mode=0o700)
+                multiprocessing.current_process()._config["tempdir"] = str(folder)  # type: ignore[attr-defined]
         import torch
 
         torch.set_num_threads(instruction.assignment.num_threads)  # the bits depend on it
