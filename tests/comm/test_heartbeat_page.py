@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from samestep.comm import heartbeat_page
 from samestep.comm.heartbeat_page import (
     HEALS,
     MAX_LOST,
@@ -20,6 +21,7 @@ from samestep.comm.heartbeat_page import (
     HeartbeatPage,
     Quorum,
 )
+from samestep.errors import PeerLostError
 
 LOSS = {"slot": 1, "rank": 1, "device": "CPU worker 1", "cause": "SIGKILL", "phase": "backward", "step": 17}
 
@@ -45,6 +47,13 @@ def test_a_view_has_the_next_number_and_tells_what_became_of_the_lost(page):
     assert (page.number, page.quorum()) == (1, Quorum(1, (0, 2), (LOSS,)))
     assert page.announce((2,)) == Quorum(2, (2,), ())
     assert page.quorum() == Quorum(2, (2,), ())
+
+
+def test_a_quorum_of_which_half_is_written_is_waited_for_and_not_for_ever(page, monkeypatch):
+    os.pwrite(page.fd, b"\0", 40)  # where its supervisor died
+    monkeypatch.setattr(heartbeat_page, "WRITING_LOOKS", 3)
+    with pytest.raises(PeerLostError, match="the supervisor of the run has ended"):
+        page.quorum()
 
 
 def test_the_newest_losses_are_kept_and_the_largest_view_fits(page):

@@ -1,12 +1,14 @@
 """Programs for ranks that hand tensors on."""
 
+import pickle
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 
 from samestep.comm.mesh import connect_axes
 from samestep.core.mesh import Mesh
-from samestep.engine.pipelining.p2p import connect_stages
+from samestep.engine.pipelining.p2p import HEAD_BYTES, connect_stages
 from samestep.errors import PeerLostError
 
 TIMEOUT = timedelta(seconds=60)
@@ -44,11 +46,11 @@ def hand_round(communicator):
     p2p = connect_stages(communicator, Mesh({"pipe": communicator.world_size}), TIMEOUT)
     following, before = (p2p.rank + 1) % p2p.world_size, (p2p.rank - 1) % p2p.world_size
     for number in range(3):
-        p2p.send(following, tensors(communicator.device), f"note {number} of {p2p.rank}".encode())
+        p2p.send(following, tensors(communicator.device), f"note {number} of {p2p.rank}")
     came = [p2p.receive(before) for _ in range(3)]
     p2p.settle()
     return [form(tensor) for tensor in tensors(communicator.device)], [
-        ([form(t) for t in got], note.decode()) for got, note in came
+        ([form(t) for t in got], note) for got, note in came
     ]
 
 
@@ -64,6 +66,32 @@ def fail(communicator):
     except PeerLostError as error:
         communicator.barrier()
         return str(error)
+    return "nothing"
+
+
+class Runs:
+    """Its pickle makes a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def send_pickle(communicator, path):
+    """The first rank sends a pickle in place of a message's head; the error of the other one."""
+    p2p = connect_stages(communicator, Mesh({"pipe": communicator.world_size}), TIMEOUT)
+    if p2p.rank == 0:
+        raw = pickle.dumps(Runs(path)).ljust(HEAD_BYTES, b"\0")
+        p2p._post(torch.frombuffer(bytearray(raw), dtype=torch.uint8), 1, None)[0].wait()
+        communicator.barrier()
+        return ""
+    try:
+        p2p.receive(0)
+    except ValueError as error:
+        communicator.barrier()
+        return type(error).__name__
     return "nothing"
 
 

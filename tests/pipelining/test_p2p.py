@@ -1,7 +1,7 @@
 """Point-to-point exchange: tensors arrive as they lay in memory, and ranks along an axis reach each other alone."""
 
 import pytest
-from p2p_programs import fail, hand_round, sums_along
+from p2p_programs import fail, hand_round, send_pickle, sums_along
 
 
 @pytest.mark.parametrize("transport", ["auto", "gloo"])
@@ -13,6 +13,11 @@ def test_tensors_arrive_in_order_with_their_strides_and_their_place_on_memory_bo
 
 def test_a_rank_that_fails_says_so_to_those_who_wait_for_it(worlds):
     assert worlds(3).run(fail) == ["", "the first is out of order", "the first is out of order"]
+
+
+def test_a_pickle_that_another_process_sends_does_not_run(worlds, tmp_path):
+    assert worlds(2).run(send_pickle, tmp_path / "ran") == ["", "UnicodeDecodeError"]
+    assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize("transport", ["auto", "gloo"])

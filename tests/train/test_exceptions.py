@@ -1,7 +1,10 @@
 """Exceptions that travel arrive as what they were; where they cannot be rebuilt, as a plain one with their text."""
 
 import errno
+import pickle
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 from worlds import in_turns
@@ -58,7 +61,6 @@ def sent(error):
         SystemExit(3),
         PeerLostError("rank 1 is gone", (1,)),
         TwoArguments("this", "that"),
-        ExceptionGroup("two", [ValueError("a"), KeyError("b")]),
     ],
     ids=lambda error: type(error).__name__,
 )
@@ -109,6 +111,7 @@ def local_class():
         (type("Odd", (Exception,), {})("one"), RuntimeError, "Odd: one"),
         (type("Abrupt", (BaseException,), {})("end"), RuntimeError, "Abrupt: end"),
         (Mute(), LookupError, "Mute"),
+        (ExceptionGroup("two", [ValueError("a")]), RuntimeError, "two (1 sub-exception)"),
     ],
     ids=lambda value: getattr(value, "__name__", None) or (value if isinstance(value, str) else type(value).__name__),
 )
@@ -119,6 +122,36 @@ def test_what_cannot_be_rebuilt_arrives_as_the_nearest_plain_exception_with_its_
         assert str(plain) == text
         assert plain.__notes__ == ["a note"]
     assert portable(error).__cause__ is error
+
+
+class Loaded(KeyError):
+    """Of a module that a rank may not have loaded."""
+
+
+def test_a_class_that_is_not_loaded_here_is_the_plain_exception_with_its_text(monkeypatch):
+    data = packed(Loaded("x"))
+    monkeypatch.delitem(sys.modules, __name__)
+    assert repr(unpacked(data)) == """LookupError("Loaded: 'x'")"""
+
+
+class Runs:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def test_nothing_that_another_process_sends_runs(tmp_path):
+    """A pickle does; a form is of an exception, with arguments and attributes that are literals."""
+    path = tmp_path / "ran"
+    call = repr([(("pathlib", "Path.touch", (str(path),), {}),) * 2 + ([],)]).encode()
+    for data in (pickle.dumps(Runs(path)), call, f"[((Path({str(path)!r}).touch()), ())]".encode()):
+        with pytest.raises((ValueError, SyntaxError, TypeError)):
+            unpacked(data)
+    assert not path.exists()
+    pickle.loads(pickle.dumps(Runs(path)))
+    assert path.exists()
 
 
 def test_a_builtin_whose_arguments_cannot_be_sent_keeps_its_type_and_text():

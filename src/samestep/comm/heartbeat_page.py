@@ -25,6 +25,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from samestep.errors import PeerLostError
+
 T = TypeVar("T")
 
 PAGE_VARIABLE = "SAMESTEP_HEARTBEAT_FD"
@@ -44,6 +46,7 @@ IS_LATER = 32  # in a run that its program made after another one, which no work
 
 MAX_SLOTS = 1024
 MAX_LOST = 20
+WRITING_LOOKS = 10_000  # at a quorum that is being written, with a millisecond between them
 _QUORUM_SIZE = 16_384
 _SLOT_SIZE = 64
 _NUMBER, _STOP, _SHOWN, _LENGTH = struct.Struct("<Q"), struct.Struct("<Q"), struct.Struct("<Q"), struct.Struct("<II")
@@ -157,7 +160,7 @@ class HeartbeatPage:
     def quorum(self) -> Quorum:
         """The quorum in force."""
         # A lock could be held by a process that was killed; a checksum cannot.
-        while True:
+        for _ in range(WRITING_LOOKS):
             length, checksum = _LENGTH.unpack_from(self._memory, 24)
             text = self._memory[_HEADER_SIZE : _HEADER_SIZE + length]
             if length > 0 and zlib.crc32(text) == checksum:
@@ -165,6 +168,7 @@ class HeartbeatPage:
                 if value["number"] == self.number:
                     return Quorum(value["number"], tuple(value["slots"]), tuple(value["lost"]))
             time.sleep(0.001)  # it is being written
+        raise PeerLostError("the supervisor of the run has ended in the middle of an announcement")
 
     def post(self, slot: int, phase: str, step: int, flags: int, quorum: int) -> None:
         """Posts a worker's beat."""

@@ -1,12 +1,14 @@
 """Exceptions and actions that ranks share: an error of rank 0 is raised on all ranks.
 
-Exceptions travel pickled between processes of one run only; none is ever read from a file.
+They travel as literals, the name of a class with its arguments: a pickle would run whatever another process has sent.
 """
 
-import pickle
+import sys
+from ast import literal_eval
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import pairwise
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import numpy as np
@@ -26,8 +28,6 @@ from samestep.errors import (
 T = TypeVar("T")
 
 SHARED_ERRORS = (UsageError, CheckpointError, ContractError, RunFolderError)
-NOTHING = b"\0"
-"""The message if nothing was raised."""
 
 
 def on_main(communicator: Communicator, action: Callable[[], T]) -> T | None:
@@ -41,13 +41,7 @@ def on_main(communicator: Communicator, action: Callable[[], T]) -> T | None:
             value = action()
         except SHARED_ERRORS as raised:
             error = raised
-    if communicator.world_size > 1:
-        communicator.meet()
-        theirs = share_bytes(communicator, NOTHING if error is None else packed(error))
-        if theirs != NOTHING and error is None:
-            raise unpacked(theirs)
-    if error is not None:
-        raise error
+    raise_together(communicator, error)
     return value
 
 
@@ -57,7 +51,7 @@ def raise_together(communicator: Communicator, error: Exception | None) -> None:
     failed = [rank for rank, (has,) in enumerate(communicator.gather_words([error is not None])) if has]
     if not failed:
         return
-    theirs = share_bytes(communicator, NOTHING if error is None else packed(error), failed[0])
+    theirs = share_bytes(communicator, b"\0" if error is None else packed(error), failed[0])
     raise unpacked(theirs) if error is None or failed[0] != communicator.rank else error
 
 
@@ -80,14 +74,15 @@ def packed(error: BaseException) -> bytes:
     current: BaseException | None = error
     while current is not None and id(current) not in seen:
         seen.add(id(current))
-        links.append((_form(current) or pickle.dumps(_plain(current)), _notes(current)))
+        plain = _form(_plain(current))
+        links.append((_form(current) or plain, plain))
         current = current.__cause__
-    return pickle.dumps(links)
+    return repr(links).encode()
 
 
 def unpacked(data: bytes) -> BaseException:
     """The exception that was packed, with its type, text, notes and cause, and without its traceback."""
-    links = [_rebuilt(form, notes) for form, notes in pickle.loads(data)]
+    links = [_rebuilt(*link) for link in literal_eval(data.decode())]
     for error, cause in pairwise(links):
         error.__cause__ = cause
     return links[0]
@@ -101,7 +96,6 @@ def portable(error: BaseException) -> BaseException:
     if _form(error) is not None:
         return error
     plain = _plain(error)
-    _annotate(plain, _notes(error))
     plain.__cause__ = error
     return plain
 
@@ -114,49 +108,50 @@ def blamed(error: BaseException, rank: int, where: str) -> BaseException:
     return error
 
 
-def _form(error: BaseException) -> bytes | None:
-    """An exception pickled, or its class and attributes; None if neither brings back the same type and text."""
-    for content in (error, (type(error), error.args, error.__dict__)):
-        with suppress(Exception):  # pickling may raise anything; the next form may work
-            data = pickle.dumps(content)
-            copy = _rebuilt(data, [])
-            if type(copy) is type(error) and str(copy) == str(error):
-                return data
+def _form(error: BaseException) -> tuple[Any, ...] | None:
+    """An exception as a literal; None if that does not bring back the same type and text."""
+    with suppress(Exception):  # a method of the script's may raise anything
+        form = (type(error).__module__, type(error).__qualname__, *tuple(error.__reduce__())[1:])
+        copy = _made(*literal_eval(repr(form)))
+        if type(copy) is type(error) and str(copy) == str(error) and literal_eval(repr(form)) == form:
+            return form
     return None
 
 
-def _rebuilt(form: bytes, notes: list[str]) -> BaseException:
-    value: Any = pickle.loads(form)
-    if isinstance(value, BaseException):
-        error = value
-    else:
-        cls, args, attributes = value
-        error = cls.__new__(cls, *args)
-        error.args = args
-        error.__dict__.update(attributes)
-    _annotate(error, notes)
+def _rebuilt(form: tuple[Any, ...], plain: tuple[Any, ...]) -> BaseException:
+    """The exception of a form, or the plain one if its class is not loaded here."""
+    try:
+        return _made(*form)
+    except Exception:  # also of an attribute that cannot be set
+        return _made(*plain)
+
+
+def _made(module: str, name: str, arguments: Any, attributes: Any = ()) -> BaseException:
+    cls = attrgetter(name)(sys.modules[module])
+    if not issubclass(cls, BaseException):
+        raise TypeError(f"{name} is no exception")
+    try:
+        error: BaseException = cls(*arguments)
+    except Exception:  # its `__init__` takes other arguments than it keeps
+        error = cls.__new__(cls, *arguments)
+        error.args = arguments
+    for attribute, value in dict(attributes).items():
+        setattr(error, attribute, value)
     return error
 
 
 def _plain(error: BaseException) -> BaseException:
-    """A similar exception that is made of its text alone."""
+    """A similar exception that is made of its text and notes alone."""
     text = type(error).__name__
     with suppress(Exception):
         text = str(error) if type(error).__module__ == "builtins" else f"{text}: {error}"
-    for kind in type(error).__mro__:
+    notes = getattr(error, "__notes__", None)
+    plain: BaseException = RuntimeError(text)
+    for kind in reversed(type(error).__mro__):
         if kind.__module__ in ("builtins", errors.__name__) and kind not in (Exception, BaseException, object):
             with suppress(Exception):
-                plain: BaseException = kind(text)
-                if str(plain) == text:
-                    return plain
-    return RuntimeError(text)
-
-
-def _notes(error: BaseException) -> list[str]:
-    notes = getattr(error, "__notes__", None)
-    return [note for note in notes if isinstance(note, str)] if isinstance(notes, list) else []
-
-
-def _annotate(error: BaseException, notes: list[str]) -> None:
-    if notes:
-        error.__notes__ = list(notes)
+                if str(similar := kind(text)) == text:
+                    plain = similar
+    if isinstance(notes, list):
+        plain.__notes__ = [note for note in notes if isinstance(note, str)]
+    return plain

@@ -7,13 +7,15 @@ On one device a microbatch draws all its randomness from one stream, in every la
 generators travels with the activations, and each stage goes on where the one before it stopped.
 """
 
-import pickle
+import json
 import random
+from base64 import b64decode, b64encode
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.random import mtrand
@@ -30,7 +32,7 @@ from samestep.engine.pipelining.stages import as_tensors
 from samestep.errors import PeerLostError, UsageError
 
 PIPE = "pipe"
-HEAD_BYTES = 16_384  # of every message, so that a receiver can post it unasked; the generators take 9,000
+HEAD_BYTES = 20_480  # of every message, so that a receiver can post it unasked; the generators take 11,000
 ERROR_BYTES = 8_192
 FAIL_SECONDS = 1.0
 
@@ -65,7 +67,7 @@ class PointToPoint:
         self._under_way: dict[int, Sent] = {}
 
     def send(self, target: int, tensors: Sequence[Tensor | None], note: Any = None) -> Sent:
-        """Starts to send tensors, which must not be written to until `settle`, and a small picklable note."""
+        """Starts to send tensors, which must not be written to until `settle`, and a small note of JSON."""
         tensors = [None if tensor is None else _plain(tensor) for tensor in tensors]
         # The head has a fixed size and comes first: the receiver learns from it which tensors follow.
         sent = [self._post(_head(None, [_form(tensor) for tensor in tensors], note), target, None)]
@@ -83,8 +85,8 @@ class PointToPoint:
         """The next message of a rank: tensors on the device, which need a gradient if they did there, and the note."""
         head = torch.empty(HEAD_BYTES, dtype=torch.uint8)
         self._fill(head, source, None)
-        # From a rank of this run, over connections that only its ranks have; nothing is unpickled from disk.
-        error, forms, note = pickle.loads(head.numpy().tobytes())
+        # Not a pickle, which would run what its sender likes: another user of the machine may have connected.
+        error, forms, note = json.loads(head.numpy().tobytes().rstrip(b"\0"))
         if error is not None:
             raise PeerLostError(error)
         channel = self._channels.get((source, self.rank))
@@ -172,7 +174,7 @@ def _plain(tensor: Tensor) -> Tensor:
 
 def _head(error: str | None, forms: Sequence[Form | None], note: Any) -> Tensor:
     """The first part of a message."""
-    raw = pickle.dumps((error, [None if form is None else tuple(form) for form in forms], note))
+    raw = json.dumps((error, forms, note), default=np.ndarray.tolist).encode()
     if len(raw) > HEAD_BYTES:
         raise UsageError(f"{len(forms)} tensors cannot go from one stage to the next at once: join some of them")
     return torch.frombuffer(bytearray(raw.ljust(HEAD_BYTES, b"\0")), dtype=torch.uint8)
@@ -227,25 +229,22 @@ class StageInputs:
 
 def packed(generators: Generators, value: Any) -> tuple[list[Tensor], Any]:
     """The tensors of a stage's output, and a note with its form and the generators' state."""
-    of_torch = [generator.get_state().numpy().tobytes() for generator in generators.of_torch]
-    states = of_torch, random.getstate(), mtrand.get_state(legacy=False)
-    return as_tensors(value), (isinstance(value, tuple | list), *states)
+    version, words, gauss = random.getstate()
+    states = [np.array(words, np.uint32), *(generator.get_state().numpy() for generator in generators.of_torch)]
+    texts = [b64encode(state.tobytes()).decode() for state in states]
+    return as_tensors(value), (isinstance(value, tuple | list), version, gauss, mtrand.get_state(legacy=False), texts)
 
 
 def unpacked(generators: Generators, tensors: Sequence[Tensor | None], note: Any) -> Any:
     """The value of a message; the generators go on from the state in it."""
-    is_tuple, *states = note
-    restore_generators(generators, *states)
+    is_tuple, version, gauss, of_numpy, texts = note
+    words, *of_torch = [np.frombuffer(bytearray(b64decode(text)), np.uint8) for text in texts]
+    for generator, state in zip(generators.of_torch, of_torch, strict=True):
+        generator.set_state(torch.from_numpy(state))
+    random.setstate((version, tuple(words.view(np.uint32).tolist()), gauss))
+    mtrand.set_state(of_numpy)
     arrived = [tensor for tensor in tensors if tensor is not None]
     return tuple(arrived) if is_tuple else arrived[0]
-
-
-def restore_generators(generators: Generators, of_torch: Sequence[bytes], of_python: Any, of_numpy: Any) -> None:
-    """Sets all global generators to the state of another stage."""
-    for generator, state in zip(generators.of_torch, of_torch, strict=True):
-        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
-    random.setstate(of_python)
-    mtrand.set_state(of_numpy)
 
 
 def _leaf(tensor: Tensor) -> Tensor:
