@@ -199,7 +199,7 @@ def test_a_crash_names_the_signal_and_shows_the_line_and_the_last_words(starter)
     done = starter.run("--devices", "cpu:2", "crash.py")
     assert done.returncode == 128 + 11
     assert "rank 1 on CPU worker 1 was ended by SIGSEGV" in done.stderr
-    assert "last words" in done.stderr
+    assert "\noutput of rank 1:\nlast words\n" in done.stderr
     assert f'File "{script}", line 12' in done.stderr
     assert "launcher" not in done.stderr
 

@@ -130,6 +130,11 @@ def test_a_sample_that_is_taken_twice_is_named():
     assert "more than once on cpu:2: 1" in found.text
 
 
+def test_one_sample_is_named_in_the_singular():
+    found = first_difference(recording(1, batch=1), recording(2, batch=2), "sample-exact")
+    assert "other samples: 1 sample on cpu:1, 2 on cpu:2" in found.text
+
+
 def test_samples_nobody_saw_are_no_ground_for_a_tier():
     def change(line):
         line["ids"] = None

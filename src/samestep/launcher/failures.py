@@ -121,11 +121,11 @@ def explain(worker: Worker, rank: int) -> str:
     which = f"rank {rank} on {worker.place.device}"
     report = worker.report
     if worker.silent_seconds is not None:
-        parts = [f"{which} {_silence(worker.silent_seconds)} (--hang-seconds)", last_lines(worker.last_output())]
+        parts = [f"{which} {_silence(worker.silent_seconds)} (--hang-seconds)", _output(worker, rank)]
     elif report is None:
-        parts = [f"{which} {describe_ending(worker.code)}", last_lines(worker.last_output())]
+        parts = [f"{which} {describe_ending(worker.code)}", _output(worker, rank)]
     elif report.get("type") == "SystemExit":
-        message = str(report.get("message") or last_lines(worker.last_output()))
+        message = str(report.get("message") or _output(worker, rank))
         parts = [f"{which} exited with code {exit_code(worker)}", message]
     else:
         return explain_exception(which, report, worker.log)
@@ -169,10 +169,13 @@ def _silence(seconds: float) -> str:
     return f"showed no sign of life for {seconds:.0f} s and was ended"
 
 
-def last_lines(tail: str) -> str:
-    """The last lines of a worker's output, and after a crash its stack, without the launcher's frames."""
+def _output(worker: Worker, rank: int) -> str:
+    """Under a heading the last lines of a worker's output, and after a crash its stack, without the launcher's frames.
+
+    Empty if there are none; what was shown already is not shown again.
+    """
     noise = (f'File "{LAUNCHER}', 'File "<frozen runpy>"', "Extension modules:")
-    lines = [line for line in tail.splitlines() if not line.strip().startswith(noise)]
+    lines = [line for line in worker.last_output().splitlines() if not line.strip().startswith(noise)]
     dumps = [index for index, line in enumerate(lines) if line.startswith("Fatal Python error: ")]
     output, dump = (lines[: dumps[-1]], lines[dumps[-1] :]) if dumps else (lines, [])
     output = "\n".join(output).rstrip().splitlines()[-(NUM_TAIL_LINES // (2 if dump else 1)) :]
@@ -185,7 +188,8 @@ def last_lines(tail: str) -> str:
             threads[-1].append(line)
     threads.sort(key=lambda lines: not lines or not lines[0].startswith("Current thread"))
     stacks = [line for lines in threads for line in lines]
-    return "\n".join([*output, *stacks[:NUM_TAIL_LINES]])
+    shown = [*output, *stacks[:NUM_TAIL_LINES]]
+    return "\n".join([f"output of rank {rank}:", *shown] if shown else [])
 
 
 @dataclass(frozen=True)
@@ -247,7 +251,7 @@ def _ending(worker: Worker) -> str:
     return _ending_by(worker.code)
 
 
-def details(worker: Worker) -> str:
+def details(worker: Worker, rank: int) -> str:
     """The log, else the traceback or the stacks; empty if there are none."""
     if worker.log is not None:
         return f"its log: {worker.log}"
@@ -255,7 +259,7 @@ def details(worker: Worker) -> str:
         return str(worker.report.get("traceback", "")).rstrip()
     if worker.silent_seconds is None and (worker.code is None or -worker.code in _SIGNALS_WITHOUT_STACK):
         return ""
-    return last_lines(worker.last_output())
+    return _output(worker, rank)
 
 
 def repeats(failure: Failure, report: Event, earlier: Failure, earlier_report: Event | None) -> bool:

@@ -130,7 +130,7 @@ class Healing:
         self._notify = notify
         self._note = note
         self._failures: list[tuple[Worker, Failure]] = []
-        self._unreported: list[tuple[float, Worker, str]] = []
+        self._unreported: list[tuple[float, Worker, int, str]] = []
         self._change: Change | None = None
         self._keeps_ledger = False
         self._recorded: dict[int, float] = {}
@@ -184,7 +184,7 @@ class Healing:
         self._change.removed.append((worker, failure))
         living = self._announce()
         text = f"{describe(worker, failure)}; {_go_on(living)}" if living else describe(worker, failure)
-        self._unreported.append((now + REPORT_SECONDS, worker, text))
+        self._unreported.append((now + REPORT_SECONDS, worker, failure.rank, text))
         fields = asdict(failure)
         del fields["slot"]
         self._note("death", **fields)
@@ -305,8 +305,8 @@ class Healing:
     def _report(self, until: float = math.inf) -> None:
         """Reports the failures that are due, with their details."""
         while self._unreported and self._unreported[0][0] <= until:
-            _, worker, text = self._unreported.pop(0)
-            more = details(worker)
+            _, worker, rank, text = self._unreported.pop(0)
+            more = details(worker, rank)
             self._notify(f"{text}\n{more}" if more else text)
 
 

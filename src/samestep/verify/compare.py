@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, Literal
 
+from samestep.text import counted
 from samestep.verify.recording import Line, Recording
 from samestep.verify.watching.tensor_summary import distance
 
@@ -244,14 +245,14 @@ class _Comparison:
                 yield self._found(step, "samples", text)
         if first is None or second is None or first == second:
             return
-        counted = ((self.ours.label, first, second), (self.theirs.label, second, first))
+        runs = ((self.ours.label, first, second), (self.theirs.label, second, first))
         is_more = first.total() != second.total()
-        totals = ", ".join(f"{own.total()}{' samples' if own is first else ''} on {run}" for run, own, _ in counted)
-        parts = [totals] if is_more else []
-        for run, own, _ in counted:
+        ours, theirs = counted(first.total(), "sample"), second.total()
+        parts = [f"{ours} on {self.ours.label}, {theirs} on {self.theirs.label}"] if is_more else []
+        for run, own, _ in runs:
             twice = sorted(number for number, count in own.items() if count > 1)
             parts += [f"more than once on {run}: {_some(twice)}"] if twice else []
-        for run, own, others in counted:
+        for run, own, others in runs:
             only = sorted(own.keys() - others.keys())
             parts += [f"only on {run}: {_some(only)}"] if only and not is_more else []
         yield self._found(step, "samples", "other samples: " + "; ".join(parts))
