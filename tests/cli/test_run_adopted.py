@@ -92,6 +92,14 @@ def test_microbatches_seed_and_wrap_decide_what_a_script_prints_and_devices_do_n
     assert all(mine != theirs for mine, theirs in zip(losses, one.stdout.splitlines()[1:], strict=True))
 
 
+def test_a_line_that_warns_before_a_compared_forward_and_after_it_is_shown_to_warn_once(tmp_path):
+    path = script(tmp_path, PLAIN.replace("loss = net", "__import__('warnings').warn('careful'); loss = net"))
+    done = samestep("run", "--devices", "cpu:2", "--seed", 1, path, cwd=tmp_path)
+    assert done.returncode == 0
+    assert "is shared out" in done.stderr
+    assert done.stderr.count("UserWarning: careful") == 1, done.stderr
+
+
 def test_what_a_script_raises_on_the_second_process_is_shown_once_with_its_own_lines(tmp_path):
     path = script(tmp_path, RAISING)
     done = samestep("run", "--devices", "cpu:2", "--logical-devices", 2, "--seed", 1, path, 1, 3, cwd=tmp_path)

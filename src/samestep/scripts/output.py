@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Any, TextIO, cast
 
 from samestep.scripts.adoption import Adoption
-from samestep.scripts.patch import Patch
+from samestep.scripts.patch import Patch, applied
 from samestep.user_code import calling_frame, is_own_file
 
 STDOUT = 1
@@ -74,22 +74,44 @@ def patches(_: Adoption) -> list[Patch]:
     shown: set[tuple[Any, ...]] = set()
 
     def show_calling_line(message: warnings.WarningMessage) -> None:
-        frame: FrameType | None = sys._getframe(1) if is_own_file(message.filename) else None
-        while frame is not None and (frame.f_code.co_filename, frame.f_lineno) != (message.filename, message.lineno):
-            frame = frame.f_back
+        frame = _frame_of(message) if is_own_file(message.filename) else None
         caller = calling_frame(frame)
         if frame is not None and caller is not None:
-            # Python records which lines have warned; here that is one line of ours for all lines of the script.
-            registry, what = frame.f_globals.get("__warningregistry__", {}), (str(message.message), message.category)
-            is_once = registry.pop((*what, message.lineno), None)
+            is_once = _forget(message, frame)  # what Python recorded is one line of ours for all lines of the script
             message.filename, message.lineno = caller.f_code.co_filename, caller.f_lineno
-            place = (*what, message.filename, message.lineno, registry.get("version"))
+            version = frame.f_globals.get("__warningregistry__", {}).get("version")
+            place = (str(message.message), message.category, message.filename, message.lineno, version)
             if is_once and place in shown:
                 return
             shown.add(place)
         show(message)
 
     return [Patch(warnings, "_showwarnmsg", show_calling_line)]
+
+
+def _frame_of(message: warnings.WarningMessage) -> FrameType | None:
+    """The frame of the line that a warning names."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and (frame.f_code.co_filename, frame.f_lineno) != (message.filename, message.lineno):
+        frame = frame.f_back
+    return frame
+
+
+def _forget(message: warnings.WarningMessage, frame: FrameType | None) -> bool:
+    """Takes back that Python recorded the line as one that has warned; whether it had."""
+    registry = {} if frame is None else frame.f_globals.get("__warningregistry__", {})
+    return registry.pop((str(message.message), message.category, message.lineno), None) is not None
+
+
+@contextmanager
+def without_warnings() -> Iterator[None]:
+    """Warnings are not shown, and count as never given; a filter that ignores them would have all lines warn anew."""
+
+    def drop(message: warnings.WarningMessage) -> None:
+        _forget(message, _frame_of(message))
+
+    with applied([Patch(warnings, "_showwarnmsg", drop)]):
+        yield
 
 
 @contextmanager

@@ -8,7 +8,6 @@ the comparison finds: rows one after another, or a mean or a sum over the microb
 import io
 import itertools
 import math
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
@@ -343,8 +342,7 @@ def _isolated(adoption: Adoption, module: nn.Module) -> Iterator[Callable[..., A
         stack.enter_context(output.captured())
         stack.enter_context(redirect_stdout(io.StringIO()))
         stack.enter_context(redirect_stderr(io.StringIO()))
-        stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")
+        stack.enter_context(output.without_warnings())
         stack.enter_context(torch.no_grad())
         stack.enter_context(_Neutral())  # type: ignore[no-untyped-call]
         yield run
