@@ -238,10 +238,23 @@ def test_a_run_that_is_moved_away_while_a_checkpoint_is_written_is_not_made_anew
     if replaced:
         run.mkdir()
     gate.opened.set()
-    with pytest.raises(RunFolderError, match="is not there any more: it was moved or replaced"):
+    with pytest.raises(RunFolderError, match="is not there any more: it was removed, moved or replaced"):
         saver.close()
     assert list(run.rglob("*")) == []
     assert run.exists() == replaced
+
+
+def test_a_run_that_is_removed_between_two_checkpoints_is_not_made_anew(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    saver = CheckpointSaver(run / "checkpoints")
+    save(saver, 1)
+    saver.close()
+    shutil.rmtree(run)
+    save(saver, 2)
+    with pytest.raises(RunFolderError, match="is not there any more: it was removed, moved or replaced"):
+        saver.close()
+    assert not run.exists()
 
 
 def test_an_error_that_stays_is_raised_after_as_many_retries_as_were_asked_for(tmp_path, monkeypatch):

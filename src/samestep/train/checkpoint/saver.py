@@ -55,6 +55,7 @@ class CheckpointSaver:
     def __init__(self, folder: Path, keep: int = 3, retries: int = 0) -> None:
         check_keep(keep)
         self._folder, self._keep, self._retries = folder, keep, retries
+        self._parent = _identity(folder.parent)
         self._failures: deque[str] = deque()
         self._pool: ThreadPoolExecutor | None = None
         self._writing: Future[SavedCheckpoint] | None = None
@@ -104,11 +105,10 @@ class CheckpointSaver:
 
     def _write(self, snapshot: Snapshot) -> SavedCheckpoint:
         began, parent = time.monotonic(), self._folder.parent
-        first = _identity(parent)
 
         def attempt() -> Path:
-            if first is not None and _identity(parent) != first:  # a retry would make a run anew that was moved away
-                raise RunFolderError(f"{parent} is not there any more: it was moved or replaced")
+            if self._parent not in (None, _identity(parent)):  # a run that was moved away would be made anew
+                raise RunFolderError(f"{parent} is not there any more: it was removed, moved or replaced")
             return write_checkpoint(self._folder, snapshot, self._keep, replace=True)
 
         path = retrying(attempt, self._retries, self._failures.append)
