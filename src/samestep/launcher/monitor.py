@@ -352,7 +352,8 @@ class Monitor:
     def _stop(self, signum: int) -> None:
         """Stops after the step under way if all workers do so by themselves, else forwards the signal."""
         self._stopped_by = signum
-        self._note("stop", signal=signal.Signals(signum).name)
+        name = signal.Signals(signum).name
+        self._note("stop", signal=name)
         beats = [self.workers.beat(worker) for worker in self.workers.living]
         if self._phase == "running" and beats and all(b.flags & STOPS_ON_REQUEST or b.phase == "end" for b in beats):
             self._phase = "finishing"
@@ -360,6 +361,8 @@ class Monitor:
             self._dismiss(*self.workers.waiting)
             self._display.notify("stopping after this step; once more to end at once")
         else:
+            if signum != signal.SIGINT:  # the terminal shows it by itself
+                self._display.notify(f"ending by {name}, within {self._policy.grace_seconds:g} s")
             self._end(signum)
 
     def _end(self, signum: int) -> None:
