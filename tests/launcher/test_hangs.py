@@ -13,6 +13,7 @@ import torch.distributed.run
 from samestep.comm.heartbeat_page import HEALS, SHOWS_LIFE, Beat
 from samestep.launcher.healing import HangDetector
 from samestep.launcher.job import Policy
+from samestep.launcher.worker_pool import STARTER, Group
 
 sys.path.insert(0, os.path.dirname(__file__))
 from members import is_down_to, run_members, wait_until
@@ -20,18 +21,23 @@ from members import is_down_to, run_members, wait_until
 TIMEOUT = 10.0
 
 
-def hanging(*looks, stopped=(), announced=0):
-    """Who hangs after looks half a second apart; each is a mapping of slots to (phase, age of the beat, quorum)."""
-    silences = HangDetector(TIMEOUT)
+def hanging(*looks, stopped=(), announced=0, flags=HEALS, used=0.0, counts=True):
+    """Who hangs after looks half a second apart; each is a mapping of slots to (phase, age of the beat, quorum).
+
+    `stopped` are slots with a stopped process; between two looks the processes of each slot use `used` seconds.
+    """
+    silences, found = HangDetector(TIMEOUT), []
     for index, look in enumerate(looks):
-        beats = {slot: Beat(100.0 - age, 7, phase, HEALS, quorum) for slot, (phase, age, quorum) in look.items()}
-        silences.look(beats, index * 0.5, announced)
-    return silences.hung(lambda slot: slot in stopped)
+        beats = {slot: Beat(100.0 - age, 7, phase, flags, quorum) for slot, (phase, age, quorum) in look.items()}
+        silences.look(beats, index * 0.5, announced, counts)
+        groups = {slot: Group(slot in stopped, index * used) for slot in look}
+        found = silences.hung(lambda groups=groups: groups)
+    return found
 
 
 def still(**phases):
     """Workers that stand still for longer than the timeout: s0="forward" is slot 0 in that phase."""
-    return [{int(name[1:]): (phase, 0.0, 0) for name, phase in phases.items()}] * 22
+    return [{int(name[1:]): (phase, 0.0, 0) for name, phase in phases.items()}] * 30
 
 
 @pytest.mark.parametrize("phase", ["data", "forward", "backward", "update", "checkpoint", "evaluate"])
@@ -59,10 +65,16 @@ def test_all_hang_that_are_blocked_in_connecting_with_a_rank_lost_meanwhile():
     assert hanging(*still(s0="regroup", s1="regroup"), announced=1) == [0, 1]
 
 
-def test_a_worker_that_uses_files_hangs_only_if_it_is_stopped():
+def test_a_worker_that_uses_files_hangs_only_if_it_is_stopped_and_is_said_to_be_slow():
     looks = still(s0="files", s1="exchange")
     assert hanging(*looks) == []
     assert hanging(*looks, stopped=(0,)) == [0]
+    silences = HangDetector(TIMEOUT)
+    said = []
+    for now in range(30):
+        silences.look({0: Beat(1.0, 7, "files", HEALS, 0), 1: Beat(1.0, 7, "exchange", HEALS, 0)}, now)
+        said += silences.slow
+    assert said == [0], "once"
 
 
 def test_a_worker_outside_a_step_hangs_only_while_another_waits_for_it():
@@ -70,6 +82,7 @@ def test_a_worker_outside_a_step_hangs_only_while_another_waits_for_it():
     assert hanging(*still(s0="script", s1="end")) == []
     assert hanging(*still(s0="script", s1="exchange")) == [0]
     assert hanging(*still(s0="start", s1="exchange")) == [0]
+    assert hanging(*still(s0="script", s1="exchange"), used=0.1) == [], "its processes compute"
 
 
 def test_a_worker_in_an_exchange_that_the_others_have_left_hangs():
@@ -88,19 +101,33 @@ def test_a_stopped_worker_hangs_wherever_it_is_unless_all_are():
     assert hanging(*still(s0="forward", s1="forward"), stopped=(0, 1)) == []
 
 
+def test_a_process_that_is_stopped_is_found_before_the_first_heartbeat_too():
+    looks = still(s0="start", s1="start")
+    assert hanging(*looks, flags=0) == []
+    assert hanging(*looks, flags=0, stopped=(1,)) == [1]
+    assert hanging(*looks, flags=0, stopped=(1,), used=0.1) == [], "the others of its group compute"
+    assert hanging(*still(s0="start"), flags=0, stopped=(0,)) == [0]
+    starter = [{0: ("end", 0.0, 0), 1: ("end", 0.0, 0), STARTER: ("end", 0.0, 0)}] * 30
+    assert hanging(*starter, flags=0, stopped=(STARTER,)) == [STARTER]
+
+
+def test_time_in_which_the_output_is_full_is_not_counted():
+    assert hanging(*still(s0="forward", s1="exchange"), counts=False) == []
+
+
 def test_time_in_which_nobody_looked_is_not_counted():
     silences = HangDetector(TIMEOUT)
     for now in (0.0, 3600.0, 7200.0):
         silences.look({0: Beat(1.0, 7, "forward", HEALS, 0)}, now)
     assert silences.silent_seconds(0) == 2.0
-    assert silences.hung(lambda slot: False) == []
+    assert silences.hung(dict) == []
 
 
-def test_without_a_timeout_and_without_healing_nobody_hangs():
-    for silences, flags in ((HangDetector(0.0), HEALS), (HangDetector(TIMEOUT), 0)):
+def test_without_a_timeout_nobody_hangs_and_without_a_flag_nobody_who_runs():
+    for silences, flags, stopped in ((HangDetector(0.0), HEALS, True), (HangDetector(TIMEOUT), 0, False)):
         for now in range(100):
             silences.look({0: Beat(1.0, 7, "forward", flags, 0)}, now)
-        assert silences.hung(lambda slot: True) == []
+            assert silences.hung(lambda stopped=stopped: {0: Group(stopped)}) == []
 
 
 @pytest.mark.parametrize("flags", [HEALS, SHOWS_LIFE])
@@ -108,7 +135,7 @@ def test_a_worker_is_watched_that_heals_or_that_only_shows_signs_of_life(flags):
     silences = HangDetector(TIMEOUT)
     for now in range(20):
         silences.look({0: Beat(1.0, 7, "forward", flags, 0), 1: Beat(1.0, 7, "exchange", flags, 0)}, now)
-    assert silences.hung(lambda slot: False) == [0]
+    assert silences.hung(dict) == [0]
 
 
 def hang_of(slot, phase, freeze):
@@ -261,6 +288,7 @@ def test_rank_0_may_use_files_for_longer_than_the_timeouts(starter, launcher, ki
     lines = [line for line in stdout.splitlines() if line.startswith("done")]
     assert (process.returncode, [line[:6] for line in lines]) == (0, ["done 0"]), stderr
     assert "sign of life" not in stderr
+    assert ("has used files for longer than --hang-seconds, and is waited for" in stderr) == (launcher == "samestep")
 
 
 PRINTS = """
@@ -287,3 +315,63 @@ def test_a_worker_that_waits_for_a_pipe_to_be_read_does_not_hang(starter):
     time.sleep(5.0)  # nobody reads, for longer than the timeout
     stdout, stderr = process.communicate(timeout=120)
     assert (process.returncode, stdout.splitlines()[-1], stderr) == (0, "done", "")
+
+
+STOPS = """
+import os, signal, sys, time
+
+kind, is_second = sys.argv[1], os.environ["RANK"] == "1"
+
+def stop(pid=0):
+    os.kill(pid or os.getpid(), signal.SIGSTOP)
+
+if kind == "import" and is_second:
+    stop()
+if kind == "restarted" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    sys.exit(3)
+if kind == "restarted" and is_second:
+    stop()
+if kind == "starter":
+    if is_second:
+        stop(os.getppid())
+    sys.exit(0)
+
+import torch
+import samestep
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        if kind == "data worker" and is_second and torch.utils.data.get_worker_info():
+            stop()
+        return [float(index)] * 4
+
+run = samestep.Run(global_batch_size=4, num_microbatches=2)
+model = torch.nn.Linear(4, 1)
+step = run.train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda model, batch: model(batch).sum())
+for batch in torch.utils.data.DataLoader(Data(), 4, num_workers=kind == "data worker", collate_fn=list):
+    step(torch.tensor(batch))
+    if kind == "script" and is_second:
+        time.sleep(600)
+run.print("done")
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "code", "said"),
+    [
+        ("import", 128 + signal.SIGABRT, "rank 1 on CPU worker 1 showed no sign of life for"),
+        ("restarted", 128 + signal.SIGABRT, "rank 1 on CPU worker 1 showed no sign of life for"),
+        ("data worker", 0, "rank 1 on CPU worker 1 showed no sign of life for"),
+        ("script", 0, "rank 1 on CPU worker 1 showed no sign of life for"),
+        ("starter", 1, "the starter of the workers was stopped by a signal"),
+    ],
+)
+def test_a_process_that_stops_or_hangs_is_found_from_its_start_on(starter, kind, code, said):
+    starter.script("stops.py", STOPS)
+    restarts = ("--max-restarts", "1") if kind == "restarted" else ()
+    ended = starter.run("--no-adopt", "--devices", "cpu:2", "--hang-seconds", "2", *restarts, "stops.py", kind)
+    assert (ended.returncode, ended.stdout) == (code, "" if code else "done\n"), ended.stderr
+    assert said in ended.stderr

@@ -206,8 +206,7 @@ class Membership:
     def perform(self, attempt: Callable[[], T], phase: str = "exchange") -> T:
         """Carries out an operation of all ranks, in a phase of the heartbeat; again after each loss of a rank.
 
-        Within another one it is a part of that, which is repeated as a whole. In the default phase this rank waits for
-        others, and does not count as hung.
+        Within another one it is a part of that, which is repeated as a whole. In the default phase it never hangs.
         """
         if self._is_performing:
             return attempt()

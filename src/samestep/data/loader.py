@@ -126,13 +126,12 @@ class Loader:
             self.cursor = self.cursor.next_epoch()
         self._left_early = True
         self._open_epoch()
-        heartbeat = self.membership.heartbeat
         while True:
             version = self.membership.version
             batches: Iterator[Batch] = fetch_ahead(self._batches(), self._device)
             while version == self.membership.version:
                 self._check_length()
-                batch = heartbeat.call("data", partial(next, batches, None))
+                batch = self.membership.heartbeat.call("data", partial(next, batches, None))
                 if batch is None:
                     self.cursor = self.cursor.next_epoch()
                     self._left_early = False

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from samestep.comm.heartbeat_page import HEALS, IS_LATER, READY_TO_JOIN, SHOWS_LIFE, Beat
 from samestep.launcher.failures import Failure, describe, details, repeats
 from samestep.launcher.job import Policy
+from samestep.launcher.worker_pool import STARTER, Group
 from samestep.launcher.workers import WORKING, Worker, Workers
 
 Decision = Literal["heal", "few", "fault", "cannot"]
@@ -20,6 +21,8 @@ Decision = Literal["heal", "few", "fault", "cannot"]
 MAX_LOOK_SECONDS = 1.0
 LINGER_SECONDS = 2.0  # how long a removed worker may take to end
 REPORT_SECONDS = 0.5  # before a failure is reported: two workers that fail alike mean a fault of the program
+BUSY, TICKS_SECONDS = 0.01, 0.02  # of a core, above which a silent worker computes; times are counted in ticks
+LOOKS = 8  # at process groups within the timeout of hangs
 STRAY_SECONDS = 1.0  # how long all may wait for each other before they get another quorum
 STRAY_PAUSE_SECONDS = 12.0  # longer than it takes to connect
 MAX_STRAYS = 3
@@ -32,7 +35,18 @@ class Silence:
     beat: Beat  # its last
     silent_seconds: float = 0.0  # since the heartbeat changed
     stuck_seconds: float = 0.0  # since phase, step or quorum changed; a worker that waits may have heartbeats
+    idle_seconds: float = 0.0  # in which its processes have computed next to nothing
+    stopped_seconds: float = 0.0  # in which one of them was stopped besides
     watched: bool = False  # whether it has ever had the flag of healing or of heartbeats
+    group: Group = Group()  # noqa: RUF009 - a constant
+
+    def note(self, group: Group, seconds: float) -> None:
+        """Records its processes as they are so many seconds after the last time."""
+        is_idle = 0 <= group.cpu_seconds - self.group.cpu_seconds <= TICKS_SECONDS + BUSY * seconds
+        is_stopped = is_idle and group.has_stopped and self.group.has_stopped
+        self.idle_seconds = self.idle_seconds + seconds if is_idle else 0.0
+        self.stopped_seconds = self.stopped_seconds + seconds if is_stopped else 0.0
+        self.group = group
 
 
 class HangDetector:
@@ -46,6 +60,8 @@ class HangDetector:
         self.timeout_seconds = timeout_seconds
         self._by_slot: dict[int, Silence] = {}
         self._looked: float | None = None
+        self.slow: list[int] = []  # slots of workers that use files for longer than the timeout since the last look
+        self._unseen = 0.0  # seconds since the process groups were looked at
         self._quorum = 0
 
     def look(self, beats: Mapping[int, Beat], now: float, quorum: int = 0, counts: bool = True) -> None:
@@ -55,14 +71,17 @@ class HangDetector:
         """
         self._quorum = quorum
         elapsed = 0.0 if self._looked is None or not counts else min(now - self._looked, MAX_LOOK_SECONDS)
-        self._looked = now
-        known, self._by_slot = self._by_slot, {}
+        self._looked, self._unseen = now, self._unseen + elapsed
+        known, self._by_slot, self.slow = self._by_slot, {}, []
+        limit = self.timeout_seconds or math.inf
         for slot, beat in beats.items():
             silence = self._by_slot[slot] = known.get(slot) or Silence(beat)
             before = silence.beat
             is_stuck = (beat.phase, beat.step, beat.quorum) == (before.phase, before.step, before.quorum)
             silence.silent_seconds = silence.silent_seconds + elapsed if beat == before else 0.0
             silence.stuck_seconds = silence.stuck_seconds + elapsed if is_stuck else 0.0
+            if beat.phase == "files" and silence.stuck_seconds - elapsed <= limit < silence.stuck_seconds:
+                self.slow.append(slot)
             silence.watched = silence.watched or bool(beat.flags & (HEALS | SHOWS_LIFE))
             silence.beat = beat
 
@@ -70,16 +89,22 @@ class HangDetector:
         """How long a worker has been silent; 0 for an unknown one."""
         return self._by_slot[slot].silent_seconds if slot in self._by_slot else 0.0
 
-    def hung(self, is_stopped: Callable[[int], bool]) -> list[int]:
-        """The slots of hung workers; `is_stopped` is whether a signal has stopped the process of a slot."""
-        timeout = self.timeout_seconds
-        silent = [slot for slot, one in self._by_slot.items() if one.watched and one.silent_seconds > timeout]
-        if timeout == 0 or not silent:
+    def hung(self, groups: Callable[[], Mapping[int, Group]]) -> list[int]:
+        """The slots of hung workers, from their start on; `groups` returns the process group of each slot."""
+        timeout, found = self.timeout_seconds, self._by_slot
+        if timeout == 0 or all(one.silent_seconds <= timeout / LOOKS for one in found.values()):
             return []
-        stopped = {slot for slot in silent if is_stopped(slot)}
-        if len(stopped) == len(self._by_slot) > 1:
+        if self._unseen >= timeout / LOOKS:  # seldom: it reads about every process of the machine
+            seen = groups()
+            for slot, one in found.items():
+                one.note(seen.get(slot, Group()), self._unseen)
+            self._unseen = 0.0
+        workers = [one.group.has_stopped for slot, one in found.items() if slot != STARTER]
+        if len(workers) > 1 and all(workers):
             return []  # the whole run was paused
-        return [slot for slot in silent if slot in stopped or self._keeps_waiting(slot)]
+        silent = {slot: one for slot, one in found.items() if one.silent_seconds > timeout}
+        stopped = {slot for slot, one in silent.items() if one.stopped_seconds > timeout}
+        return [slot for slot, one in silent.items() if slot in stopped or (one.watched and self._keeps_waiting(slot))]
 
     def _keeps_waiting(self, slot: int) -> bool:
         """Whether a silent worker keeps others waiting, instead of waiting itself."""
@@ -89,7 +114,7 @@ class HangDetector:
         regrouping = [s for s in others if s.beat.phase == "regroup" and s.stuck_seconds > timeout]
         if phase in WORKING:
             return True
-        if phase in ("script", "start"):
+        if phase in ("script", "start") and self._by_slot[slot].idle_seconds > timeout:
             return bool(regrouping) or any(s.beat.phase == "exchange" and s.silent_seconds > timeout for s in others)
         if phase == "exchange":
             return bool(regrouping)  # they have broken the exchange, which every living rank has noticed

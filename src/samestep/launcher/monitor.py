@@ -28,13 +28,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from samestep.comm import channel
-from samestep.comm.heartbeat_page import MAX_SLOTS, STOPS_ON_REQUEST, HeartbeatPage
+from samestep.comm.heartbeat_page import MAX_SLOTS, STOPS_ON_REQUEST, Beat, HeartbeatPage
 from samestep.launcher.assignment import Assignment, Instruction
 from samestep.launcher.display import Display
 from samestep.launcher.failures import Failure, Restarts, describe_waiting, exit_code, explain
 from samestep.launcher.healing import HangDetector, Healing
 from samestep.launcher.job import Job, Outcome, Policy
-from samestep.launcher.worker_pool import WorkerPool
+from samestep.launcher.worker_pool import STARTER, WorkerPool
 from samestep.launcher.workers import Worker, Workers, begin_log, read_available
 from samestep.text import showing
 
@@ -273,8 +273,16 @@ class Monitor:
         """Ends hung workers by SIGABRT, upon which `faulthandler` writes their stacks."""
         living = {worker.slot: worker for worker in self.workers.living}
         beats = {slot: self.workers.beat(worker) for slot, worker in living.items()}
+        beats[STARTER] = Beat(0.0, 0, "end", 0, 0)
         self._hangs.look(beats, now, self.workers.quorum.number, _takes_output())
-        for slot in self._hangs.hung(self._pool.is_stopped):
+        for slot in self._hangs.slow:  # no hang: a restart would have to write the same
+            who = f"rank {self.workers.rank(living[slot])} on {living[slot].place.device}"
+            self._display.notify(f"{who} has used files for longer than --hang-seconds, and is waited for")
+        for slot in self._hangs.hung(self._pool.groups):
+            if slot == STARTER:
+                self._broken, self.is_broken = "the starter of the workers was stopped by a signal", True
+                self._kill()
+                return
             living[slot].silent_seconds = self._hangs.silent_seconds(slot)
             living[slot].kill_at = now + ABORT_SECONDS
             self._pool.signal(slot, signal.SIGABRT)

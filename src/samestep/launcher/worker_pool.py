@@ -8,7 +8,7 @@ import socket
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import psutil
 
@@ -20,6 +20,14 @@ from samestep.launcher.server_process import EarlyServer, ServerProcess
 from samestep.launcher.workers import read_available
 
 CLOSE_SECONDS = 5.0
+STARTER = -1  # in place of a slot: the process that starts the workers
+
+
+class Group(NamedTuple):
+    """The process group of a worker, its data workers included, as the operating system reports it."""
+
+    has_stopped: bool = False  # a signal has stopped one of its processes
+    cpu_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -46,8 +54,8 @@ class WorkerPool(Protocol):
     def signal(self, slot: int, signum: int) -> None:
         """Signals a worker; SIGABRT also wakes a stopped one, so that it writes its stacks and ends."""
 
-    def is_stopped(self, slot: int) -> bool:
-        """Whether a signal has stopped a worker."""
+    def groups(self) -> dict[int, Group]:
+        """The process group of each worker, by slot, and of `STARTER`."""
 
     def kill(self) -> None:
         """Kills every worker at once."""
@@ -132,11 +140,17 @@ class ServerPool:
         elif self._running:
             self.kill()  # it still imports torch, and no worker has been started
 
-    def is_stopped(self, slot: int) -> bool:
-        """Whether the operating system reports the worker's process as stopped."""
-        with contextlib.suppress(psutil.Error, KeyError):
-            return bool(psutil.Process(self._pids[slot]).status() == psutil.STATUS_STOPPED)
-        return False
+    def groups(self) -> dict[int, Group]:
+        """The process groups, found by a look at all processes of the machine."""
+        slots = {self._server.pid: STARTER, **{pid: slot for slot, pid in self._pids.items()}}
+        found: dict[int, Group] = {}
+        for pid in psutil.pids():
+            with contextlib.suppress(psutil.Error, OSError):
+                if (slot := slots.get(os.getpgid(pid))) is not None:
+                    process, (has_stopped, seconds) = psutil.Process(pid), found.get(slot, Group())
+                    stops, used = process.status() == psutil.STATUS_STOPPED, sum(process.cpu_times()[:2])
+                    found[slot] = Group(has_stopped or stops, seconds + used)
+        return found
 
     def close(self) -> None:
         """Closes the socket, upon which the fork server ends all processes; kills them if it does not."""

@@ -31,10 +31,7 @@ SHARED_ERRORS = (UsageError, CheckpointError, ContractError, RunFolderError)
 
 
 def on_main(communicator: Communicator, action: Callable[[], T]) -> T | None:
-    """Calls `action` on rank 0 while the others wait; its value there, None on the others. All raise its error.
-
-    It may take its time: the others wait for as long as rank 0 lives.
-    """
+    """Calls `action` on rank 0 while the others wait for any time; its value, None on others. All raise its error."""
     value, error = None, None
     if communicator.rank == 0:
         try:
