@@ -119,7 +119,8 @@ def broadcasts_over_payload(communicator):
     number = transport._number
     communicator.broadcast(torch.ones(1))
     before.wait()
-    communicator.barrier()
+    for _ in range(2):  # the second is placed, and ends, when all before the first has been read
+        communicator.barrier()
     payload = transport.gather(torch.full((1 << 18,), number))
     if is_source := communicator.rank == 0:
         first = transport._lane.outbox + transport._broadcasts[-1].start
