@@ -319,3 +319,28 @@ def test_without_a_supervisor_a_loop_of_one_s_own_is_told_too_and_ends_as_it_lik
     lines = [line for line in stderr.splitlines() if "trains on one core" not in line]
     assert lines == ["samestep: stopping after this step; once more to end at once"]
     assert len(list((starter.folder / "kept").glob("step-*"))) == 1
+
+
+TIDYING = """
+import os, signal, sys
+import samestep.__main__
+import samestep.cli.main
+
+def command(server):
+    try:
+        os.kill(os.getpid(), signal.SIGHUP)
+    finally:
+        os.kill(os.getpid(), signal.SIGHUP)
+        print("tidied", flush=True)
+
+samestep.cli.main.main = command
+sys.argv = ["samestep", "runs"]
+samestep.__main__.main()
+"""
+
+
+def test_the_second_signal_of_a_closed_terminal_leaves_a_command_its_clean_up(starter):
+    starter.script("tidying.py", TIDYING)
+    process = starter.start_program("tidying.py")
+    assert process.communicate(timeout=60) == ("tidied\n", "")
+    assert process.returncode == 128 + signal.SIGHUP
