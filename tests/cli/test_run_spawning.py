@@ -1,9 +1,14 @@
-"""`samestep run` of scripts that start processes: ranks of their own are refused with a sentence, all else goes on."""
+"""`samestep run` of scripts that start processes: ranks of their own are logical ones, or refused; all else goes on."""
 
 import importlib.util
+import json
+import sys
 
+import gpus
 import pytest
-from cli_commands import samestep
+import torch
+from cli_commands import SAMESTEP, samestep
+from marked import free_port
 
 SPAWNING = """
 import os
@@ -96,22 +101,57 @@ if __name__ == "__main__":
 """
 
 
-def run_script(folder, source, devices):
+def run_script(folder, source, devices, *words):
     """Runs a script by the command."""
     (folder / "train.py").write_text(source)
-    return samestep("run", "--devices", devices, "train.py", cwd=folder)
+    return samestep("run", "--devices", devices, *words, "train.py", cwd=folder)
+
+
+def line_of_start(source):
+    """The line that the message is to name."""
+    (line,) = [
+        number for number, text in enumerate(source.splitlines(), 1) if "# here" in text or "    child.st" in text
+    ]
+    return line
+
+
+@pytest.mark.parametrize("source", [SPAWNING, PROCESSES], ids=["spawn", "process"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("run", "--devices", "cpu:2"),
+        ("run", "--devices", "cpu:1", "--logical-devices", "2", "--nnodes", "2", "--rdzv-endpoint", "localhost:1"),
+        ("verify", "--logical-devices", "2"),
+    ],
+    ids=["no logical devices", "machines", "verify"],
+)
+def test_a_script_that_starts_ranks_itself_is_refused_by_its_text_where_it_cannot_run(tmp_path, source, words):
+    (tmp_path / "train.py").write_text(f"print('not reached')\n{source}")
+    done = samestep(*words, "train.py", cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert ": the script starts its ranks itself, which needs samestep run --logical-devices V" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "not reached" not in done.stdout
 
 
 @pytest.mark.parametrize(("source", "devices"), [(SPAWNING, "cpu:1"), (PROCESSES, "cpu:2")], ids=["spawn", "process"])
-def test_a_script_that_starts_ranks_itself_is_told_where_it_does_and_what_to_write_instead(tmp_path, source, devices):
-    done = run_script(tmp_path, source, devices)
+def test_a_script_that_starts_ranks_itself_under_no_adopt_is_told_where_it_does(tmp_path, source, devices):
+    done = run_script(tmp_path, source, devices, "--no-adopt")
     assert done.returncode == 2, done.stderr
-    (line,) = [number for number, text in enumerate(source.splitlines(), 1) if "# here" in text]
-    assert f"train.py starts its ranks itself (train.py, line {line})" in done.stderr
-    assert f"has started {devices[-1]} of them already: start it with plain python; or drop the spawn" in done.stderr
+    assert f"train.py starts its ranks itself (train.py, line {line_of_start(source)})" in done.stderr
+    assert f"has started {devices[-1]} of them already: give samestep run --logical-devices V" in done.stderr
     assert done.stderr.count("starts its ranks itself") == 1
     assert "Traceback" not in done.stderr
     assert "not reached" not in done.stdout
+
+
+def test_a_script_that_may_also_leave_its_ranks_to_torchrun_is_refused_when_it_starts_the_second(tmp_path):
+    source = SPAWNING.replace("nprocs=1", "nprocs=8").replace("def worker(", "print(os.environ['RANK'])\n\ndef worker(")
+    done = run_script(tmp_path, source, "cpu:1")
+    assert done.returncode == 2, done.stderr
+    assert f"train.py starts its ranks itself (train.py, line {line_of_start(source)})" in done.stderr
+    assert set(done.stdout.split()) == {"0"}
+    assert len(done.stdout.split()) <= 2  # each process prints it
 
 
 def test_a_script_that_has_its_ranks_meet_elsewhere_is_told_to_leave_the_address_alone(tmp_path):
@@ -127,6 +167,256 @@ def test_loaders_pools_and_children_in_the_place_of_their_rank_go_on_working(tmp
     seeded = "samestep: the script draws from torch without a seed: seeded by 0 here (--seed)\n"  # its loaders do
     assert (done.returncode, done.stderr) == (0, seeded)
     assert done.stdout.splitlines() == ["sum 3.0", "[28.0, 28.0] [0, 1, 2, 3]"]
+
+
+STARTING = """
+import argparse, builtins, json, multiprocessing, os, random, sys
+import numpy as np
+import torch, torch.distributed as dist, torch.multiprocessing as mp
+from torch import nn
+from torch.distributed import destroy_process_group, init_process_group
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--world-size", type=int, default=1)
+parser.add_argument("--rank", type=int, default=0)
+parser.add_argument("--dist-url")
+parser.add_argument("--gpus", type=int, default=4)
+parser.add_argument("--start", choices=["spawn", "fork", "forkserver", "join", "process", "class", "torchrun"])
+parser.add_argument("--fail", type=int)
+parser.add_argument("--exit", type=int)
+parser.add_argument("--nccl", action="store_true")
+parser.add_argument("--leak", action="store_true")
+parser.add_argument("--exact", action="store_true")
+
+
+def main():
+    args = parser.parse_args()
+    with multiprocessing.Pool(2) as pool:
+        print("before", pool.map(abs, [-1, 2]), [*DataLoader(range(2), num_workers=2)], flush=True)
+    helper = multiprocessing.get_context("fork").Process(target=os.getpid)
+    helper.start(), helper.join()
+    args.gpus = torch.cuda.device_count() if args.nccl else args.gpus
+    if args.start == "torchrun":
+        args.rank, args.world_size = -1, -1
+        train(None, args)
+        return
+    args.world_size *= args.gpus
+    context = multiprocessing.get_context("fork")
+    if args.start == "process":
+        ranks = [context.Process(target=train, args=(gpu, args)) for gpu in range(args.gpus)]
+    elif args.start == "class":
+        ranks = [Rank(gpu, args) for gpu in range(args.gpus)]
+    elif args.start == "join":
+        started = mp.start_processes(train, (args,), args.gpus, join=False, start_method="fork")
+        print("joined at once:", started.join(0.001), flush=True)
+        while not started.join():
+            pass
+        ranks = []
+    elif args.start == "spawn":
+        ranks = mp.spawn(train, nprocs=args.gpus, args=(args,)) or []
+    else:
+        ranks = mp.start_processes(train, (args,), args.gpus, start_method=args.start) or []
+    for each in ranks:
+        each.start()
+    for each in ranks:
+        each.join()
+    print("after", [each.exitcode for each in ranks], flush=True)
+
+
+class Rank(multiprocessing.get_context("fork").Process):
+    def __init__(self, gpu, args):
+        super().__init__()
+        self.gpu, self.args = gpu, args
+    def run(self):
+        train(self.gpu, self.args)
+
+
+def train(gpu, args):
+    if args.rank == -1:
+        args.rank, args.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    else:
+        args.rank = args.rank * args.gpus + gpu
+    if args.nccl:
+        torch.cuda.set_device(gpu)
+    if args.dist_url == "env://":
+        os.environ.setdefault("MASTER_ADDR", "localhost")
+        os.environ.setdefault("MASTER_PORT", "1")  # the launcher has given a free one
+    place = {"init_method": args.dist_url, "world_size": args.world_size, "rank": args.rank}
+    init_process_group("nccl" if args.nccl else "gloo", **place)
+    rank = dist.get_rank()
+    if rank == args.fail:
+        raise ValueError(f"of rank {rank}")
+    if rank == args.exit:
+        os._exit(7)
+    place = os.environ.get("SAMESTEP_TOKEN", "").rpartition(":")[2]  # the device that it really has
+    torch.manual_seed(rank + (args.world_size * int(place or rank) if args.leak else 0))
+    model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 3))
+    drawn = torch.Generator().manual_seed(1)
+    data = TensorDataset(torch.randn(96, 6, generator=drawn), torch.randint(3, (96,), generator=drawn))
+    if args.exact:  # whole numbers and powers of two, whose sums are the same in every order
+        model, data = nn.Linear(6, 3), TensorDataset(data[:][0].round()[:32], data[:][1][:32])
+        for parameter in model.parameters():
+            nn.init.zeros_(parameter)
+    model = model.cuda(gpu) if args.nccl else model
+    model = DistributedDataParallel(model, device_ids=[gpu] if args.nccl else None, bucket_cap_mb=0.001)
+    kind = torch.optim.SGD if args.exact else torch.optim.AdamW
+    optimizer = kind(model.parameters(), lr=2**-6)
+    for x, y in DataLoader(data, batch_size=4, sampler=DistributedSampler(data), num_workers=1):
+        optimizer.zero_grad()
+        x, y = (x.cuda(gpu), y.cuda(gpu)) if args.nccl else (x, y)
+        out = model(x if args.exact else x + random.random() + np.random.rand())  # unseeded
+        loss = (out.gather(1, y[:, None]) - 8).square().sum() if args.exact else nn.functional.cross_entropy(out, y)
+        loss.backward()
+        optimizer.step()
+    facts = [None] * dist.get_world_size()
+    own = {"backend": dist.get_backend(), "group": type(dist.group.WORLD).__name__, "device": place, "pid": os.getpid()}
+    dist.all_gather_object(facts, {"loss": loss.item().hex(), **own})
+    if rank == 0:
+        assert len({each.pop("pid") for each in facts}) == len(facts)
+        print("groups", {each.pop("group") for each in facts}, file=sys.stderr)
+        print("devices", sorted({each.pop("device") for each in facts}), file=sys.stderr)
+        assert ("RANK" in os.environ) == (args.start == "torchrun")
+        print(json.dumps(facts), flush=True)
+        torch.save(model.state_dict(), "model.pt")
+    destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+BEFORE = "before [1, 2] [tensor([0]), tensor([1])]"
+
+
+def started(folder, devices, *words, logical=4, meet="tcp", environment=None):
+    """What a script prints that starts its ranks, its messages, its exit code, and the state that it saves.
+
+    Without devices it is started by python.
+    """
+    folder.mkdir()
+    (folder / "train.py").write_text(STARTING)
+    url = {"tcp": f"tcp://127.0.0.1:{free_port()}", "file": f"file://{folder}/meet", "env": "env://"}[meet]
+    command = SAMESTEP if devices else (sys.executable,)
+    options = ("run", "--devices", devices, "--logical-devices", logical) if devices else ()
+    program = ("train.py", "--dist-url", url, *words)
+    done = samestep(*options, *program, cwd=folder, command=command, **(environment or {}))
+    saved = [] if done.returncode else torch.load(folder / "model.pt", map_location="cpu", weights_only=True).values()
+    return done.stdout, done.stderr, done.returncode, [tensor.numpy().tobytes() for tensor in saved]
+
+
+@pytest.fixture(scope="module")
+def forked_on_one(tmp_path_factory):
+    """The outcome of ranks that are forked on one device."""
+    return started(tmp_path_factory.mktemp("one") / "run", "cpu:1", "--start", "fork")
+
+
+@pytest.mark.parametrize(
+    ("devices", "meet"),
+    [(2, "file"), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((3, "env"), (4, "tcp")))],
+)
+def test_ranks_that_a_script_starts_give_the_same_bits_on_one_to_four_devices(tmp_path, forked_on_one, devices, meet):
+    printed, messages, code, state = forked_on_one
+    assert code == 0, messages
+    first, facts, last = printed.splitlines()
+    assert (first, last) == (BEFORE, "after []")
+    assert len({each["loss"] for each in json.loads(facts)}) == 4
+    assert "groups {'OrderedProcessGroup'}" in messages
+    others = started(tmp_path / "run", f"cpu:{devices}", "--start", "fork", meet=meet)
+    assert (others[0], others[3]) == (printed, state)
+    assert f"devices {[str(index) for index in range(devices)]}" in others[1]
+
+
+@pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+def test_exact_sums_end_in_the_bits_of_python(tmp_path, start):
+    words = ("--exact", "--start", start)
+    ours, theirs = (started(tmp_path / str(devices), devices, *words) for devices in ("cpu:2", None))
+    assert theirs[2] == 0, theirs[1]
+    assert "groups {'ProcessGroup'}" in theirs[1]
+    assert (ours[0], ours[3]) == (theirs[0], theirs[3])
+    assert any(any(content) for content in ours[3])
+
+
+def test_ranks_that_let_their_real_device_into_a_seed_are_found_out(tmp_path, forked_on_one):
+    leaking = [started(tmp_path / str(count), f"cpu:{count}", "--start", "fork", "--leak") for count in (1, 2)]
+    assert leaking[0][2] == leaking[1][2] == 0
+    assert leaking[0][3] != leaking[1][3]
+
+
+@pytest.mark.parametrize(
+    ("words", "meet", "printed"),
+    [
+        (("--start", "spawn"), "env", []),
+        pytest.param(("--start", "forkserver"), "file", [], marks=pytest.mark.slow),
+        (("--start", "join"), "tcp", ["joined at once: False"]),
+        (("--start", "process"), "env", []),
+        (("--start", "class"), "file", []),
+    ],
+    ids=lambda value: value[1] if isinstance(value, tuple) else "",
+)
+def test_every_way_of_starting_ranks_gives_the_same_bits_on_one_and_on_two_devices(tmp_path, words, meet, printed):
+    runs = [started(tmp_path / each, each, *words, meet=meet) for each in ("cpu:1", "cpu:2")]
+    assert runs[0][2] == 0, runs[0][1]
+    first, *more, _, last = runs[0][0].splitlines()
+    assert (first, more) == (BEFORE, printed)
+    assert "devices ['0']" in runs[0][1]
+    assert "devices ['0', '1']" in runs[1][1]
+    assert last == f"after {[0] * 4 if words[1] in ('process', 'class') else []}"
+    assert (runs[0][0], runs[0][3]) == (runs[1][0], runs[1][3])
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (("fork", "--fail", 2), 1, "-- Process 2 terminated with the following error:\nTraceback"),
+        (("spawn", "--fail", 1), 1, "ValueError: of rank 1\n"),
+        (("fork", "--exit", 3), 1, "ProcessExitedException: process 3 terminated with exit code 7"),
+        (("fork", "--gpus", 3), 0, "samestep: 3 ranks make a process group, on 4 logical devices (--logical-devices)"),
+        (("process", "--gpus", 6), 0, "samestep: 6 ranks make a process group, on 4 logical devices"),
+    ],
+    ids=["exception", "exception of spawn", "exit code", "fewer", "more"],
+)
+def test_the_end_and_the_number_of_ranks_are_those_of_the_script(tmp_path, words, code, message):
+    printed, messages, ended, _ = started(tmp_path / "run", "cpu:2", "--start", *words)
+    assert ended == code, messages
+    assert messages.count(message) == 1, messages
+    assert printed.startswith("before")
+    assert ("after" in printed) == (code == 0)
+
+
+def test_a_script_that_an_option_starts_as_under_torchrun_runs_so(tmp_path):
+    printed, messages, code, _ = started(tmp_path / "run", "cpu:2", "--start", "torchrun", meet="env")
+    assert code == 0, messages
+    first, facts = printed.splitlines()
+    assert (first, len(json.loads(facts))) == (BEFORE, 4)
+
+
+def test_a_script_that_starts_no_rank_after_all_runs_once_and_says_so(tmp_path):
+    source = SPAWNING.replace("mp.spawn", "print('once') if True else mp.spawn")
+    done = run_script(tmp_path, source, "cpu:2", "--logical-devices", "3")
+    assert (done.returncode, done.stdout) == (0, "once\n"), done.stderr
+    assert "train.py has started no rank and made no process group: it ran once" in done.stderr
+
+
+@pytest.mark.parametrize("start", ["spawn", "fork"])
+def test_ranks_that_a_script_starts_on_cpu_workers_see_simulated_gpus(tmp_path, start):
+    runs = [started(tmp_path / each, each, "--nccl", "--start", start) for each in ("cpu:1", "cpu:2")]
+    assert runs[0][2] == 0, runs[0][1]
+    assert {each["backend"] for each in json.loads(runs[0][0].splitlines()[1])} == {"nccl"}
+    assert (runs[0][0], runs[0][3]) == (runs[1][0], runs[1][3])
+
+
+@gpus.needs_fake_gpus
+@pytest.mark.parametrize("start", ["spawn", "fork"])
+def test_ranks_that_a_script_starts_share_the_gpus(tmp_path, start):
+    own = gpus.environment(4)
+    runs = [started(tmp_path / each, each, "--nccl", "--start", start, environment=own) for each in ("0,", "1,3")]
+    assert runs[0][2] == 0, runs[0][1]
+    assert {each["backend"] for each in json.loads(runs[0][0].splitlines()[1])} == {"nccl"}
+    assert (runs[0][0], runs[0][3]) == (runs[1][0], runs[1][3])
 
 
 ALONE = """

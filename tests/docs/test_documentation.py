@@ -77,7 +77,8 @@ PROGRAMS = [
     block for block in PROGRAMS if not block.title.startswith("cause_")
 ]  # tests/verify/test_causes.py has these
 OTHERS = [block for block in PROGRAMS if block.title.startswith(("before_", "tutorial_"))]  # of other libraries
-SCRIPTS = [block for block in PROGRAMS if STARTS_WORKERS not in block.text and block not in OTHERS]
+RANKS = [block for block in PROGRAMS if block.title.startswith("ranks_")]  # which they start themselves
+SCRIPTS = [block for block in PROGRAMS if STARTS_WORKERS not in block.text and block not in [*OTHERS, *RANKS]]
 NOTEBOOKS = [block for block in PROGRAMS if STARTS_WORKERS in block.text]
 SNIPPETS = [page for page in PAGES if any(not block.title for block in blocks(page, "python"))]
 
@@ -136,6 +137,16 @@ def test_a_program_of_another_library_prints_the_same_on_one_device_and_on_two(b
     alone = run_python(*options, "cpu:1", block.title, folder=tmp_path)
     assert re.search(r"loss|accuracy|device", alone)
     assert run_python(*options, "cpu:2", block.title, folder=tmp_path) == alone
+
+
+@pytest.mark.parametrize("counts", [(1, 2), pytest.param((3, 4), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("block", RANKS, ids=str)
+def test_a_program_that_starts_its_ranks_prints_the_same_on_any_number_of_devices(block, counts, tmp_path):
+    (tmp_path / block.title).write_text(block.text, encoding="utf-8")
+    options = ("-m", "samestep", "run", "--logical-devices", "4", "--devices")
+    printed = [run_python(*options, f"cpu:{count}", block.title, folder=tmp_path) for count in counts]
+    assert "loss" in printed[0]
+    assert printed[0] == printed[1]
 
 
 @pytest.mark.parametrize("block", NOTEBOOKS, ids=str)

@@ -67,6 +67,47 @@ def test_a_script_that_deals_with_ranks_is_native(folder, text, reason):
     assert "--adopt" not in reading.reason
 
 
+MAKES = "import torch.distributed as dist, torch.multiprocessing as mp\ndef rank(i):\n  dist.init_process_group()\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "sign"),
+    [
+        ("mp.spawn(rank)", "train.py, line 4"),
+        ("import torch\ntorch.multiprocessing.start_processes(fn=rank)", "train.py, line 5"),
+        ("from torch.multiprocessing import spawn as go\ndef demo(f):\n  go(f, nprocs=2)\ndemo(rank)", "line 6"),
+        ("def outer(i):\n  rank(i)\nmp.spawn(outer)", "line 6"),
+        ("mp.spawn(lambda i: rank(i))", "line 4"),
+        ("for i in range(2): mp.get_context('spawn').Process(target=rank, args=(i,)).start()", "line 4"),
+        ("from multiprocessing import Process as P\nP(target=rank)", "line 5"),
+        ("class Job:\n  def __init__(self): rank(0)\ndef run(i): Job()\nmp.spawn(run)", "line 7"),
+        ("class Rank(mp.Process):\n  def run(self): rank(0)\nRank().start()", "line 4"),
+        ("import functools\nmp.spawn(functools.partial(rank))", "line 5"),
+        ("class Job:\n  def run(self): rank(0)\n  def go(self): mp.Process(target=self.run)\nJob()", "line 6"),
+        ("import os\nmp.Process(target=os.getpid).start()\nrank(0)", ""),
+        ("def fetch(): pass\nmp.Process(target=fetch).start()\nrank(0)", ""),
+        ("def cut(i): open('x')\nmp.spawn(cut, nprocs=8)\nrank(0)", ""),
+        ("import psutil\npsutil.Process(3)\nmp.Pool(2)\nrank(0)", ""),
+    ],
+)
+def test_a_script_that_starts_ranks_itself_is_told_from_one_that_starts_other_processes(folder, text, sign):
+    reading = read(folder, MAKES + text)
+    assert reading.kind == "native"
+    assert [place.endswith(sign) for place in reading.starts] == ([True] if sign else [])
+    assert not reading.reads_ranks
+    assert read(folder, f"{MAKES}{text}\nimport os\nos.environ.get('RANK')").reads_ranks
+
+
+def test_a_function_of_another_module_starts_ranks(folder):
+    own = {
+        "ranks.py": "import torch.distributed as dist\ndef go(i):\n  setup()\ndef setup(): dist.init_process_group()\n"
+    }
+    assert read(folder, "import torch.multiprocessing as mp\nfrom ranks import go\nmp.spawn(go)", **own).starts
+    assert not read(
+        folder, "import torch.multiprocessing as mp\nfrom ranks import go\ndef cut(i): pass\nmp.spawn(cut)", **own
+    ).starts
+
+
 @pytest.mark.parametrize(
     "text",
     [

@@ -75,7 +75,8 @@ def run(
     selection = select(spec, cpu_workers=AUTO_CPU_WORKERS if most is None else cpu_workers_for(most, num_nodes))
     are_several = spec.startswith("cpu") or selection.count > 1 or torchrun is not None
     is_virtual = selection.kind == "cpu" and (are_several or script.logical_devices is not None)
-    job, logical = _as_read(replace(job, preload=reading.preload), script, reading, is_virtual)
+    each = [selection.only(index).environment for index in range(selection.count)] if torchrun is None else []
+    job, logical = _as_read(replace(job, preload=reading.preload), script, reading, is_virtual, each)
     if script.adopt is None and reading.is_both:
         notify(f"{program[0]}: {reading.reason}")
     folder = profile_dir or (Path(PROFILE_FOLDER) if profile else None)
@@ -102,13 +103,13 @@ def run(
     raise typer.Exit(outcome.exit_code)
 
 
-def _as_read(job: Job, script: ScriptOptions, reading: "Reading", is_virtual: bool) -> tuple[Job, int | None]:
+def _as_read(job: Job, script: ScriptOptions, reading: "Reading", virtual: bool, places: Any) -> tuple[Job, int | None]:
     """The job that runs a script as it was read, and how many ranks there are if not one a device."""
     from samestep.errors import UsageError
 
     logical = script.logical_devices
     if script.adopt if script.adopt is not None else reading.kind == "adopted":
-        asked = {"num_microbatches": logical, "seed": script.seed, "wrap": script.wrap, "virtual": is_virtual}
+        asked = {"num_microbatches": logical, "seed": script.seed, "wrap": script.wrap, "virtual": virtual}
         return _called(job, "samestep.scripts.script", "run_adopted", asked), None
     if script.wrap is not None:
         raise UsageError(f"--wrap is for scripts of one process, and {reading.reason}; leave it out, or give --adopt")
@@ -117,12 +118,15 @@ def _as_read(job: Job, script: ScriptOptions, reading: "Reading", is_virtual: bo
             f"got --seed {script.seed} for a script that uses samestep itself ({reading.own}), which seeds every "
             f"generator: set samestep.Run(seed={script.seed}) in the script"
         )
+    starts = list(reading.starts) if script.adopt is None else []
+    if logical is None or not places:
+        reading.refuse_own_ranks(script.adopt)
     if logical is None:
-        asked = {"seed": script.seed, "leaves_seeds": bool(reading.own)}
-        return _called(job, "samestep.scripts.spawning", "run_native", asked), None
+        more = {"seed": script.seed, "leaves_seeds": bool(reading.own), "starts": starts}
+        return _called(job, "samestep.scripts.spawning", "run_native", more), None
     reading.check_logical_devices(logical)
-    asked = {"seed": script.seed, "virtual": is_virtual and reading.names_gpus}
-    return _called(job, "samestep.scripts.logical", "run_logical", asked), logical
+    of_ranks = {"virtual": virtual and reading.names_gpus, "starts": (starts, places if starts else [])}
+    return _called(job, "samestep.scripts.logical", "run_logical", {"seed": script.seed, **of_ranks}), logical
 
 
 def _called(job: Job, module: str, function: str, options: dict[str, Any]) -> Job:

@@ -206,6 +206,7 @@ def _program(
     on_cpus = all(selection.kind == "cpu" for selection in selections.values())
     if not (adopt if adopt is not None else reading.kind == "adopted"):
         reading.check_logical_devices(options["logical_devices"])
+        reading.refuse_own_ranks(adopt)
         if given not in ([], ["--logical-devices"]):
             raise UsageError(f"got {', '.join(given)}, for scripts of one process; this one deals with ranks itself")
         virtual = on_cpus and reading.names_gpus

@@ -17,7 +17,7 @@
 | `wrapping` | nn.Module.__call__, Optimizer.__init__ |
 
 `late_dynamo` is applied with them, so that all see the same torch._dynamo, whenever it is imported.
-`spawning` patches multiprocessing, torch's rendezvous and SyncBatchNorm in scripts that deal with ranks themselves.
+`spawning` and `logical` patch multiprocessing and torch.distributed, for scripts that deal with ranks themselves.
 """
 
 import sys

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.profiler import record_function
 
-from samestep.comm.environment import Environment, chosen_profile, read_environment
+from samestep.comm.environment import RANK_VARIABLES, Environment, chosen_profile, read_environment
 from samestep.engine.forward_backward import backward_on_this_thread
 from samestep.errors import PeerLostError, UsageError
 from samestep.launcher.program import run_module, run_script
@@ -31,11 +31,6 @@ from samestep.scripts.wrapped import forward, regions
 from samestep.user_code import is_own_file, is_script_file
 
 DELAY_SECONDS = 0.2
-RANK_VARIABLES = (
-    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_NAME"),
-    *("ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"),
-    *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"),
-)
 READ_BY_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 DEALS_WITH_RANKS = (
     "the script runs as one for a single process, without these variables; if it deals with ranks, or a library of its "

@@ -29,6 +29,7 @@ MAX_LIBRARY_FILES = 50
 MAX_CALLS = 6  # from a script into functions of libraries, one calling the next
 RANK_VARIABLES = frozenset({"RANK", "LOCAL_RANK", "WORLD_SIZE"})
 STARTERS = frozenset({"init_process_group", "init_device_mesh"})
+PROCESS_STARTERS = frozenset({"torch.multiprocessing.spawn", "torch.multiprocessing.start_processes"})
 FRAMEWORKS = frozenset(
     {
         *("accelerate", "colossalai", "composer", "deepspeed", "horovod", "lightning", "lightning_fabric"),
@@ -63,6 +64,8 @@ class Reading:
     reason: str  # the sign by which it was recognised
     is_both: bool = False  # whether a native script also has a DataParallel, which --adopt would share out
     own: str = ""  # the sign of a script that uses samestep's own Run, Trainer or launch
+    starts: tuple[str, ...] = ()  # where a native script starts its ranks itself
+    reads_ranks: bool = False  # whether it also reads torchrun's variables
     num_microbatches: int | None = None  # of its own runs, if that is written out
     names_gpus: bool = False  # whether it names GPUs: ranks on CPU workers then find simulated ones
     preload: tuple[str, ...] = ()  # modules that it will most likely import; a wrong guess costs time and nothing else
@@ -74,6 +77,15 @@ class Reading:
                 f"got --logical-devices {count} for a script that uses samestep itself ({self.own}): its microbatches "
                 f"already give the same bits on any number of devices. Leave the option out, and set "
                 f"samestep.Run(num_microbatches={count}) in the script if you mean their number"
+            )
+
+    def refuse_own_ranks(self, adopt: bool | None) -> None:
+        """Raises for a script that starts its ranks itself, and does not read torchrun's variables, where it cannot."""
+        if self.starts and adopt is None and not (self.reads_ranks or self.own):
+            raise UsageError(
+                f"{self.starts[0]}: the script starts its ranks itself, which needs samestep run --logical-devices V "
+                "on one machine, V being their number; then they have the same bits on any number of devices. verify "
+                "does not follow such ranks: compare what runs save. --no-adopt runs the script once a device"
             )
 
 
@@ -133,8 +145,22 @@ class Evidence:
     own: str = ""
     names_gpus: bool = False
     calls: list[ast.Call] = field(default_factory=list)
+    starters: list[tuple[str, str]] = field(default_factory=list)  # places of calls, and the functions of processes
+    called: dict[str, set[str]] = field(default_factory=dict)  # by the name of a function or class, what it calls
+    reads_ranks: bool = False
     preload: set[str] = field(default_factory=set)
     libraries: "Libraries" = field(default_factory=lambda: Libraries())
+
+    @property
+    def starts(self) -> tuple[str, ...]:
+        """The places that start a process whose function makes a process group, itself or by what it calls."""
+        found = []
+        for place, name in self.starters:
+            reached = [name.rpartition(".")[2]] if "." in name else [*self.called]  # only full names are certain
+            for each in reached:  # which grows meanwhile
+                reached += self.called.get(each, set()).difference(reached)
+            found += [] if STARTERS.isdisjoint(reached) else [place]
+        return tuple(found)
 
 
 class Libraries:
@@ -237,23 +263,14 @@ def reads_as(target: str | Path, *, is_module: bool = False) -> Reading:
     for source in _sources(first, folder):
         num_files += 1
         _look(source, folder, evidence)
-        if evidence.native and evidence.wrapper and evidence.names_gpus and evidence.preload.issuperset(TRAINING):
-            break
-    names = tuple(name for name in TRAINING if name in evidence.preload)
-    found: dict[str, Any] = {"preload": names, "names_gpus": evidence.names_gpus}
-    if evidence.native and evidence.wrapper:
-        return Reading(
-            "native",
-            f"{evidence.native}, so it deals with its ranks itself; it also has {evidence.wrapper}, which "
-            "samestep run --adopt shares out instead",
-            is_both=True,
-            own=evidence.own,
-            **found,
-        )
+    preload = tuple(name for name in TRAINING if name in evidence.preload)
+    found: dict[str, Any] = {"preload": preload, "names_gpus": evidence.names_gpus}
     if evidence.native:
-        stated = stated_microbatches(evidence.calls)
         reason = f"{evidence.native}, so it deals with its ranks itself"
-        return Reading("native", reason, own=evidence.own, num_microbatches=stated, **found)
+        if evidence.wrapper:
+            reason += f"; it also has {evidence.wrapper}, which samestep run --adopt shares out instead"
+        facts = (bool(evidence.wrapper), evidence.own, evidence.starts, evidence.reads_ranks)
+        return Reading("native", reason, *facts, stated_microbatches(evidence.calls), **found)
     if evidence.wrapper:
         return Reading("adopted", f"it has {evidence.wrapper}, and starts no process group", **found)
     files = "its file" if num_files == 1 else f"any of its {num_files} files"
@@ -350,8 +367,19 @@ def _look(source: Source, folder: Folder, evidence: Evidence) -> None:
                 evidence.native = evidence.native or f"{_place(source, node)}, {sign}"
             if sign.startswith(OWN_SIGNS):
                 evidence.own = evidence.own or f"{_place(source, node)}, {sign}"
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            calls = (part for part in ast.walk(node) if isinstance(part, ast.Call))
+            evidence.called.setdefault(node.name, set()).update(_meaning(call.func, aliases) for call in calls)
+            if "Process" in {_meaning(base, aliases) for base in getattr(node, "bases", ())}:
+                evidence.starters.append((_place(source, node), f".{node.name}"))
+        evidence.reads_ranks |= _environment_variable(node, aliases) in RANK_VARIABLES
         if isinstance(node, ast.Call):
             evidence.calls.append(node)
+            given = {"fn": next(iter(node.args), None), **{keyword.arg: keyword.value for keyword in node.keywords}}
+            function = given.get("target") if _meaning(node.func, aliases) == "Process" else None
+            function = given["fn"] if _full_name(node.func, aliases) in PROCESS_STARTERS else function
+            if function is not None:
+                evidence.starters.append((_place(source, node), _full_name(function, aliases)))
         if not evidence.wrapper:
             used = [node.func] if isinstance(node, ast.Call) else node.bases if isinstance(node, ast.ClassDef) else []
             wrapper = next((name for part in used if (name := _meaning(part, aliases)) in WRAPPERS), "")

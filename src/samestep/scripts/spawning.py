@@ -43,11 +43,12 @@ Started = list[tuple[BaseProcess, str]]
 
 
 def run_native(
-    kind: str, target: str, argv: Sequence[str], seed: int | None = None, leaves_seeds: bool = False
+    kind: str, target: str, argv: Sequence[str], seed: int | None = None, leaves_seeds: bool = False, starts: Any = ()
 ) -> None:
     """Runs a script that deals with ranks itself: the entry of `samestep run`'s workers.
 
-    `leaves_seeds` is for scripts that use `samestep.Run`, which seeds all ranks alike.
+    `leaves_seeds` is for scripts that use `samestep.Run`; `starts` are the lines of a script that would start its ranks
+    itself, which is refused at the second, or the context in which it may.
     """
     place = read_environment()
     if place.device_kind == "cpu" and place.world_size > 1:
@@ -55,19 +56,11 @@ def run_native(
         for name, value in (ON_CPUS, "true"), *((each, str(place.local_world_size)) for each in DEVICES_ON_CPUS):
             os.environ.setdefault(name, value)
     run = run_module if kind == "module" else run_script
-    kept: list[Any] = []
-
-    def synchronised(distributed: Any) -> Any:  # the last module of torch.nn: before it, torch is imported only in part
-        return importlib.import_module("samestep.scripts.sync_batch_norm").patches(distributed)
-
-    late = late_patches({GROUPS: partial(_kept_groups, kept), "torch.nn.parallel.distributed": synchronised})
+    refused, starting = (starts, None) if isinstance(starts, Sequence) else ((), starts)
     with ExitStack() as stack:
-        stack.enter_context(watching_children(target))
-        stack.enter_context(applied([*late_dynamo(), *_first_backward(target), *late]))
-        if not leaves_seeds:
-            from samestep.scripts.seeding import seeded_rank  # imports torch
-
-            stack.enter_context(seeded_rank(place.rank, seed))
+        stack.enter_context(watching_children(target, refused))
+        stack.enter_context(starting or applied(_first_backward(target)))
+        kept = enter_rank(stack, place.rank, seed, leaves_seeds)
         try:
             run(target, tuple(argv))
             kept.clear()  # after the script's own references to models, which hold groups too
@@ -77,20 +70,38 @@ def run_native(
             raise
 
 
+def enter_rank(stack: ExitStack, rank: int, seed: int | None, leaves_seeds: bool = False) -> list[Any]:
+    """Patches torch as soon as the script imports it, and seeds the generators; returns what keeps destroyed groups."""
+    kept: list[Any] = []
+
+    def synchronised(distributed: Any) -> Any:  # the last module of torch.nn: before it, torch is imported only in part
+        return importlib.import_module("samestep.scripts.sync_batch_norm").patches(distributed)
+
+    late = late_patches({GROUPS: partial(_kept_groups, kept), "torch.nn.parallel.distributed": synchronised})
+    stack.enter_context(applied([*late_dynamo(), *late]))
+    if not leaves_seeds:
+        from samestep.scripts.seeding import seeded_rank  # imports torch
+
+        stack.enter_context(seeded_rank(rank, seed))
+    return kept
+
+
 @contextmanager
-def watching_children(program: str) -> Iterator[None]:
+def watching_children(program: str, starts: Sequence[str] = ()) -> Iterator[None]:
     """Raises a `UsageError` for a process group that would hang, here and in child processes."""
     place, started, start = _place(), Started(), BaseProcess.start
 
     def noted(process: BaseProcess) -> None:
         if process._target is not None:  # type: ignore[attr-defined]  # called by run(); deleted after start()
             process._target = partial(_in_child, place, process._target)  # type: ignore[attr-defined]
-        _raise_for_refused(started, program)
-        start(process)
         from samestep.user_code import script_line  # imports torch
 
+        line = script_line()
+        is_next = os.path.basename(line) in starts and line in [other for _, other in started]  # one may be no rank
+        _raise_for_refused(started, program, line if is_next else None)
+        start(process)
         started[:] = [(child, line) for child, line in started if _exit_code(child) in (None, REFUSED)]
-        started.append((process, script_line()))
+        started.append((process, line))
 
     def alone(port: str, *_: str) -> NoReturn:
         raise UsageError(
@@ -214,16 +225,15 @@ def _exit_code(child: BaseProcess) -> int | None:
         return 0
 
 
-def _raise_for_refused(started: Started, program: str) -> None:
-    """Raises a `UsageError` if a child stopped because it was about to wait for ever."""
-    line = next((line for child, line in started if _exit_code(child) == REFUSED), None)
+def _raise_for_refused(started: Started, program: str, line: str | None = None) -> None:
+    """Raises a `UsageError` for a line, or if a child stopped because it was about to wait for ever."""
+    line = line or next((line for child, line in started if _exit_code(child) == REFUSED), None)
     if line is None:
         return
     count = os.environ.get("WORLD_SIZE", "1")
     place = f" ({line})" if line else ""
     raise UsageError(
-        f"{program} starts its ranks itself{place}, and samestep has started {count} of them already: start it with "
-        "plain python; or drop the spawn and let samestep start the workers: call the function that it starts once, "
-        'with int(os.environ["RANK"]) as the rank and int(os.environ["WORLD_SIZE"]) as the world size, and leave '
-        "MASTER_ADDR and MASTER_PORT alone"
+        f"{program} starts its ranks itself{place}, and samestep has started {count} of them already: give "
+        "samestep run --logical-devices V, V being their number, if the script starts them, no library; or call what "
+        "it starts once, with RANK and WORLD_SIZE from the environment, and leave MASTER_ADDR and MASTER_PORT alone"
     ) from None

@@ -61,12 +61,12 @@ class OwnMode(TorchFunctionMode):
 
 
 @contextmanager
-def own_accelerator(count: Callable[[], int], device: torch.device) -> Iterator[None]:
+def own_accelerator(count: Callable[[], int], device: torch.device, *, starts: bool = False) -> Iterator[None]:
     """Shows the script `count()` accelerators, all of which are this process's own.
 
     The `device` of a tensor is the real one: `x.to("cuda:3").device` is that of this process.
     """
-    if device.type == "cuda":
+    if device.type == "cuda" and not starts:  # the process that starts the ranks leaves it to those
         torch.cuda.init()  # before the script can change the visible devices
 
     def read(asked: Any) -> Any:
