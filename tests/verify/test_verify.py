@@ -281,7 +281,7 @@ def test_what_nobody_seeded_is_no_rounding_but_named_and_confirmed(verdict_on, s
     ("after", "note"),
     [
         (f"import time; {METRIC.format('torch.tensor(time.time() % 60)')}", "0 are compared: .* 3 differ on cpu:1"),
-        ("if dist.get_world_size() > 1: dist.all_reduce(torch.tensor(0.5))", "0 are compared: .* 3 on cpu:2"),
+        ("if dist.get_world_size() > 1: dist.all_reduce(torch.tensor(0.5))", "0 are compared: .* 3 on cpu:2$"),
     ],
     ids=("a clock", "on several devices only"),
 )

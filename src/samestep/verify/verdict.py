@@ -282,10 +282,8 @@ def _notes(inquiry: _Inquiry, repeat: Pair, recordings: Sequence[Recording]) -> 
     if max(counts.values()) > num_compared:
         seen = ", ".join(f"{count} on {label}" for label, count in counts.items())
         clocks = f"; {len(inquiry.clocks)} differ on {first.devices} from run to run, as clocks do"
-        notes.append(
-            f"of the numbers that the program reduces itself {num_compared or 'none'} are compared: there are {seen}"
-            f"{clocks if inquiry.clocks else ''}"
-        )
+        note = f"of the numbers that the program reduces itself {num_compared} are compared: there are {seen}"
+        notes.append(note + clocks * bool(inquiry.clocks))
     elif not num_compared and first.family == "ddp" and not ended:
         notes.append(f"no metric was compared: in {first.num_steps} steps the program reduced none; try more --steps")
     idle = idle_parameters(first)
