@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from samestep.engine import gradients
-from samestep.engine.pipelining import p2p
+from samestep.engine.pipelining import p2p, stage_runner
 from samestep.engine.pipelining.p2p import PointToPoint
 from samestep.engine.pipelining.stages import parts_of
 from samestep.engine.pipelining.strategy import PipelineStrategy
@@ -192,9 +192,15 @@ class LeftFold:
         return self.sums[0] if self.sums else None
 
 
+def unpacked_alone(generators, tensors, note):
+    """The value of a message; each stage draws on from its own state."""
+    with generators.preserved():
+        return p2p.unpacked(generators, tensors, note)
+
+
 BREAKERS = {
     None: nullcontext,
-    "randomness": lambda: mock.patch.object(p2p, "restore_generators", return_value=None),
+    "randomness": lambda: mock.patch.object(stage_runner, "unpacked", unpacked_alone),
     "order": lambda: mock.patch.object(gradients, "TreeSum", LeftFold),
 }
 
