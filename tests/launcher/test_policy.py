@@ -120,7 +120,7 @@ def test_a_script_of_torch_distributed_is_restarted_as_torchrun_does(starter):
 @pytest.mark.skipif(sys.platform == "win32", reason="has no limit on open files")
 def test_a_limit_on_open_files_that_is_too_low_is_refused_before_anything_starts(starter):
     starter.script("ok.py", "import samestep\nprint(samestep.Run(8, 4).world_size)\nopen('ran', 'w')")
-    needed = 80
+    needed = 56
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 
     def run(limit):
@@ -132,7 +132,7 @@ def test_a_limit_on_open_files_that_is_too_low_is_refused_before_anything_starts
 
     stdout, stderr = (refused := run(needed - 1)).communicate(timeout=SECONDS)
     assert (refused.returncode, stdout) == (2, "")
-    assert "4 workers need 80 open files, and 79 are allowed: ulimit -n 80, or fewer workers" in stderr
+    assert "4 workers need 56 open files, and 55 are allowed: ulimit -n 56, or fewer workers" in stderr
     assert "Traceback" not in stderr
     assert not (starter.folder / "ran").exists()
     stdout, stderr = (enough := run(needed)).communicate(timeout=SECONDS)

@@ -116,7 +116,7 @@ class Policy:
         if num_workers > MAX_SLOTS:
             option = "--devices" if num_workers == count else "--logical-devices"
             raise UsageError(f"got {num_workers} workers; one machine runs {MAX_SLOTS} at most ({option})")
-        needed, most = 64 + 4 * num_workers, soft_limit("nofile")  # the supervisor has four pipes a worker
+        needed, most = 40 + 4 * num_workers, soft_limit("nofile")  # the supervisor has four pipes a worker
         if most < needed:
             advice = f"ulimit -n {needed}, or fewer workers (--devices, --logical-devices)"
             raise UsageError(f"{num_workers} workers need {needed} open files, and {most:.0f} are allowed: {advice}")
