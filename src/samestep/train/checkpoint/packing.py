@@ -262,7 +262,7 @@ def _refused(value: Any, path: str) -> UsageError:
     kind, place = type(value), path or "its top"
     name = kind.__name__ if kind.__module__ in ("builtins", "torch") else f"{kind.__module__}.{kind.__qualname__}"
     if isinstance(value, Tensor):
-        what = lacks_bytes(value) or value.layout
+        what = "meta" if value.is_meta else "quantized" if value.is_quantized else str(value.layout)
         return UsageError(
             f"the state holds a {name} ({what}) at {place}, which a checkpoint cannot hold; needed: a plain dense"
             " tensor: change it with .to_dense(), .dequantize() or .as_subclass(torch.Tensor)"
