@@ -1,0 +1,258 @@
+"""What must hold for a program: its checks as text, and the scripts that are made of a program and checks."""
+
+import contextlib
+import io
+import linecache
+import sys
+import tempfile
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import grammar
+import simulated_collectives
+from grammar import HEAD, Program, programs
+from hypothesis import strategies as st
+from simulated_collectives import Call
+from simulated_ranks import generator_states, set_generators
+
+from samestep.errors import SamestepError
+
+
+@dataclass(frozen=True)
+class Case:
+    """A program, the number of ranks, the seed of their order, and what is checked."""
+
+    program: Program
+    checks: tuple[str, ...]
+    ranks: int = 2
+    order: int = 0
+    place: int = 0  # of a fault
+    count: int = 1
+
+
+ONE = "one = in_turns(1, train)[0]\n"
+TEXTS = {
+    "ranks": """
+        for found in in_turns({ranks}, train, order={order}):
+            check_same(found, one)
+    """,
+    "resumed": """
+        for found in in_turns({ranks}, train, folder / "run", order={order}):
+            check_same(found, one)
+        places = sorted((folder / "run" / "checkpoints").glob("step-*"))
+        assert places
+        for place in places:
+            done = int(place.name[5:])
+            others = (done + {ranks}) % {most} + 1
+            for found in in_turns(others, train, None, place, order={order}):
+                check_same(found, one, done, ("draws", "drawn") if place == places[-1] else ())
+    """,
+    "seldom": """
+        check_same(in_turns(1, train, folder / "seldom", every=3)[0], one)
+    """,
+    "watched": """
+        check_same(in_turns({ranks}, train, looks=True)[0], one)
+    """,
+    "workers": """
+        check_same(in_turns(1, train, num_workers=2)[0], one)
+    """,
+    "resumed workers": """
+        one = in_turns(1, train, folder / "workers", num_workers=1)[0]
+        for place in sorted((folder / "workers" / "checkpoints").glob("step-*"))[:-1]:
+            check_same(in_turns(1, train, None, place, num_workers=2)[0], one, int(place.name[5:]))
+    """,
+    "plain": """
+        check_same(plain(), {{name: one[name] for name in ("digest", "weights")}})
+    """,
+    "nearly plain": """
+        for a, b in zip(one["weights"], plain()["weights"], strict=True):
+            assert abs(a - b) <= 1e-4 * (1 + abs(b)), (a, b)  # another order of the sums: float32, some steps
+    """,
+    "loops": """
+        check_same(in_turns(1, train_by_hand)[0], one, but=("history",))
+    """,
+    "lost": """
+        world = Turns({ranks})
+        world.run(lambda t: train(Communicator(torch.device("cpu"), t, t, "ordered"), folder / "whole"))
+        lost = {order} % {ranks}, {place} % world.exchanges
+        assert in_turns({ranks}, train, folder / "run", lost=lost) == "lost"
+        place = folder / "run" if any((folder / "run" / "checkpoints").glob("step-*")) else None
+        for found in in_turns({others}, train, None, place):
+            check_same(found, one, 1 << 30, ("draws", "drawn"))
+    """,
+    "stopped": """
+        first = {place} % len(one["losses"])
+        in_turns({ranks}, train, folder / "run", stops=({order} % {ranks}, first))
+        in_turns({others}, train, folder / "run", resume="auto", stops=(0, first + {count}))
+        for found in in_turns({ranks}, train, folder / "run", resume="auto"):
+            check_same(found, one, 1 << 30, ("draws", "drawn"))
+    """,
+    "full disk": """
+        with failing(folder / "run", 1 << 30, 0, "full") as disk:
+            in_turns(1, train, folder / "run")
+        shutil.rmtree(folder / "run")
+        try:
+            with failing(folder / "run", 1 + {place} % disk.seen, {count}, "full"):
+                found = in_turns({ranks}, train, folder / "run")
+        except RunFolderError:
+            found = None
+        if found is None:
+            found = in_turns({others}, train, folder / "run", resume="auto")
+        for each in found:
+            check_same(each, one, 1 << 30, ("draws", "drawn"))
+    """,
+    "crash": """
+        with failing(folder / "run", 1 << 30, 0, "full") as disk:
+            in_turns(1, train, folder / "run")
+        shutil.rmtree(folder / "run")
+        with failing(folder / "run", 1 + {place} % disk.seen, 1, "crash"), suppress(BaseException):
+            in_turns(1, train, folder / "run")
+        if (folder / "run").exists():
+            shutil.copytree(folder / "run", folder / "left")  # without the lock, which ends with a process
+        for found in in_turns({others}, train, folder / "left", resume="auto"):
+            check_same(found, one, 1 << 30, ("draws", "drawn"))
+    """,
+}
+EXCUSES = {  # of a check that says nothing about a program
+    # A loader of one's own draws a seed for workers that begin, and they draw by it.
+    "workers": lambda p: p.data in ("streams", "iterable", "own loader", "own persistent"),
+    "resumed workers": lambda p: p.data in ("streams", "iterable", "own loader"),
+    "stopped": lambda p: p.calls,  # of which the next one goes on
+    "plain": lambda p: not (p.plain and p.microbatches == 1),
+    "nearly plain": lambda p: not (p.plain and p.microbatches > 1),
+    "loops": lambda p: (
+        p.loop == "own"
+        or p.data in grammar.OF_LOADERS
+        or bool(p.hooks or p.calls or p.patience or p.steps or p.best)
+        or p.scheduler in ("epochs", "plateau")
+    ),
+}
+PROGRAM_CHECKS = [
+    "ranks",
+    "resumed",
+    "watched",
+    "seldom",
+    "workers",
+    "resumed workers",
+    "plain",
+    "nearly plain",
+    "loops",
+]
+NAMES = ["all_reduce", "reduce", "broadcast", "all_gather", "gather", "scatter", "all_to_all", "barrier"]
+DTYPES = ["float32", "float64", "float16", "bfloat16", "int64", "int32", "int8", "uint8"]
+FAULT_CHECKS = ["lost", "stopped", "full disk", "crash"]
+
+
+def cases(kind):
+    """Draws cases of a kind: "programs", "faults" or "collectives"."""
+    if kind == "collectives":
+        return st.tuples(st.lists(calls(), min_size=1, max_size=12), st.integers(1, 8))
+    names = PROGRAM_CHECKS if kind == "programs" else FAULT_CHECKS
+    checks = st.lists(st.sampled_from(names), min_size=1, max_size=3 if kind == "programs" else 1, unique=True)
+    drawn = programs() if kind == "programs" else programs().map(saved)
+    return st.builds(
+        Case,
+        drawn,
+        checks.map(tuple),
+        st.integers(2, 4),
+        st.integers(0, 99),
+        st.integers(0, 400),
+        st.sampled_from([1, 2, 1000]),
+    )
+
+
+def calls():
+    """Draws collectives that gloo knows."""
+
+    def made(name, dtype, op, **more):
+        is_number = dtype in ("float16", "float32", "float64", "int8", "uint8", "int32", "int64")
+        if "reduce" in name and not is_number:
+            dtype = "float32"
+        return Call(name, dtype, op=op if "reduce" in name else "SUM", **more)
+
+    return st.builds(
+        made,
+        st.sampled_from(NAMES),
+        st.sampled_from(DTYPES),
+        st.sampled_from(["SUM", "PRODUCT", "MIN", "MAX"]),
+        shape=st.lists(st.integers(0, 4), max_size=3).map(tuple) | st.just((70_001,)),
+        root=st.integers(0, 7),
+        strided=st.booleans(),
+        waits=st.integers(0, 3),
+    )
+
+
+def saved(program):
+    """The program by a trainer, which writes a run folder."""
+    return grammar.allowed(grammar.replace(program, loop="trainer"))
+
+
+def script(case):
+    """The text of a program and its checks, which runs by itself; empty if none of them applies."""
+    if not isinstance(case, Case):
+        drawn, ranks = case
+        listed = "".join(f"    {call!r},\n" for call in drawn)
+        head = Path(simulated_collectives.__file__).read_text()
+        return f"{head}\n\nCALLS = [\n{listed}]\n\ncheck_calls(CALLS, {ranks})\n"
+    program = case.program
+    checks = [name for name in case.checks if not EXCUSES.get(name, lambda p: False)(program)]
+    if not checks:
+        return ""
+    most = min(4, program.microbatches)
+    numbers = {
+        "ranks": min(case.ranks, most),
+        "most": most,
+        "others": case.order % most + 1,
+        "order": case.order,
+        "place": case.place,
+        "count": case.count,
+    }
+    head = HEAD.read_text().split('"""\n', 1)[1].replace("import sys\n", "import shutil\nimport sys\nimport tempfile\n")
+    head = head.replace("contextlib import contextmanager", "contextlib import contextmanager, suppress\n"
+                        "from pathlib import Path")  # fmt: skip
+    head = head.replace("import PeerLostError", "import PeerLostError, RunFolderError")
+    body = grammar.text(program)
+    if "loops" in checks:
+        by_hand = grammar.text(grammar.replace(program, loop="own", evaluated=False))
+        body += "\n\ndef train_by_hand(" + by_hand.split("def train(", 1)[1].split("\n\n\n")[0]
+    text = ONE + "".join(textwrap.dedent(TEXTS[name]).format(**numbers) for name in checks)
+    return (
+        f'"""Drawn by the simulator; checks: {", ".join(checks)}."""\n{head}\n\n{body}\n\n'
+        f"def check(folder):\n{textwrap.indent(text, '    ')}\n\n"
+        'if __name__ == "__main__":\n'
+        "    with tempfile.TemporaryDirectory() as folder:\n"
+        "        check(Path(folder))\n"
+        '    print("all checks hold")\n'
+    )
+
+
+class Refused(Exception):
+    """The program is refused on one rank already, by a sentence of samestep; any other error is a failure."""
+
+
+def run_script(text):
+    """Runs the checks of a script here; raises what they raise, and `Refused` if one undisturbed rank refuses."""
+    module = ModuleType("simulated")
+    name = f"<simulated {abs(hash(text))}>"
+    linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+    sys.modules["simulated"] = module  # classes are looked up there
+    said = io.StringIO()
+    states = generator_states()
+    try:
+        with (
+            tempfile.TemporaryDirectory(prefix="simulated-") as folder,
+            contextlib.redirect_stdout(said),
+            contextlib.redirect_stderr(said),
+        ):
+            exec(compile(text, name, "exec"), vars(module))
+            if hasattr(module, "check"):
+                try:
+                    module.in_turns(1, module.train)
+                except SamestepError as error:
+                    raise Refused(f"{type(error).__name__}: {error}") from error
+                module.check(Path(folder))
+    finally:
+        set_generators(states)
+        del linecache.cache[name], sys.modules["simulated"]

@@ -1,0 +1,116 @@
+"""The simulator: draws programs from seeds, runs their checks, and prints the smallest program of each that fails.
+
+    python tests/simulation/run.py --seed 7
+    python tests/simulation/run.py --minutes 10 --kind faults
+
+A seed and a commit repeat a failure. See CONTRIBUTING.md.
+"""
+
+import argparse
+import os
+import sys
+import time
+import traceback
+from collections import Counter
+from dataclasses import dataclass, field
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import hypothesis
+import torch
+from checks import Refused, cases, run_script, script
+
+KINDS = ("programs", "faults", "collectives")
+EXAMPLES = 6  # of a seed
+SHRINKING_SECONDS = 60
+
+
+@dataclass
+class Search:
+    """What was run so far, and what came of it."""
+
+    shrinking_seconds: float = SHRINKING_SECONDS
+    known: dict = field(default_factory=dict)
+    counts: Counter = field(default_factory=Counter)
+    refusals: Counter = field(default_factory=Counter)
+    failed_at: float | None = None
+    failures: dict = field(default_factory=dict)
+
+    def attempt(self, text):
+        """Runs a script once; raises what it raised, again too."""
+        if text not in self.known:
+            if self.failed_at is not None and time.monotonic() - self.failed_at > self.shrinking_seconds:
+                return  # what is known is small enough
+            self.known[text] = None
+            self.counts["programs"] += 1
+            try:
+                run_script(text)
+            except Refused as error:
+                self.counts["refused"] += 1
+                self.refusals[str(error)[:160]] += 1
+            except BaseException as error:
+                if isinstance(error, KeyboardInterrupt):
+                    raise
+                self.failed_at = self.failed_at or time.monotonic()
+                self.known[text] = "".join(traceback.format_exception(error)[-4:])
+        if self.known[text] is not None:
+            self.failures[text] = self.known[text]
+            raise AssertionError("fails")
+
+    def smallest(self, kind, seed, examples=EXAMPLES):
+        """The smallest failing script that a seed leads to, and its error; None if all hold."""
+        self.failed_at, self.failures = None, {}
+        profile = hypothesis.settings(
+            max_examples=examples,
+            deadline=None,
+            database=None,
+            report_multiple_bugs=False,
+            phases=[hypothesis.Phase.generate, hypothesis.Phase.shrink],
+            suppress_health_check=[*hypothesis.HealthCheck],
+            verbosity=hypothesis.Verbosity.quiet,
+        )
+
+        @hypothesis.seed(seed)
+        @profile
+        @hypothesis.given(cases(kind))
+        def search(case):
+            if text := script(case):
+                self.attempt(text)
+
+        try:
+            search()
+        except AssertionError:
+            text = min(self.failures, key=len)
+            return text, self.failures[text]
+        return None
+
+
+def main(arguments=None):
+    """The command line; 1 if something failed."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seed", type=int, help="the seed, or the first of them; by the clock if left out")
+    parser.add_argument("--minutes", type=float, help="go on with the next seeds for so long")
+    parser.add_argument("--kind", choices=KINDS, action="append", help="of what is drawn; all by default")
+    chosen = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    first = int(time.time()) % 1_000_000 if chosen.seed is None else chosen.seed
+    kinds, search, began, failed = chosen.kind or KINDS, Search(), time.monotonic(), 0
+    seed = first
+    while seed == first or (chosen.minutes and time.monotonic() - began < 60 * chosen.minutes):
+        for kind in kinds:
+            found = search.smallest(kind, seed)
+            if found is not None:
+                failed += 1
+                print(f"# --seed {seed} --kind {kind} fails; the smallest program that does:\n\n{found[0]}", flush=True)
+                print("".join(f"# {line}\n" for line in found[1].splitlines()), flush=True)
+        seed += 1
+    seconds = time.monotonic() - began
+    print(f"seeds {first} to {seed - 1}: {search.counts['programs']} programs in {seconds:.0f} s, "
+          f"{search.counts['refused']} refused, {failed} seeds fail")  # fmt: skip
+    for text, count in search.refusals.most_common():
+        print(f"  refused {count} times: {text}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
