@@ -112,17 +112,23 @@ def after_a_large_operation(communicator, length, count):
     return used
 
 
+def await_readers(transport):
+    """Returns when the other ranks have read all that this one has posted, so that its next place is the first."""
+    while not all(map(transport._is_read, transport._outbox.blocks)):
+        time.sleep(0.001)
+
+
 def broadcasts_over_payload(communicator):
     """Broadcasts after one whose place another operation took, with the number of the former where that had lain."""
     transport = communicator.transport
     for _ in range(5):  # the number is not that of a mark, 1
         communicator.barrier()
+    await_readers(transport)
     before = transport.gather(torch.zeros(1 << 20, dtype=torch.uint8))
     number = transport._number
     communicator.broadcast(torch.ones(1))
     before.wait()
-    for _ in range(2):  # the second is placed, and ends, when all before the first has been read
-        communicator.barrier()
+    await_readers(transport)
     payload = transport.gather(torch.full((1 << 18,), number))
     if is_source := communicator.rank == 0:
         first = transport._lane.outbox + transport._broadcasts[-1].start

@@ -1,6 +1,5 @@
 """The policy about failed workers, in Python and on the command line, and the variables of their processes."""
 
-import resource
 import sys
 
 import pytest
@@ -117,18 +116,21 @@ def test_a_script_of_torch_distributed_is_restarted_as_torchrun_does(starter):
     assert "samestep: all workers start again (1 of 2)" in done.stderr
 
 
+LIMITED = """
+import os, resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[1]),) * 2)
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="has no limit on open files")
 def test_a_limit_on_open_files_that_is_too_low_is_refused_before_anything_starts(starter):
     starter.script("ok.py", "import samestep\nprint(samestep.Run(8, 4).world_size)\nopen('ran', 'w')")
     needed = 56
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 
     def run(limit):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))  # which the program inherits
-        try:
-            return starter.start("--devices", "cpu:4", "ok.py")
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        words = (sys.executable, "-m", "samestep", "run", "--devices", "cpu:4", "ok.py")
+        return starter.start_program(starter.script("limited.py", LIMITED), limit, *words)
 
     stdout, stderr = (refused := run(needed - 1)).communicate(timeout=SECONDS)
     assert (refused.returncode, stdout) == (2, "")

@@ -57,7 +57,7 @@ def test_a_request_is_forwarded_where_one_worker_would_not_leave_by_itself(tmp_p
 
     outcome = run_members(tmp_path, play, "cpu:2")
     assert (outcome.exit_code, outcome.failure) == (128 + signal.SIGTERM, None)
-    assert capfd.readouterr().err == ""
+    assert capfd.readouterr().err == "samestep: ending by SIGTERM, within 30 s\n"
 
 
 def test_a_death_while_the_step_is_finished_is_healed(tmp_path, capfd):

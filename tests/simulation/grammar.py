@@ -13,7 +13,7 @@ WIDTH, CLASSES = 6, 3
 SIMPLE_BLOCKS = {
     "linear": "nn.Linear(6, 6)",
     "tanh": "nn.Tanh()",
-    "relu": "nn.ReLU(inplace=True)",
+    "relu": "nn.Sequential(nn.Linear(6, 6), nn.ReLU(inplace=True))",
     "dropout": "nn.Dropout(0.3)",
     "batch norm": "nn.BatchNorm1d(6)",
     "cumulative": "nn.BatchNorm1d(6, momentum=None)",

@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from torch._utils import KeyErrorMessage
 from worlds import in_turns
 
 from samestep.errors import ContractError, PeerLostError, RunFolderError, UsageError
@@ -19,6 +20,14 @@ class TwoArguments(Exception):
     def __init__(self, first, second):
         super().__init__(f"{first} and {second}")
         self.first = first
+
+
+class OwnText(Exception):
+    """Made of a number, of which it makes its text."""
+
+    def __init__(self, code):
+        super().__init__(f"code {code}")
+        self.code = code
 
 
 class Guarded(LookupError):
@@ -61,6 +70,8 @@ def sent(error):
         SystemExit(3),
         PeerLostError("rank 1 is gone", (1,)),
         TwoArguments("this", "that"),
+        OwnText(3),
+        KeyError(KeyErrorMessage("of a data worker,\nin two lines")),
     ],
     ids=lambda error: type(error).__name__,
 )

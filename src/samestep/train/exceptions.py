@@ -105,13 +105,22 @@ def blamed(error: BaseException, rank: int, where: str) -> BaseException:
     return error
 
 
+class _Text(str):
+    """A text that is shown without quotes where its `repr` is: in a KeyError, as torch's data workers have it."""
+
+    __repr__ = str.__str__
+
+
 def _form(error: BaseException) -> tuple[Any, ...] | None:
     """An exception as a literal; None if that does not bring back the same type and text."""
-    with suppress(Exception):  # a method of the script's may raise anything
-        form = (type(error).__module__, type(error).__qualname__, *tuple(error.__reduce__())[1:])
-        copy = _made(*literal_eval(repr(form)))
-        if type(copy) is type(error) and str(copy) == str(error) and literal_eval(repr(form)) == form:
-            return form
+    # `__init__` may take other arguments than it keeps; another error than a KeyError has its text as it is.
+    for made_by in ("call", "new", *(["text"] if type(error) is KeyError else [])):
+        with suppress(Exception):  # a method of the script's may raise anything
+            state = [("".join(str(error)),)] if made_by == "text" else list(error.__reduce__())[1:]
+            form = (type(error).__module__, type(error).__qualname__, made_by, *state)
+            copy = _made(*literal_eval(repr(form)))
+            if type(copy) is type(error) and str(copy) == str(error) and literal_eval(repr(form)) == form:
+                return form
     return None
 
 
@@ -123,14 +132,14 @@ def _rebuilt(form: tuple[Any, ...], plain: tuple[Any, ...]) -> BaseException:
         return _made(*plain)
 
 
-def _made(module: str, name: str, arguments: Any, attributes: Any = ()) -> BaseException:
+def _made(module: str, name: str, made_by: str, arguments: Any, attributes: Any = ()) -> BaseException:
     cls = attrgetter(name)(sys.modules[module])
     if not issubclass(cls, BaseException):
         raise TypeError(f"{name} is no exception")
-    try:
-        error: BaseException = cls(*arguments)
-    except Exception:  # its `__init__` takes other arguments than it keeps
-        error = cls.__new__(cls, *arguments)
+    if made_by == "text":
+        arguments = tuple(map(_Text, arguments))
+    error: BaseException = cls.__new__(cls, *arguments) if made_by == "new" else cls(*arguments)
+    if made_by == "new":
         error.args = arguments
     for attribute, value in dict(attributes).items():
         setattr(error, attribute, value)
@@ -141,7 +150,7 @@ def _plain(error: BaseException) -> BaseException:
     """A similar exception that is made of its text and notes alone."""
     text = type(error).__name__
     with suppress(Exception):
-        text = str(error) if type(error).__module__ == "builtins" else f"{text}: {error}"
+        text = "".join(str(error)) if type(error).__module__ == "builtins" else f"{text}: {error}"
     notes = getattr(error, "__notes__", None)
     plain: BaseException = RuntimeError(text)
     for kind in reversed(type(error).__mro__):
