@@ -108,7 +108,9 @@ class Part(nn.Module):
             case "array":
                 self.table[1] += 1
             case "bank":
-                self.bank = torch.zeros(3 * MAX_READ).view(3, -1).t() if self.bank is None else self.bank
+                self.bank = (
+                    torch.zeros(3 * MAX_READ, device=x.device).view(3, -1).t() if self.bank is None else self.bank
+                )
                 self.bank.data[7::100] += x.mean()
             case "large array":
                 self.table = np.zeros((MAX_READ, 3)) if self.table.ndim == 1 else self.table
