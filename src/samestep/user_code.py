@@ -12,6 +12,7 @@ import torch
 import torch.overrides
 
 _OWN = str(Path(__file__).resolve().parent)
+_OWN_FILES = f"{_OWN}{os.sep}"  # made once: collectives look at some frames each
 
 
 @cache
@@ -50,7 +51,7 @@ def script_frame() -> FrameType | None:
 
 def is_own_file(filename: str) -> bool:
     """Whether a file is samestep's."""
-    return filename.startswith(f"{_OWN}{os.sep}")
+    return filename.startswith(_OWN_FILES)
 
 
 def calling_frame(frame: FrameType | None) -> FrameType | None:

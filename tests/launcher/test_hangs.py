@@ -313,7 +313,7 @@ def test_a_worker_that_waits_for_a_pipe_to_be_read_does_not_hang(starter):
     starter.script("prints.py", PRINTS)
     process = starter.start("--no-adopt", "--devices", "cpu:2", "--hang-seconds", "1", "prints.py")
     starter.wait_for("step-0-of-0")
-    time.sleep(5.0)  # nobody reads, for longer than the timeout
+    time.sleep(5.0)  # the pipe is not read for longer than the timeout
     stdout, stderr = process.communicate(timeout=120)
     assert (process.returncode, stdout.splitlines()[-1], stderr) == (0, "done", "")
 

@@ -67,7 +67,7 @@ class HangDetector:
     def look(self, beats: Mapping[int, Beat], now: float, quorum: int = 0, counts: bool = True) -> None:
         """Records the heartbeats of the living workers, by slot, at a time of `time.monotonic`, in that quorum.
 
-        The time since the last look is not counted if it may have passed in waiting for whoever reads the output.
+        The time since the last look is not counted if it may have passed in waiting for the reader of the output.
         """
         self._quorum = quorum
         elapsed = 0.0 if self._looked is None or not counts else min(now - self._looked, MAX_LOOK_SECONDS)

@@ -424,7 +424,7 @@ class Monitor:
 
 
 def _takes_output() -> bool:
-    """Whether stdout and stderr take more output; not if one is a full pipe that nobody reads, such as a pager's."""
+    """Whether stdout and stderr take more output; not if one is a full pipe that is not read, such as a pager's."""
     poll = select.poll()
     for fd in (1, 2):
         poll.register(fd, select.POLLOUT)

@@ -121,7 +121,7 @@ class SharedTransport(Connection):
     def abandon(self) -> None:
         """Leaves after a failure; keeps the store for healing."""
         self._segment = None
-        self._leave()  # once, whoever closes
+        self._leave()  # runs once
 
     def _mapped(self) -> Segment:
         """The segment, unless this rank has left."""
