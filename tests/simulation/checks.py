@@ -59,9 +59,9 @@ TEXTS = {
         check_same(in_turns(1, train, num_workers=2)[0], one)
     """,
     "resumed workers": """
-        one = in_turns(1, train, folder / "workers", num_workers=1)[0]
+        whole = in_turns(1, train, folder / "workers", num_workers=1)[0]
         for place in sorted((folder / "workers" / "checkpoints").glob("step-*"))[:-1]:
-            check_same(in_turns(1, train, None, place, num_workers=2)[0], one, int(place.name[5:]))
+            check_same(in_turns(1, train, None, place, num_workers=2)[0], whole, int(place.name[5:]))
     """,
     "plain": """
         check_same(plain(), {{name: one[name] for name in ("digest", "weights")}})
