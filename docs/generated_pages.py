@@ -1,7 +1,7 @@
 """The generated pages: a mkdocs hook that writes the command line reference and the table of recipes from the code.
 
-A page holds a marker, `<!-- generated: commands -->` or `<!-- generated: recipes -->`, which is replaced when the
-documentation is built. The folder `examples` is a part of the site. `llms.txt` lists all pages, in the form of
+A page holds a marker, such as `<!-- generated: commands -->`, which is replaced when the documentation is built. The first
+page is the README. The folder `examples` is a part of the site. `llms.txt` lists all pages, in the form of
 https://llmstxt.org. Nothing generated is kept.
 """
 
@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 MARKER = "<!-- generated: {} -->"
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLES = ROOT / "examples"
 _LISTED: list[str] = []  # a line a page
 
 
@@ -100,7 +101,17 @@ def recipe_table() -> str:
     return "\n".join(rows)
 
 
-GENERATORS: Mapping[str, Callable[[], str]] = {"commands": command_reference, "recipes": recipe_table}
+def readme() -> str:
+    """The README with links as they are within the documentation; files outside of it are named, without a link."""
+    text = (ROOT / "README.md").read_text("utf-8").replace("](docs/", "](")
+    return re.sub(r"\[([^]]*)\]\((?:[A-Z]+\.md|LICENSE)\)", r"\1", text)
+
+
+GENERATORS: Mapping[str, Callable[[], str]] = {
+    "commands": command_reference,
+    "recipes": recipe_table,
+    "readme": readme,
+}
 
 
 def _usage(name: str, parameters: list[Any]) -> str:

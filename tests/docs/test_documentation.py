@@ -418,6 +418,14 @@ def test_the_command_line_reference_holds_every_command_and_option():
                 assert option.help.replace("|", "\\|") in section
 
 
+def test_the_first_page_is_the_readme_with_links_within_the_documentation():
+    page = generated("index.md")
+    assert page.startswith("# samestep\n")
+    links = [link for link in re.findall(r"\]\(([^)\s]+)\)", page) if not link.startswith("examples/")]
+    assert "scripts.md" in links
+    assert [link for link in links if not (ROOT / "docs" / link).is_file()] == []
+
+
 def test_the_table_of_recipes_holds_every_recipe():
     page = generated("recipes.md")
     assert "<!--" not in page
