@@ -3,9 +3,11 @@
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -24,10 +26,10 @@ LAYERS = (
     "scripts",
     "tutorial",
     "verify",
-    "replay",
-    "report",
     "estimate",
     "recipes",
+    "replay",
+    "report",
     "doctor",
     "cli",
 )
@@ -35,6 +37,12 @@ BOTTOM = {"errors", "extras", "text", "user_code", "version"}
 HEAVY = ("torch", "numpy", "matplotlib", "tensorboard", "sklearn")
 FILES = {"errors", "metrics", "tutorial"}  # layers of one module
 MODULES = sorted(path for path in ROOT.rglob("*.py") if path.parent != ROOT or path.stem in FILES)
+SOURCES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts): path.read_text(encoding="utf-8")
+    for path in sorted(ROOT.rglob("*.py"))
+}
+PROGRAMS = {name for name, source in SOURCES.items() if '__name__ == "__main__"' in source}  # for `python -m`
+NAMED = re.compile(r"(samestep(?:\.\w+)+)(?::[\w.]+)?")  # a module in a string, alone or with a function of it
 
 SMALL = 70
 SMALL_FOR_A_REASON = {
@@ -45,7 +53,27 @@ SMALL_FOR_A_REASON = {
     "engine.sharding.strategy": "loaded if it is chosen, as the other strategies",
     "engine.whole_weights": "loaded for sharded state alone",
     "scripts.sync_batch_norm": "imports torch, which children of a script that import spawning may not need",
-    "recipes.workload": "recipes import from estimate, which may not import recipes",
+}
+
+# Modules that what must be trusted imports, and the reason why no bit depends on them.
+UNTRUSTED = {
+    "devices.host_memory": "has malloc keep freed memory",
+    "devices.inventory": "finds devices",
+    "devices.selection": "prints a hint on cores that are not used",
+    "engine.diagnosis": "explains failures",
+    "engine.side_effects": "reads attributes in the first steps, and prints notices",
+    "errors": "exceptions",
+    "text": "messages",
+    "train.arguments": "answers unknown arguments",
+    "train.atomic_io": "writes and reads files, whose bytes the manifest verifies",
+    "train.contract": "says what decides the bits; nothing is computed by it",
+    "train.contract_diff": "refuses another contract",
+    "train.evaluation": "measures, and restores what it changed",
+    "train.exceptions": "raises an error of one rank on all",
+    "train.fixed_cost": "prints a hint",
+    "train.profile": "traces some steps",
+    "train.rerun": "of `samestep replay` alone",
+    "train.signals": "ends a run between two steps",
 }
 
 
@@ -59,30 +87,53 @@ def is_type_checking(node: ast.stmt) -> bool:
     return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
 
 
-def imports(source: str) -> list[tuple[int, str]]:
-    """The line and name of every module that a source imports anywhere, but for type checking only."""
+@cache
+def imports(source: str, with_types: bool = False) -> list[tuple[int, str]]:
+    """The line of every import, wherever it stands, and the module, or the name in a module, that it asks for.
+
+    A string asks for the module of ours that it names, as for `import_module` and the jobs of workers, but not for a
+    program, which runs in a process of its own. An f-string that begins with a package asks for those of its modules
+    which other strings of the source name.
+    """
     found, waiting = [], list(ast.parse(source).body)
+    texts, packages = [], []
     while waiting:
         node = waiting.pop()
-        if is_type_checking(node):
+        if is_type_checking(node) and not with_types:
             waiting += node.orelse
             continue
         if isinstance(node, ast.Import):
             found += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"line {node.lineno}: a relative import"
-            # "from samestep.devices import nvml" imports a module of that layer too
-            found.append((node.lineno, f"{node.module}.{node.names[0].name}"))
+            found += [(node.lineno, f"{node.module}.{alias.name}") for alias in node.names]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            texts.append((node.lineno, node.value))
+        elif isinstance(node, ast.JoinedStr) and isinstance(node.values[0], ast.Constant):
+            packages.append((node.lineno, str(node.values[0].value)))
         waiting += list(ast.iter_child_nodes(node))
-    return sorted(found)
+    texts += [(line, package + text) for line, package in packages if package.endswith(".") for _, text in texts]
+    named = [(line, match[1]) for line, text in texts if (match := NAMED.fullmatch(text))]
+    return sorted(found + [each for each in named if each[1].removeprefix("samestep.") in SOURCES.keys() - PROGRAMS])
+
+
+def module_of(name: str) -> str | None:
+    """The module of ours, without "samestep.", that has a name; the package's own, "__init__", if no other has."""
+    if name.split(".")[0] != "samestep":
+        return None
+    module = name.removeprefix("samestep").removeprefix(".")
+    while module and module not in SOURCES:
+        module = module.rpartition(".")[0]
+    return module or "__init__"
 
 
 def violations(own: str, source: str) -> list[str]:
-    """Imports of later layers."""
+    """Imports of later layers; the package itself, which offers names of all of them, is none of a module's."""
+    found = [(line, name, module_of(name)) for line, name in imports(source)]
     return [
         f"line {line}: {name}"
-        for line, name in imports(source)
-        if name.startswith("samestep.") and layer_of(name) > layer_of(own)
+        for line, name, module in found
+        if module and (module == "__init__" or layer_of(f"samestep.{module}") > layer_of(own))
     ]
 
 
@@ -97,6 +148,64 @@ def test_every_folder_is_a_layer():
     assert folders | FILES == set(LAYERS)
 
 
+def table_below(heading: str) -> list[list[str]]:
+    """The cells of a table of CONTRIBUTING.md, without its head."""
+    text = (ROOT.parents[1] / "CONTRIBUTING.md").read_text(encoding="utf-8").partition(f"{heading}\n")[2]
+    lines = re.search(r"(?m)^(\|.*\n)+", text)[0].splitlines()[2:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def test_the_table_of_layers_has_every_layer_in_its_order():
+    named = [name for cells in table_below("## The layers") for name in re.findall(r"`(\w+)(?:/|\.py)`", cells[0])]
+    assert sorted(named[: len(BOTTOM)]) == sorted(BOTTOM)
+    assert named[len(BOTTOM) :] == [name for name in LAYERS if name not in BOTTOM]
+
+
+def neighbours(edges: dict[str, set[str]], modules: set[str]) -> set[str]:
+    """The other modules that some modules import."""
+    return set().union(*(edges[name] for name in modules)) - modules
+
+
+def trusted() -> list[tuple[int, list[str]]]:
+    """The lines and modules of each row of the table of what must be trusted."""
+    rows = []
+    for _, lines, files in table_below("### What must be trusted"):
+        found = re.findall(r"`([\w/]+)/\{([^}]+)\}`", files)
+        modules = [f"{folder.replace('/', '.')}.{name}" for folder, names in found for name in names.split(", ")]
+        rows.append((int(lines.replace(",", "")), modules))
+    return rows
+
+
+def test_what_must_be_trusted_imports_nothing_else_that_could_decide_a_bit():
+    modules = [name for _, names in trusted() for name in names]
+    assert len(set(modules)) == len(modules)
+    assert {"engine.step", "data.loader", "train.run", "train.checkpoint.state"} <= set(modules)
+    assert neighbours(graph(SOURCES, with_types=False), set(modules)) == UNTRUSTED.keys()
+
+
+def test_twin_an_import_into_what_must_be_trusted_is_noticed():
+    modules = {name for _, names in trusted() for name in names}
+    for more in ("def late():\n    from samestep.metrics import Accuracy", 'import_module("samestep.metrics")'):
+        sources = SOURCES | {"core.tree": f"{SOURCES['core.tree']}\n{more}\n"}
+        found = neighbours(graph(sources, with_types=False), modules)
+        assert found - UNTRUSTED.keys() == {"metrics"}
+    unlisted = neighbours(graph(SOURCES, with_types=False), modules - {"core.tree"})
+    assert unlisted - UNTRUSTED.keys() == {"core.tree"}
+
+
+def test_the_lines_of_what_must_be_trusted_are_about_those_that_the_table_says():
+    # A twentieth, so that only a change of size changes the table.
+    rows = trusted()
+    counts = [sum(len(SOURCES[name].splitlines()) for name in names) for _, names in rows]
+    text = (ROOT.parents[1] / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    total = re.search(r"depend on these files, ([\d,]+) lines in all", text)[1]
+    for said, count in (
+        *zip([said for said, _ in rows], counts, strict=True),
+        (int(total.replace(",", "")), sum(counts)),
+    ):
+        assert abs(said - count) <= count / 20, (said, count)
+
+
 def test_a_wrong_import_is_noticed_wherever_it_stands():
     wrong = "def late():\n    if True:\n        from samestep.train.run import Run\n"
     assert violations("samestep.data.loader", wrong) == ["line 3: samestep.train.run.Run"]
@@ -105,25 +214,36 @@ def test_a_wrong_import_is_noticed_wherever_it_stands():
     assert violations("samestep.cli.main", wrong) == []
 
 
+def test_a_wrong_import_by_a_string_is_noticed():
+    for wrong in (
+        'import_module("samestep.train.run")',
+        '__import__("samestep.train.run")',
+        'Job("function", "samestep.train.run:Run.loader")',
+        'NAMES = ("run", "loader")\nimport_module(f"samestep.train.{name}")',
+    ):
+        assert [name for _, name in imports(wrong)] == ["samestep.train.run"], wrong
+        assert len(violations("samestep.data.loader", wrong)) == 1, wrong
+    assert imports('"samestep.Run makes it"; f"samestep.{name}"; f"{package}.run"; "samestep.Run"') == []
+    assert violations("samestep.cli.main", "import samestep\nfrom samestep import Run, text") == [
+        "line 1: samestep",
+        "line 2: samestep.Run",
+    ]
+    sources = SOURCES | {"train.arguments": SOURCES["train.arguments"] + '\nimport_module("samestep.train.trainer")'}
+    assert any({"train.arguments", "train.trainer"} <= cycle for cycle in cycles(graph(sources)))
+
+
 def test_the_plan_is_pure_arithmetic_without_torch():
     for path in (ROOT / "core").glob("*.py"):
         names = {name.split(".")[0] for _, name in imports(path.read_text(encoding="utf-8"))}
         assert not names & {"torch", "os", "subprocess", "threading", "socket", "pathlib"}, path.name
 
 
-def graph() -> dict[str, set[str]]:
-    """By module, without "samestep.", the modules that it imports anywhere, for type checking too."""
-    names = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in ROOT.rglob("*.py")}
-    edges: dict[str, set[str]] = {}
-    for name, path in names.items():
-        asked = set()
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Import):
-                asked |= {alias.name for alias in node.names}
-            elif isinstance(node, ast.ImportFrom):
-                asked |= {node.module or ""} | {f"{node.module}.{alias.name}" for alias in node.names}
-        edges[name] = {one.removeprefix("samestep.") for one in asked} & names.keys()
-    return edges
+def graph(sources: dict[str, str], with_types: bool = True) -> dict[str, set[str]]:
+    """By module the others that it imports anywhere; by default for type checking too."""
+    return {
+        name: {module for _, asked in imports(source, with_types) if (module := module_of(asked))} - {name}
+        for name, source in sources.items()
+    }
 
 
 def cycles(edges: dict[str, set[str]]) -> set[frozenset[str]]:
@@ -143,7 +263,7 @@ def cycles(edges: dict[str, set[str]]) -> set[frozenset[str]]:
 
 
 def test_no_modules_import_each_other():
-    assert [sorted(cycle) for cycle in cycles(graph())] == []
+    assert [sorted(cycle) for cycle in cycles(graph(SOURCES))] == []
 
 
 def test_a_cycle_through_other_modules_is_noticed():
@@ -152,14 +272,14 @@ def test_a_cycle_through_other_modules_is_noticed():
 
 
 def test_a_small_module_has_more_than_one_importer_or_a_reason():
-    importers = Counter(name for edges in graph().values() for name in edges)
+    importers = Counter(name for edges in graph(SOURCES | {"__init__": ""}).values() for name in edges)
     small = {
         name
         for name, times in importers.items()
         if times == 1 and len((ROOT / f"{name.replace('.', '/')}.py").read_text(encoding="utf-8").splitlines()) < SMALL
     }
-    commands = {name for name in small if name.startswith("cli.")}  # a thin module a command
-    assert sorted(small - commands - SMALL_FOR_A_REASON.keys()) == []
+    chosen = {name for name in small if name.startswith(("cli.", "recipes."))}  # a thin module a command or recipe
+    assert sorted(small - chosen - SMALL_FOR_A_REASON.keys()) == []
 
 
 def test_packages_offer_no_names_of_their_own():

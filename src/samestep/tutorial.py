@@ -33,8 +33,8 @@ from samestep.data.batch import checksum, settle
 from samestep.data.nested import leaves, map_tensors, num_samples, take_rows
 from samestep.errors import DataError, DeviceError, UsageError
 from samestep.scripts.adoption import Adoption, active, num_visible
+from samestep.scripts.wrapped import regions
 from samestep.scripts.wrapped.chunks import deal
-from samestep.scripts.wrapped.regions import sum_pieces
 from samestep.text import counted
 
 DeviceLike = torch.device | str | int
@@ -208,7 +208,7 @@ def allreduce(tensors: Sequence[Any], *, adoption: Adoption | None = None) -> No
     with torch._C.DisableTorchFunction(), torch.no_grad():
         likes = [tensor.to(communicator.device) for tensor in rows[0]]
         columns = [[row[index] for row in rows] for index in range(len(likes))]  # a ghost's are not read
-        sums = sum_pieces(communicator, layout.ranges, likes, columns)
+        sums = regions.sum_pieces(communicator, layout.ranges, likes, columns)
         totals = [total for total in sums if total is not None]  # all: each device has a part in each
         for row in rows:
             torch._foreach_copy_(row, totals)

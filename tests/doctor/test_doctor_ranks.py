@@ -14,8 +14,8 @@ from worlds import in_turns
 
 from samestep.comm.environment import Environment
 from samestep.devices.selection import select
-from samestep.doctor.check_table import check_ranks
 from samestep.doctor.collectives import COLLECTIVES, Verdict, check_clocks, combine, difference, transports
+from samestep.doctor.local import check_ranks
 
 TRANSPORT_OWN = [collective for collective in COLLECTIVES if not collective.is_torch]
 BY_NAME = {collective.name: collective for collective in COLLECTIVES}

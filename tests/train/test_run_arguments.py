@@ -13,7 +13,7 @@ from train_programs import classification, classifier, points
 from worlds import DEVICE, in_turns
 
 from samestep.errors import DeterminismError, DeviceError, UsageError
-from samestep.train.arguments import StepOptions
+from samestep.train.arguments import TRAINER, StepOptions
 from samestep.train.run import Run
 from samestep.train.trainer import Trainer
 
@@ -209,6 +209,12 @@ def test_a_scheduler_is_stepped_after_every_step():
 )
 def test_an_argument_of_another_name_or_function_is_answered_with_the_right_one(call, answer):
     assert refusal(lambda: call(Run(8))).startswith(answer)
+
+
+def test_the_table_of_a_trainers_arguments_is_that_of_its_methods():
+    for function, name in ((Trainer.__init__, "Trainer"), (Trainer.fit, "Trainer.fit")):
+        own = [each for each in inspect.signature(function).parameters if each != "step_options"]
+        assert TRAINER[name] == tuple(own)
 
 
 def test_a_trainer_takes_the_options_of_a_step():

@@ -34,7 +34,7 @@ def doctor(
     in, and rank 0 prints.
     """
     from samestep.comm.environment import read_environment
-    from samestep.doctor.check_table import check_local
+    from samestep.doctor.local import check_local
     from samestep.errors import UsageError
 
     environment = read_environment()

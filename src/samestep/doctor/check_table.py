@@ -1,4 +1,4 @@
-"""The checks of one machine: versions, devices, system, and its ranks; run one by one, in the order of the table.
+"""The checks of one machine: versions, devices and system; run one by one, in the order of the table.
 
 torch is asked in a child process: if it cannot be imported, or crashes, that is a result like any other;
 nothing here imports it.
@@ -24,12 +24,11 @@ from typing import Any
 from samestep.comm.environment import LOOPBACK
 from samestep.comm.shm.segment import OUTBOX_SIZES, NoSegmentError, check_machine
 from samestep.devices.device import gib
-from samestep.devices.inventory import Inventory, discover
-from samestep.devices.selection import Selection, select
-from samestep.doctor.result import Result, State, bad, from_objects, good, is_good, note
+from samestep.devices.inventory import Inventory
+from samestep.devices.selection import Selection
+from samestep.doctor.result import Result, State, bad, good, note
 from samestep.extras import is_installed
-from samestep.launcher.job import Job, Policy, soft_limit
-from samestep.launcher.supervisor import supervise
+from samestep.launcher.job import soft_limit
 from samestep.text import counted
 
 NEWER = "newer than those that samestep is tested with"
@@ -179,8 +178,6 @@ VARIABLES = {
     "NCCL_ALGO": "fixes NCCL's algorithm, and with it the bits of the native reduction",
 }
 """Environment variables that slow down or change results, with their effect unless they are 0."""
-GRACE_SECONDS = 3.0
-WORKER = "samestep.doctor.collectives:run_worker"
 ELSEWHERE = "write runs elsewhere (--run-dir), or start in another folder"
 
 
@@ -461,35 +458,3 @@ def check_node(machine: Machine, checks: Iterable[tuple[str, str, Check]] = CHEC
             rows = [bad(name, f"the check failed: {reason}", "mend the cause, or report it")]
         results += [replace(row, area=area) for row in rows]
     return results
-
-
-def check_local(devices: str, timeout_seconds: float, quick: bool) -> tuple[list[Result], int]:
-    """Checks this machine, and the collectives between ranks on it; returns the results and the exit code."""
-    inventory = discover()
-    selection = select(devices, inventory)
-    machine = Machine(inventory, selection, selection.count)
-    results, stopped = check_node(machine), 0
-    if machine.torch.version is not None:  # else it is a bad result, and no rank could start
-        found, stopped = check_ranks(selection, timeout_seconds, quick)
-        results += found
-    return results, 128 + stopped if stopped else 0 if is_good(results) else 1
-
-
-def check_ranks(
-    selection: Selection, timeout_seconds: float, quick: bool, target: str = WORKER
-) -> tuple[list[Result], int]:
-    """Starts one rank per device; returns their results, and the signal that stopped them, 0 if none did."""
-    with tempfile.TemporaryDirectory(prefix="samestep-doctor-") as folder:
-        report = Path(folder, "results.jsonl")
-        kwargs = {"report": str(report), "timeout_seconds": timeout_seconds, "quick": quick}
-        job = Job("function", target, kwargs=kwargs, quiet=True, preload=(target.partition(":")[0],))
-        policy = Policy(heal=False, hang_seconds=0, grace_seconds=GRACE_SECONDS)
-        outcome = supervise(job, selection, policy=policy)
-        lines = report.read_text(encoding="utf-8").splitlines() if report.exists() else []
-    results = from_objects(map(json.loads, lines))
-    if outcome.exit_code != 0 and is_good(results):
-        after = f" after {results[-1].name!r}" if results else ""
-        reason = (outcome.failure or "they were stopped").strip().splitlines()[0]
-        advice = "`samestep run` on a small script shows more; SAMESTEP_TRANSPORT=gloo leaves out shared memory"
-        results.append(bad("ranks", f"ended{after}: {reason}", advice))
-    return results, outcome.exit_code - 128 if outcome.exit_code > 128 and outcome.failure is None else 0

@@ -23,7 +23,8 @@ from typing import IO, Any
 
 from samestep.devices.inventory import Inventory, discover
 from samestep.devices.selection import Selection, select
-from samestep.doctor.check_table import GRACE_SECONDS, Machine, check_node, check_ranks
+from samestep.doctor.check_table import Machine, check_node
+from samestep.doctor.local import GRACE_SECONDS, check_ranks
 from samestep.doctor.result import Result, bad, from_objects, good
 from samestep.errors import SamestepError, UsageError
 from samestep.launcher.job import TRAINING, Job, Policy
@@ -33,7 +34,7 @@ from samestep.train.atomic_io import write_json
 from samestep.verify.ledger import Ledger, cause, compare, extent
 from samestep.version import __version__
 
-COLLECTIVES = "collectives"  # the one program that `check_table` has
+COLLECTIVES = "collectives"  # the one program that `local` has
 MODELS, PRECISIONS, OPTIMIZERS = ("lenet", "gpt"), ("32-true", "bf16-mixed", "16-mixed"), ("sgd", "adamw")
 TRAININGS = [f"{model} {precision} {name}" for model in MODELS for precision in PRECISIONS for name in OPTIMIZERS]
 PLACED = ("lenet 32-true sgd", "gpt bf16-mixed adamw")  # for rows about the placement of the state

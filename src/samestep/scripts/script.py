@@ -157,7 +157,7 @@ def _profiled(environment: Environment) -> Iterator[None]:
         _marked(Rank0Iterator, "__next__", "data"),
         _marked(forward, "chunked_forward", "forward", (parallel.__name__,)),
         _marked(Adoption, "gather", "exchange"),
-        _marked(regions, "sum_pieces", "exchange", ("samestep.tutorial",)),
+        _marked(regions, "sum_pieces", "exchange"),
         _marked(regions, "join_pieces", "exchange", ("samestep.scripts.wrapped.results",)),
     )
     try:

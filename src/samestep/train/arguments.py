@@ -4,7 +4,6 @@ import difflib
 import inspect
 from collections.abc import Callable, Sequence
 from functools import wraps
-from importlib import import_module
 from typing import Any, ParamSpec, TypedDict, TypeVar
 
 from torch.optim.lr_scheduler import LRScheduler
@@ -62,6 +61,18 @@ INSTEAD = {
     "val_check_interval": "eval_every of Trainer.fit is a number of epochs",
 }
 _OWNERS: dict[str, tuple[str, ...]] = {}  # the arguments of each function that was decorated, by its public name
+# Those of the trainer beside the step's: its module imports this one, and a program with a loop of its own not that.
+TRAINER = {
+    "Trainer": (
+        *("self", "run", "model", "optimizer", "loss_fn", "run_dir", "loggers", "name", "contract", "epoch_line"),
+        *("checkpoint_steps", "checkpoint_minutes", "checkpoint_retries", "keep", "digest_every", "resume_command"),
+        *("hooks", "state", "best", "patience"),
+    ),
+    "Trainer.fit": (
+        *("self", "dataset", "epochs", "max_steps", "eval_data", "metrics", "forward", "eval_every", "num_workers"),
+        *("collate_fn", "shuffle", "resume", "allow_contract_change"),
+    ),
+}
 
 
 def answers_unknown(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -94,8 +105,7 @@ def _answer(name: str, unknown: str) -> str:
         return f"{got}; here it is called {wanted!r}"
     if unknown in INSTEAD:
         return f"{got}; {INSTEAD[unknown]}"
-    import_module("samestep.train.trainer")  # by name: that module imports this one
-    owners = [owner for owner, names in _OWNERS.items() if wanted in names]
+    owners = [owner for owner, names in (_OWNERS | TRAINER).items() if wanted in names]
     if owners:
         called = "" if wanted == unknown else f", called {wanted!r} there"
         return f"{got}; it is one of {owners[0]}{called}"
