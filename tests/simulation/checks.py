@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 import grammar
+import scripts
 import simulated_collectives
 from grammar import HEAD, Program, programs
 from hypothesis import strategies as st
@@ -146,7 +147,9 @@ FAULT_CHECKS = ["lost", "stopped", "full disk", "crash"]
 
 
 def cases(kind):
-    """Draws cases of a kind: "programs", "faults" or "collectives"."""
+    """Draws cases of a kind: "programs", "faults", "scripts" or "collectives"."""
+    if kind == "scripts":
+        return scripts.scripts()
     if kind == "collectives":
         return st.tuples(st.lists(calls(), min_size=1, max_size=12), st.integers(1, 8))
     names = PROGRAM_CHECKS if kind == "programs" else FAULT_CHECKS
@@ -191,6 +194,8 @@ def saved(program):
 
 def script(case):
     """The text of a program and its checks, which runs by itself; empty if none of them applies."""
+    if isinstance(case, list):
+        return scripts.script(case)
     if not isinstance(case, Case):
         drawn, ranks = case
         listed = "".join(f"    {call!r},\n" for call in drawn)
@@ -246,7 +251,10 @@ def run_script(text):
             contextlib.redirect_stdout(said),
             contextlib.redirect_stderr(said),
         ):
-            exec(compile(text, name, "exec"), vars(module))
+            try:
+                exec(compile(text, name, "exec"), vars(module))
+            except vars(module).get("Refused", ()) as error:
+                raise Refused(str(error)) from error
             if hasattr(module, "check"):
                 try:
                     module.in_turns(1, module.train)

@@ -20,7 +20,7 @@ import hypothesis
 import torch
 from checks import Refused, cases, run_script, script
 
-KINDS = ("programs", "faults", "collectives")
+KINDS = ("programs", "faults", "collectives", "scripts")
 EXAMPLES = 6  # of a seed
 SHRINKING_SECONDS = 60
 
