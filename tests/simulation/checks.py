@@ -3,6 +3,7 @@
 import contextlib
 import io
 import linecache
+import os
 import sys
 import tempfile
 import textwrap
@@ -33,7 +34,6 @@ class Case:
     count: int = 1
 
 
-ONE = "one = in_turns(1, train)[0]\n"
 TEXTS = {
     "ranks": """
         for found in in_turns({ranks}, train, order={order}):
@@ -61,7 +61,8 @@ TEXTS = {
     """,
     "resumed workers": """
         whole = in_turns(1, train, folder / "workers", num_workers=1)[0]
-        for place in sorted((folder / "workers" / "checkpoints").glob("step-*"))[:-1]:
+        places = sorted((folder / "workers" / "checkpoints").glob("step-*"))[:-1]
+        for place in places[{place} % max(1, len(places)) :][:1]:
             check_same(in_turns(1, train, None, place, num_workers=2)[0], whole, int(place.name[5:]))
     """,
     "plain": """
@@ -115,6 +116,17 @@ TEXTS = {
         for found in in_turns({others}, train, folder / "left", resume="auto"):
             check_same(found, one, 1 << 30, ("draws", "drawn"))
     """,
+    "damaged": """
+        in_turns({ranks}, train, folder / "run")
+        places = sorted((folder / "run" / "checkpoints").glob("step-*"))
+        file = sorted(places[-1].iterdir())[{place} % len([*places[-1].iterdir()])]
+        data = bytearray(file.read_bytes())
+        data[{order} * len(data) // 100] ^= 1
+        file.write_bytes(data)
+        if len(places) > 1:
+            for found in in_turns({others}, train, None, folder / "run"):
+                check_same(found, one, 1 << 30, ("draws", "drawn"))
+    """,
 }
 EXCUSES = {  # of a check that says nothing about a program
     # A loader of one's own draws a seed for workers that begin, and they draw by it.
@@ -143,7 +155,7 @@ PROGRAM_CHECKS = [
 ]
 NAMES = ["all_reduce", "reduce", "broadcast", "all_gather", "gather", "scatter", "all_to_all", "barrier"]
 DTYPES = ["float32", "float64", "float16", "bfloat16", "int64", "int32", "int8", "uint8"]
-FAULT_CHECKS = ["lost", "stopped", "full disk", "crash"]
+FAULT_CHECKS = ["lost", "stopped", "full disk", "crash", "damaged"]
 
 
 def cases(kind):
@@ -193,7 +205,7 @@ def saved(program):
 
 
 def script(case):
-    """The text of a program and its checks, which runs by itself; empty if none of them applies."""
+    """The text of a program and its checks, or of a resume if none of them applies, which runs by itself."""
     if isinstance(case, list):
         return scripts.script(case)
     if not isinstance(case, Case):
@@ -202,9 +214,7 @@ def script(case):
         head = Path(simulated_collectives.__file__).read_text()
         return f"{head}\n\nCALLS = [\n{listed}]\n\ncheck_calls(CALLS, {ranks})\n"
     program = case.program
-    checks = [name for name in case.checks if not EXCUSES.get(name, lambda p: False)(program)]
-    if not checks:
-        return ""
+    checks = [name for name in case.checks if not EXCUSES.get(name, lambda p: False)(program)] or ["resumed"]
     most = min(4, program.microbatches)
     numbers = {
         "ranks": min(case.ranks, most),
@@ -222,15 +232,18 @@ def script(case):
     if "loops" in checks:
         by_hand = grammar.text(grammar.replace(program, loop="own", evaluated=False))
         body += "\n\ndef train_by_hand(" + by_hand.split("def train(", 1)[1].split("\n\n\n")[0]
-    text = ONE + "".join(textwrap.dedent(TEXTS[name]).format(**numbers) for name in checks)
+    text = "".join(textwrap.dedent(TEXTS[name]).format(**numbers) for name in checks)
     return (
         f'"""Drawn by the simulator; checks: {", ".join(checks)}."""\n{head}\n\n{body}\n\n'
-        f"def check(folder):\n{textwrap.indent(text, '    ')}\n\n"
+        f"def check(folder, one):\n{textwrap.indent(text, '    ')}\n\n"
         'if __name__ == "__main__":\n'
         "    with tempfile.TemporaryDirectory() as folder:\n"
-        "        check(Path(folder))\n"
+        "        check(Path(folder), in_turns(1, train)[0])\n"
         '    print("all checks hold")\n'
     )
+
+
+MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # where syncing files takes no time
 
 
 class Refused(Exception):
@@ -247,7 +260,7 @@ def run_script(text):
     states = generator_states()
     try:
         with (
-            tempfile.TemporaryDirectory(prefix="simulated-") as folder,
+            tempfile.TemporaryDirectory(prefix="simulated-", dir=MEMORY) as folder,
             contextlib.redirect_stdout(said),
             contextlib.redirect_stderr(said),
         ):
@@ -257,10 +270,10 @@ def run_script(text):
                 raise Refused(str(error)) from error
             if hasattr(module, "check"):
                 try:
-                    module.in_turns(1, module.train)
+                    one = module.in_turns(1, module.train)[0]
                 except SamestepError as error:
                     raise Refused(f"{type(error).__name__}: {error}") from error
-                module.check(Path(folder))
+                module.check(Path(folder), one)
     finally:
         set_generators(states)
         del linecache.cache[name], sys.modules["simulated"]

@@ -603,7 +603,8 @@ def _trainer(p, data):
     loss = "samestep.metrics.cross_entropy"
     if p.data == "dict":
         loss = 'lambda output, batch: functional.cross_entropy(output, batch["y"], reduction="none")'
-    evaluated = f", eval_data={measured}, metrics={{'loss': {loss}}}{forward}".replace("'", '"') if p.evaluated else ""
+    measured = f"{measured}, metrics={{'loss': {loss}}}{forward}".replace("'", '"')
+    evaluated = f", eval_data={measured}" if p.evaluated else ""
     steps = f", max_steps={p.steps}" if p.steps else ""
     fit = "trainer.fit(data, {}" + f"{steps}{evaluated}, shuffle={p.shuffle}, resume=resume, **loading)"
     fits = fit.replace("{}", "EPOCHS", 1)
@@ -632,6 +633,9 @@ def _trainer(p, data):
         "        history = [(r.epoch, shown(r.train_loss), {k: shown(v) for k, v in r.eval.items()}) "
         "for r in trainer.history]",
         "        best = trainer.best and trainer.best.epoch" if p.best else "",
+        "        if best and folder is not None:" if p.best else "",
+        "            with trainer.best_weights():" if p.best else "",
+        f"                assert trainer.evaluate({measured}) == trainer.best.eval" if p.best else "",
         "        return {",
         '            "digest": trainer.digest,',
         '            "losses": losses.steps,',
@@ -639,6 +643,7 @@ def _trainer(p, data):
         '            "rates": rates(optimizer),',
         '            "best": best,' if p.best else "",
         '            "drawn": drawn,' if p.calls else "",
+        '            "scale": float(trainer.step.loss_scale),',
         '            "draws": draws(),',
         '            "weights": weights(model),',
         "        }",
@@ -671,7 +676,7 @@ def _own_loop(p, data):
         "            if looks:",
         f"                run.predict(model, loader, forward=lambda model, batch: model({rows}))",
         '    return {"digest": samestep.state_digest(step), "losses": rest["losses"], "rates": rates(optimizer), '
-        '"draws": draws(), "weights": weights(model)}',
+        '"scale": float(step.loss_scale), "draws": draws(), "weights": weights(model)}',
     ] if line)  # fmt: skip
 
 

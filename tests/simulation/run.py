@@ -21,7 +21,7 @@ import torch
 from checks import Refused, cases, run_script, script
 
 KINDS = ("programs", "faults", "collectives", "scripts")
-EXAMPLES = 6  # of a seed
+EXAMPLES = 10  # of a seed
 SHRINKING_SECONDS = 60
 
 
@@ -35,6 +35,7 @@ class Search:
     refusals: Counter = field(default_factory=Counter)
     failed_at: float | None = None
     failures: dict = field(default_factory=dict)
+    cases: dict = field(default_factory=dict)  # by their texts
 
     def attempt(self, text):
         """Runs a script once; raises what it raised, again too."""
@@ -74,8 +75,9 @@ class Search:
         @profile
         @hypothesis.given(cases(kind))
         def search(case):
-            if text := script(case):
-                self.attempt(text)
+            text = script(case)
+            self.cases[text] = case
+            self.attempt(text)
 
         try:
             search()
