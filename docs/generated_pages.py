@@ -1,7 +1,7 @@
 """The generated pages: a mkdocs hook that writes the command line reference and the table of recipes from the code.
 
-A page holds a marker, such as `<!-- generated: commands -->`, which is replaced when the documentation is built. The first
-page is the README. The folder `examples` is a part of the site. `llms.txt` lists all pages, in the form of
+A page holds a marker, such as `<!-- generated: commands -->`, which is replaced when the documentation is built. The
+first page is the README. The folder `examples` is a part of the site. `llms.txt` lists all pages, in the form of
 https://llmstxt.org. Nothing generated is kept.
 """
 
