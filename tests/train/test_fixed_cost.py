@@ -1,6 +1,9 @@
 """The hint on small microbatches comes where it is true, once, and changes nothing."""
 
 import random
+import sys
+from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,10 +12,12 @@ from torch import nn
 from worlds import cpu_only
 
 from samestep.engine.forward_backward import graph_nodes
+from samestep.engine.observer import Observers, StepObserver
 from samestep.train import run as run_module
 from samestep.train.digest import state_digest
 from samestep.train.fixed_cost import LAST_STEP, FixedCost, seconds_of_operation
 from samestep.train.run import Run
+from samestep.train.trainer import Trainer
 
 TIMED = cpu_only("the times of a device in host memory are those of no device")
 
@@ -59,6 +64,63 @@ def test_the_measurement_changes_no_bit(capsys, monkeypatch):
     assert lines
     monkeypatch.setattr(run_module, "FixedCost", FixedCostThatIsSilent)
     assert trained(capsys) == (digest, [])
+
+
+def own_calls(function, *names):
+    """How often the functions of some of samestep's files are called while a function runs."""
+    found = Counter()
+
+    def count(frame, event, _):
+        file = frame.f_code.co_filename
+        if event == "call" and file.endswith(names):
+            found[Path(file).name] += 1
+
+    sys.setprofile(count)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+def test_observers_that_have_seen_enough_leave(tmp_path):
+    held = torch.zeros(1)
+
+    def loss_fn(model, batch):
+        held.add_(0)
+        return model(batch).square().mean()
+
+    torch.seed()
+    torch.rand(1)
+    model = nn.Linear(2, 1)  # drawn before the run
+    run = Run(2, 2)
+    with Trainer(run, model, torch.optim.SGD(model.parameters(), 0.01), loss_fn, run_dir=tmp_path / "run") as trainer:
+        trainer.fit(torch.ones(2 * LAST_STEP, 2), 1)
+        files = ("train/fixed_cost.py", "train/determinism.py", "train/hooks.py")
+        assert own_calls(lambda: trainer.step(torch.ones(2, 2)), *files) == {}
+        # A twin: one that joins is seen.
+        trainer.step.observers = Observers([FixedCost()])
+        assert own_calls(lambda: trainer.step(torch.ones(2, 2)), *files)["fixed_cost.py"] > 2
+
+
+def test_an_observer_that_leaves_in_an_event_keeps_it_from_no_other():
+    seen = []
+
+    class Leaving(StepObserver):
+        def on_phase(self, phase):
+            seen.append((self, phase))
+            observers.remove(self)
+
+        on_bucket = on_loss = lambda self, *_: seen.append("not reached")
+
+    first, second = Leaving(), Leaving()
+    observers = Observers([first, second])
+    observers.on_phase("forward")
+    observers.on_phase("backward")
+    observers.on_bucket()
+    observers.on_loss(0, None)
+    assert seen == [(first, "forward"), (second, "forward")]
+    assert observers.phase == "backward"
 
 
 def test_generators_are_left_alone():

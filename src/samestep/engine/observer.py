@@ -18,7 +18,7 @@ class StepObserver:
     """The events of a training step, in the order in which they happen; each does nothing unless it is overridden.
 
     An observer reads and changes nothing: the bits of a step do not depend on its observers. `step` is the
-    `samestep.TrainStep`.
+    `samestep.TrainStep`; with `step.observers.remove(self)` an observer that has seen enough costs nothing any more.
     """
 
     # `step` is typed Any because the step imports this module, and observers may annotate the class itself.
@@ -65,10 +65,20 @@ class Observers(StepObserver):
 
     def __init__(self, observers: Sequence[StepObserver] = ()) -> None:
         self.phase = "script"
-        overridden = {name: [m for o in observers if (m := _overridden(o, name)) is not None] for name in EVENTS}
+        self._observers = tuple(observers)
+        self._subscribe()
+
+    def remove(self, observer: StepObserver) -> None:
+        """Removes an observer, in any of its events too: the event under way still reaches those after it."""
+        self._observers = tuple(each for each in self._observers if each is not observer)
+        self._subscribe()
+
+    def _subscribe(self) -> None:
+        overridden = {name: [m for o in self._observers if (m := _overridden(o, name)) is not None] for name in EVENTS}
         self._on_phase = overridden.pop("on_phase")
         # An event that no observer wants stays the empty method: a small model has a dozen events in a millisecond.
         for name, methods in overridden.items():
+            vars(self).pop(name, None)
             if methods:
                 setattr(self, name, methods[0] if len(methods) == 1 else _in_turn(methods))
 

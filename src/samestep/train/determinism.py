@@ -247,13 +247,11 @@ class DrawnParameters(StepObserver):
         self._versions = self._current(step)
 
     def on_step(self, step: "TrainStep", batch: Any) -> None:
-        """Reports once."""
-        if step.num_steps > 0 or not self._versions:
-            return
-        now, before = self._current(step), self._versions
-        names = [name for name in self._names if now.get(name) == before.get(name)]
-        self._versions = {}
-        if names:
+        """Reports, and leaves."""
+        step.observers.remove(self)
+        now = self._current(step)
+        names = [name for name, version in self._versions.items() if now.get(name) == version]
+        if names and step.num_steps == 0:
             shown = ", ".join(names[:2]) + (", …" if len(names) > 2 else "")
             step.membership.notice(
                 f"the model has parameters that were drawn before samestep.Run, when torch's generator had no seed "

@@ -69,10 +69,12 @@ class FixedCost(StepObserver):
             self._computing.append(time.perf_counter() - self._forward_began)
 
     def on_update(self, step: "TrainStep", result: StepResult) -> None:
-        """Prints the line after the last measured step."""
-        if not self._is_measuring or len(self._starts) < LAST_STEP or self._num_own == 0:
+        """Prints the line after the last measured step, and leaves."""
+        if len(self._starts) < LAST_STEP:
             return
-        self._is_measuring = False
+        step.observers.remove(self)
+        if not self._is_measuring or self._num_own == 0:
+            return
         if step.config.compile:
             step.membership.notice(self._describe_compiled())
         elif self._num_own > 1:

@@ -147,11 +147,13 @@ class Unsaved(StepObserver):
         self._kept: list[tuple[str, str, Any, Any]] = []
 
     def on_update(self, step: Any, result: StepResult) -> None:
-        """Looks after the first step, and reports after the second."""
+        """Looks after the first step, reports after the second, and leaves."""
         if self._before is None:
             self._kept = [found for source, value in self._sources.items() for found in _held_by(source, value)]
             self._before = {id(thing): _version(thing) for *_, thing in self._kept}
-        elif any(isinstance(thing, Tensor) for *_, thing in self._kept):
+            return
+        step.observers.remove(self)
+        if any(isinstance(thing, Tensor) for *_, thing in self._kept):
             self.report(step)
             self._kept = [found for found in self._kept if not isinstance(found[3], Tensor)]  # their memory is freed
 
