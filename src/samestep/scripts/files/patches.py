@@ -1,8 +1,9 @@
 """Patches of files, commands and `input`: rank 0 alone writes, readers wait for it, queries get the answers of rank 0.
 
 Changes, commands and `input` happen on rank 0, and their result or error on all ranks; loading waits until rank 0 has
-written the file. The table in `docs/adopt.md` names all functions. Most writers (`Path.write_text`, `pickle.dump`,
-`csv`, pandas, `logging.FileHandler`, `SummaryWriter`) are covered by `open`; those of the tables below run as a whole.
+written the file. The table in `docs/scripts-detail.md` names all functions. Most writers (`Path.write_text`,
+`pickle.dump`, `csv`, pandas, `logging.FileHandler`, `SummaryWriter`) are covered by `open`; those of the tables below
+run as a whole.
 
 A line with very many queries between two wrapped forwards (it goes through a data set) is answered by each rank after a
 while. Hidden folders in the home, compilers' caches and temporary folders of libraries are left alone.
