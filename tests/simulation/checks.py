@@ -264,10 +264,7 @@ def run_script(text):
             contextlib.redirect_stdout(said),
             contextlib.redirect_stderr(said),
         ):
-            try:
-                exec(compile(text, name, "exec"), vars(module))
-            except vars(module).get("Refused", ()) as error:
-                raise Refused(str(error)) from error
+            exec(compile(text, name, "exec"), vars(module))
             if hasattr(module, "check"):
                 try:
                     one = module.in_turns(1, module.train)[0]

@@ -173,6 +173,7 @@ def allowed(**choices):
         s["accumulate"] = 1
     if kind == "fsdp":
         s["blocks"] = tuple(name for name in s["blocks"] if name not in ("frozen", "weight norm"))
+    s["early"] &= compared(s) != "words"  # other numbers end it elsewhere
     return s
 
 
@@ -182,14 +183,18 @@ def script(case):
     reference = "python" if first["kind"] in ONE_PROCESS else "torch"
     if any(s["sync"] for s in case):
         reference = "none"  # torch has it for GPUs alone
-    on_cpus = "\n\n".join(text(Script(**{**s, "gpus": False})) for s in case)
+    texts = [text(case), text([Script(**{**s, "gpus": False}) for s in case])]
     return (
         f'"""Drawn by the simulator: {case!r}."""\n'
         + Path(simulated_scripts.__file__).read_text().split('"""\n', 1)[1]
-        + f'\n\nON_CPUS = r"""\n{on_cpus}\n"""\n'
-        + (f'SCRIPT = r"""\n{"".join(map(text, case))}\n"""\n' if first["gpus"] else "SCRIPT = ON_CPUS\n")
-        + f'\ncheck_script(SCRIPT, {first["ranks"]}, ON_CPUS, "{reference}")\nprint("all checks hold")\n'
+        + "".join(f'\n\n{name} = r"""\n{each}\n"""' for name, each in zip(("SCRIPT", "ON_CPUS"), texts, strict=True))
+        + f'\n\ncheck_script(SCRIPT, {first["ranks"]}, ON_CPUS, "{reference}")\nprint("all checks hold")\n'
     )
+
+
+def text(case):
+    """The scripts of a case as one, in which one process group serves them all."""
+    return "\n\n".join(_text(s, is_first=s is case[0], is_last=s is case[-1]) for s in case)
 
 
 def compared(s):
@@ -201,22 +206,26 @@ def compared(s):
     return "words" if s["half"] or s["optimizer"] not in ("sgd", "momentum") else "rounding"
 
 
-def text(s):
+def _text(s, **places):
     """The lines of the template whose condition holds, with the choices filled in."""
     calls, blocks = [*enumerate(s["calls"])], {name: CLASS_BLOCKS.get(name) for name in s["blocks"]}
     made = {name: f"{c.split('class ')[1].split('(')[0]}()" if c else SIMPLE_BLOCKS[name] for name, c in blocks.items()}
-    names = s | {
-        "alone": s["kind"] in ONE_PROCESS,
-        "scaled": s["half"] and s["kind"] not in ("fsdp", "accelerate"),
-        "compared": compared(s),
-        "loading": LOADING.get(s["sampler"], "batch_size=BATCH, sampler=sampler"),
-        "classes": "\n".join(textwrap.dedent(c).rstrip() for c in blocks.values() if c),
-        "model": ", ".join(["nn.Linear(6, 6)", *(made[name] for name in s["blocks"]), "nn.Linear(6, 3)"]),
-        "functions": "\n\n\n".join(call.lines(number) for number, call in calls),
-        "begun": "; ".join(f"end_{n} = {call.begun(n)}" + f"; end_{n}()" * (not call.later) for n, call in calls),
-        "ended": "; ".join(f"end_{n}()" for n, call in calls if call.later),
-        **{name: globals()[f"{name.upper()}S"].get(s[name]) for name in ("sampler", "optimizer", "scheduler")},
-    }
+    names = (
+        s
+        | places
+        | {
+            "alone": s["kind"] in ONE_PROCESS,
+            "scaled": s["half"] and s["kind"] not in ("fsdp", "accelerate"),
+            "compared": compared(s),
+            "loading": LOADING.get(s["sampler"], "batch_size=BATCH, sampler=sampler"),
+            "classes": "\n".join(textwrap.dedent(c).rstrip() for c in blocks.values() if c),
+            "model": ", ".join(["nn.Linear(6, 6)", *(made[name] for name in s["blocks"]), "nn.Linear(6, 3)"]),
+            "functions": "\n\n\n".join(call.lines(number) for number, call in calls),
+            "begun": "; ".join(f"end_{n} = {call.begun(n)}" + f"; end_{n}()" * (not call.later) for n, call in calls),
+            "ended": "; ".join(f"end_{n}()" for n, call in calls if call.later),
+            **{name: globals()[f"{name.upper()}S"].get(s[name]) for name in ("sampler", "optimizer", "scheduler")},
+        }
+    )
     lines = [line.split("  #? ") for line in TEMPLATE.read_text().splitlines()]
     kept = "\n".join(line for line, *condition in lines if not condition or eval(condition[0], dict(names)))
     return re.sub("<<(.*?)>>", lambda found: str(eval(found[1], dict(names))), kept)
