@@ -469,6 +469,30 @@ def test_what_a_script_leaves_unseeded_has_a_seed_by_rank_on_any_devices(tmp_pat
     assert run("--devices", "cpu:2", "--adopt", "draws_nothing.py") == ([], []), "an import is no draw of the script's"
 
 
+AGAIN = """
+    import torch, torch.distributed as dist
+
+    for turn in range(3):
+        dist.init_process_group("gloo")
+        group = dist.new_group([turn, (turn + 1) % 3])
+        total = torch.ones(2) * dist.get_rank()
+        dist.all_reduce(total)
+        if group != dist.GroupMember.NON_GROUP_MEMBER:
+            dist.all_reduce(total, group=group)
+        if dist.get_rank() == 0:
+            print(turn, total.tolist(), flush=True)
+        dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("devices", ["cpu:1", "cpu:2", "cpu:3"])
+def test_a_process_group_that_was_destroyed_is_made_again(tmp_path, devices):
+    (tmp_path / "train.py").write_text(textwrap.dedent(AGAIN))
+    done = samestep("run", "--devices", devices, "--logical-devices", 3, "train.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["0 [6.0, 6.0]", "1 [3.0, 3.0]", "2 [6.0, 6.0]"]
+
+
 OUT_OF_STEP = """
     import torch, torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel

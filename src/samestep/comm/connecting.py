@@ -19,7 +19,7 @@ import torch.distributed as dist
 from samestep.comm.environment import Environment, chosen_transport
 from samestep.comm.group import GroupTransport
 from samestep.comm.heartbeat_page import PAGE_VARIABLE
-from samestep.comm.rendezvous import FIRST_POLL_SECONDS, POLL_SECONDS, rendezvous, roll_call, store_host
+from samestep.comm.rendezvous import FIRST_POLL_SECONDS, POLL_SECONDS, meet, rendezvous, roll_call, store_host
 from samestep.comm.shm import segment as segments
 from samestep.comm.shm.segment import NoSegmentError, Segment
 from samestep.comm.shm.transport import SharedTransport
@@ -118,8 +118,14 @@ def connect_process_group(
     place = Environment(rank, size, rank, size, store_is_kept=True, transport=chosen)
     num_processes = max(size, dist.get_world_size() if dist.is_initialized() else 0)
     shared = None
+    # A group that was destroyed has left its addresses in the store, and gloo names no ranks that do not come.
     try:
-        # First: this names the ranks that do not come, gloo does not.
+        store, missing = meet(store, rank, size, timeout.total_seconds())
+    except RuntimeError as error:
+        raise PeerLostError(f"the store went while rank {rank} waited for the others") from error
+    if missing:
+        raise _absent(rank, missing)
+    try:
         shared = SharedTransport(_share(dist.PrefixStore("shared", store), place, timeout), rank, timeout)
         shared.spins = num_processes <= usable_cores()
     except NoSegmentError as error:
@@ -305,9 +311,13 @@ def _answers(store: dist.Store, place: Environment, timeout: timedelta, answer: 
     """For each rank "yes" if it shares memory, or the reason for which it does not."""
     missing = roll_call(store, place.rank, place.world_size, timeout.total_seconds(), store_host(place), answer)
     if missing:
-        names = ", ".join(str(rank) for rank in missing)
-        raise PeerLostError(f"rank {place.rank} met all others, but rank {names} did not connect to them", missing)
+        raise _absent(place.rank, missing)
     return [store.get(str(rank)).decode() for rank in range(place.world_size)]
+
+
+def _absent(rank: int, missing: tuple[int, ...]) -> PeerLostError:
+    names = ", ".join(map(str, missing))
+    return PeerLostError(f"rank {rank} met all others, but rank {names} did not connect to them", missing)
 
 
 def _join_group(

@@ -56,29 +56,14 @@ def rendezvous(environment: Environment, timeout: timedelta) -> dist.Store:
             multi_tenant=True,
             master_listen_fd=listener,
         )
-        number = store.add(f"{ARRIVALS}/{rank}", 1)
     except (RuntimeError, ValueError, OSError) as error:
         verb = "open" if rank == hosting else "reach"
         raise UsageError(
             f"rank {rank} cannot {verb} the store at {host}:{port}, as MASTER_ADDR and MASTER_PORT say: {error}"
         ) from error
     seconds, ranks = timeout.total_seconds(), range(environment.world_size)
-
-    def admit() -> None:
-        for other in ranks if rank == 0 else ():
-            store.set(f"{ARRIVALS}/{other}.{store.add(f'{ARRIVALS}/{other}', 0)}/0", prefix)
-
     try:
-        # The store may outlive the processes, and torchrun's agents count restarts each for themselves: so rank 0
-        # numbers the rounds, and tells each rank that arrives the number, under a key that no process has known before.
-        call = dist.PrefixStore(f"{ARRIVALS}/{rank}.{number}", store)
-        if rank == 0:
-            call.set("0", f"samestep/{store.add('samestep/rounds', 1)}")
-        missing = roll_call(call, 1, 2, seconds, hosting)
-        if not missing:
-            prefix = call.get("0").decode()
-            ours = dist.PrefixStore(prefix, store)
-            missing = roll_call(dist.PrefixStore("meeting", ours), rank, len(ranks), seconds, hosting, check=admit)
+        ours, missing = meet(store, rank, len(ranks), seconds, hosting)
     except RuntimeError as error:
         raise PeerLostError(f"the store at {host}:{port} went while rank {rank} waited for the others") from error
     if missing:
@@ -90,6 +75,29 @@ def rendezvous(environment: Environment, timeout: timedelta) -> dist.Store:
             missing,
         )
     return ours
+
+
+def meet(
+    store: dist.Store, rank: int, world_size: int, seconds: float, hosting: int | None = None
+) -> tuple[dist.Store, tuple[int, ...]]:
+    """A part of the store that no ranks have used before, for ranks that all reach it; and those that do not come.
+
+    The store may outlive processes and groups, and torchrun's agents count restarts each for themselves: so rank 0
+    numbers the rounds, and tells each rank that arrives the number, under a key that no process has known before.
+    """
+    call = dist.PrefixStore(f"{ARRIVALS}/{rank}.{store.add(f'{ARRIVALS}/{rank}', 1)}", store)
+    if rank == 0:
+        call.set("0", f"samestep/{store.add('samestep/rounds', 1)}")
+    if missing := roll_call(call, 1, 2, seconds, hosting):
+        return store, missing
+    prefix = call.get("0").decode()
+
+    def admit() -> None:
+        for other in range(world_size) if rank == 0 else ():
+            store.set(f"{ARRIVALS}/{other}.{store.add(f'{ARRIVALS}/{other}', 0)}/0", prefix)
+
+    ours = dist.PrefixStore(prefix, store)
+    return ours, roll_call(dist.PrefixStore("meeting", ours), rank, world_size, seconds, hosting, check=admit)
 
 
 def join_store(environment: Environment, timeout: timedelta) -> dist.Store:

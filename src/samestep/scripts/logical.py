@@ -175,7 +175,8 @@ def _process_groups(num_devices: int, store: dist.Store | None) -> list[Patch]:
         if store is not None and os.getpid() == process:
             store.set(FIRST, GROUP)
         options.pop("device_id", None)  # of which there may be fewer than the script knows
-        make(NAME, *args, **options)
+        with lent_token():  # held since the first group, if this is another one
+            make(NAME, *args, **options)
         asked[dist.group.WORLD] = _name_of(backend)
         if (size := dist.get_world_size()) != num_devices:
             _tell(f"{size} ranks make a process group, on {num_devices} logical devices (--logical-devices)")
