@@ -92,6 +92,16 @@ def test_measuring_leaves_every_generator_as_it_was():
     assert in_turns(1, draw) == [True]
 
 
+def test_what_is_measured_may_write_to_its_input():
+    example = -torch.ones(2, 3)
+    model = nn.Sequential(
+        nn.ReLU(inplace=True), nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), nn.Hardtanh(0, 0.5, True))
+    )
+    cuts = in_turns(1, lambda communicator: cut(model, parts_of(model), Pipeline(example=example), 2, communicator))
+    assert len(cuts[0]) == 2
+    assert torch.equal(example, -torch.ones(2, 3))
+
+
 def test_measured_stages_are_cut_by_time_and_others_by_parameters():
     model = nn.Sequential(Slow(), nn.Linear(200, 300), nn.Linear(300, 200), Slow())
 

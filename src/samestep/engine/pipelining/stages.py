@@ -144,7 +144,8 @@ def _measure(module: nn.Module, value: Any, device: torch.device) -> tuple[int, 
     module = copy.deepcopy(module).to(device)
     times = []
     for _ in range(TRIALS):
-        inputs = [_leaf(tensor.to(device)) for tensor in as_tensors(value)]
+        # Copies: a part may write to what it is given, which autograd refuses of a leaf.
+        inputs = [_leaf(tensor.to(device)).clone() for tensor in as_tensors(value)]
         _wait(device)
         start = time.perf_counter_ns()
         result = module(like(value, inputs))
