@@ -145,7 +145,36 @@ class Written(nn.Module):
         return self.last(y * x).mul_(2).sum(1)
 
 
+class Gated(nn.Module):
+    """Reads its argument several times."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return torch.sigmoid(self.gate(x)) * self.up(x) + x.square()
+
+
+class Reused(nn.Module):
+    """Activations of several uses: in a module and beside it, in two modules, and as several arguments of one."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.gated, self.last = nn.Linear(5, 8), Gated(), nn.Linear(8, 2)
+        self.attention = nn.MultiheadAttention(2, 1, batch_first=True)
+
+    def forward(self, x):
+        """[n, 5] -> [n, 2]."""
+        x = self.first(x)
+        x = x + self.gated(x) + self.gated(x)
+        pairs = x.unflatten(1, (4, 2))
+        pairs = pairs + self.attention(pairs, key=pairs, value=pairs, need_weights=False)[0]
+        return self.last(pairs.flatten(1))
+
+
 MODELS = {
+    "reused": Reused,
     "written": Written,
     "chain": Chain,
     "looped": Looped,
@@ -158,6 +187,7 @@ STRATEGIES = {
     "sharded": Sharded(),
     "blocks": Sharded(wrap=lambda module: isinstance(module, nn.Sequential)),
     "tiny groups": Sharded(wrap=40),
+    "reused": Sharded(wrap=lambda module: isinstance(module, Gated | nn.MultiheadAttention)),
     "kept": Sharded(reshard_after_forward=False),
     "recomputed": Sharded(activation_checkpointing=True, wrap=lambda module: isinstance(module, nn.Sequential)),
     "offloaded": Sharded(cpu_offload=True),

@@ -104,7 +104,7 @@ class ShardedGradientSum:
         self._sharded = sharded
         self._communicator = communicator = membership.communicator
         self._names = list(trainable)
-        self.inputs: tuple[Tensor, ...] = tuple(p for p in sharded.model.parameters() if p.requires_grad)
+        self._inputs: tuple[Tensor, ...] = tuple(p for p in sharded.model.parameters() if p.requires_grad)
         self.parameters = list(trainable.values())
         self._index = {name: index for index, name in enumerate(self._names)}
         self._groups = sharded.groups
@@ -121,6 +121,11 @@ class ShardedGradientSum:
         self._hooks += [hook for number, group in enumerate(self._groups) for hook in self._watch(number, group)]
         shardings = [sharded.state.shardings[name] for name in self._names]
         self._norm = ShardedNorm(communicator, shardings, [parameter.dtype for parameter in self.parameters])
+
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        """The leaves that a backward goes to."""
+        return (*self._inputs, *self._sharded.outlived())
 
     def begin(self, blocks_by_rank: Sequence[Sequence[Block]]) -> None:
         """Starts a step."""
@@ -235,7 +240,7 @@ class ShardedGradientSum:
         for path, parameter in group.module.named_parameters():  # type: ignore[attr-defined]
             name = f"{prefix}.{path}" if prefix else path
             if name in wanted and name in self._index and id(parameter) not in names:
-                self.inputs += (parameter,)
+                self._inputs += (parameter,)
                 hooks.append(parameter.register_post_accumulate_grad_hook(self._note_use(self._index[name])))
         group.module.reshard()
         return hooks

@@ -1,5 +1,6 @@
 """A sharded model: this rank's shards of its parameters, and FSDP2's modules, which unshard them."""
 
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -15,7 +16,7 @@ from samestep.comm.membership import Membership
 from samestep.comm.mesh import data_mesh
 from samestep.engine.parameters import named_parameters
 from samestep.engine.sharded_state import ShardedState, by_rows, check_elementwise, refuse_reading
-from samestep.engine.sharding.wrapping import plan_modules, shard_modules
+from samestep.engine.sharding.wrapping import param_groups, plan_modules, shard_modules
 from samestep.engine.strategies import Sharded
 from samestep.errors import UsageError
 
@@ -57,6 +58,7 @@ class ShardedModel:
         for name, parameter in given.items():  # one that the loss has kept has the values of now for ever
             if parameter.requires_grad:
                 refuse_reading(name, parameter)
+        self._given = [weakref.ref(parameter) for parameter in given.values() if parameter.requires_grad]
         own = {id(parameter): name for name, parameter in self._dtensors.items()}
         self.groups = [group for module in modules if (group := _group(module, own)).members]  # the model is the last
         self.state = ShardedState(
@@ -79,6 +81,10 @@ class ShardedModel:
     def refuse_reading(self) -> list[RemovableHandle]:
         """Refuses losses that read parameters by themselves: FSDP2 would drop such a gradient."""
         return [refuse_reading(name, p) for name, p in self._dtensors.items() if p.requires_grad]
+
+    def outlived(self) -> tuple[Tensor, ...]:
+        """The parameters from before that something has kept: a backward must reach them, to be refused."""
+        return tuple(parameter for reference in self._given if (parameter := reference()) is not None)
 
     def own_gradient(self, group: Group) -> Tensor:
         """The flat gradient that FSDP2 has left in `.grad` of a module's parameters: the sum, on a single rank."""
@@ -117,13 +123,10 @@ def _local(parameter: nn.Parameter) -> nn.Parameter:
 
 def _group(module: FSDPModule, names: Mapping[int, str]) -> Group:
     """A module, with the layout of its gradients in FSDP2's messages: padded shard after padded shard."""
-    # FSDP2 has no public call for the layout of its messages.
-    state = module._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
     members: list[tuple[str, int]] = []
     offset = 0
-    for group in groups:
-        for held in [] if group is None else group.fsdp_params:
+    for group in param_groups(module):
+        for held in group.fsdp_params:
             if held.sharded_param.requires_grad:
                 members.append((names[id(held.sharded_param)], offset))
                 offset += held.padded_sharded_param_size.numel()

@@ -5,10 +5,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.nn.modules.batchnorm import _NormBase
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from samestep.engine.sharded_state import check_contiguous, check_dimension
 from samestep.engine.strategies import Sharded
@@ -49,6 +50,8 @@ def shard_modules(model: nn.Module, inner: Sequence[nn.Module], mesh: DeviceMesh
     offload = CPUOffloadPolicy() if offloads else OffloadPolicy()
     for module in [*inner, model]:
         module.register_forward_hook(make_views_writable)  # before that of FSDP2
+        if dtype is None:  # else FSDP2 casts the arguments, and the bits are others
+            module.register_forward_pre_hook(_show_activations, prepend=True, with_kwargs=True)
         fully_shard(
             module,
             mesh=mesh,
@@ -56,7 +59,55 @@ def shard_modules(model: nn.Module, inner: Sequence[nn.Module], mesh: DeviceMesh
             mp_policy=policy,
             offload_policy=offload,
         )
+        if dtype is None:
+            module.register_forward_pre_hook(_hide_activations, prepend=True, with_kwargs=True)
     return [module for module in [*inner, model] if isinstance(module, FSDPModule)]
+
+
+class _Hidden:
+    """An argument that FSDP2 does not see.
+
+    FSDP2 puts a node of its own between an activation and the module, which reduces the module's gradients in its
+    backward. An activation that is given twice would be two tensors in the module, which attention takes for two
+    values; and the gradients of its uses would be added first within the module, then to those of its uses outside. On
+    one device autograd adds them one by one.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+def _hide_activations(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A forward pre-hook before that of FSDP2."""
+    is_graded = torch.is_grad_enabled()
+    return tree_map(
+        lambda x: _Hidden(x) if is_graded and isinstance(x, Tensor) and x.requires_grad else x, (args, kwargs)
+    )
+
+
+def _show_activations(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A forward pre-hook after that of FSDP2: has the gradients reduced once the activations have theirs."""
+    hidden = {id(x.tensor): x.tensor for x in tree_leaves((args, kwargs)) if isinstance(x, _Hidden)}
+    groups = [group for group in param_groups(module) if group._training_state.name == "FORWARD"]  # not if run anew
+    if hidden and groups:
+
+        def reduce(_: Any) -> None:
+            for group in groups:
+                group.post_backward()
+
+        hooks: Any = register_multi_grad_hook([*hidden.values()], reduce)
+        # Where an activation is the output of the same module: that call's parameters are unsharded afterwards.
+        for tensor, hook in zip(hidden.values(), hooks.handles, strict=True):
+            of_tensor: Any = tensor._backward_hooks
+            of_tensor.move_to_end(hook.id, last=False)
+    return tree_map(lambda x: x.tensor if isinstance(x, _Hidden) else x, (args, kwargs))
+
+
+def param_groups(module: Any) -> list[Any]:
+    """What FSDP2 keeps of a module's parameters, for which it has no public call."""
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    return [group for group in groups if group is not None]
 
 
 class _Unviewed(torch.autograd.Function):
