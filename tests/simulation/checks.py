@@ -14,9 +14,11 @@ from types import ModuleType
 import grammar
 import scripts
 import simulated_collectives
+import simulated_membership
 from grammar import HEAD, Program, programs
 from hypothesis import strategies as st
 from simulated_collectives import Call
+from simulated_membership import Fault, Schedule
 from simulated_ranks import generator_states, set_generators
 
 from samestep.errors import SamestepError
@@ -159,9 +161,11 @@ FAULT_CHECKS = ["lost", "stopped", "full disk", "crash", "damaged"]
 
 
 def cases(kind):
-    """Draws cases of a kind: "programs", "faults", "scripts" or "collectives"."""
+    """Draws cases of a kind, one of `run.KINDS`."""
     if kind == "scripts":
         return scripts.scripts()
+    if kind == "membership":
+        return schedules()
     if kind == "collectives":
         return st.tuples(st.lists(calls(), min_size=1, max_size=12), st.integers(1, 8))
     names = PROGRAM_CHECKS if kind == "programs" else FAULT_CHECKS
@@ -199,6 +203,26 @@ def calls():
     )
 
 
+def schedules():
+    """Draws runs of ranks to which something happens."""
+    faults = st.builds(
+        Fault, st.sampled_from(simulated_membership.KINDS), st.integers(0, 6), st.integers(0, 12), st.integers(0, 60)
+    )
+    return st.integers(1, 5).flatmap(
+        lambda ranks: st.builds(
+            Schedule,
+            st.just(ranks),
+            st.lists(faults, max_size=4).map(tuple),
+            st.integers(0, 1 << 20),
+            st.integers(1, 9),
+            st.integers(ranks, 8),
+            st.integers(0, ranks - 1),
+            st.integers(0, 2),
+            st.lists(st.integers(1, 8), max_size=2).map(tuple),
+        )
+    )
+
+
 def saved(program):
     """The program by a trainer, which writes a run folder."""
     return grammar.allowed(grammar.replace(program, loop="trainer"))
@@ -208,6 +232,8 @@ def script(case):
     """The text of a program and its checks, or of a resume if none of them applies, which runs by itself."""
     if isinstance(case, list):
         return scripts.script(case)
+    if isinstance(case, Schedule):
+        return f"{Path(simulated_membership.__file__).read_text()}\n\ncheck_schedule({case!r})\n"
     if not isinstance(case, Case):
         drawn, ranks = case
         listed = "".join(f"    {call!r},\n" for call in drawn)

@@ -8,7 +8,7 @@ and between nodes, unless `SAMESTEP_NODES` is "flat".
 import contextlib
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -42,13 +42,21 @@ def connect(environment: Environment, device: torch.device, timeout: timedelta) 
 
 
 def reconnect(
-    store: dist.Store, rank: int, world_size: int, device: torch.device, timeout: timedelta
+    store: dist.Store,
+    rank: int,
+    world_size: int,
+    device: torch.device,
+    timeout: timedelta,
+    check: Callable[[], None] = lambda: None,
 ) -> tuple[Connection, Connection]:
-    """Connects the ranks that are left after a failure, which have all reached the store."""
+    """Connects the ranks that are left after a failure, which have all reached the store.
+
+    `check` is called while this rank waits at the store for others, and raises if one will not come.
+    """
     connect_timeout = timedelta(seconds=min(CONNECT_SECONDS, timeout.total_seconds()))
     transport = chosen_transport()
     place = Environment(rank, world_size, rank, world_size, store_is_kept=True, transport=transport)
-    return connect_at(store, place, device, connect_timeout, timeout, by_nodes=False)
+    return connect_at(store, place, device, connect_timeout, timeout, by_nodes=False, check=check)
 
 
 def connect_at(
@@ -58,9 +66,10 @@ def connect_at(
     connect_timeout: timedelta,
     timeout: timedelta,
     by_nodes: bool = True,
+    check: Callable[[], None] = lambda: None,
 ) -> tuple[Connection, Connection]:
-    """Connects ranks that have all reached a store; as `connect`."""
-    has_own_gpu = device.type == "cuda" and have_own_gpus(store, place, device, connect_timeout)
+    """Connects ranks that have all reached a store; as `connect` and `reconnect`."""
+    has_own_gpu = device.type == "cuda" and have_own_gpus(store, place, device, connect_timeout, check)
     backend = "nccl" if has_own_gpu else "gloo"
     host = store_host(place)
     # Only a supervisor that sees all ranks can announce a quorum: no healing over several nodes.
@@ -72,7 +81,7 @@ def connect_at(
     shared = None
     # Tried first even with NCCL: then it carries the small values in host memory.
     try:
-        segment = _share(dist.PrefixStore("shared", store), place, connect_timeout)
+        segment = _share(dist.PrefixStore("shared", store), place, connect_timeout, check)
         shared = SharedTransport(segment, place.rank, timeout, store, healing_store)
     except NoSegmentError as error:
         if place.transport == "shared":
@@ -145,13 +154,20 @@ def connect_process_group(
     return transport, gloo
 
 
-def have_own_gpus(store: dist.Store, place: Environment, device: torch.device, timeout: timedelta) -> bool:
+def have_own_gpus(
+    store: dist.Store,
+    place: Environment,
+    device: torch.device,
+    timeout: timedelta,
+    check: Callable[[], None] = lambda: None,
+) -> bool:
     """Whether each rank has a GPU to itself, as NCCL needs; the same on all ranks, all of which call it.
 
     By the identifiers of the GPUs: under Slurm each process may see one GPU, another one each, and call it cuda:0.
     """
     gpu = str(torch.cuda.get_device_properties(device).uuid)
-    words = _answers(dist.PrefixStore("gpus", store), place, timeout, gpu if place.transport == "auto" else NO_NCCL)
+    word = gpu if place.transport == "auto" else NO_NCCL
+    words = _answers(dist.PrefixStore("gpus", store), place, timeout, word, check)
     sharing = [str(rank) for rank, word in enumerate(words) if words.count(word) > 1]
     if NO_NCCL in words:
         return False
@@ -246,14 +262,16 @@ def _share_in_node(
     return transport if have else None
 
 
-def _share(store: dist.Store, place: Environment, timeout: timedelta) -> Segment:
+def _share(
+    store: dist.Store, place: Environment, timeout: timedelta, check: Callable[[], None] = lambda: None
+) -> Segment:
     """Maps memory that all ranks share; raises `NoSegmentError` on all of them if one cannot."""
     rank, world_size = place.rank, place.world_size
     segment, fd, answer, address = None, -1, _refusal(place) or "yes", ""
     try:
         try:
             if rank > 0:
-                address = _segment_address(store, timeout)
+                address = _segment_address(store, timeout, check)
                 if answer == "yes" and address:
                     segment = segments.join(address, world_size)
             elif answer == "yes":
@@ -265,7 +283,7 @@ def _share(store: dist.Store, place: Environment, timeout: timedelta) -> Segment
         if segment is not None:
             segment.words[segment.lanes[rank].pid] = os.getpid()
         # Also the barrier after which rank 0 may close the descriptor by which the others open the segment.
-        answers = _answers(store, place, timeout, answer)
+        answers = _answers(store, place, timeout, answer, check)
     except (RuntimeError, PeerLostError) as error:
         if segment is not None:  # ranks that go on would wait for this one until the timeout
             segment.words[segment.lanes[rank].gone] = 1
@@ -295,21 +313,24 @@ def _refusal(place: Environment) -> str:
     return ""
 
 
-def _segment_address(store: dist.Store, timeout: timedelta) -> str:
+def _segment_address(store: dist.Store, timeout: timedelta, check: Callable[[], None]) -> str:
     """The address of rank 0's segment, once it has written it; empty if it has none."""
     deadline, pause = time.monotonic() + timeout.total_seconds(), FIRST_POLL_SECONDS
     while not store.check([SEGMENT]):
         if time.monotonic() > deadline:
             raise PeerLostError("rank 0 met all others, but did not connect to them", (0,))
+        check()
         time.sleep(pause)
         pause = min(2 * pause, POLL_SECONDS)
     address = store.get(SEGMENT).decode()
     return "" if address == NO_SEGMENT else address
 
 
-def _answers(store: dist.Store, place: Environment, timeout: timedelta, answer: str) -> list[str]:
+def _answers(
+    store: dist.Store, place: Environment, timeout: timedelta, answer: str, check: Callable[[], None]
+) -> list[str]:
     """For each rank "yes" if it shares memory, or the reason for which it does not."""
-    missing = roll_call(store, place.rank, place.world_size, timeout.total_seconds(), store_host(place), answer)
+    missing = roll_call(store, place.rank, place.world_size, timeout.total_seconds(), store_host(place), answer, check)
     if missing:
         raise _absent(place.rank, missing)
     return [store.get(str(rank)).decode() for rank in range(place.world_size)]

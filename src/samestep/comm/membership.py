@@ -245,7 +245,7 @@ class Membership:
             PeerLostError: a rank was lost meanwhile.
         """
         transport = self.communicator.transport
-        if isinstance(transport, Connection) and transport.check_lost is not None:
+        if isinstance(transport, Connection) and transport.check_lost is not None and transport.stream is not None:
             event = torch.cuda.current_stream(self.communicator.device).record_event()
             wait_until(event.query, transport.check_lost, self.timeout.total_seconds())
 
@@ -325,10 +325,11 @@ class Membership:
     def _heal(self, attempt: Callable[[], T]) -> list[T]:
         """Goes on with the ranks that are left and those that join; the value of the operation if it was behind."""
         start = time.monotonic()
-        phase = self.heartbeat.enter("regroup")
+        phase = self.heartbeat.phase
         values: list[T] = []
         number = self.heartbeat.quorum
         while True:
+            self.heartbeat.enter("regroup")  # again too: an operation that was repeated has entered other phases
             self._drop_connections()
             quorum = self._next_quorum(number)
             # A quorum is taken up again for a late worker that could not be counted in: under keys of its own.
@@ -336,7 +337,8 @@ class Membership:
             number, self.heartbeat.quorum = quorum.number, quorum.number
             self._one_waits = False
             try:
-                own = Report(self.num_operations, int(self.give is not None), self.stop)
+                admits, checkpoint = int(self.give is not None), int(self.checkpoint_agreed)
+                own = Report(self.num_operations, admits, self.stop, checkpoint)
                 reports = self._exchange_reports(quorum, own)
                 present = {slot: report for slot, report in reports.items() if report.operations >= 0}
                 most = max(present.values())
@@ -346,8 +348,9 @@ class Membership:
                     self._form("behind", quorum, behind)
                     values.append(attempt())
                     self.num_operations += 1
-                    # As the advanced have agreed: a request that came later is for the next operation.
-                    self.stop = next(report.stop for report in present.values() if report.operations == most.operations)
+                    # As the advanced have agreed: a request that came later is for the next operation, and who asked
+                    # for a checkpoint may be among them.
+                    self.stop, self.checkpoint_agreed = most.stop, bool(most.checkpoint)
                     self.heartbeat.enter("regroup")
                     self._drop_connections()
                 members = quorum.slots if all_admit(reports) else tuple(present)
@@ -398,6 +401,7 @@ class Membership:
                     "the exchange with the other ranks failed, but none of them is known to be lost; if a rank needs "
                     f"more than {self.timeout.total_seconds():g} s for its microbatches, raise timeout_seconds"
                 )
+            self.heartbeat.enter("regroup")  # it is alive, unlike one that is blocked in a connection
             time.sleep(QUORUM_POLL_SECONDS)  # a page of memory has no wake-up; the supervisor needs longer than this
         quorum = page.quorum()
         if not quorum.slots:
@@ -422,7 +426,8 @@ class Membership:
 
             store = self._call(quorum, f"{name} {self._round}", slots, "here")
             rank = slots.index(self.heartbeat.slot)
-            transport, control = reconnect(store, rank, len(slots), self.communicator.device, self.timeout)
+            device, check = self.communicator.device, lambda: self._check_meeting(quorum)
+            transport, control = reconnect(store, rank, len(slots), device, self.timeout, check)
         self.communicator = replace(self.communicator, transport=transport, control=control)
         self._let_name_missing(False)
         self._ended_at = math.inf
@@ -431,28 +436,26 @@ class Membership:
 
     def _call(self, quorum: Quorum, name: str, slots: tuple[int, ...], word: str) -> dist.Store:
         """Waits until all of some slots have written a word to the store, under their place among them."""
-        page = self.heartbeat.page
-        assert page is not None, "only a supervised run heals"
         assert self._healing_store is not None, "only a run with a store heals"
         store = dist.PrefixStore(f"quorum {quorum.number}/{name}", self._healing_store)
-
-        def check() -> None:
-            self.heartbeat.enter("regroup")
-            if page.number != quorum.number:
-                raise NewQuorumError("another rank was lost meanwhile")
-
         # Without a time limit: the supervisor announces another quorum if one of them is lost, and `check` raises then.
-        calls = dist.PrefixStore("words", store)
+        calls, check = dist.PrefixStore("words", store), lambda: self._check_meeting(quorum)
         missing = roll_call(calls, slots.index(self.heartbeat.slot), len(slots), 1e9, None, word, check)
         assert not missing, "it waits until all are there, or the quorum changes"
         return calls
+
+    def _check_meeting(self, quorum: Quorum) -> None:
+        """Posts a beat; raises if there is another quorum by now, in which case some of this one may not come."""
+        self.heartbeat.enter("regroup")
+        if self.heartbeat.page is not None and self.heartbeat.page.number != quorum.number:
+            raise NewQuorumError("another rank was lost meanwhile")
 
     def _let_name_missing(self, names: bool) -> None:
         """Whether failed transfers look for the missing ranks (seconds); not if the supervisor knows them."""
         for transport in (self.communicator.transport, self.communicator.control):
             if isinstance(transport, Connection):
                 transport.names_missing = names
-                transport.check_lost = None if names or transport.stream is None else self._check_lost
+                transport.check_lost = None if names else self._check_lost
 
     def _divide(self) -> tuple[range, ...]:
         """The microbatches of each rank: all on the first ranks, none on the spares after them."""

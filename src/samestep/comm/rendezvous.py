@@ -20,11 +20,12 @@ LOOPBACKS = ("localhost", "ip6-localhost", "::1")
 
 
 class Report(NamedTuple):
-    """A rank's report when a quorum is taken up; in the store its three numbers as text."""
+    """A rank's report when a quorum is taken up; in the store its numbers as text."""
 
     operations: int  # carried out so far; -1 for a rank that joins, which has no state yet
     admits: int = 0  # whether a rank may join before the next operation
     stop: int = 0  # as `Membership.stop`
+    checkpoint: int = 0  # as `Membership.checkpoint_agreed`
 
 
 class AbsentError(PeerLostError):

@@ -89,6 +89,10 @@ class HangDetector:
         """How long a worker has been silent; 0 for an unknown one."""
         return self._by_slot[slot].silent_seconds if slot in self._by_slot else 0.0
 
+    def stuck_seconds(self, slot: int) -> float:
+        """How long a worker has been in one phase of one step in one quorum; 0 for an unknown one."""
+        return self._by_slot[slot].stuck_seconds if slot in self._by_slot else 0.0
+
     def hung(self, groups: Callable[[], Mapping[int, Group]]) -> list[int]:
         """The slots of hung workers, from their start on; `groups` returns the process group of each slot."""
         timeout, found = self.timeout_seconds, self._by_slot
@@ -270,10 +274,10 @@ class Healing:
         living = workers.living
         if not living or not self._policy.heal or any(workers.beat(w).phase != "regroup" for w in living):
             return
-        silent = max(hangs.silent_seconds(worker.slot) for worker in living)
+        stuck = min(hangs.stuck_seconds(worker.slot) for worker in living)
         step = max(workers.beat(worker).step for worker in living)
         self._strays = [earlier for earlier in self._strays if earlier == step]
-        is_due = silent >= STRAY_SECONDS and now - self._announced >= STRAY_PAUSE_SECONDS
+        is_due = stuck >= STRAY_SECONDS and now - self._announced >= STRAY_PAUSE_SECONDS
         if is_due and len(self._strays) < MAX_STRAYS:
             self._strays.append(step)
             self._announce()
