@@ -1,15 +1,19 @@
 """What must hold for a program: its checks as text, and the scripts that are made of a program and checks."""
 
 import contextlib
+import gc
 import io
 import linecache
+import multiprocessing.util
 import os
 import sys
 import tempfile
 import textwrap
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from unittest.mock import patch
 
 import grammar
 import scripts
@@ -93,6 +97,11 @@ TEXTS = {
         for found in in_turns({ranks}, train, folder / "run", resume="auto"):
             check_same(found, one, 1 << 30, ("draws", "drawn"))
     """,
+    "named": """
+        with redirect_stderr(io.StringIO()) as said:
+            in_turns(1, train, folder / "named")
+        assert {named!r} in said.getvalue(), said.getvalue()
+    """,
     "full disk": """
         with failing(folder / "run", 1 << 30, 0, "full") as disk:
             in_turns(1, train, folder / "run")
@@ -134,6 +143,7 @@ EXCUSES = {  # of a check that says nothing about a program
     # A loader of one's own draws a seed for workers that begin, and they draw by it.
     "workers": lambda p: p.data in ("streams", "iterable", "own loader", "own persistent"),
     "resumed workers": lambda p: p.data in ("streams", "iterable", "own loader"),
+    "resumed": lambda p: any("keep=2" in option for option in p.options),  # some are gone
     "stopped": lambda p: p.calls,  # of which the next one goes on
     "plain": lambda p: not (p.plain and p.microbatches == 1),
     "nearly plain": lambda p: not (p.plain and p.microbatches > 1),
@@ -141,6 +151,7 @@ EXCUSES = {  # of a check that says nothing about a program
         p.loop == "own"
         or p.data in grammar.OF_LOADERS
         or bool(p.hooks or p.calls or p.patience or p.steps or p.best)
+        or any(option.startswith(("fit", "Trainer: state")) for option in p.options)
         or p.scheduler in ("epochs", "plateau")
     ),
 }
@@ -241,6 +252,7 @@ def script(case):
         return f"{head}\n\nCALLS = [\n{listed}]\n\ncheck_calls(CALLS, {ranks})\n"
     program = case.program
     checks = [name for name in case.checks if not EXCUSES.get(name, lambda p: False)(program)] or ["resumed"]
+    checks = ["named"] if program.named else checks
     most = min(4, program.microbatches)
     numbers = {
         "ranks": min(case.ranks, most),
@@ -249,10 +261,12 @@ def script(case):
         "order": case.order,
         "place": case.place,
         "count": case.count,
+        "named": grammar.NAMED.get(program.named),
     }
-    head = HEAD.read_text().split('"""\n', 1)[1].replace("import sys\n", "import shutil\nimport sys\nimport tempfile\n")
-    head = head.replace("contextlib import contextmanager", "contextlib import contextmanager, suppress\n"
-                        "from pathlib import Path")  # fmt: skip
+    head = HEAD.read_text().split('"""\n', 1)[1]
+    head = head.replace("import sys\n", "import io\nimport shutil\nimport sys\nimport tempfile\n")
+    more = "contextlib import contextmanager, redirect_stderr, suppress\nfrom pathlib import Path"
+    head = head.replace("contextlib import contextmanager", more)
     head = head.replace("import PeerLostError", "import PeerLostError, RunFolderError")
     body = grammar.text(program)
     if "loops" in checks:
@@ -276,8 +290,41 @@ class Refused(Exception):
     """The program is refused on one rank already, by a sentence of samestep; any other error is a failure."""
 
 
+def held(temporary):
+    """What this process holds: threads, children, descriptors, mapped shared memory, and files in a folder."""
+    children = " ".join(place.read_text() for place in Path("/proc/self/task").glob("*/children")).split()
+    maps = Path("/proc/self/maps").read_text()
+    links = {link: os.readlink(link) for link in Path("/proc/self/fd").iterdir() if os.path.lexists(link)}
+    return {
+        *(f"thread {thread.name} {thread.native_id}" for thread in threading.enumerate()),
+        *(f"process {child}" for child in children),
+        # matplotlib keeps open the fonts of the last threads that drew
+        *(f"descriptor {link.name}: {place}" for link, place in links.items() if not place.endswith(".ttf")),
+        *(f"memory {line}" for line in maps.splitlines() if "/dev/shm/" in line or "/memfd:" in line),
+        *(f"file {place}" for place in (*temporary.rglob("*"), *Path("/dev/shm").glob(f"*{os.getpid()}*"))),
+    }
+
+
 def run_script(text):
-    """Runs the checks of a script here; raises what they raise, and `Refused` if one undisturbed rank refuses."""
+    """Runs the checks of a script here; raises what they raise, and `Refused` if one undisturbed rank refuses.
+
+    Raises also if something is left behind, again when it runs again: what a process makes once is made by then.
+    """
+    multiprocessing.util.get_temp_dir()  # of the whole process
+    with tempfile.TemporaryDirectory(prefix="simulated-") as folder:
+        for _ in range(2):
+            with patch.object(tempfile, "tempdir", folder):
+                before = held(Path(folder))
+                _run_script(text)
+                left = held(Path(folder)) - before
+                if left and gc.collect() >= 0:
+                    left = held(Path(folder)) - before
+            if not left:
+                return
+    raise AssertionError(f"left behind: {sorted(left)}")
+
+
+def _run_script(text):
     module = ModuleType("simulated")
     name = f"<simulated {abs(hash(text))}>"
     linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)

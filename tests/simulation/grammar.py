@@ -136,6 +136,34 @@ CLASS_BLOCKS = {
     """,
 }
 BLOCKS = [*SIMPLE_BLOCKS, *CLASS_BLOCKS]
+CLASS_BLOCKS |= {  # of which a line tells, see NAMED
+    "remembering": """
+        class Remembering(nn.Module):
+            last = 0.0
+
+            def forward(self, x):
+                before, self.last = self.last, x.detach().mean()
+                return x + before
+    """,
+    "own draws": """
+        class Drawn(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.draws = torch.Generator().manual_seed(1)
+
+            def forward(self, x):
+                return x + 0.1 * torch.rand(x.shape, generator=self.draws)
+    """,
+    "unused": """
+        class Unused(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.part = nn.Linear(6, 6)
+
+            def forward(self, x):
+                return x
+    """,
+}
 NORMALISED = {"batch norm", "cumulative"}  # a microbatch has two samples or none
 DRAWING = {"dropout", "attention"}
 
@@ -166,6 +194,17 @@ DATASETS = {
             def __getitem__(self, index):
                 with torch.random.fork_rng():
                     return X[index] + 0.1 * torch.rand(6), Y[index]
+    """,
+    "numpy": """
+        class OwnDraws(Dataset):
+            def __init__(self):
+                self.draws = np.random.default_rng(3)
+
+            def __len__(self):
+                return NUM_SAMPLES
+
+            def __getitem__(self, index):
+                return X[index] + 0.1 * float(self.draws.random()), Y[index]
     """,
     "rarely": """
         class Rarely(Dataset):
@@ -215,6 +254,13 @@ DATA = {  # what gives the samples: the dataset that it needs, and an expression
     "forked": ("forked", "Forked()"),
     "rarely": ("rarely", "Rarely()"),
     "noisy subset": ("noisy", "Subset(Noisy(), range(NUM_SAMPLES))"),
+    "nested": ("tensors", '{"inputs": ((X,), [X]), "y": Y}'),
+    "joined": ("noisy", "ConcatDataset([TensorDataset(X[:2], Y[:2]), Subset(Noisy(), range(2, NUM_SAMPLES))])"),
+    "transformed": (
+        "tensors",
+        "samestep.TensorData((X, Y), transform=lambda batch: (batch[0] + 0.1 * torch.rand(()), batch[1]))",
+    ),
+    "numpy": ("numpy", "OwnDraws()"),
     "iterable": ("iterable", "Stream()"),
     "streams": ("streams", "run.loader(streams=stream)"),
     "own loader": ("noisy", "DataLoader(Noisy(), batch_size=BATCH, shuffle=True, num_workers=num_workers)"),
@@ -224,6 +270,15 @@ DATA = {  # what gives the samples: the dataset that it needs, and an expression
     ),
     "own drop last": ("samples", "DataLoader(Samples(), batch_size=BATCH, shuffle=True, drop_last=True)"),
     "own sampler": ("sampler", "DataLoader(TensorDataset(X, Y), batch_size=BATCH, sampler=Shuffled())"),
+    "own weighted": (
+        "noisy",
+        "DataLoader(Noisy(), BATCH, sampler=WeightedRandomSampler([1.0, 2.0] * (NUM_SAMPLES // 2), NUM_SAMPLES), "
+        "worker_init_fn=random.seed)",
+    ),
+    "own batches": (
+        "tensors",
+        "DataLoader(TensorDataset(X, Y), batch_sampler=BatchSampler(RandomSampler(X), BATCH, drop_last=False))",
+    ),
     "own persistent": (
         "tensors",
         "DataLoader(TensorDataset(X, Y), batch_size=BATCH, shuffle=True, num_workers=num_workers, "
@@ -231,7 +286,39 @@ DATA = {  # what gives the samples: the dataset that it needs, and an expression
     ),
 }
 OF_LOADERS = {"streams", *(name for name in DATA if name.startswith("own "))}  # not for `run.loader(…)`
-NUMBERED = {"tensors", "dict", "tensor dataset", "samples"}  # an id is a row, so that a plain loop can read them
+NUMBERED = {"tensors", "dict", "nested", "tensor dataset", "samples"}  # an id is a row, which a plain loop can read
+FORMS = {  # of a batch: its inputs, its target, and that of the whole data; a pair else
+    "dict": ('batch["x"]', 'batch["y"]', '{"x": X, "y": Y}'),
+    "nested": ('batch["inputs"][0][0]', 'batch["y"]', '{"inputs": ((X,), [X]), "y": Y}'),
+}
+METRICS = {  # of an evaluation: what is made of output and target, and the metrics; the first is called loss
+    "classes": (
+        "{}",
+        "Y",
+        [
+            "cross_entropy",
+            "accuracy",
+            "top_k(2)",
+            "cross_entropy_with(class_dim=1, ignore_index=2)",
+            "from_torchmetrics(F1Score('multiclass', num_classes=3, average=None), update=counted)",
+        ],
+    ),
+    "numbers": (
+        "{}[:, 0]",
+        "Y",
+        ["mean_squared_error", "root_mean_squared_error", "mean_absolute_error", "Metric(rare, math.exp)"],
+    ),
+    "tokens": (
+        "{}[:, None]",
+        "Y[:, None]",
+        [
+            "perplexity",
+            "token_accuracy",
+            "perplexity_with(class_dim=-1, ignore_index=1)",
+            "token_accuracy_with(class_dim=-1, ignore_index=1)",
+        ],
+    ),
+}
 
 LOSSES = {  # the function, and whether a plain loop has it
     "mean": "return functional.cross_entropy(model(x), y)",
@@ -265,6 +352,7 @@ OPTIMIZERS = {
     "nadam": "torch.optim.NAdam({}, lr=0.02)",
     "radam": "torch.optim.RAdam({}, lr=0.02)",
     "asgd": "torch.optim.ASGD({}, lr=0.05)",
+    "sgd decay": "torch.optim.SGD({}, lr=0.1, weight_decay=0.1, maximize=True, foreach=True)",
     "rprop": "torch.optim.Rprop({}, lr=0.01)",
     "adafactor": "torch.optim.Adafactor({}, lr=0.05)",
 }
@@ -281,6 +369,7 @@ SCHEDULERS = {
     ),
     "epochs": "schedules.ExponentialLR(optimizer, 0.5)",
     "plateau": "schedules.ReduceLROnPlateau(optimizer, patience=0)",
+    "forgotten": "schedules.ExponentialLR(optimizer, 0.5)",
 }
 HOOKS = {
     "epochs": """
@@ -305,6 +394,14 @@ HOOKS = {
             def on_epoch_end(self, trainer, record):
                 self.scheduler.step(record.train_loss)
     """,
+    "forgotten": """
+        class Forgotten(samestep.Hook):
+            def __init__(self, scheduler):
+                self.scheduler = scheduler
+
+            def on_epoch_end(self, trainer, record):
+                self.scheduler.step()
+    """,
     "average": "",
     "thawing": """
         class Thawing(samestep.Hook):
@@ -320,11 +417,39 @@ HOOKS = {
                 with torch.no_grad():
                     next(trainer.model[-1].parameters()).add_(0.001 * self.total)
 
+            def on_epoch_start(self, trainer, epoch):
+                self.total += epoch + torch.rand(()).item()
+
+            def on_epoch_end(self, trainer, record):
+                self.total -= record.train_loss if math.isfinite(record.train_loss) else 0
+
+            def on_evaluation_end(self, trainer, metrics):
+                self.total += random.random() * len(metrics)
+
+            def on_checkpoint(self, trainer, step):
+                assert step == trainer.step.num_steps
+
+            def on_fit_start(self, trainer):
+                assert not trainer.model.training or trainer.model[0].training
+
+            def on_fit_end(self, trainer):
+                assert trainer.step.num_steps > 0
+
             def state_dict(self):
                 return {"total": self.total}
 
             def load_state_dict(self, state):
                 self.total = state["total"]
+    """,
+    "forgetful": """
+        class Forgetful(samestep.Hook):
+            def __init__(self):
+                self.total = torch.zeros(())
+
+            def on_step_end(self, trainer, result):
+                with torch.no_grad():
+                    self.total += 0.001
+                    next(trainer.model[-1].parameters()).add_(self.total)
     """,
     "stopping": """
         class Stopping(samestep.Hook):
@@ -338,8 +463,85 @@ HOOKS = {
     "looking": """
         class Looking(samestep.Hook):
             def on_step_end(self, trainer, result):
-                trainer.run.predict(trainer.model, (X, Y))
-                repr(trainer), trainer.digest
+                look(trainer.run, trainer.model, trainer.step)
+                trainer.say(f"{trainer} {trainer.digest} {trainer.best} {[*result.batch.microbatches]}")
+                trainer.predict(WHOLE, forward=forward)
+                trainer.evaluate(WHOLE, {"rare": rare}, forward=forward)
+
+            def on_epoch_end(self, trainer, record):
+                trainer.say(f"{record.as_json()} {record.tags()} {record.describe([])}")
+
+            def on_failure(self, trainer, error):
+                trainer.say(str(error))
+    """,
+}
+NAMED = {  # a block, dataset, hook or scheduler whose bits another number of ranks or a resume may change: the line
+    "remembering": "last: written in the forward",
+    "own draws": "draws (Generator): drawn from while microbatches run",
+    "unused": "parameters got no gradient in the first 3 steps, such as ",
+    "numpy": "the dataset keeps a generator of its own (Generator)",
+    "forgetful": "the hook Forgetful has total (Tensor)",
+    "forgotten": "the hook Forgotten has scheduler (ExponentialLR)",
+    "early": "drawn before samestep.Run",
+}
+OPTIONS = [  # a call, and a further argument of it
+    'Run: reduction="ordered"',
+    "Run: num_threads=2",
+    "Run: timeout_seconds=60.0",
+    'Run: mesh={"data": -1}',
+    "Run: spares=int(communicator is not None and communicator.world_size > 1)",
+    "train_step: late_check=False",
+    "train_step: overlap=False",
+    "train_step: bucket_bytes=64",
+    'train_step: on_nonfinite="raise"',
+    'train_step: strategy="replicate"',
+    "train_step: strategy=samestep.Replicate(shard_optimizer=False)",
+    "train_step: observers=[Watching()]",
+    "loader: drop_last=True",
+    "loader: collate_fn=collated",
+    'loader: cache="device"',
+    'loader: multiprocessing_context="fork"',
+    "loader: exact_states=True",
+    "Trainer: loggers=[Log()]",
+    'Trainer: name="another"',
+    'Trainer: contract={"note": 1}',
+    'Trainer: epoch_line=("loss", "test loss")',
+    "Trainer: checkpoint_minutes=1e-9",
+    "Trainer: checkpoint_retries=1",
+    "Trainer: keep=2",
+    "Trainer: digest_every=2",
+    'Trainer: resume_command="again"',
+    'Trainer: state={"other": other}',
+    "fit: eval_every=2",
+    "fit: collate_fn=collated",
+    "fit: allow_contract_change=True",
+    "save_checkpoint: keep=2",
+    "save_checkpoint: checkpoint_retries=1",
+    "load_checkpoint: allow_contract_change=True",
+    "load_state_dict: allow_contract_change=True",
+]
+HELPERS = {  # what an option needs
+    "Watching": """
+        class Watching(samestep.StepObserver):
+            def note(self, *seen):
+                self.seen = seen
+
+            on_made = on_step = on_phase = on_batch = on_microbatch = on_loss = on_gradients = note
+            on_bucket = on_wait = on_update = on_failure = note
+    """,
+    "Log": """
+        class Log:
+            def log(self, step, scalars):
+                random.random(), torch.rand(())
+
+            def close(self):
+                pass
+    """,
+    "collated": """
+        def collated(samples):
+            batch = default_collate(samples)
+            {inputs}.add_(0.1 * torch.rand(()) + 0.1 * random.random())
+            return batch
     """,
 }
 PRECISIONS = ["32-true", "bf16-mixed", "16-mixed"]
@@ -367,14 +569,17 @@ class Program:
     zero1: bool = False
     shuffle: bool = False
     hooks: tuple[str, ...] = ()
-    calls: bool = False  # of `fit`, an epoch each, with draws between them
-    best: bool = False
+    calls: str = ""  # what happens between calls of `fit` of an epoch each
+    best: str = ""  # the argument
     patience: bool = False
-    evaluated: bool = False
+    evaluated: str = ""  # by which metrics
     steps: int = 0  # `max_steps`
     critic: bool = False  # a second step over the model, in a loop of one's own
     shares: tuple[int, ...] = ()
     reentrant: bool = False
+    files: bool = False  # of `torch.save`, in a loop of one's own
+    options: tuple[str, ...] = ()
+    named: str = ""  # what one line is about
 
     def __repr__(self):
         simplest = Program()
@@ -389,6 +594,8 @@ class Program:
             and self.loss == "mean"
             and not (self.clip or self.zero1 or self.hooks or self.critic or self.best or self.patience or self.calls)
             and self.precision == "32-true"
+            and not {"loader: drop_last=True", "loader: collate_fn=collated", "fit: collate_fn=collated"}
+            & {*self.options}
             and self.scheduler in ("none", "step", "cosine", "one cycle", "sequential")
             and not DRAWING & {*self.blocks}
             and (self.microbatches == 1 or not {*self.blocks} & {*NORMALISED, "sometimes", "counting", "bfloat16"})
@@ -398,23 +605,34 @@ class Program:
 
 def allowed(p):
     """The nearest program that the documentation allows."""
+    if p.named:  # at least three steps of two microbatches
+        p = replace(
+            p, loop="trainer", microbatches=max(2, p.microbatches), epochs=3, steps=0, patience=False, zero1=False
+        )
+        p = replace(p, batch=max(4, p.batch), loss="mean", precision="32-true", options=(), shares=(), calls="")
+        kinds = {"data": DATA, "scheduler": SCHEDULERS, "hooks": HOOKS, "blocks": CLASS_BLOCKS}
+        field = next((name for name, table in kinds.items() if p.named in table), None)
+        is_tuple = field in ("hooks", "blocks")
+        p = replace(p, **{field: (p.named,) if is_tuple else p.named} if field else {})
     changes = {"microbatches": min(p.microbatches, p.batch)}
     if p.loop == "own":
-        changes |= {"hooks": (), "calls": False, "best": False, "patience": False, "evaluated": False, "steps": 0}
-        if p.data in OF_LOADERS:
+        kept = tuple(hook for hook in p.hooks if hook == "average")
+        changes |= {"hooks": kept, "calls": "", "best": "", "patience": False, "evaluated": "", "steps": 0}
+        if p.data in OF_LOADERS and p.data != "streams":
             changes["data"] = "noisy"
         if p.scheduler in ("epochs", "plateau"):
             changes["scheduler"] = "step"
+        if p.files:
+            changes["zero1"] = False
     else:
-        changes["critic"] = False
+        changes |= {"critic": False, "files": False}
     if p.data in ("streams", "iterable") or p.data.startswith("own "):
         changes["shuffle"] = False
-    if p.best or p.patience:
-        changes["evaluated"] = True
-        changes["best"] = True
+    if p.loop != "own" and (p.best or p.patience):
+        changes |= {"evaluated": p.evaluated or "classes", "best": p.best or '"loss"'}
     if p.critic:
         changes["zero1"] = False
-    if p.zero1 or changes.get("zero1"):
+    if changes.get("zero1", p.zero1):
         changes["second"] = ""
         if p.optimizer in NOT_ELEMENTWISE:
             changes["optimizer"] = "adam"
@@ -431,8 +649,12 @@ def allowed(p):
     if NORMALISED & {*p.blocks}:
         changes |= even(p, changes["microbatches"])
     p = replace(p, **changes)
-    if "thawing" in p.hooks:  # it freezes the first layer, and something must be left to train: the last one
+    if "thawing" in p.hooks or p.calls == "freezing":  # the first layer, and something must be left to train: the last
         p = replace(p, hooks=tuple(h for h in p.hooks if h != "drawing"))
+    if p.zero1:
+        p = replace(p, options=tuple(option for option in p.options if "spares" not in option))
+    if "spares" in str(p.options):
+        p = replace(p, shares=())
     return p
 
 
@@ -446,52 +668,60 @@ def even(p, microbatches):
     return {"batch": batch, "samples": samples}
 
 
+RARE = [False, False, False, True]
+CHOICES = {  # of each field
+    "data": [name for name in DATA if name not in NAMED],
+    "samples": range(4, 23),
+    "batch": range(3, 11),
+    "microbatches": range(1, 7),
+    "epochs": range(1, 4),
+    "seed": range(100),
+    "loss": [*LOSSES],
+    "optimizer": [*OPTIMIZERS],
+    "second": ["", "", "", "sgd", "adam", "rmsprop"],
+    "groups": RARE,
+    "scheduler": [name for name in SCHEDULERS if name not in NAMED],
+    "clip": RARE,
+    "precision": ["32-true", "32-true", *PRECISIONS],
+    "loop": ["trainer", "trainer", "own"],
+    "zero1": RARE,
+    "shuffle": [False, True],
+    "calls": ["", "", "", "drawing", "freezing"],
+    "best": ["", "", "", '"loss"', '("loss", "min")', '("loss", "max")'],
+    "patience": RARE,
+    "evaluated": ["", "", "", *METRICS],
+    "steps": [0, 0, 0, 1, 3, 5],
+    "critic": RARE,
+    "reentrant": RARE,
+    "files": RARE,
+    "named": [""] * 40 + [*NAMED],
+}
+SEVERAL = {"blocks": (BLOCKS, 4), "hooks": (["average", "thawing", "drawing"], 2), "options": (OPTIONS, 3)}
+
+
 def programs():
     """Draws programs."""
-    few = st.booleans
-    rare = st.sampled_from([False, False, False, True])
-    return st.builds(
-        Program,
-        blocks=st.lists(st.sampled_from(BLOCKS), max_size=4).map(tuple),
-        data=st.sampled_from([*DATA]),
-        samples=st.integers(4, 22),
-        batch=st.integers(3, 10),
-        microbatches=st.integers(1, 6),
-        epochs=st.integers(1, 3),
-        seed=st.integers(0, 99),
-        loss=st.sampled_from([*LOSSES]),
-        optimizer=st.sampled_from([*OPTIMIZERS]),
-        second=st.sampled_from(["", "", "", "sgd", "adam", "rmsprop"]),
-        groups=rare,
-        scheduler=st.sampled_from([*SCHEDULERS]),
-        clip=rare,
-        precision=st.sampled_from(["32-true", "32-true", *PRECISIONS]),
-        loop=st.sampled_from(["trainer", "trainer", "own"]),
-        zero1=rare,
-        shuffle=few(),
-        hooks=st.lists(st.sampled_from(["average", "thawing", "drawing"]), max_size=2, unique=True).map(tuple),
-        calls=rare,
-        best=rare,
-        patience=rare,
-        evaluated=rare,
-        steps=st.sampled_from([0, 0, 0, 1, 3, 5]),
-        critic=rare,
-        shares=st.lists(st.integers(1, 4), min_size=4, max_size=4).map(tuple) | st.just(()),
-        reentrant=rare,
-    ).map(allowed)
+    several = {
+        name: st.lists(st.sampled_from(values), max_size=most, unique=name != "blocks").map(tuple)
+        for name, (values, most) in SEVERAL.items()
+    }
+    shares = st.lists(st.integers(1, 4), min_size=4, max_size=4).map(tuple) | st.just(())
+    choices = {name: st.sampled_from(values) for name, values in CHOICES.items()}
+    return st.builds(Program, **choices, **several, shares=shares).map(allowed)
 
 
 def text(p):
     """The script of a program: its functions `train` and, if a plain loop can do it, `plain`."""
     blocks = [SIMPLE_BLOCKS.get(name) or _class_name(CLASS_BLOCKS[name]) + "()" for name in p.blocks]
     classes = [CLASS_BLOCKS[name] for name in dict.fromkeys(p.blocks) if name in CLASS_BLOCKS]
-    dataset, data = DATA[p.data]
-    hooks = [*p.hooks, "looking", "stopping", *([p.scheduler] if p.scheduler in ("epochs", "plateau") else [])]
+    hooks = [*p.hooks, *([p.scheduler] if p.scheduler in HOOKS else [])]
     if p.loop == "own":
         hooks = []
-    is_named = p.data == "dict"
-    batch = 'x, y = batch["x"], batch["y"]' if is_named else "x, y = batch"
+    else:
+        hooks += ["looking", "stopping"]
+    inputs, target, whole = FORMS.get(p.data, ("batch[0]", "batch[1]", "(X, Y)"))
     arguments = "model, batch, counts" if p.loss == "counts" else "model, batch"
+    helpers = [text.format(inputs=inputs) for name, text in HELPERS.items() if name in str(p.options)]
     parts = [
         _imports(),
         f"NUM_SAMPLES, BATCH, MICROBATCHES, EPOCHS, SEED = "
@@ -500,20 +730,54 @@ def text(p):
         + (f"SHARES = {list(p.shares)}\n" if p.shares else "")
         + "generator = torch.Generator().manual_seed(7)\n"
         "X = torch.randn(NUM_SAMPLES, 6, generator=generator)\n"
-        "Y = torch.randint(0, 3, (NUM_SAMPLES,), generator=generator)",
+        "Y = torch.randint(0, 3, (NUM_SAMPLES,), generator=generator)\n"
+        f"WHOLE = {whole}",
         *map(_dedent, classes),
-        _dedent(DATASETS[dataset]),
+        _dedent(DATASETS[DATA[p.data][0]]),
+        *map(_dedent, helpers),
         "def make_model():\n    return nn.Sequential(\n"
         + "".join(f"        {block},\n" for block in ["nn.Linear(6, 6)", *blocks, "nn.Linear(6, 3)"])
         + "    )",
         _optimizers(p),
-        f"def loss_fn({arguments}):\n    {batch}\n" + textwrap.indent(_dedent(LOSSES[p.loss]), "    "),
+        f"def loss_fn({arguments}):\n    x, y = {inputs}, {target}\n"
+        + textwrap.indent(_dedent(LOSSES[p.loss]), "    "),
+        f"def forward(model, batch):\n    return {METRICS.get(p.evaluated, ['{}'])[0].format(f'model({inputs})')}",
+        "from torchmetrics import F1Score\n\n\n"
+        f"def counted(metric, output, batch):\n    metric.update(output, {target})"
+        if p.evaluated == "classes"
+        else "",
+        f"def rare(output, batch):\n    is_one = {target} == 1\n"
+        "    return samestep.Mean(output.float()[is_one].sum(), is_one.sum())",
+        _look(p),
         *map(_dedent, (HOOKS[name] for name in dict.fromkeys(hooks))),
         _shown(),
-        _own_loop(p, data) if p.loop == "own" else _trainer(p, data),
+        _own_loop(p) if p.loop == "own" else _trainer(p),
         _plain(p) if p.plain else "",
     ]
     return "\n\n\n".join(part.strip("\n") for part in parts if part.strip()) + "\n"
+
+
+def _arguments(p, call, **defaults):
+    """The arguments of a call: those among the options of a program, and defaults of others."""
+    options = [option.removeprefix(f"{call}: ").split("=", 1) for option in p.options if option.startswith(f"{call}: ")]
+    return "".join(f", {name}={value}" for name, value in (defaults | dict(options)).items())
+
+
+def _look(p):
+    batches = ", collate_fn=collated" if "collated" in str(p.options) else ""
+    how = f'forward=forward, precision="{p.precision}", num_workers=0{batches}'
+    return _dedent(f"""
+        def look(run, model, step):
+            outputs = run.predict(model, WHOLE, {how})
+            run.evaluate(model, WHOLE, {{"rare": rare}}, {how})
+            outputs = samestep.to_device(outputs, run.device, torch.float64, non_blocking=True)
+            samestep.to_numpy(samestep.to_host(outputs))
+            with run.main_first():
+                run.print(run, run.is_main, run.ranges, run.communicator, step.loss_scale)
+            run.barrier()
+            assert len(run.gather(torch.ones(run.rank + 1))) == run.world_size
+            step.check(), step.state_dict(), run.state_dict()
+    """)
 
 
 def _imports():
@@ -525,7 +789,19 @@ def _imports():
         from torch.nn.utils import parametrizations
         from torch.optim import lr_scheduler as schedules
         from torch.utils.checkpoint import checkpoint
-        from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subset, TensorDataset
+        from torch.utils.data import (
+            BatchSampler,
+            ConcatDataset,
+            DataLoader,
+            Dataset,
+            IterableDataset,
+            RandomSampler,
+            Sampler,
+            Subset,
+            TensorDataset,
+            WeightedRandomSampler,
+            default_collate,
+        )
 
         import samestep
     """)
@@ -539,6 +815,14 @@ def _shown():
 
         def draws():
             return [torch.rand(()).item(), float(np.random.rand()), random.random()]
+
+
+        def noted(result):
+            batch, scalars = result.batch, {name: shown(value) for name, value in result.scalars.items()}
+            result.check()
+            data = batch.length, batch.epoch, batch.position, batch.ids and batch.ids().tolist()
+            numbers = map(shown, (result.loss, result.grad_norm, result.total, result.count))
+            return [*numbers, result.num_samples, result.skipped, scalars, *data]
 
 
         def rates(optimizer):
@@ -566,122 +850,163 @@ def _optimizers(p):
 
 
 def _run(p):
-    shares = ""
-    if p.shares:
-        shares = ", shares=SHARES[: communicator.world_size] if communicator else None"
+    shares = {"shares": "SHARES[: communicator.world_size] if communicator else None"} if p.shares else {}
     scheduler = SCHEDULERS[p.scheduler]
     if p.second:
         scheduler = scheduler.replace("optimizer", "optimizer[0]")
     lines = [
-        f"run = samestep.Run(BATCH, MICROBATCHES, SEED, communicator=communicator{shares})",
+        f"run = samestep.Run(BATCH, MICROBATCHES, SEED, communicator=communicator{_arguments(p, 'Run', **shares)})",
         "model = make_model()",
         "optimizer = make_optimizer(model)",
         f"scheduler = {scheduler}" if scheduler else "",
     ]
+    if p.named == "early":
+        lines[:2] = ["torch.seed()", lines[1], lines[0]]
     return "\n".join(line for line in lines if line)
 
 
 def _options(p):
-    options = ["max_grad_norm=0.3"] if p.clip else []
-    options += [f'precision="{p.precision}"'] if p.precision != "32-true" else []
-    options += ['on_nonfinite="skip"'] if p.loss == "sometimes nan" else []
-    options += ["shard_optimizer=True"] if p.zero1 else []
-    options += ["scheduler=scheduler"] if p.scheduler not in ("none", "epochs", "plateau") else []
-    options += ['counts_fn=lambda batch: {"all": len(batch["y"])}'] if p.loss == "counts" and p.data == "dict" else []
-    options += ['counts_fn=lambda batch: {"all": len(batch[1])}'] if p.loss == "counts" and p.data != "dict" else []
-    return "".join(f", {option}" for option in options)
+    options = {"max_grad_norm": "0.3"} if p.clip else {}
+    options |= {"precision": f'"{p.precision}"'}
+    options |= {"on_nonfinite": '"skip"'} if p.loss == "sometimes nan" else {}
+    options |= {"shard_optimizer": "True"} if p.zero1 else {}
+    options |= {"scheduler": "scheduler"} if p.scheduler != "none" and p.scheduler not in HOOKS else {}
+    target = FORMS.get(p.data, ("", "batch[1]"))[1]
+    options |= {"counts_fn": f'lambda batch: {{"all": len({target})}}'} if p.loss == "counts" else {}
+    return _arguments(p, "train_step", **options)
 
 
-def _trainer(p, data):
-    hooks = [*("samestep.EMA(0.9)" if h == "average" else f"{_class_name(HOOKS[h])}()" for h in p.hooks), "losses"]
-    if p.scheduler in ("epochs", "plateau"):
+def _loader(p):
+    if p.data == "streams":
+        return f"run.loader(streams=stream{_arguments(p, 'loader')})"
+    more = _arguments(p, "loader", shuffle=p.shuffle, num_workers="num_workers")
+    return f"run.loader({DATA[p.data][1]}{more})"
+
+
+def _trainer(p):
+    hooks = [*("average" if h == "average" else f"{_class_name(HOOKS[h])}()" for h in p.hooks), "losses"]
+    if p.scheduler in HOOKS:
         hooks.append(f"{_class_name(HOOKS[p.scheduler])}(scheduler)")
-    goal = ', best="loss"' if p.best else ""
-    goal += ", patience=1" if p.patience else ""
-    forward = ', forward=lambda model, batch: model(batch["x"])' if p.data == "dict" else ""
-    measured = '{"x": X, "y": Y}' if p.data == "dict" else "(X, Y)"
-    loss = "samestep.metrics.cross_entropy"
-    if p.data == "dict":
-        loss = 'lambda output, batch: functional.cross_entropy(output, batch["y"], reduction="none")'
-    measured = f"{measured}, metrics={{'loss': {loss}}}{forward}".replace("'", '"')
-    evaluated = f", eval_data={measured}" if p.evaluated else ""
-    steps = f", max_steps={p.steps}" if p.steps else ""
-    fit = "trainer.fit(data, {}" + f"{steps}{evaluated}, shuffle={p.shuffle}, resume=resume, **loading)"
+    goal = {"best": p.best} if p.best else {}
+    goal |= {"patience": "1"} if p.patience else {}
+    writing = {"checkpoint_steps": "every", "checkpoint_minutes": "None", "checkpoint_retries": "0", "keep": "1000"}
+    made = f"run, model, optimizer, loss_fn, run_dir=folder, hooks=hooks{_options(p)}"
+    made += _arguments(p, "Trainer", **writing, digest_every="1", **goal)
+    how = {"shuffle": p.shuffle, "resume": "resume"} | ({} if p.data in OF_LOADERS else {"num_workers": "num_workers"})
+    data = DATA[p.data][1]
+    if p.data == "streams" or (p.data not in OF_LOADERS and "loader: " in str(p.options)):
+        data = _loader(p)
+    if p.evaluated:
+        _, target, metrics = METRICS[p.evaluated]
+        named = [f'"{index or "loss"}": samestep.metrics.{metric}' for index, metric in enumerate(metrics)]
+        measured = FORMS.get(p.data, ("", "", "(X, Y)"))[2].replace("Y", target)
+        how |= {"eval_data": measured, "metrics": f"{{{', '.join(named)}}}", "forward": "forward"}
+    how |= {"max_steps": p.steps} if p.steps else {}
+    fit = "trainer.fit(data, {}" + f"{_arguments(p, 'fit', **how)})"
     fits = fit.replace("{}", "EPOCHS", 1)
     if p.calls:
-        fits = "drawn = []\nfor _ in range(EPOCHS):\n    " + fit.replace("{}", "1", 1) + "\n    drawn = draws()"
-    loads = "{}" if p.data in OF_LOADERS else '{"num_workers": num_workers}'
+        between = "drawn = draws()" if p.calls == "drawing" else "model[0].requires_grad_(epoch % 2 == 1)"
+        fits = f"for epoch in range(EPOCHS):\n    {fit.replace('{}', '1', 1)}\n    {between}"
+    if "average" in p.hooks:
+        fits += "\nwith average.applied(model):\n    averaged = weights(model)"
+    if p.best:
+        measured = f"{how['eval_data']}, metrics={how['metrics']}, forward=forward"
+        again = f"assert trainer.evaluate({measured}) == trainer.best.eval"
+        fits += f"\nif folder and trainer.best:\n    with trainer.best_weights():\n        {again}"
     return _dedent("""
         class Losses(samestep.Hook):
             def __init__(self):
                 self.steps = {}
 
             def on_step_end(self, trainer, result):
-                self.steps[str(result.step)] = [shown(result.loss), shown(result.grad_norm), result.num_samples]
+                self.steps[str(result.step)] = noted(result)
     """) + "\n\n\n" + "\n".join(line for line in [
         "def train(communicator=None, folder=None, resume=None, every=1, num_workers=0, looks=False, stops=None):",
         textwrap.indent(_run(p), "    "),
-        f"    data, loading, losses = {data}, {loads}, Losses()",
+        f"    data, losses, drawn, averaged = {data}, Losses(), [], []",
+        '    average = samestep.EMA(decay=0.9, name="average")' if "average" in p.hooks else "",
+        "    other = nn.Linear(1, 1)" if "other" in str(p.options) else "",
         f"    hooks = [{', '.join(hooks)}, *([Looking()] if looks else []), "
         "*([Stopping(*stops)] if stops else [])]",
-        '    writing = {"checkpoint_steps": every, "checkpoint_minutes": None, "checkpoint_retries": 0, "keep": 1000}',
-        "    with samestep.Trainer(",
-        f"        run, model, optimizer, loss_fn, run_dir=folder, hooks=hooks, digest_every=1{goal}{_options(p)}, "
-        "**writing",
-        "    ) as trainer:",
+        f"    with samestep.Trainer({made}) as trainer:",
         textwrap.indent(fits, " " * 8),
-        "        history = [(r.epoch, shown(r.train_loss), {k: shown(v) for k, v in r.eval.items()}) "
+        "        history = [(r.epoch, shown(r.train_loss), {k: shown(v) for k, v in (r.eval | r.scalars).items()}) "
         "for r in trainer.history]",
-        "        best = trainer.best and trainer.best.epoch" if p.best else "",
-        "        if best and folder is not None:" if p.best else "",
-        "            with trainer.best_weights():" if p.best else "",
-        f"                assert trainer.evaluate({measured}) == trainer.best.eval" if p.best else "",
         "        return {",
         '            "digest": trainer.digest,',
         '            "losses": losses.steps,',
         '            "history": history,',
         '            "rates": rates(optimizer),',
-        '            "best": best,' if p.best else "",
-        '            "drawn": drawn,' if p.calls else "",
         '            "scale": float(trainer.step.loss_scale),',
+        '            "best": trainer.best and trainer.best.epoch,',
+        '            "drawn": drawn,',
         '            "draws": draws(),',
         '            "weights": weights(model),',
+        '            "averaged": averaged,',
         "        }",
     ] if line)  # fmt: skip
 
 
-def _own_loop(p, data):
-    rows = 'batch["x"]' if p.data == "dict" else "batch[0]"
+def _own_loop(p):
+    inputs = FORMS.get(p.data, ("batch[0]",))[0]
     critic = [
         "    other = torch.optim.SGD(model[0].parameters(), lr=0.01)",
-        f"    steps = [step, run.train_step(model, other, lambda model, batch: model({rows}).square().mean())]",
+        f"    steps = [step, run.train_step(model, other, lambda model, batch: model({inputs}).square().mean())]",
     ]
-    return "\n".join(line for line in [
+    average = "average" in p.hooks
+    optimizers = ("*optimizer" if p.second else "optimizer") + (", other" if p.critic else "")
+    scheduler = ", scheduler" if p.scheduler != "none" else ""
+    saved = f'run.save_checkpoint(f"{{folder}}/checkpoints", steps, loader, rest{_arguments(p, "save_checkpoint")})'
+    loaded = [f"        rest = run.load_checkpoint(resume, steps, loader{_arguments(p, 'load_checkpoint')})"]
+    if p.files:
+        saved = "save(run, [*(part.state_dict() for part in parts), loader.state_dict()], rest, folder, step.num_steps)"
+        loaded = [
+            "        own, *states, place, rest = torch.load(resume)",
+            "        for part, state in zip(parts, states, strict=True):",
+            "            part.load_state_dict(state)",
+            "        loader.load_state_dict(place)",
+            f"        run.load_state_dict(own{_arguments(p, 'load_state_dict')})",
+        ]
+    saving = _dedent("""
+        def save(run, states, rest, folder, done):
+            if run.is_main:
+                Path(f"{folder}/checkpoints").mkdir(parents=True, exist_ok=True)
+                torch.save([run.state_dict(), *states, rest], f"{folder}/checkpoints/step-{done:08}")
+    """)
+    return (saving + "\n\n\n" if p.files else "") + "\n".join(line for line in [
         "def train(communicator=None, folder=None, resume=None, every=1, num_workers=0, looks=False):",
         textwrap.indent(_run(p), "    "),
         f"    step = run.train_step(model, optimizer, loss_fn{_options(p)})",
         *(critic if p.critic else ["    steps = [step]"]),
-        f"    loader = run.loader({data}, shuffle={p.shuffle}, num_workers=num_workers)",
+        f"    loader = {_loader(p)}",
+        f"    parts = [model, {optimizers}{scheduler}, *steps]" if p.files else "",
         '    rest = {"losses": {}}',
+        '    average = samestep.EMA(0.9)' if average else "",
         "    if resume is not None:",
-        "        rest = run.load_checkpoint(resume, steps, loader)",
+        *loaded,
+        '        average.load_state_dict(rest["average"])' if average else "",
         "    while loader.cursor.epoch < EPOCHS:",
         "        for batch in loader:",
         "            for each in steps:",
         "                result = each(batch)",
-        '                rest["losses"][str(result.step)] = [shown(result.loss), shown(result.grad_norm), '
-        "result.num_samples]",
+        '                rest["losses"][str(result.step)] = noted(result)',
+        "            average.update(model)" if average else "",
+        '            rest["average"] = average.state_dict()' if average else "",
         "            if folder is not None and step.num_steps % every == 0:",
-        '                run.save_checkpoint(f"{folder}/checkpoints", steps, loader, rest, keep=1000)',
+        f"                {saved}",
+        "            if run.stopping:",
+        "                break",
         "            if looks:",
-        f"                run.predict(model, loader, forward=lambda model, batch: model({rows}))",
+        "                look(run, model, step)",
+        "                run.predict(model, loader, forward=forward)",
+        '    averaged = [tensor.tolist() for tensor in average.weights.values()]' if average else "",
         '    return {"digest": samestep.state_digest(step), "losses": rest["losses"], "rates": rates(optimizer), '
-        '"scale": float(step.loss_scale), "draws": draws(), "weights": weights(model)}',
+        '"scale": float(step.loss_scale), "draws": draws(), "weights": weights(model)' + (', "averaged": averaged' if average else "") + "}",
     ] if line)  # fmt: skip
 
 
 def _plain(p):
-    rows = '{"x": X[ids], "y": Y[ids]}' if p.data == "dict" else "(X[ids], Y[ids])"
+    rows = FORMS.get(p.data, ("", "", "(X, Y)"))[2].replace("X", "X[ids]").replace("Y", "Y[ids]")
     stepped = "        scheduler.step()" if p.scheduler != "none" else ""
     step = "            for each in optimizers:\n                each.step()\n" + (
         "            scheduler.step()\n" if stepped else ""
