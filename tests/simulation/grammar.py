@@ -1001,7 +1001,8 @@ def _own_loop(p):
         "                run.predict(model, loader, forward=forward)",
         '    averaged = [tensor.tolist() for tensor in average.weights.values()]' if average else "",
         '    return {"digest": samestep.state_digest(step), "losses": rest["losses"], "rates": rates(optimizer), '
-        '"scale": float(step.loss_scale), "draws": draws(), "weights": weights(model)' + (', "averaged": averaged' if average else "") + "}",
+        '"scale": float(step.loss_scale), "draws": draws(), "weights": weights(model)'
+        + (', "averaged": averaged' if average else "") + "}",
     ] if line)  # fmt: skip
 
 
