@@ -112,7 +112,7 @@ TWINS = {
     ),
     "the best checkpoint is that of before the evaluation": (
         (saver, "write_checkpoint", lambda *a, replace, real=storage.write_checkpoint: real(*a)),
-        ("resumed", Program(samples=8, best=True, evaluated=True)),
+        ("resumed", Program(samples=8, best='"loss"', evaluated="classes")),
     ),
     "a resume steps the scheduler once more": (
         (TrainStep, "load_state_dict", stepped_again),
