@@ -2,8 +2,10 @@
 
 import hashlib
 import random
+import sys
 from collections import Counter
 from contextlib import nullcontext
+from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -199,3 +201,20 @@ def train_on_streams(communicator, lengths, options, of_run=None, drop_last=Fals
     losses = [step(batch).loss.hex() for _ in range(2) for batch in loader]
     found = run.evaluate(step.model, run.loader(streams=stream, drop_last=drop_last), {"accuracy": accuracy})
     return bits(step), losses, found
+
+
+def own_calls(function, *names):
+    """How often the functions of some of samestep's files are called while a function runs."""
+    found = Counter()
+
+    def count(frame, event, _):
+        file = frame.f_code.co_filename
+        if event == "call" and file.endswith(names):
+            found[Path(file).name] += 1
+
+    sys.setprofile(count)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return found

@@ -6,6 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 from engine_programs import bits, in_turns, make_step, mean_squared, table
+from programs import own_calls
 from torch import nn
 
 from samestep.comm.communicator import Communicator
@@ -13,6 +14,7 @@ from samestep.comm.transport import Arrived
 from samestep.core.microbatches import microbatch_bounds
 from samestep.engine import buffers as buffers_module
 from samestep.errors import BufferMergeError
+from samestep.train.run import Run
 
 LENGTH, NUM_MICROBATCHES = 23, 7
 
@@ -101,17 +103,34 @@ def test_twin_a_mean_that_does_not_weigh_the_microbatches_is_noticed(monkeypatch
     reference = in_turns(1, run_steps, normalised)[0][0]
     real = buffers_module.BufferMerge._mean_leaf
     monkeypatch.setattr(
-        buffers_module.BufferMerge, "_mean_leaf", lambda self, n: real(self, 1) * LENGTH / NUM_MICROBATCHES
+        buffers_module.BufferMerge, "_mean_leaf", lambda self, now, n: real(self, now, 1) * LENGTH / NUM_MICROBATCHES
     )
     assert in_turns(1, run_steps, normalised)[0][0] != reference
 
 
 def test_twin_statistics_that_are_not_put_back_between_microbatches_are_noticed(monkeypatch):
     reference = in_turns(1, run_steps, normalised)[0][0]
-    monkeypatch.setattr(buffers_module.BufferMerge, "_restore", lambda self, indices: None)
+    monkeypatch.setattr(buffers_module.BufferMerge, "_restore", lambda self, now, changed: None)
     one = in_turns(1, run_steps, normalised)[0][0]
     assert one != reference
     assert in_turns(3, run_steps, normalised)[0][0] != one
+
+
+def calls_of_a_step(num_norms):
+    """The calls of functions for buffers and tensors in a later step of a model with so many norms."""
+    norms = [layer for _ in range(num_norms) for layer in (nn.Linear(3, 3), nn.BatchNorm1d(3))]
+    model = nn.Sequential(*norms)
+    step = Run(8, 4).train_step(model, torch.optim.SGD(model.parameters(), 0.1), lambda model, x: model(x).mean())
+    for _ in range(3):
+        step(torch.ones(8, 3))
+    return own_calls(lambda: step(torch.ones(8, 3)), "engine/buffers.py", "data/batch.py")["buffers.py"]
+
+
+def test_a_step_goes_over_the_buffers_without_a_call_for_each(monkeypatch):
+    assert calls_of_a_step(1) == calls_of_a_step(10) > 0
+    # A twin: a call for each is seen.
+    monkeypatch.setattr(buffers_module.BufferMerge, "_now", lambda self: [place.get() for place in self._places])
+    assert calls_of_a_step(1) < calls_of_a_step(10)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -1,13 +1,11 @@
 """The hint on small microbatches comes where it is true, once, and changes nothing."""
 
 import random
-import sys
-from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from programs import own_calls
 from torch import nn
 from worlds import cpu_only
 
@@ -64,23 +62,6 @@ def test_the_measurement_changes_no_bit(capsys, monkeypatch):
     assert lines
     monkeypatch.setattr(run_module, "FixedCost", FixedCostThatIsSilent)
     assert trained(capsys) == (digest, [])
-
-
-def own_calls(function, *names):
-    """How often the functions of some of samestep's files are called while a function runs."""
-    found = Counter()
-
-    def count(frame, event, _):
-        file = frame.f_code.co_filename
-        if event == "call" and file.endswith(names):
-            found[Path(file).name] += 1
-
-    sys.setprofile(count)
-    try:
-        function()
-    finally:
-        sys.setprofile(None)
-    return found
 
 
 def test_observers_that_have_seen_enough_leave(tmp_path):

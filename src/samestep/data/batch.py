@@ -1,7 +1,7 @@
 """Batches: this rank's microbatches of one global batch, on its device; checksums of batches."""
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -153,6 +153,15 @@ def version_of(tensor: Tensor) -> int:
         return tensor._version
     except RuntimeError:
         return 0
+
+
+def versions_of(tensors: Iterable[Tensor | None]) -> list[int]:
+    """The version counters of some tensors, -1 where there is none: for many of them at every microbatch."""
+    found = list(tensors)
+    try:
+        return [-1 if tensor is None else tensor._version for tensor in found]
+    except RuntimeError:
+        return [-1 if tensor is None else version_of(tensor) for tensor in found]
 
 
 def tensor_checksum(tensor: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from samestep.comm.communicator import Communicator
 from samestep.comm.reduction import fold
 from samestep.core.tree import Block, TreeSum
-from samestep.data.batch import tensor_checksum, version_of
+from samestep.data.batch import tensor_checksum, versions_of
 from samestep.engine.losses import wide_dtype
 from samestep.errors import BufferMergeError, UsageError
 
@@ -98,13 +98,13 @@ class BufferMerge:
         """Remembers the buffers at the start of a step; only those that changed since the last one are copied."""
         # Now and then all buffers are compared byte by byte: writes through `.data` move no version.
         self._compare_all = step < COMPARED_STEPS or step % COMPARED_EVERY == 0
-        self._note_means()
-        for index in range(len(self._means), len(self._places)):
-            if self._is_changed(index):
-                tensor = self._places[index].get()
-                self._tensors[index] = tensor
-                self._starts[index] = None if tensor is None else tensor.detach().clone()
-                self._versions[index] = -1 if tensor is None else version_of(tensor)
+        self._trained = [place.module.training for place in self._means]
+        now = self._now()
+        for index in self._find_changed(now, len(self._means)):
+            tensor = self._tensors[index] = now[index]
+            self._starts[index] = None if tensor is None else tensor.detach().clone()
+        self._note_means(now[: len(self._means)])
+        self._versions = versions_of(now)
         self._mean_sum = TreeSum(Tensor.add_)
         self._ends, self._checksums, self._merged_means = {}, [], None
         self.touched_means = self.touched_others = False
@@ -118,15 +118,16 @@ class BufferMerge:
             self._check_known()
         if not self._places:
             return
-        changed = [index for index in range(len(self._places)) if self._is_changed(index)]
-        self.touched_means |= any(index < len(self._means) for index in changed)
+        now = self._now()
+        changed = self._find_changed(now)
+        self.touched_means |= bool(changed) and changed[0] < len(self._means)
         if self._means:
-            self._mean_sum.push(Block(microbatch, 1), self._mean_leaf(num_samples))
+            self._mean_sum.push(Block(microbatch, 1), self._mean_leaf(now, num_samples))
         self._checksums.append([LEFT_ALONE if num_samples else DID_NOT_RUN] * len(self._others))
         for index in changed:
             if index >= len(self._means):
-                self._note_end(index)
-        self._restore(changed)
+                self._note_end(index, now[index])
+        self._restore(now, changed)
 
     def check_start(self) -> None:
         """Checks in the first steps, and now and then, that a microbatch finds the buffers of the step's start."""
@@ -141,7 +142,8 @@ class BufferMerge:
 
     def abandon(self) -> None:
         """Restores the buffers of the step's start after a microbatch that failed."""
-        self._restore([index for index in range(len(self._places)) if self._is_changed(index)])
+        now = self._now()
+        self._restore(now, self._find_changed(now))
 
     @property
     def touched(self) -> list[bool]:
@@ -167,23 +169,29 @@ class BufferMerge:
             else:
                 target.copy_(end if ok is None else torch.where(ok, end.to(target.device), target))
 
-    def _is_changed(self, index: int) -> bool:
-        """Whether a buffer may differ from the step's start."""
-        tensor = self._places[index].get()
-        # Batch normalisation writes its statistics without moving their version, in a module that was in training at
-        # the step's start or is now: a loss may leave the model in evaluation mode.
-        if index < len(self._means) and (self._trained[index] or self._places[index].module.training):
-            return True
-        if tensor is not self._tensors[index] or (tensor is not None and version_of(tensor) != self._versions[index]):
-            return True
-        start = self._starts[index]
-        if tensor is None or start is None:
-            return False
-        # Neither do writes to `.data`: small buffers in host memory are compared each time, all others now and then.
-        small = tensor.device.type == "cpu" and tensor.numel() <= COMPARED_ELEMENTS
-        if not small and not self._compare_all:
-            return False
-        return tensor.shape != start.shape or not torch.equal(tensor, start)
+    def _now(self) -> list[Tensor | None]:
+        """The buffers as they are now."""
+        return [place.module._buffers[place.key] for place in self._places]
+
+    def _find_changed(self, now: Sequence[Tensor | None], first: int = 0) -> list[int]:
+        """The numbers of the buffers, from one on, that may differ from the step's start; in their order."""
+        # One loop without calls: of a model with hundreds of buffers, after every microbatch.
+        changed, versions = [], versions_of(now)
+        for index in range(first, len(now)):
+            tensor, start = now[index], self._starts[index]
+            has_moved = tensor is not self._tensors[index] or versions[index] != self._versions[index]
+            # Batch normalisation writes its statistics without moving their version, in a module that was in training
+            # at the step's start or is now: a loss may leave the model in evaluation mode.
+            if index < len(self._means):
+                has_moved = has_moved or self._trained[index] or self._means[index].module.training
+            # Neither do writes to `.data`: small buffers in host memory are compared each time, others now and then.
+            if not has_moved and tensor is not None and start is not None:
+                is_small = tensor.device.type == "cpu" and tensor.numel() <= COMPARED_ELEMENTS
+                is_read = is_small or self._compare_all
+                has_moved = is_read and (tensor.shape != start.shape or not torch.equal(tensor, start))
+            if has_moved:
+                changed.append(index)
+        return changed
 
     def _check_known(self) -> None:
         """Raises if a microbatch registered a buffer: the next microbatch would find it, and other ranks would not."""
@@ -195,10 +203,8 @@ class BufferMerge:
                         "built"
                     )
 
-    def _note_means(self) -> None:
+    def _note_means(self, tensors: Sequence[Tensor | None]) -> None:
         """Remembers the running statistics, of which a model has hundreds of small ones: one launch a dtype."""
-        self._trained = [place.module.training for place in self._means]
-        tensors = [place.get() for place in self._means]
         forms = [None if tensor is None else (tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
         if forms != self._forms:
             self._forms = forms
@@ -220,14 +226,12 @@ class BufferMerge:
         self._own_views = [[each.data for each in _there(tensors, group)] for group in self._groups]
         for starts, own in zip(self._start_views, self._own_views, strict=True):
             torch._foreach_copy_(starts, own)
-        self._versions[: len(tensors)] = [-1 if tensor is None else version_of(tensor) for tensor in tensors]
 
-    def _mean_leaf(self, num_samples: int) -> Tensor:
+    def _mean_leaf(self, now: Sequence[Tensor | None], num_samples: int) -> Tensor:
         """The statistics of one microbatch, times its samples."""
         for group, views, own in zip(self._groups, self._end_views, self._own_views, strict=True):
-            ends = [self._places[index].get() for index in group]
-            is_own = all(end is self._tensors[index] for end, index in zip(ends, group, strict=True))
-            torch._foreach_copy_(views, own if is_own else _there(ends, range(len(ends))))
+            replaced = [index for index in group if now[index] is not self._tensors[index]]
+            torch._foreach_copy_(views, _there(now, group) if replaced else own)
         # Samples may be normalised in unequal numbers; the division by their sum comes once, after the tree.
         return self._wide(self._end_flats).mul_(num_samples)
 
@@ -238,9 +242,8 @@ class BufferMerge:
         torch._foreach_copy_(list(wide.split(sizes)), list(flats))
         return wide
 
-    def _note_end(self, index: int) -> None:
+    def _note_end(self, index: int, end: Tensor | None) -> None:
         """Remembers a microbatch's result in a buffer that has no rule for merging."""
-        end = self._places[index].get()
         if end is None:
             raise BufferMergeError(
                 f"buffer {self._places[index].name} was set to None while a microbatch ran; do so outside the forward"
@@ -251,22 +254,21 @@ class BufferMerge:
         if index not in self._ends:
             self._ends[index] = end.detach().clone()
 
-    def _restore(self, indices: Sequence[int]) -> None:
-        """Restores buffers for the next microbatch."""
-        chosen = set(indices)
-        for group, own, flat in zip(self._groups, self._own_views, self._start_views, strict=True):
-            picked = [k for k, index in enumerate(group) if index in chosen]
-            if picked:
-                torch._foreach_copy_([own[k] for k in picked], [flat[k] for k in picked])
-        for index in indices:
+    def _restore(self, now: Sequence[Tensor | None], changed: Sequence[int]) -> None:
+        """Restores the buffers that were changed for the next microbatch."""
+        chosen = set(changed)
+        for group, own, starts in zip(self._groups, self._own_views, self._start_views, strict=True):
+            if chosen.issuperset(group):
+                torch._foreach_copy_(own, starts)
+            elif picked := [k for k, index in enumerate(group) if index in chosen]:
+                torch._foreach_copy_([own[k] for k in picked], [starts[k] for k in picked])
+        for index in changed:
             tensor, start = self._tensors[index], self._starts[index]
             if index >= len(self._means) and tensor is not None and start is not None:
                 tensor.data.copy_(start)
-        for index in indices:
-            tensor = self._tensors[index]
-            self._versions[index] = -1 if tensor is None else version_of(tensor)
-            if self._places[index].get() is not tensor:
+            if now[index] is not tensor:
                 self._places[index].put(tensor)
+        self._versions = versions_of(self._tensors)
 
     def _sum_means(self, blocks_by_rank: Sequence[Sequence[Block]]) -> Tensor:
         """The weighted statistics of all microbatches, summed along the tree."""

@@ -108,7 +108,7 @@ class ForwardBackward:
         # The backward of a Function may call backward itself, as reentrant checkpointing and reversible layers do. Told
         # its inputs, autograd leaves such a node out if it sees no path from it to one of them.
         nodes = graph_nodes(roots)
-        if not any(isinstance(node, BackwardCFunction) for node in nodes):
+        if not [node for node in nodes if isinstance(node, BackwardCFunction)]:
             return None
         if self._alive is None:  # what a nested backward reaches is in no graph yet
             tensors = [one for one in gc.get_objects() if issubclass(type(one), Tensor)]

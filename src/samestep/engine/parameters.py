@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from samestep.comm.buckets import aligned_zeros, dense_strides
 from samestep.comm.communicator import Communicator
-from samestep.data.batch import flattened, lacks_bytes, memory_border, tensor_checksum, version_of
+from samestep.data.batch import flattened, lacks_bytes, memory_border, tensor_checksum, version_of, versions_of
 from samestep.errors import DeterminismError, UsageError
 
 UNINITIALIZED = (UninitializedParameter, UninitializedBuffer)
@@ -108,7 +108,7 @@ class PurityCheck:
         if step < SUMMED_STEPS:
             self._sums = self._sum()  # of a copy there may be no memory
         self._modes = [module.training for module in self._modules]
-        self._versions = [version_of(parameter) for parameter in self._parameters]
+        self._versions = versions_of(self._parameters)
 
     def end(self) -> None:
         """Drops the sums after the last microbatch."""
@@ -127,7 +127,7 @@ class PurityCheck:
 
     def check(self) -> None:
         """Raises a `DeterminismError` if the microbatch has written to a parameter."""
-        if self._addresses is None and [version_of(parameter) for parameter in self._parameters] == self._versions:
+        if self._addresses is None and versions_of(self._parameters) == self._versions:
             return
         written = [index for index in range(len(self._names)) if self._has_moved(index)]
         if not written and self._sums is not None and not torch.equal(now := self._sum(), self._sums):
