@@ -159,6 +159,8 @@ def test_the_table_of_layers_has_every_layer_in_its_order():
     named = [name for cells in table_below("## The layers") for name in re.findall(r"`(\w+)(?:/|\.py)`", cells[0])]
     assert sorted(named[: len(BOTTOM)]) == sorted(BOTTOM)
     assert named[len(BOTTOM) :] == [name for name in LAYERS if name not in BOTTOM]
+    row = re.search(r"`errors, .*?\n\n", (ROOT.parents[1] / "AGENTS.md").read_text(encoding="utf-8"), re.DOTALL)[0]
+    assert re.findall(r"\w+", row) == named
 
 
 def neighbours(edges: dict[str, set[str]], modules: set[str]) -> set[str]:

@@ -23,7 +23,7 @@ DOCS = sorted((ROOT / "docs").rglob("*.md"))
 EXAMPLES = ROOT / "examples" / "README.md"
 TUTORIALS = ROOT / "docs" / "tutorials.md"
 GUIDES = [ROOT / "README.md", EXAMPLES, *DOCS]
-PAGES = [*GUIDES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+PAGES = [*GUIDES, ROOT / "CONTRIBUTING.md", ROOT / "AGENTS.md", ROOT / "CHANGELOG.md"]
 PUBLIC = """
     EMA Batch Communicator DataParallel EpochRecord Hook Loader Mean Pipeline Replicate Run SamestepError Sharded
     StepObserver StepResult TensorData TrainStep Trainer __version__ data_parallel discover launch metrics
