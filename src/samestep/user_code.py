@@ -5,11 +5,9 @@ import site
 import sys
 import sysconfig
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
-
-import torch
-import torch.overrides
 
 _OWN = str(Path(__file__).resolve().parent)
 _OWN_FILES = f"{_OWN}{os.sep}"  # made once: collectives look at some frames each
@@ -25,10 +23,9 @@ def is_script_file(filename: str) -> bool:
 def _library_roots() -> tuple[str, ...]:
     """The prefixes of files that are not the user's."""
     paths = sysconfig.get_paths()
-    torch_root = str(Path(torch.__file__).resolve().parent)
     found = (
         _OWN,
-        torch_root,
+        str(_torch_root().resolve()),
         paths["stdlib"],
         paths["platstdlib"],
         paths["purelib"],
@@ -39,6 +36,14 @@ def _library_roots() -> tuple[str, ...]:
     )
     # With the separator, so that a folder whose name merely begins alike is the user's; <stdin> is the user's, too.
     return (*(f"{root}{os.sep}" for root in found), "<frozen", "<string>", "<__")
+
+
+@cache
+def _torch_root() -> Path:
+    """The folder of torch, which is not imported for it."""
+    spec = find_spec("torch")
+    assert spec is not None, "samestep needs it"
+    return Path(str(spec.origin)).parent
 
 
 def script_frame() -> FrameType | None:
@@ -57,9 +62,10 @@ def is_own_file(filename: str) -> bool:
 def calling_frame(frame: FrameType | None) -> FrameType | None:
     """The frame that called the function for which a frame of samestep's stands in; None if there is none."""
     # A torch function that dispatches to a TorchFunctionMode is on the stack twice: only the inner one was called.
+    dispatch = str(_torch_root() / "overrides.py")
     while frame is not None:
         name = frame.f_code.co_filename
-        if name == torch.overrides.__file__:
+        if name == dispatch:
             frame = frame.f_back
         elif not is_own_file(name):
             break

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -65,13 +64,18 @@ def aligned_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tenso
 
 def dense_strides(tensor: Tensor) -> tuple[int, ...]:
     """The tensor's own strides if its elements fill their memory without gaps or overlap, else contiguous ones."""
-    if tensor.is_contiguous():
-        return tensor.stride()
-    order = sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1)
-    dense = not order or (order[0][0] == 1 and all(a[0] * a[1] == b[0] for a, b in pairwise(order)))
-    if dense:
-        return tensor.stride()
-    return packed_strides(tensor.shape)
+    is_dense = tensor.is_contiguous() or fills_memory(tensor.shape, tensor.stride())
+    return tensor.stride() if is_dense else packed_strides(tensor.shape)
+
+
+def fills_memory(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether elements fill their memory without gaps or overlap, in any order of the dimensions."""
+    expected = 1
+    for stride, size in sorted((s, n) for s, n in zip(strides, shape, strict=True) if n != 1):
+        if stride != expected and 0 not in shape:
+            return False
+        expected *= size
+    return True
 
 
 def packed_strides(shape: Sequence[int]) -> tuple[int, ...]:

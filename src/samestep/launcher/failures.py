@@ -2,8 +2,6 @@
 
 import os
 import signal
-import site
-import sysconfig
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,6 +12,7 @@ from typing import Any
 from samestep.comm.channel import Event
 from samestep.errors import PeerLostError, SamestepError
 from samestep.launcher.workers import WORKING, Worker, Workers
+from samestep.user_code import is_script_file
 
 SAMESTEP = str(Path(__file__).resolve().parents[1])
 LAUNCHER = str(Path(__file__).resolve().parent)
@@ -74,10 +73,8 @@ def _without_own_frames(found: traceback.TracebackException) -> traceback.Traceb
 
 def _user_line(frames: TracebackType | None) -> str:
     """The innermost line of the user's code, as "train.py, line 12"; empty if there is none."""
-    paths = sysconfig.get_paths()
-    others = (SAMESTEP, paths["stdlib"], paths["purelib"], paths["platlib"], *site.getsitepackages(), "<")
     for frame in reversed(traceback.extract_tb(frames)):
-        if not frame.filename.startswith(others):
+        if is_script_file(frame.filename):
             return f"{frame.filename}, line {frame.lineno}"
     return ""
 

@@ -25,6 +25,7 @@ from samestep.errors import UsageError
 from samestep.launcher.program import run_module, run_script
 from samestep.scripts.patch import Patch, applied, late_dynamo, late_patches
 from samestep.text import notify
+from samestep.user_code import script_line
 
 REFUSED = 173  # the exit code of a child that stopped before it would wait; no signal's, and hardly a script's
 OTHER_GROUPS = ("horovod.torch", "mpi4py.MPI")  # whose processes exchange gradients without torch's process groups
@@ -94,8 +95,6 @@ def watching_children(program: str, starts: Sequence[str] = ()) -> Iterator[None
     def noted(process: BaseProcess) -> None:
         if process._target is not None:  # type: ignore[attr-defined]  # called by run(); deleted after start()
             process._target = partial(_in_child, place, process._target)  # type: ignore[attr-defined]
-        from samestep.user_code import script_line  # imports torch
-
         line = script_line()
         is_next = os.path.basename(line) in starts and line in [other for _, other in started]  # one may be no rank
         _raise_for_refused(started, program, line if is_next else None)

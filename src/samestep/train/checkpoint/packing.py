@@ -7,7 +7,7 @@ Any other value is an object with one key that begins with "$": {"$tuple": […]
 
 import json
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from math import isfinite
@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from samestep.comm.buckets import dense_strides, fills_memory, packed_strides
 from samestep.data.batch import lacks_bytes
 from samestep.engine.sharded_state import LocalShard, Sharding
 from samestep.errors import CheckpointError, SamestepError, UsageError
@@ -144,7 +145,7 @@ class _Packer:
         entry: dict[str, Any] = {}
         if held.dtype not in DTYPES:
             entry["dtype"] = str(held.dtype).removeprefix("torch.")
-        if held.stride() != row_major(held.shape) and is_dense(held):
+        if packed_strides(held.shape) != held.stride() == dense_strides(held):
             entry["stride"] = list(held.stride())
         plain = _as_stored(held.detach().resolve_conj().resolve_neg())
         stored: Tensor | LocalShard = plain
@@ -201,29 +202,6 @@ def _unpack(facts: Any, tensors: Mapping[str, Any]) -> Any:
     return table
 
 
-def is_dense(tensor: Tensor) -> bool:
-    """Whether a tensor's elements fill its memory without gaps or overlaps, in any order of its dimensions."""
-    return _fills(tensor.shape, tensor.stride())
-
-
-def row_major(shape: torch.Size) -> tuple[int, ...]:
-    """The strides of a contiguous tensor."""
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
-
-
-def _fills(shape: torch.Size, strides: Sequence[int]) -> bool:
-    expected = 1
-    for stride, size in sorted((s, n) for s, n in zip(strides, shape, strict=True) if n != 1):
-        if stride != expected and shape.numel():
-            return False
-        expected *= size
-    return True
-
-
 def _as_stored(tensor: Tensor) -> Tensor:
     """A view with one of `DTYPES`: complex numbers as pairs, the rest as integers."""
     if tensor.dtype in DTYPES:
@@ -237,8 +215,8 @@ def _restored(stored: Tensor, dtype_name: str | None, stride: list[int] | None) 
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"{dtype_name} is no dtype")
     shape = stored.shape[:-1] if dtype.is_complex and not stored.is_complex() else stored.shape
-    strides = row_major(shape) if stride is None else stride
-    if not _fills(shape, strides):
+    strides = packed_strides(shape) if stride is None else stride
+    if not fills_memory(shape, strides):
         raise ValueError(f"strides {stride} leave gaps")
     made = torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
     memory = _as_stored(made)

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from samestep.comm.buckets import dense_strides
 from samestep.comm.communicator import Communicator
 from samestep.engine.sharded_state import LocalShard
 from samestep.errors import RunFolderError
 from samestep.train.atomic_io import remove_entry, retrying, writing
 from samestep.train.checkpoint.local_shards import split_files, unsharded
 from samestep.train.checkpoint.manifest import Written
-from samestep.train.checkpoint.packing import is_dense
 from samestep.train.checkpoint.storage import (
     Snapshot,
     begin_checkpoint,
@@ -161,7 +161,7 @@ def to_host_copy(files: Mapping[str, Mapping[str, Tensor]], reuse: HostFiles | N
 
 def _host_memory(tensor: Tensor, earlier: Tensor | None) -> Tensor:
     """Memory for a copy: the earlier one if it fits."""
-    if is_dense(tensor):
+    if dense_strides(tensor) == tensor.stride():
         made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
     else:
         made = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
