@@ -1,7 +1,7 @@
 """The grammar of programs: from choices to the text of a script of the public interface."""
 
 import textwrap
-from dataclasses import dataclass, fields, replace
+from dataclasses import field, make_dataclass, replace
 from pathlib import Path
 
 from hypothesis import strategies as st
@@ -27,64 +27,50 @@ SIMPLE_BLOCKS = {
     "weight norm": "parametrizations.weight_norm(nn.Linear(6, 6))",
     "spectral norm": "parametrizations.spectral_norm(nn.Linear(6, 6))",
     "orthogonal": "parametrizations.orthogonal(nn.Linear(6, 6))",
+    "embedding": (
+        "Block(lambda self, x: x + self.table((2 * x).long().clamp(0, 7)).mean(1), table=nn.Embedding(8, 6))"
+    ),
+    "recurrent": (
+        "Block(lambda self, x: self.cells(x.unflatten(1, (3, 2)))[0].flatten(1), cells=nn.LSTM(2, 2, batch_first=True))"
+    ),
+    "attention": (
+        "Block(lambda self, x: x + self.heads(*[x.unflatten(1, (3, 2))] * 3, need_weights=False)[0].flatten(1), "
+        "heads=nn.MultiheadAttention(2, 1, dropout=0.1, batch_first=True))"
+    ),
+    "tied": (
+        "Block(lambda self, x: self.second(torch.tanh(self.first(x))), first=(layer := nn.Linear(6, 6)), "
+        "second=Block(lambda self, x: functional.linear(x, self.weight), weight=layer.weight))"
+    ),
+    "twice": "Block(lambda self, x: self.same(self.part(x).tanh()), part=(layer := nn.Linear(6, 6)), same=layer)",
+    "recomputed": (
+        "Block(lambda self, x: checkpoint(self.part, x, use_reentrant=REENTRANT), "
+        "part=nn.Sequential(nn.Linear(6, 6), nn.Tanh()))"
+    ),
+    "double": ("Block(lambda self, x: x + self.part(x.double()).float(), part=nn.Linear(6, 6, dtype=torch.float64))"),
+    "bfloat16": (
+        "Block(lambda self, x: x + self.part(x.bfloat16()).float(), part=nn.Linear(6, 6, dtype=torch.bfloat16))"
+    ),
+    "complex": (
+        "Block(lambda self, x: (x * self.turn).real + (x * self.turn).imag, "
+        "turn=nn.Parameter(torch.randn(6, dtype=torch.complex64)))"
+    ),
+    "sometimes": (
+        "Block(lambda self, x: x + (self.one if x.detach().sum() > 0 else self.other)(x), "
+        "one=nn.Linear(6, 6), other=nn.Linear(6, 6))"
+    ),
 }
+BLOCK = """
+    class Block(nn.Module):
+        def __init__(self, function, **parts):
+            super().__init__()
+            self.function = function
+            for name, part in parts.items():
+                setattr(self, name, part)
+
+        def forward(self, x):
+            return self.function(self, x)
+"""
 CLASS_BLOCKS = {
-    "embedding": """
-        class Embedded(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.table = nn.Embedding(8, 6)
-
-            def forward(self, x):
-                return x + self.table((2 * x).long().clamp(0, 7)).mean(1)
-    """,
-    "recurrent": """
-        class Recurrent(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.cells = nn.LSTM(2, 2, batch_first=True)
-
-            def forward(self, x):
-                return self.cells(x.unflatten(1, (3, 2)))[0].flatten(1)
-    """,
-    "attention": """
-        class Attention(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.heads = nn.MultiheadAttention(2, 1, dropout=0.1, batch_first=True)
-
-            def forward(self, x):
-                x = x.unflatten(1, (3, 2))
-                return (x + self.heads(x, x, x, need_weights=False)[0]).flatten(1)
-    """,
-    "tied": """
-        class Tied(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6, bias=False)
-                self.second.weight = self.first.weight
-
-            def forward(self, x):
-                return self.second(torch.tanh(self.first(x)))
-    """,
-    "twice": """
-        class Twice(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.part = self.same = nn.Linear(6, 6)
-
-            def forward(self, x):
-                return self.same(torch.tanh(self.part(x)))
-    """,
-    "recomputed": """
-        class Recomputed(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.part = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
-
-            def forward(self, x):
-                return checkpoint(self.part, x, use_reentrant=REENTRANT)
-    """,
     "counting": """
         class Counting(nn.Module):
             def __init__(self):
@@ -98,72 +84,20 @@ CLASS_BLOCKS = {
                     self.scale = self.scale * 0.99
                 return x * self.scale * (1 + 0.01 * self.calls)
     """,
-    "double": """
-        class Double(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.part = nn.Linear(6, 6, dtype=torch.float64)
-
-            def forward(self, x):
-                return x + self.part(x.double()).float()
-    """,
-    "bfloat16": """
-        class Brain(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.part = nn.Linear(6, 6, dtype=torch.bfloat16)
-
-            def forward(self, x):
-                return x + self.part(x.bfloat16()).float()
-    """,
-    "complex": """
-        class Complex(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.turn = nn.Parameter(torch.randn(6, dtype=torch.complex64))
-
-            def forward(self, x):
-                return (x * self.turn).real + (x * self.turn).imag
-    """,
-    "sometimes": """
-        class Sometimes(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.one, self.other = nn.Linear(6, 6), nn.Linear(6, 6)
-
-            def forward(self, x):
-                return x + (self.one if x.detach().sum() > 0 else self.other)(x)
-    """,
 }
 BLOCKS = [*SIMPLE_BLOCKS, *CLASS_BLOCKS]
-CLASS_BLOCKS |= {  # of which a line tells, see NAMED
-    "remembering": """
-        class Remembering(nn.Module):
-            last = 0.0
-
-            def forward(self, x):
-                before, self.last = self.last, x.detach().mean()
-                return x + before
-    """,
-    "own draws": """
-        class Drawn(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.draws = torch.Generator().manual_seed(1)
-
-            def forward(self, x):
-                return x + 0.1 * torch.rand(x.shape, generator=self.draws)
-    """,
-    "unused": """
-        class Unused(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.part = nn.Linear(6, 6)
-
-            def forward(self, x):
-                return x
-    """,
+SIMPLE_BLOCKS |= {  # of which a line tells, see NAMED
+    "own draws": "Block(lambda self, x: x + torch.rand(x.shape, generator=self.draws), draws=torch.Generator())",
+    "unused": "Block(lambda self, x: x, part=nn.Linear(6, 6))",
 }
+CLASS_BLOCKS["remembering"] = """
+    class Remembering(nn.Module):
+        last = 0.0
+
+        def forward(self, x):
+            before, self.last = self.last, x.detach().mean()
+            return x + before
+"""
 NORMALISED = {"batch norm", "cumulative"}  # a microbatch has two samples or none
 DRAWING = {"dropout", "attention"}
 
@@ -178,39 +112,27 @@ DATASETS = {
                 return X[index], Y[index]
     """,
     "noisy": """
-        class Noisy(Dataset):
-            def __len__(self):
-                return NUM_SAMPLES
-
+        class Noisy(Samples):
             def __getitem__(self, index):
                 x = X[index] + 0.1 * torch.rand(()) + 0.1 * float(np.random.rand()) + 0.1 * random.random()
                 return x, Y[index]
     """,
     "forked": """
-        class Forked(Dataset):
-            def __len__(self):
-                return NUM_SAMPLES
-
+        class Forked(Samples):
             def __getitem__(self, index):
                 with torch.random.fork_rng():
                     return X[index] + 0.1 * torch.rand(6), Y[index]
     """,
     "numpy": """
-        class OwnDraws(Dataset):
+        class OwnDraws(Samples):
             def __init__(self):
                 self.draws = np.random.default_rng(3)
-
-            def __len__(self):
-                return NUM_SAMPLES
 
             def __getitem__(self, index):
                 return X[index] + 0.1 * float(self.draws.random()), Y[index]
     """,
     "rarely": """
-        class Rarely(Dataset):
-            def __len__(self):
-                return NUM_SAMPLES
-
+        class Rarely(Samples):
             def __getitem__(self, index):
                 return X[index] + (0.1 * random.random() if index % 5 == 4 else 0), Y[index]
     """,
@@ -292,33 +214,18 @@ FORMS = {  # of a batch: its inputs, its target, and that of the whole data; a p
     "nested": ('batch["inputs"][0][0]', 'batch["y"]', '{"inputs": ((X,), [X]), "y": Y}'),
 }
 METRICS = {  # of an evaluation: what is made of output and target, and the metrics; the first is called loss
-    "classes": (
-        "{}",
-        "Y",
-        [
-            "cross_entropy",
-            "accuracy",
-            "top_k(2)",
-            "cross_entropy_with(class_dim=1, ignore_index=2)",
-            "from_torchmetrics(F1Score('multiclass', num_classes=3, average=None), update=counted)",
-        ],
-    ),
-    "numbers": (
-        "{}[:, 0]",
-        "Y",
-        ["mean_squared_error", "root_mean_squared_error", "mean_absolute_error", "Metric(rare, math.exp)"],
-    ),
-    "tokens": (
-        "{}[:, None]",
-        "Y[:, None]",
-        [
-            "perplexity",
-            "token_accuracy",
-            "perplexity_with(class_dim=-1, ignore_index=1)",
-            "token_accuracy_with(class_dim=-1, ignore_index=1)",
-        ],
-    ),
-}
+    "classes": ("{}", "Y", """
+        cross_entropy; accuracy; top_k(2); cross_entropy_with(class_dim=1, ignore_index=2);
+        from_torchmetrics(F1Score("multiclass", num_classes=3, average=None), update=counted)
+    """),
+    "numbers": ("{}[:, 0]", "Y", """
+        mean_squared_error; root_mean_squared_error; mean_absolute_error; Metric(rare, math.exp)
+    """),
+    "tokens": ("{}[:, None]", "Y[:, None]", """
+        perplexity; token_accuracy; perplexity_with(class_dim=-1, ignore_index=1);
+        token_accuracy_with(class_dim=-1, ignore_index=1)
+    """),
+}  # fmt: skip
 
 LOSSES = {  # the function, and whether a plain loop has it
     "mean": "return functional.cross_entropy(model(x), y)",
@@ -371,37 +278,21 @@ SCHEDULERS = {
     "plateau": "schedules.ReduceLROnPlateau(optimizer, patience=0)",
     "forgotten": "schedules.ExponentialLR(optimizer, 0.5)",
 }
+SCHEDULING = """
+    class {}(samestep.Hook):
+        name = "schedule"
+
+        def __init__(self, scheduler):
+            self.scheduler = scheduler
+            self.state_dict, self.load_state_dict = {}
+
+        def on_epoch_end(self, trainer, record):
+            self.scheduler.step({})
+"""
 HOOKS = {
-    "epochs": """
-        class ByEpoch(samestep.Hook):
-            name = "schedule"
-
-            def __init__(self, scheduler):
-                self.scheduler = scheduler
-                self.state_dict, self.load_state_dict = scheduler.state_dict, scheduler.load_state_dict
-
-            def on_epoch_end(self, trainer, record):
-                self.scheduler.step()
-    """,
-    "plateau": """
-        class ByLoss(samestep.Hook):
-            name = "schedule"
-
-            def __init__(self, scheduler):
-                self.scheduler = scheduler
-                self.state_dict, self.load_state_dict = scheduler.state_dict, scheduler.load_state_dict
-
-            def on_epoch_end(self, trainer, record):
-                self.scheduler.step(record.train_loss)
-    """,
-    "forgotten": """
-        class Forgotten(samestep.Hook):
-            def __init__(self, scheduler):
-                self.scheduler = scheduler
-
-            def on_epoch_end(self, trainer, record):
-                self.scheduler.step()
-    """,
+    "epochs": SCHEDULING.format("ByEpoch", "scheduler.state_dict, scheduler.load_state_dict", ""),
+    "plateau": SCHEDULING.format("ByLoss", "scheduler.state_dict, scheduler.load_state_dict", "record.train_loss"),
+    "forgotten": SCHEDULING.replace("self.state_dict, self.load_state_dict", "_").format("Forgotten", None, ""),
     "average": "",
     "thawing": """
         class Thawing(samestep.Hook):
@@ -484,42 +375,37 @@ NAMED = {  # a block, dataset, hook or scheduler whose bits another number of ra
     "forgotten": "the hook Forgotten has scheduler (ExponentialLR)",
     "early": "drawn before samestep.Run",
 }
-OPTIONS = [  # a call, and a further argument of it
-    'Run: reduction="ordered"',
-    "Run: num_threads=2",
-    "Run: timeout_seconds=60.0",
-    'Run: mesh={"data": -1}',
-    "Run: spares=int(communicator is not None and communicator.world_size > 1)",
-    "train_step: late_check=False",
-    "train_step: overlap=False",
-    "train_step: bucket_bytes=64",
-    'train_step: on_nonfinite="raise"',
-    'train_step: strategy="replicate"',
-    "train_step: strategy=samestep.Replicate(shard_optimizer=False)",
-    "train_step: observers=[Watching()]",
-    "loader: drop_last=True",
-    "loader: collate_fn=collated",
-    'loader: cache="device"',
-    'loader: multiprocessing_context="fork"',
-    "loader: exact_states=True",
-    "Trainer: loggers=[Log()]",
-    'Trainer: name="another"',
-    'Trainer: contract={"note": 1}',
-    'Trainer: epoch_line=("loss", "test loss")',
-    "Trainer: checkpoint_minutes=1e-9",
-    "Trainer: checkpoint_retries=1",
-    "Trainer: keep=2",
-    "Trainer: digest_every=2",
-    'Trainer: resume_command="again"',
-    'Trainer: state={"other": other}',
-    "fit: eval_every=2",
-    "fit: collate_fn=collated",
-    "fit: allow_contract_change=True",
-    "save_checkpoint: keep=2",
-    "save_checkpoint: checkpoint_retries=1",
-    "load_checkpoint: allow_contract_change=True",
-    "load_state_dict: allow_contract_change=True",
-]
+OPTIONS = {  # further arguments of calls
+    "Run": """
+        reduction="ordered"; num_threads=2; timeout_seconds=60.0; mesh={"data": -1};
+        spares=int(communicator is not None and communicator.world_size > 1)
+    """,
+    "train_step": """
+        late_check=False; overlap=False; bucket_bytes=64; on_nonfinite="raise"; strategy="replicate";
+        strategy=samestep.Replicate(shard_optimizer=False); observers=[Watching()]
+    """,
+    "loader": """
+        drop_last=True; collate_fn=collated; cache="device"; multiprocessing_context="fork"; exact_states=True
+    """,
+    "Trainer": """
+        loggers=[Log()]; name="another"; contract={"note": 1}; epoch_line=("loss", "test loss");
+        checkpoint_minutes=1e-9; checkpoint_retries=1; keep=2; digest_every=2; resume_command="again";
+        state={"other": other}
+    """,
+    "fit": """
+        eval_every=2; collate_fn=collated; allow_contract_change=True
+    """,
+    "save_checkpoint": """
+        keep=2; checkpoint_retries=1
+    """,
+    "load_checkpoint": """
+        allow_contract_change=True
+    """,
+    "load_state_dict": """
+        allow_contract_change=True
+    """,
+}
+OPTIONS = [f"{call}: {' '.join(each.split())}" for call, text in OPTIONS.items() for each in text.split(";")]
 HELPERS = {  # what an option needs
     "Watching": """
         class Watching(samestep.StepObserver):
@@ -547,43 +433,46 @@ HELPERS = {  # what an option needs
 PRECISIONS = ["32-true", "bf16-mixed", "16-mixed"]
 
 
-@dataclass(frozen=True)
-class Program:
-    """The choices of a program; the first value of each is the simplest, to which hypothesis shrinks."""
+RARE = [False, False, False, True]
+CHOICES = {  # of each field of a program; the first one is the simplest, to which hypothesis shrinks
+    "data": [name for name in DATA if name not in NAMED],
+    "samples": range(4, 23),
+    "batch": [4, 3, *range(5, 11)],
+    "microbatches": range(1, 7),
+    "epochs": range(1, 4),
+    "seed": range(100),
+    "loss": [*LOSSES],
+    "optimizer": [*OPTIMIZERS],
+    "second": ["", "", "", "sgd", "adam", "rmsprop"],  # another optimizer, for every other parameter
+    "groups": RARE,
+    "scheduler": [name for name in SCHEDULERS if name not in NAMED],
+    "clip": RARE,
+    "precision": ["32-true", "32-true", *PRECISIONS],
+    "loop": ["trainer", "trainer", "own"],
+    "zero1": RARE,
+    "shuffle": [False, True],
+    "calls": ["", "", "", "drawing", "freezing"],  # what happens between calls of `fit` of an epoch each
+    "best": ["", "", "", '"loss"', '("loss", "min")', '("loss", "max")'],  # the argument
+    "patience": RARE,
+    "evaluated": ["", "", "", *METRICS],  # by which metrics
+    "steps": [0, 0, 0, 1, 3, 5],  # `max_steps`
+    "critic": RARE,  # a second step over the model, in a loop of one's own
+    "reentrant": RARE,
+    "files": RARE,  # of `torch.save`, in a loop of one's own
+    "named": [""] * 40 + [*NAMED],  # what one line is about
+}
+SEVERAL = {"blocks": (BLOCKS, 4), "hooks": (["average", "thawing", "drawing"], 2), "options": (OPTIONS, 3)}
 
-    blocks: tuple[str, ...] = ()
-    data: str = "tensors"
-    samples: int = 4
-    batch: int = 4
-    microbatches: int = 1
-    epochs: int = 1
-    seed: int = 0
-    loss: str = "mean"
-    optimizer: str = "sgd"
-    second: str = ""  # another optimizer, for every other parameter
-    groups: bool = False
-    scheduler: str = "none"
-    clip: bool = False
-    precision: str = "32-true"
-    loop: str = "trainer"
-    zero1: bool = False
-    shuffle: bool = False
-    hooks: tuple[str, ...] = ()
-    calls: str = ""  # what happens between calls of `fit` of an epoch each
-    best: str = ""  # the argument
-    patience: bool = False
-    evaluated: str = ""  # by which metrics
-    steps: int = 0  # `max_steps`
-    critic: bool = False  # a second step over the model, in a loop of one's own
-    shares: tuple[int, ...] = ()
-    reentrant: bool = False
-    files: bool = False  # of `torch.save`, in a loop of one's own
-    options: tuple[str, ...] = ()
-    named: str = ""  # what one line is about
+
+DEFAULTS = {name: values[0] for name, values in CHOICES.items()} | dict.fromkeys((*SEVERAL, "shares"), ())
+FIELDS = [(name, object, field(default=value)) for name, value in DEFAULTS.items()]
+
+
+class Program(make_dataclass("Fields", FIELDS, frozen=True)):
+    """The choices of a program."""
 
     def __repr__(self):
-        simplest = Program()
-        changed = [f.name for f in fields(self) if getattr(self, f.name) != getattr(simplest, f.name)]
+        changed = [name for name, value in DEFAULTS.items() if getattr(self, name) != value]
         return f"Program({', '.join(f'{name}={getattr(self, name)!r}' for name in changed)})"
 
     @property
@@ -610,7 +499,7 @@ def allowed(p):
             p, loop="trainer", microbatches=max(2, p.microbatches), epochs=3, steps=0, patience=False, zero1=False
         )
         p = replace(p, batch=max(4, p.batch), loss="mean", precision="32-true", options=(), shares=(), calls="")
-        kinds = {"data": DATA, "scheduler": SCHEDULERS, "hooks": HOOKS, "blocks": CLASS_BLOCKS}
+        kinds = {"data": DATA, "scheduler": SCHEDULERS, "hooks": HOOKS, "blocks": SIMPLE_BLOCKS | CLASS_BLOCKS}
         field = next((name for name, table in kinds.items() if p.named in table), None)
         is_tuple = field in ("hooks", "blocks")
         p = replace(p, **{field: (p.named,) if is_tuple else p.named} if field else {})
@@ -655,6 +544,9 @@ def allowed(p):
         p = replace(p, options=tuple(option for option in p.options if "spares" not in option))
     if "spares" in str(p.options):
         p = replace(p, shares=())
+    left_out = [] if p.data in ("tensors", "dict", "nested", "tensor dataset", "transformed") else ["cache="]
+    left_out += [] if p.data == "streams" else ["exact_states"]
+    p = replace(p, options=tuple(each for each in p.options if not any(word in each for word in left_out)))
     return p
 
 
@@ -666,37 +558,6 @@ def even(p, microbatches):
     if p.data in ("streams", "iterable"):
         samples = batch * max(1, p.samples // batch)
     return {"batch": batch, "samples": samples}
-
-
-RARE = [False, False, False, True]
-CHOICES = {  # of each field
-    "data": [name for name in DATA if name not in NAMED],
-    "samples": range(4, 23),
-    "batch": range(3, 11),
-    "microbatches": range(1, 7),
-    "epochs": range(1, 4),
-    "seed": range(100),
-    "loss": [*LOSSES],
-    "optimizer": [*OPTIMIZERS],
-    "second": ["", "", "", "sgd", "adam", "rmsprop"],
-    "groups": RARE,
-    "scheduler": [name for name in SCHEDULERS if name not in NAMED],
-    "clip": RARE,
-    "precision": ["32-true", "32-true", *PRECISIONS],
-    "loop": ["trainer", "trainer", "own"],
-    "zero1": RARE,
-    "shuffle": [False, True],
-    "calls": ["", "", "", "drawing", "freezing"],
-    "best": ["", "", "", '"loss"', '("loss", "min")', '("loss", "max")'],
-    "patience": RARE,
-    "evaluated": ["", "", "", *METRICS],
-    "steps": [0, 0, 0, 1, 3, 5],
-    "critic": RARE,
-    "reentrant": RARE,
-    "files": RARE,
-    "named": [""] * 40 + [*NAMED],
-}
-SEVERAL = {"blocks": (BLOCKS, 4), "hooks": (["average", "thawing", "drawing"], 2), "options": (OPTIONS, 3)}
 
 
 def programs():
@@ -713,7 +574,8 @@ def programs():
 def text(p):
     """The script of a program: its functions `train` and, if a plain loop can do it, `plain`."""
     blocks = [SIMPLE_BLOCKS.get(name) or _class_name(CLASS_BLOCKS[name]) + "()" for name in p.blocks]
-    classes = [CLASS_BLOCKS[name] for name in dict.fromkeys(p.blocks) if name in CLASS_BLOCKS]
+    classes = [BLOCK] if "Block(" in str(blocks) else []
+    classes += [CLASS_BLOCKS[name] for name in dict.fromkeys(p.blocks) if name in CLASS_BLOCKS]
     hooks = [*p.hooks, *([p.scheduler] if p.scheduler in HOOKS else [])]
     if p.loop == "own":
         hooks = []
@@ -733,7 +595,8 @@ def text(p):
         "Y = torch.randint(0, 3, (NUM_SAMPLES,), generator=generator)\n"
         f"WHOLE = {whole}",
         *map(_dedent, classes),
-        _dedent(DATASETS[DATA[p.data][0]]),
+        _dedent(DATASETS["samples"]),
+        _dedent(DATASETS[DATA[p.data][0]]) if DATA[p.data][0] != "samples" else "",
         *map(_dedent, helpers),
         "def make_model():\n    return nn.Sequential(\n"
         + "".join(f"        {block},\n" for block in ["nn.Linear(6, 6)", *blocks, "nn.Linear(6, 3)"])
@@ -789,19 +652,8 @@ def _imports():
         from torch.nn.utils import parametrizations
         from torch.optim import lr_scheduler as schedules
         from torch.utils.checkpoint import checkpoint
-        from torch.utils.data import (
-            BatchSampler,
-            ConcatDataset,
-            DataLoader,
-            Dataset,
-            IterableDataset,
-            RandomSampler,
-            Sampler,
-            Subset,
-            TensorDataset,
-            WeightedRandomSampler,
-            default_collate,
-        )
+        from torch.utils.data import BatchSampler, ConcatDataset, DataLoader, Dataset, IterableDataset, RandomSampler
+        from torch.utils.data import Sampler, Subset, TensorDataset, WeightedRandomSampler, default_collate
 
         import samestep
     """)
@@ -898,7 +750,9 @@ def _trainer(p):
         data = _loader(p)
     if p.evaluated:
         _, target, metrics = METRICS[p.evaluated]
-        named = [f'"{index or "loss"}": samestep.metrics.{metric}' for index, metric in enumerate(metrics)]
+        named = [
+            f'"{index or "loss"}": samestep.metrics.{metric.strip()}' for index, metric in enumerate(metrics.split(";"))
+        ]
         measured = FORMS.get(p.data, ("", "", "(X, Y)"))[2].replace("Y", target)
         how |= {"eval_data": measured, "metrics": f"{{{', '.join(named)}}}", "forward": "forward"}
     how |= {"max_steps": p.steps} if p.steps else {}
@@ -1008,12 +862,7 @@ def _own_loop(p):
 
 def _plain(p):
     rows = FORMS.get(p.data, ("", "", "(X, Y)"))[2].replace("X", "X[ids]").replace("Y", "Y[ids]")
-    stepped = "        scheduler.step()" if p.scheduler != "none" else ""
-    step = "            for each in optimizers:\n                each.step()\n" + (
-        "            scheduler.step()\n" if stepped else ""
-    )
-    limit = f"            if count == {p.steps}:\n                break\n" if p.steps else ""
-    outer = f"        if count == {p.steps}:\n            break\n" if p.steps else ""
+    ending = [f"if count == {p.steps}:", "    break"] if p.steps else []
     return (
         "def plain(communicator=None):\n"
         + textwrap.indent(_run(replace(p, shares=())), "    ")
@@ -1024,10 +873,10 @@ def _plain(p):
         "            ids = torch.as_tensor(loader.ids(epoch, start, min(start + BATCH, NUM_SAMPLES)))\n"
         "            for each in optimizers:\n                each.zero_grad()\n"
         f"            loss_fn(model, {rows}).backward()\n"
-        + step
+        "            for each in optimizers:\n                each.step()\n"
+        + ("            scheduler.step()\n" if p.scheduler != "none" else "")
         + "            count += 1\n"
-        + limit
-        + outer
+        + "".join(f"{' ' * depth}{line}\n" for depth in (12, 8) for line in ending)
         + '    return {"digest": samestep.state_digest(model, optimizer), "weights": weights(model)}'
     )
 

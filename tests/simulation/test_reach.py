@@ -31,75 +31,32 @@ VARIABLES = {  # what a name in a program stands for
     "record": "EpochRecord",
     "average": "EMA",
 }
-INSIDE = "is for samestep itself"
-PROCESSES = "needs processes: the strategies over them"
-SCRIPTS = "is for scripts that share out a forward"
-MACHINE = "looks at the machine, before a run"
-WORD = "is no value: a word of the sentence"
-UNREACHED = {  # what no program has, and all that belongs to it: why
-    "__version__": "is output alone",
-    "Batch.bounds": INSIDE,
-    "Batch.checksum": INSIDE,
-    "Batch.describe_microbatch": INSIDE,
-    "Batch.num_leaves": INSIDE,
-    "Batch.renew": INSIDE,
-    "Batch.sizes": INSIDE,
-    "Batch.stand_in": INSIDE,
-    "Batch.version": INSIDE,
-    "Batch.without_samples": INSIDE,
-    "Communicator": "is made by the head of a program",
-    "DataParallel": SCRIPTS,
-    "EMA.contract": INSIDE,
-    "EMA.on_fit_start": INSIDE,
-    "EMA.on_step_end": INSIDE,
-    "Loader.ids(num_samples)": "is the length of other data than the loader's",
-    "Loader.num_samples": INSIDE,
-    "Loader.state_before": INSIDE,
-    "Loader.whole_epoch": INSIDE,
-    "Pipeline": PROCESSES,
-    "Replicate.axis": INSIDE,
-    "Replicate.name": INSIDE,
-    "Replicate.shard_optimizer": INSIDE,
-    "Run(device)": "is the communicator's",
-    "Run(mesh=pipe)": PROCESSES,
-    "Run(mesh=pipeline)": PROCESSES,
-    "Run(mesh=tensor)": PROCESSES,
-    "Run(profile)": "is output alone",
-    "Run(reduction=native)": "has another tier, allclose",
-    "Run.close": "closes connections, of which ranks in turns have none",
-    "Run.mesh": PROCESSES,
-    "Run.train_step(compile)": "takes a compiler seconds for each shape",
-    "Run.train_step(shard_optimizer=replicate)": WORD,
-    "Run.train_step(strategy=pipeline)": PROCESSES,
-    "Run.train_step(strategy=sharded)": PROCESSES,
-    "Run.train_step(strategy=tensor)": PROCESSES,
-    "SamestepError": "is raised, and the head of a program has those that it expects",
-    "Sharded": PROCESSES,
-    "StepResult.is_good": INSIDE,
-    "StepResult.is_there": INSIDE,
-    "StepResult.scalar_sums": INSIDE,
-    "TensorData.gather": INSIDE,
-    "TensorData.part": INSIDE,
-    "TensorData.rows": INSIDE,
-    "TrainStep.communicator": INSIDE,
-    "TrainStep.sharded_state": INSIDE,
-    "TrainStep.state_communicator": INSIDE,
-    "Trainer(epoch_line=accuracy)": WORD,
-    "Trainer.close": "is called by the end of a with block",
-    "Trainer.fit(resume=auto)": "is given by the checks of faults",
-    "data_parallel": SCRIPTS,
-    "discover": MACHINE,
-    "launch": "starts processes, whose program is one of these",
-    "metrics.Metric(name)": "is output alone",
-    "metrics.StateMetric": INSIDE,
-    "metrics.as_metric": INSIDE,
-    "metrics.result": INSIDE,
-    "metrics.sums": INSIDE,
-    "metrics.target_of": INSIDE,
-    "register_backend": "is for loops over torch.distributed",
-    "select": MACHINE,
-    "tutorial": SCRIPTS,
+REASONS = {  # why no program has something, and what belongs to it
+    "is for samestep itself": """
+        Batch.bounds Batch.checksum Batch.describe_microbatch Batch.num_leaves Batch.renew Batch.sizes Batch.stand_in
+        Batch.version Batch.without_samples EMA.contract EMA.on_fit_start EMA.on_step_end Loader.num_samples
+        Loader.state_before Loader.whole_epoch Replicate.axis Replicate.name Replicate.shard_optimizer
+        StepResult.is_good StepResult.is_there StepResult.scalar_sums TensorData.gather TensorData.part TensorData.rows
+        TrainStep.communicator TrainStep.sharded_state TrainStep.state_communicator metrics.StateMetric
+        metrics.as_metric metrics.result metrics.sums metrics.target_of
+    """,
+    "is output alone": "__version__ Run(profile) metrics.Metric(name)",
+    "is what the head of a program makes or expects": "Communicator SamestepError Run(device)",
+    "is for scripts, which have a grammar of their own": "DataParallel data_parallel register_backend tutorial",
+    "looks at the machine before a run": "discover select",
+    "needs processes": """
+        Pipeline Sharded Run.mesh Run(mesh=pipe) Run(mesh=pipeline) Run(mesh=tensor) Run.train_step(strategy=pipeline)
+        Run.train_step(strategy=sharded) Run.train_step(strategy=tensor) launch
+    """,
+    "is a word of the docstring, no value": "Trainer(epoch_line=accuracy) Run.train_step(shard_optimizer=replicate)",
+    "has the tier allclose": "Run(reduction=native)",
+    "takes a compiler seconds for each shape": "Run.train_step(compile)",
+    "closes what ranks in turns do not have": "Run.close",
+    "is called by the end of a with block": "Trainer.close",
+    "is given by the checks of faults": "Trainer.fit(resume=auto)",
+    "is the length of other data than the loader's": "Loader.ids(num_samples)",
 }
+UNREACHED = [name for names in REASONS.values() for name in names.split()]
 
 
 def members(name, thing):
