@@ -104,6 +104,25 @@ def test_a_plain_batch_is_named_by_its_rows():
     in_turns(2, program)
 
 
+@pytest.mark.parametrize("is_alone", [False, True])
+def test_the_imaginary_part_of_a_gradient_is_named(is_alone):
+    def loss(model, batch):
+        is_bad = (batch[0][:, 0] == BAD_ID).float().sum()
+        still = model.turn.imag - model.turn.imag.detach()
+        return (still + 1 - is_bad).sqrt().mean() + (0 if is_alone else model.line(batch[0]).mean())
+
+    def program(communicator):
+        model = torch.nn.ParameterDict({"turn": torch.zeros((), dtype=torch.complex64)})
+        if not is_alone:
+            model.line = torch.nn.Linear(6, 1)
+        step = make_step(communicator, model, loss)
+        with pytest.raises(NonFiniteError, match=r"the gradient of microbatch 4 \((nan|inf|-inf); rows 12 to 14"):
+            step(tuple(t[:BATCH] for t in samples()))
+
+    for world_size in (1, 2, 3):
+        in_turns(world_size, program)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_skip_leaves_the_update_out_and_counts_the_step(kind):
     notes, digest = in_turns(1, train, kind, "adamw", "skip")[0]

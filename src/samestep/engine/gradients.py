@@ -17,7 +17,7 @@ from samestep.comm.buckets import Bucket, make_buckets
 from samestep.comm.communicator import Communicator
 from samestep.comm.reduction import Reduction, finish_all
 from samestep.core.tree import Block, TreeSum
-from samestep.engine.norms import NORM_ELEMENTS, block_norm, block_norms, join_norms
+from samestep.engine.norms import NORM_ELEMENTS, block_norm, block_norms, finite_sum, join_norms
 from samestep.engine.observer import StepObserver
 from samestep.engine.zero1 import Zero1Parts
 from samestep.errors import DeterminismError
@@ -255,7 +255,7 @@ class GradientSum:
         if present:
             (torch._foreach_copy_ if left is None else torch._foreach_add_)(present, gradients)
         # Not finite if this or the left microbatch's are not: only the first of them is named.
-        self._totals.append(self._zero if self._is_only else total.flat.sum())
+        self._totals.append(self._zero if self._is_only else finite_sum(total.flat))
         # The left sibling's memory takes the sum, so about 1 + log2 of this rank's microbatches are alive at once.
         tree.push(block if left is None else Block(microbatch - 1, 2), total)
         if self._last_microbatch is not None:

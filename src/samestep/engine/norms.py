@@ -25,6 +25,11 @@ def block_norm(flat: Tensor) -> Tensor:
     return norm
 
 
+def finite_sum(flat: Tensor) -> Tensor:
+    """A sum of the numbers of a gradient, real: not finite if one of them is not."""
+    return (torch.view_as_real(flat) if flat.is_complex() else flat).sum()
+
+
 def block_norms(tensors: list[Tensor]) -> list[Tensor]:
     """The 2-norm of each tensor, of at least 32 bits; they may be of several dtypes."""
     # One launch for all of them; it returns norms of the tensors' own dtype, too narrow for 16 bits.

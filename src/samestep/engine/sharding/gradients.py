@@ -26,7 +26,7 @@ from samestep.comm.communicator import Communicator
 from samestep.comm.membership import Membership
 from samestep.comm.reduction import merge_blocks, merge_received
 from samestep.core.tree import Block, TreeSum
-from samestep.engine.norms import ShardedNorm
+from samestep.engine.norms import ShardedNorm, finite_sum
 from samestep.engine.observer import Observers
 from samestep.engine.sharding.model import Group, ShardedModel
 from samestep.errors import DeterminismError
@@ -159,7 +159,7 @@ class ShardedGradientSum:
         if self._communicator.world_size == 1:  # FSDP2 makes no reduce-scatter then
             for number, group in enumerate(self._groups):
                 flat = self._zeros(group) if self._is_empty else self._sharded.own_gradient(group)
-                self._totals.append(flat.sum())
+                self._totals.append(finite_sum(flat))
                 self._sums[number].push(Block(microbatch, 1), flat)
         # Modules that are called several times in a forward: now the sum over their calls is complete.
         for number, received in self._waiting.items():
@@ -272,7 +272,7 @@ class ShardedGradientSum:
                 "PyTorch cannot stand in: use 2.13 or later, or strategy='replicate'"
             )
         if not self._is_out:
-            self._totals.append(sent.sum())
+            self._totals.append(finite_sum(sent))
         # A module of several calls has one gradient per call, which autograd adds on one device before the
         # tree does.
         if number in self._waiting:
