@@ -4,13 +4,14 @@ import contextlib
 import gc
 import io
 import linecache
+import math
 import multiprocessing.util
 import os
 import sys
 import tempfile
 import textwrap
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from unittest.mock import patch
@@ -19,6 +20,7 @@ import grammar
 import scripts
 import simulated_collectives
 import simulated_membership
+import simulated_processes
 from grammar import HEAD, Program, programs
 from hypothesis import strategies as st
 from simulated_collectives import Call
@@ -38,6 +40,40 @@ class Case:
     order: int = 0
     place: int = 0  # of a fault
     count: int = 1
+    numbers: dict = field(default_factory=dict)  # of a case over processes
+
+
+def over_processes(program, check, strategies=("replicate",) * 2, ranks=(0, 0), place=0, faults=(), spares=0, more=()):
+    """The case of a program by two strategies, or with faults: each a rank, a place and how it ends there."""
+    first, second = ("replicate",) * 2 if check == "launchers" else strategies
+    if {first, second} & grammar.OF_TIERS:
+        second = first  # no other one has its bits
+    program = grammar.replace(program, options=(), named="", files=False)  # which place ranks, or look at one of them
+    program = program if check == "launchers" else saved(grammar.placed(program, first, second))
+    given, total = [], []
+    for name, number in zip((first, second), ranks, strict=True):
+        strategy, mesh = grammar.STRATEGIES[name]
+        inner = math.prod(mesh.values())
+        total.append(inner * (1 + number % min(program.microbatches, max(1, 4 // inner))))
+        given.append(f"strategy={strategy}" + (f", mesh={ {'data': -1, **mesh} }" if mesh else ""))
+    if spares and first == "replicate" and total[0] < 4:
+        total[0], given[0] = total[0] + 1, f"{given[0]}, spares=1"
+    if "worker" in more:
+        given = [f"{each}, num_workers=1" for each in given]
+    faults = {rank % total[0]: (rank % total[0], *rest) for rank, *rest in faults}.values()
+    is_lost = all(how not in ("stop", "exception") for *_, how in faults)
+    heals = first in ("replicate", "zero1") and is_lost and len(faults) < total[0]
+    numbers = {
+        "first": given[0],
+        "second": given[1],
+        "ranks_first": total[0],
+        "ranks_second": total[1],
+        "reference": f"in_processes({inner}, train, {given[0]})[0][0]" if first in grammar.OF_TIERS else "one",
+        "faults": [*faults],
+        "heals": heals,
+        "policy": {"replace": True, "max_restarts": len(faults)} if heals and "replaces" in more else {},
+    }
+    return Case(program, (check,), place=place, numbers=numbers)
 
 
 TEXTS = {
@@ -138,6 +174,40 @@ TEXTS = {
             for found in in_turns({others}, train, None, folder / "run"):
                 check_same(found, one, 1 << 30, ("draws", "drawn"))
     """,
+    "strategies": """
+        one = {reference}
+        for found in in_processes({ranks_first}, train, folder / "run", {first})[0]:
+            check_same(found, one, but=("weights",))
+        places = sorted((folder / "run" / "checkpoints").glob("step-*"))
+        place = places[{place} % len(places)]
+        done, but = int(place.name[5:]), ("weights", "draws", "drawn") if place == places[-1] else ("weights",)
+        for found in in_processes({ranks_second}, train, None, place, {second})[0]:
+            check_same(found, one, done, but)
+    """,
+    "struck": """
+        one = {reference}
+        whole, calls, _ = in_processes({ranks_first}, train, folder / "whole", {first})
+        for found in whole:
+            check_same(found, one, but=("weights",))
+        faults = [drawn_fault(calls, *each) for each in {faults}]
+        found, _, outcome = in_processes(
+            {ranks_first}, train, folder / "run", {first}, faults=faults, policy={policy}
+        )
+        if outcome.exit_code:
+            assert not {heals}, outcome.failure
+            found = in_processes({ranks_second}, train, folder / "run", resume="auto", {second})[0]
+        assert found
+        for each in found:
+            check_same(each, one, 1 << 30, ("weights", "draws", "drawn"))
+        check_same(ledger(folder / "run"), ledger(folder / "whole"))
+    """,
+    "launchers": """
+        ways = "run --devices cpu:{ranks_first}", "torch.distributed.run --nproc-per-node {ranks_first}"
+        for options in [f"-m samestep {{ways[0]}}", f"-m {{ways[1]}}", ""]:
+            for found in by_command(__file__, options.split(), folder):
+                check_same(found, one)
+        check_same(samestep.launch(train, devices="cpu:{ranks_first}"), one)
+    """,
 }
 EXCUSES = {  # of a check that says nothing about a program
     # A loader of one's own draws a seed for workers that begin, and they draw by it.
@@ -169,6 +239,7 @@ PROGRAM_CHECKS = [
 NAMES = ["all_reduce", "reduce", "broadcast", "all_gather", "gather", "scatter", "all_to_all", "barrier"]
 DTYPES = ["float32", "float64", "float16", "bfloat16", "int64", "int32", "int8", "uint8"]
 FAULT_CHECKS = ["lost", "stopped", "full disk", "crash", "damaged"]
+WAYS_TO_END = ["SIGKILL", "SIGKILL", "SIGKILL", "hang", "SIGSTOP", "stop", "exception"]
 
 
 def cases(kind):
@@ -179,6 +250,19 @@ def cases(kind):
         return schedules()
     if kind == "collectives":
         return st.tuples(st.lists(calls(), min_size=1, max_size=12), st.integers(1, 8))
+    if kind == "processes":
+        ends = st.tuples(st.integers(0, 3), st.integers(0, 100_000), st.sampled_from(WAYS_TO_END))
+        return st.builds(
+            over_processes,
+            programs(),
+            st.sampled_from(["strategies"] * 4 + ["struck"] * 6 + ["launchers"]),
+            st.tuples(*[st.sampled_from([*grammar.STRATEGIES, *["replicate"] * 9])] * 2),
+            st.tuples(*[st.integers(0, 3)] * 2),
+            st.integers(0, 400),
+            st.lists(ends, min_size=1, max_size=2),
+            st.booleans(),
+            st.sets(st.sampled_from(["worker", "replaces"])),
+        )
     names = PROGRAM_CHECKS if kind == "programs" else FAULT_CHECKS
     checks = st.lists(st.sampled_from(names), min_size=1, max_size=3 if kind == "programs" else 1, unique=True)
     drawn = programs() if kind == "programs" else programs().map(saved)
@@ -262,6 +346,7 @@ def script(case):
         "place": case.place,
         "count": case.count,
         "named": grammar.NAMED.get(program.named),
+        **case.numbers,
     }
     head = HEAD.read_text().split('"""\n', 1)[1]
     head = head.replace("import sys\n", "import io\nimport shutil\nimport sys\nimport tempfile\n")
@@ -272,12 +357,18 @@ def script(case):
     if "loops" in checks:
         by_hand = grammar.text(grammar.replace(program, loop="own", evaluated=False))
         body += "\n\ndef train_by_hand(" + by_hand.split("def train(", 1)[1].split("\n\n\n")[0]
+    by_command = ""
+    if case.numbers:
+        made = "    optimizer = make_optimizer(model)\n"
+        body = body.replace(made, f"    strategy = divided(run, model, strategy)\n{made}")
+        body = Path(simulated_processes.__file__).read_text() + "\n\n" + body
+        by_command = "    train_by_command()\n"
     text = "".join(textwrap.dedent(TEXTS[name]).format(**numbers) for name in checks)
     return (
         f'"""Drawn by the simulator; checks: {", ".join(checks)}."""\n{head}\n\n{body}\n\n'
         f"def check(folder, one):\n{textwrap.indent(text, '    ')}\n\n"
         'if __name__ == "__main__":\n'
-        "    with tempfile.TemporaryDirectory() as folder:\n"
+        f"{by_command}    with tempfile.TemporaryDirectory() as folder:\n"
         "        check(Path(folder), in_turns(1, train)[0])\n"
         '    print("all checks hold")\n'
     )
@@ -337,6 +428,8 @@ def _run_script(text):
             contextlib.redirect_stdout(said),
             contextlib.redirect_stderr(said),
         ):
+            module.__file__ = f"{folder}/simulated.py"
+            Path(module.__file__).write_text(text)
             exec(compile(text, name, "exec"), vars(module))
             if hasattr(module, "check"):
                 try:

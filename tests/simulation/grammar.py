@@ -430,6 +430,23 @@ HELPERS = {  # what an option needs
             return batch
     """,
 }
+STRATEGIES = {  # by which a step may be placed on the ranks, and the axes of the mesh within "data"
+    "replicate": ("samestep.Replicate()", {}),
+    "zero1": ("samestep.Replicate(shard_optimizer=True)", {}),
+    "sharded": ("samestep.Sharded()", {}),
+    "kept": ("samestep.Sharded(wrap=1, reshard_after_forward=False)", {}),
+    "wrapped": ("samestep.Sharded(wrap=lambda module: isinstance(module, nn.Linear), cpu_offload=True)", {}),
+    "recomputing": ("samestep.Sharded(activation_checkpointing=True)", {}),
+    "sharded halves": ('samestep.Sharded(param_dtype="bf16")', {}),
+    "pipeline": ("samestep.Pipeline(example=torch.ones(2, 6))", {"pipe": 2}),
+    "gpipe": ('samestep.Pipeline(schedule="gpipe")', {"pipe": 3}),
+    "interleaved": ('samestep.Pipeline(schedule="interleaved", stages_per_rank=2)', {"pipe": 2}),
+    "zero bubble": ('samestep.Pipeline(split=["1"], schedule="zero-bubble")', {"pipe": 2}),
+    "zbv": ('samestep.Pipeline(schedule="zbv", stages_per_rank=2)', {"pipe": 2}),
+    "tensor": ('"tensor"', {"tensor": 2}),
+    "tensor 3": ('"tensor"', {"tensor": 3}),
+}
+OF_TIERS = {"sharded halves", "tensor", "tensor 3"}  # with bits of their own, on all numbers of ranks along "data"
 PRECISIONS = ["32-true", "bf16-mixed", "16-mixed"]
 
 
@@ -548,6 +565,31 @@ def allowed(p):
     left_out += [] if p.data == "streams" else ["exact_states"]
     p = replace(p, options=tuple(each for each in p.options if not any(word in each for word in left_out)))
     return p
+
+
+def placed(p, *strategies):
+    """The nearest program that each of the strategies takes."""
+    if {*strategies} == {"replicate"}:
+        return p
+    changes = {"zero1": False, "shares": ()}
+    if p.optimizer in NOT_ELEMENTWISE:
+        changes["optimizer"] = "adam"
+    hooks = [hook for hook in p.hooks if hook != "thawing"]  # what is trained is fixed
+    refused = {"sometimes"}
+    if {*strategies} - {"replicate", "zero1"}:
+        hooks = []  # no rank has all parameters
+    texts = " ".join(STRATEGIES[name][0] for name in strategies)
+    if "Sharded" in texts:
+        refused |= {"double", "bfloat16", "complex"}
+        changes["optimizer"] = {"adam fused": "adam"}.get(changes.get("optimizer", p.optimizer), p.optimizer)
+    if {"recomputing", "sharded halves"} & {*strategies}:
+        refused |= NORMALISED
+    blocks = [name for name in p.blocks if name not in refused]
+    if "Pipeline" in texts:
+        changes["loss"] = {"scalars": "mean"}.get(p.loss, p.loss)
+        changes["data"] = {"streams": "noisy"}.get(p.data, p.data)  # of which one may have no samples left
+        blocks += ["tanh"] * (2 - len(blocks))
+    return allowed(replace(p, **changes, hooks=tuple(hooks), blocks=tuple(blocks)))
 
 
 def even(p, microbatches):
@@ -683,7 +725,8 @@ def _shown():
 
 
         def weights(model):
-            return [number for parameter in model.parameters() for number in parameter.detach().flatten().tolist()]
+            whole = [getattr(each, "full_tensor", lambda each=each: each)() for each in model.parameters()]
+            return [number for parameter in whole for number in parameter.detach().flatten().tolist()]
     """)
 
 
@@ -707,7 +750,8 @@ def _run(p):
     if p.second:
         scheduler = scheduler.replace("optimizer", "optimizer[0]")
     lines = [
-        f"run = samestep.Run(BATCH, MICROBATCHES, SEED, communicator=communicator{_arguments(p, 'Run', **shares)})",
+        "run = samestep.Run(BATCH, MICROBATCHES, SEED, communicator=communicator"
+        f"{_arguments(p, 'Run', **shares)}, **placing)",
         "model = make_model()",
         "optimizer = make_optimizer(model)",
         f"scheduler = {scheduler}" if scheduler else "",
@@ -718,7 +762,7 @@ def _run(p):
 
 
 def _options(p):
-    options = {"max_grad_norm": "0.3"} if p.clip else {}
+    options = {"strategy": "strategy"} | ({"max_grad_norm": "0.3"} if p.clip else {})
     options |= {"precision": f'"{p.precision}"'}
     options |= {"on_nonfinite": '"skip"'} if p.loss == "sometimes nan" else {}
     options |= {"shard_optimizer": "True"} if p.zero1 else {}
@@ -775,7 +819,8 @@ def _trainer(p):
             def on_step_end(self, trainer, result):
                 self.steps[str(result.step)] = noted(result)
     """) + "\n\n\n" + "\n".join(line for line in [
-        "def train(communicator=None, folder=None, resume=None, every=1, num_workers=0, looks=False, stops=None):",
+        "def train(communicator=None, folder=None, resume=None, every=1, num_workers=0, looks=False, stops=None, "
+        'strategy="replicate", **placing):',
         textwrap.indent(_run(p), "    "),
         f"    data, losses, drawn, averaged = {data}, Losses(), [], []",
         '    average = samestep.EMA(decay=0.9, name="average")' if "average" in p.hooks else "",
@@ -828,7 +873,8 @@ def _own_loop(p):
                 torch.save([run.state_dict(), *states, rest], f"{folder}/checkpoints/step-{done:08}")
     """)
     return (saving + "\n\n\n" if p.files else "") + "\n".join(line for line in [
-        "def train(communicator=None, folder=None, resume=None, every=1, num_workers=0, looks=False):",
+        "def train(communicator=None, folder=None, resume=None, every=1, num_workers=0, looks=False, strategy="
+        '"replicate", **placing):',
         textwrap.indent(_run(p), "    "),
         f"    step = run.train_step(model, optimizer, loss_fn{_options(p)})",
         *(critic if p.critic else ["    steps = [step]"]),
@@ -864,7 +910,7 @@ def _plain(p):
     rows = FORMS.get(p.data, ("", "", "(X, Y)"))[2].replace("X", "X[ids]").replace("Y", "Y[ids]")
     ending = [f"if count == {p.steps}:", "    break"] if p.steps else []
     return (
-        "def plain(communicator=None):\n"
+        "def plain(communicator=None, **placing):\n"
         + textwrap.indent(_run(replace(p, shares=())), "    ")
         + "\n    optimizers, count = optimizer if isinstance(optimizer, list) else [optimizer], 0\n"
         f"    loader = run.loader((X, Y), shuffle={p.shuffle})\n"

@@ -20,7 +20,7 @@ import hypothesis
 import torch
 from checks import Refused, cases, run_script, script
 
-KINDS = ("programs", "faults", "collectives", "scripts", "membership")
+KINDS = ("programs", "faults", "collectives", "scripts", "membership", "processes")
 EXAMPLES = 10  # of a seed
 SHRINKING_SECONDS = 60
 

@@ -1,0 +1,145 @@
+"""Ranks that are processes, of which some end, hang or are told to stop in the n-th call of a function.
+
+Its text follows `simulated_ranks.py` in scripts over processes.
+"""
+
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+import psutil
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import samestep
+from samestep.devices.selection import select
+from samestep.launcher.assignment import process_variables
+from samestep.launcher.job import Job, Policy
+from samestep.launcher.supervisor import supervise
+from samestep.launcher.worker_pool import ServerPool
+
+PACKAGE = str(Path(samestep.__file__).parent)
+SECONDS = 30  # for what ends by itself
+
+
+class Calls:
+    """Counts the calls of samestep's and the program's functions from `fit` on, in one of which the rank may end."""
+
+    def __init__(self, faults, notes):
+        self.seen, self._notes, self._begun = Counter(), notes, False
+        self._faults = {name: (nth, how) for rank, name, nth, how in faults if str(rank) == os.environ["SAMESTEP_SLOT"]}
+
+    def __call__(self, frame, event, _):
+        code = frame.f_code
+        if event not in ("call", "return") or not code.co_filename.startswith((PACKAGE, "<simulated", __file__)):
+            return
+        self._begun = self._begun or code.co_name == "fit"
+        if not self._begun or code.co_name.startswith("<"):
+            return
+        name = f"{event} of {code.co_qualname} in {Path(code.co_filename).name}"
+        self.seen[name] += 1
+        nth, how = self._faults.get(name, (0, ""))
+        note = self._notes / f"ended-{os.environ['SAMESTEP_SLOT']}"
+        if self.seen[name] != nth or note.exists():  # not in its replacement too
+            return
+        note.touch()
+        if how == "exception":
+            raise RuntimeError("the program fails")
+        if how == "stop":
+            os.kill(int(os.environ["SIMULATED_SUPERVISOR"]), signal.SIGTERM)
+        elif how == "hang":
+            time.sleep(1000)
+        else:
+            os.kill(os.getpid(), getattr(signal, how))
+
+
+def in_processes(ranks, train, *args, faults=(), policy=None, **options):
+    """What `train` returns in each of as many workers, by slot, their calls, and the outcome."""
+    before, shared = set(psutil.Process().children(recursive=True)), set(os.listdir("/dev/shm"))
+    selection, supervisor = select(f"cpu:{ranks}"), str(os.getpid())
+    with tempfile.TemporaryDirectory(prefix="simulated-") as notes:
+
+        def rank_main():
+            os.environ["SIMULATED_SUPERVISOR"] = supervisor
+            calls = Calls(faults, Path(notes))
+            threading.setprofile(calls)
+            sys.setprofile(calls)
+            try:
+                found = train(None, *args, **options)
+            finally:
+                sys.setprofile(None)
+                threading.setprofile(None)
+            Path(notes, f"found-{os.environ['SAMESTEP_SLOT']}").write_bytes(pickle.dumps((found, calls.seen)))
+
+        outcome = supervise(
+            Job("function", "simulated:train", quiet=True),
+            selection,
+            policy=Policy(hang_seconds=4.0, **(policy or {})),
+            open_pool=lambda: ServerPool.forked(rank_main, process_variables(selection, 1)),
+        )
+        found = [pickle.loads(path.read_bytes()) for path in sorted(Path(notes).glob("found-*"))]
+    deadline = time.monotonic() + SECONDS
+    while left := [*_left(shared), *(set(psutil.Process().children(recursive=True)) - before)]:
+        assert time.monotonic() < deadline, f"left behind: {left}"
+        time.sleep(0.05)
+    if not faults:
+        assert (outcome.exit_code, len(found)) == (0, ranks), outcome.failure
+    return [each for each, _ in found], [seen for _, seen in found], outcome
+
+
+def _left(shared):
+    """What processes that have ended have left in shared memory."""
+    new = [name for name in {*os.listdir("/dev/shm")} - shared if name.startswith("torch_")]
+    return [name for name in new if not Path("/proc", name.split("_")[1]).exists()]
+
+
+def drawn_fault(calls, rank, place, how):
+    """A fault of a rank in a function that it called, each as likely as any other, and in one of the calls."""
+    names = sorted(calls[rank])
+    name = names[place % len(names)]
+    return rank, name, 1 + place // len(names) % calls[rank][name], how
+
+
+def train_by_command():
+    """What the script does if it is given a folder: what `train` returns goes there."""
+    if sys.argv[1:]:
+        Path(sys.argv[1], str(os.getpid())).write_bytes(pickle.dumps(train()))  # noqa: F821 (of the program)
+        sys.exit()
+
+
+def by_command(script, options, folder):
+    """What the `train` of a script returns in each process of a command."""
+    with tempfile.TemporaryDirectory(dir=folder) as found:
+        ended = subprocess.run(
+            [sys.executable, *options, script, found], stderr=subprocess.PIPE, text=True, check=False
+        )
+        assert ended.returncode == 0, ended.stderr
+        return [pickle.loads(path.read_bytes()) for path in Path(found).iterdir()]
+
+
+def ledger(folder):
+    """The rows of a ledger by step, without what ranks and time leave in them."""
+    rows = [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines()]
+    return {
+        row["step"]: {k: v for k, v in row.items() if k not in ("world_size", "seconds", "crc")}
+        for row in rows
+        if "loss" in row
+    }
+
+
+def divided(run, model, strategy):
+    """Divides the first and the last layer for "tensor", which is no strategy of a step."""
+    if strategy != "tensor":
+        return strategy
+    last = str(len(model) - 1)
+    plan = {"0": ColwiseParallel(output_layouts=Replicate()), last: RowwiseParallel(input_layouts=Replicate())}
+    parallelize_module(model, run.mesh["tensor"], plan)
+    return "replicate"
