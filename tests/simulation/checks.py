@@ -237,7 +237,15 @@ PROGRAM_CHECKS = [
     "loops",
 ]
 NAMES = ["all_reduce", "reduce", "broadcast", "all_gather", "gather", "scatter", "all_to_all", "barrier"]
-DTYPES = ["float32", "float64", "float16", "bfloat16", "int64", "int32", "int8", "uint8"]
+NAMES += [
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "all_gather_single",
+    "all_reduce_coalesced",
+    "all_gather_coalesced",
+]
+DTYPES = ["float32", "float64", "float16", "bfloat16", "int64", "int32", "int8", "uint8", "bool", "complex64"]
+INTEGERS = ("int8", "uint8", "int32", "int64", "bool")
 FAULT_CHECKS = ["lost", "stopped", "full disk", "crash", "damaged"]
 WAYS_TO_END = ["SIGKILL", "SIGKILL", "SIGKILL", "hang", "SIGSTOP", "stop", "exception"]
 
@@ -249,7 +257,9 @@ def cases(kind):
     if kind == "membership":
         return schedules()
     if kind == "collectives":
-        return st.tuples(st.lists(calls(), min_size=1, max_size=12), st.integers(1, 8))
+        drawn, alone = st.lists(calls(), min_size=1, max_size=12), st.tuples(st.none(), st.just(0))
+        odd = st.tuples(calls(), st.integers(0, 11))
+        return st.tuples(drawn, st.integers(1, 8), alone | odd).filter(is_odd_or_all)
     if kind == "processes":
         ends = st.tuples(st.integers(0, 3), st.integers(0, 100_000), st.sampled_from(WAYS_TO_END))
         return st.builds(
@@ -281,21 +291,35 @@ def calls():
     """Draws collectives that gloo knows."""
 
     def made(name, dtype, op, **more):
-        is_number = dtype in ("float16", "float32", "float64", "int8", "uint8", "int32", "int64")
-        if "reduce" in name and not is_number:
+        if ("reduce" in name and dtype == "bfloat16") or (
+            dtype == "complex64" and name not in ("all_reduce", "broadcast")
+        ):
             dtype = "float32"
+        if dtype == "complex64":
+            op = "SUM"
+        elif dtype not in INTEGERS and op.startswith("B"):
+            op = "MAX"
+        elif dtype == "bool" and not op.startswith(("B", "M")):
+            op = "BOR"
         return Call(name, dtype, op=op if "reduce" in name else "SUM", **more)
 
     return st.builds(
         made,
         st.sampled_from(NAMES),
         st.sampled_from(DTYPES),
-        st.sampled_from(["SUM", "PRODUCT", "MIN", "MAX"]),
+        st.sampled_from(["SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"]),
         shape=st.lists(st.integers(0, 4), max_size=3).map(tuple) | st.just((70_001,)),
         root=st.integers(0, 7),
         strided=st.booleans(),
         waits=st.integers(0, 3),
+        members=st.just(0) | st.integers(0, 255),
     )
+
+
+def is_odd_or_all(case):
+    """Whether the call of the last rank, if it makes another one, can be told from the others'."""
+    drawn, ranks, (odd, at) = case
+    return odd is None or (ranks > 1 and at < len(drawn) and odd.name != drawn[at].name)
 
 
 def schedules():
@@ -330,10 +354,10 @@ def script(case):
     if isinstance(case, Schedule):
         return f"{Path(simulated_membership.__file__).read_text()}\n\ncheck_schedule({case!r})\n"
     if not isinstance(case, Case):
-        drawn, ranks = case
+        drawn, ranks, (odd, at) = case
         listed = "".join(f"    {call!r},\n" for call in drawn)
         head = Path(simulated_collectives.__file__).read_text()
-        return f"{head}\n\nCALLS = [\n{listed}]\n\ncheck_calls(CALLS, {ranks})\n"
+        return f"{head}\n\nCALLS = [\n{listed}]\n\ncheck_calls(CALLS, {ranks}, {odd!r}, {at})\n"
     program = case.program
     checks = [name for name in case.checks if not EXCUSES.get(name, lambda p: False)(program)] or ["resumed"]
     checks = ["named"] if program.named else checks

@@ -1,27 +1,34 @@
-"""Calls of a process group, each carried out by the ordered group and by gloo, on ranks that are threads.
+"""Calls of process groups, carried out by the ordered group, over gloo and through memory, and by gloo alone.
 
-Values are small whole numbers, whose sums and products are exact in every order: so both must give the same bits. Its
-text is the head of each script of collectives that the simulator prints.
+Ranks are threads. Values are small whole numbers, whose sums and products are exact in every order: so all must give
+the same bits. Where a rank calls something else, all ranks must get an error that names the calls. Its text is the
+head of each script of collectives that the simulator prints.
 """
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from itertools import product
 from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 
+from samestep.comm.connecting import connect_process_group
 from samestep.comm.group import GroupTransport
 from samestep.comm.process_group import OrderedProcessGroup
+from samestep.errors import DeterminismError
 
-SECONDS = timedelta(seconds=60)
+SECONDS = timedelta(seconds=20)
 
 
 @dataclass(frozen=True)
 class Call:
-    """A collective on tensors of a shape; `waits` is by how many further calls its result is awaited later."""
+    """A collective on tensors of a shape; `waits` is by how many further calls its result is awaited later.
+
+    The bits of `members` are the ranks that take part; all if there is none of them.
+    """
 
     name: str
     dtype: str = "float32"
@@ -30,14 +37,20 @@ class Call:
     root: int = 0
     strided: bool = False
     waits: int = 0
+    members: int = 0
+
+    def ranks(self, count):
+        """The ranks that take part, of so many."""
+        return tuple(rank for rank in range(count) if self.members >> rank & 1) or tuple(range(count))
 
 
 def values(call, number, rank, shape=None):
     """A rank's values for the call with a number."""
     generator = torch.Generator().manual_seed(100 * number + rank)
     shape = call.shape if shape is None else shape
-    low, high = (0, 2) if call.dtype in ("bool", "uint8") else (-2, 3)
+    low, high = (-1, 2) if call.dtype.startswith("complex") else (0, 2) if call.dtype in ("bool", "uint8") else (-2, 3)
     drawn = torch.randint(low, high, shape, generator=generator).to(getattr(torch, call.dtype))
+    drawn = drawn * 1j + drawn + 1 if drawn.is_complex() else drawn
     return drawn.mT.contiguous().mT if call.strided and len(shape) > 1 else drawn
 
 
@@ -80,23 +93,48 @@ def begin(group, call, number, rank, ranks):
         incoming = [rows[a][rank] for a in range(ranks)]
         into = torch.zeros((sum(incoming), 2), dtype=parts.dtype)
         return group.alltoall_base(into, parts, incoming, rows[rank], dist.AllToAllOptions()), [into]
+    into, more = torch.zeros(call.shape, dtype=ours.dtype), values(call, number, rank + 50)
+    reduces = options(dist.ReduceScatterOptions, reduceOp=op)
+    if call.name == "reduce_scatter":
+        return group.reduce_scatter([into], [several], reduces), [into]
+    if call.name == "reduce_scatter_single":
+        return group._reduce_scatter_base(into.view(-1), torch.stack(several).view(-1), reduces), [into]
+    if call.name == "all_gather_single":
+        into = torch.zeros(ours.numel() * ranks, dtype=ours.dtype)
+        return group._allgather_base(into, ours.reshape(-1)), [into]
+    if call.name == "all_reduce_coalesced":
+        return group.allreduce_coalesced([ours, more], options(dist.AllreduceCoalescedOptions, reduceOp=op)), [
+            ours,
+            more,
+        ]
+    if call.name == "all_gather_coalesced":
+        outputs = [[torch.zeros_like(ours), torch.zeros_like(more)] for _ in range(ranks)]
+        return group.allgather_coalesced(outputs, [ours, more]), [tensor for each in outputs for tensor in each]
     assert call.name == "barrier"
     return group.barrier(dist.BarrierOptions()), []
 
 
-def carry_out(calls, ranks, is_ordered):
-    """What the calls have written, by rank and call: on the ordered group or on gloo."""
-    store = dist.HashStore()
+def carry_out(calls_by_rank, how):
+    """What the calls have written, by rank and call: by the ordered group over "gloo" or "memory", or "gloo alone"."""
+    store, ranks = dist.HashStore(), len(calls_by_rank)
+    meet = threading.Barrier(ranks)
+
+    def connect(members, rank):
+        ours, rank, count = dist.PrefixStore(str(members), store), members.index(rank), len(members)
+        if how == "gloo alone":
+            return dist.ProcessGroupGloo(ours, rank, count, SECONDS)
+        if how == "memory" and count > 1:
+            ends = connect_process_group(dist.PrefixStore("memory", ours), rank, members, SECONDS)
+        else:
+            gloo, peers = (dist.ProcessGroupGloo(dist.PrefixStore(k, ours), rank, count, SECONDS) for k in "ab")
+            ends = GroupTransport(None, dist.PrefixStore("calls", ours), SECONDS, gloo=gloo), peers
+        return OrderedProcessGroup(*ends, SimpleNamespace(store=ours, timeout=SECONDS, group_id="simulated"), members)
 
     def rank_main(rank):
-        gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, ranks, SECONDS)
-        group = gloo
-        if is_ordered:
-            transport = GroupTransport(None, dist.PrefixStore("calls", store), SECONDS, gloo=gloo)
-            peers = dist.ProcessGroupGloo(dist.PrefixStore("peers", store), rank, ranks, SECONDS)
-            options = SimpleNamespace(store=store, timeout=SECONDS, group_id="simulated")
-            group = OrderedProcessGroup(transport, peers, options, tuple(range(ranks)))
-        under_way, found = [], [None] * len(calls)
+        calls = calls_by_rank[rank]
+        wanted = sorted({call.ranks(ranks) for call in calls})
+        groups = {members: connect(members, rank) for members in wanted if rank in members}
+        under_way, found = [], [[] for _ in calls]
 
         def finish(until):
             for due, number, work, outputs in [entry for entry in under_way if entry[0] <= until]:
@@ -104,26 +142,40 @@ def carry_out(calls, ranks, is_ordered):
                 found[number] = outputs
                 under_way.remove((due, number, work, outputs))
 
-        for number, call in enumerate(calls):
-            work, outputs = begin(group, call, number, rank, ranks)
-            under_way.append((number + call.waits, number, work, outputs))
-            finish(number)
-        finish(len(calls) + 100)
+        try:
+            for number, call in enumerate(calls):
+                members = call.ranks(ranks)
+                if rank in members:
+                    work, outputs = begin(groups[members], call, number, members.index(rank), len(members))
+                    under_way.append((number + call.waits, number, work, outputs))
+                finish(number)
+            finish(len(calls) + 100)
+        except DeterminismError as error:
+            found = str(error)
         meet.wait(SECONDS.total_seconds())  # no rank leaves while another still exchanges with it
-        if is_ordered:
-            group.shutdown()
+        for group in groups.values() if how != "gloo alone" else ():
+            group.abort() if isinstance(found, str) else group.shutdown()
         return found
 
-    meet = threading.Barrier(ranks)
     with ThreadPoolExecutor(ranks) as pool:
         return list(pool.map(rank_main, range(ranks)))
 
 
-def check_calls(calls, ranks):
-    """Fails at the first call of which the ordered group and gloo have written other bits."""
-    ordered, gloo = (carry_out(calls, ranks, is_ordered) for is_ordered in (True, False))
-    for rank in range(ranks):
-        for number, call in enumerate(calls):
+def check_calls(calls, ranks, odd=None, at=0):
+    """Fails at the first call of which the ordered group and gloo have written other bits.
+
+    If an `odd` call is given, the last rank makes it instead of another at a place, and all must be told.
+    """
+    if odd is not None:
+        theirs = [replace(call, members=0) for call in calls] + [Call("barrier"), Call("all_reduce", "float64", (3,))]
+        ours = [*theirs[:at], replace(odd, members=0), *theirs[at + 1 :]]
+        for text in carry_out([theirs] * (ranks - 1) + [ours], "memory"):
+            assert str(text).startswith("the ranks are out of step"), (odd, at, text)
+        return
+    gloo = carry_out([calls] * ranks, "gloo alone")
+    for how in ("gloo", "memory"):
+        ordered = carry_out([calls] * ranks, how)
+        for rank, number in product(range(ranks), range(len(calls))):
             for ours, theirs in zip(ordered[rank][number], gloo[rank][number], strict=True):
                 same = torch.equal(ours.contiguous().view(-1), theirs.contiguous().view(-1))
-                assert same, (call, rank, ours, theirs)
+                assert same, (how, calls[number], rank, ours, theirs)

@@ -9,7 +9,7 @@ from worlds import cpu_only
 from samestep.errors import SamestepError
 
 pytestmark = cpu_only("the ranks of the simulator are threads with CPUs")
-SEEDS = [("programs", 1), ("programs", 2), ("faults", 1), ("collectives", 1), ("collectives", 2)]
+SEEDS = [("programs", 1), ("programs", 2), ("faults", 1), ("collectives", 1), ("collectives", 2), ("membership", 1)]
 
 
 @pytest.mark.parametrize(("kind", "seed"), SEEDS)

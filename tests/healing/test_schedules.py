@@ -1,0 +1,92 @@
+"""Runs of the simulator's supervisor and ranks that once ended otherwise, and defects that its invariants find."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from worlds import cpu_only
+
+from samestep.comm import membership
+from samestep.comm.membership import Membership
+from samestep.comm.shm.transport import SharedTransport
+from samestep.core.microbatches import ranges_of_slots
+from samestep.launcher.workers import Workers
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "simulation"))
+from run import Search
+from simulated_membership import Fault, Schedule, check_schedule
+
+pytestmark = cpu_only("the ranks of the simulator are threads with CPUs")
+
+ENDED_OTHERWISE = {
+    "a rank that connects is not taken for hung if the others have left for another quorum": Schedule(
+        4, (Fault("killed", 0, 0, 18), Fault("given up", 3)), order=869338, steps=1
+    ),
+    "a checkpoint is agreed by a rank that repeats the step without the one that asked": Schedule(
+        2, (Fault("breaks", 1, 4, 9),), order=717130, steps=4, microbatches=2, checkpoints=(3,)
+    ),
+    "a rank that waits for one that hangs notices that the others have left the exchange": Schedule(
+        4, (Fault("hangs", 0, 1), Fault("breaks", 3, 1)), order=1, steps=1
+    ),
+    "a rank that waits for a quorum is not taken for hung": Schedule(
+        4, (Fault("killed", 2, 0, 16), Fault("breaks", 0, 0, 21)), order=281458, steps=1
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ENDED_OTHERWISE)
+def test_a_run_ends_well_whatever_happens(name):
+    check_schedule(ENDED_OTHERWISE[name])
+
+
+class LaterStop:
+    """`Membership.stop`, which rank 1 reads a step later."""
+
+    def __get__(self, member, _):
+        return vars(member).get("stops", (0, 0))[member.rank != 1]
+
+    def __set__(self, member, stop):
+        vars(member)["stops"] = (vars(member).get("stops", (0, 0))[1], stop)
+
+
+def heal_uncounted(self, attempt, real=Membership._heal):
+    """An operation that was repeated among the ranks behind is not counted."""
+    before, values = self.num_operations, real(self, attempt)
+    self.num_operations = before
+    return values
+
+
+def spares_first(num_microbatches, slots, num_active, shares):
+    return ranges_of_slots(num_microbatches, slots, num_active, shares)[::-1]
+
+
+KILLED = Schedule(3, (Fault("killed", 1, 2, 5),))
+TWINS = {
+    "a quorum counts a lost rank": (Workers, "living", property(lambda self: self.members), KILLED),
+    "a repeated operation is carried out twice": (
+        *(Membership, "_heal", heal_uncounted),
+        ENDED_OTHERWISE["a checkpoint is agreed by a rank that repeats the step without the one that asked"],
+    ),
+    "one rank stops a step later": (Membership, "stop", LaterStop(), Schedule(3, (Fault("ends", 0, 1),), steps=9)),
+    "a spare is in the wrong place": (membership, "ranges_of_slots", spares_first, replace(KILLED, spares=1)),
+    "a place is used again before it is read": (SharedTransport, "_is_read", lambda *_: True, Schedule(3)),
+}
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_twin_a_run_shows_the_defect(monkeypatch, name):
+    *broken, schedule = TWINS[name]
+    check_schedule(schedule)
+    monkeypatch.setattr(*broken, raising=False)
+    with pytest.raises(AssertionError):
+        check_schedule(schedule)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TWINS)
+def test_twin_what_seeds_draw_shows_the_defect(monkeypatch, name):
+    *broken, _ = TWINS[name]
+    monkeypatch.setattr(*broken, raising=False)
+    search = Search(shrinking_seconds=0)
+    assert any(search.smallest("membership", seed, examples=40) for seed in range(1, 6))
