@@ -561,8 +561,6 @@ class Trainer:
         log, membership = self._log, self.run.membership
         log.compare()
         if log.folder is None:
-            # None ends before all know that the fit does, also those that repeat its last step without the asking rank.
-            membership.perform(lambda: self.run.communicator.barrier())
             return
         from samestep.train.checkpoint.export import write_weights  # needed once, at the end
 
