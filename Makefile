@@ -13,7 +13,7 @@ USABLE := .venv/.usable
 READY := .venv/.ready
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: train test test-rest test-all test-gpu fake-cuda golden golden-write simulate check format docs bench bench-short bench-packages prove clean
+.PHONY: train test test-rest test-all test-gpu fake-cuda golden golden-write simulate simulate-gate check format docs bench bench-short bench-packages prove clean
 
 train: $(USABLE)
 	$(BIN)/samestep train lenet
@@ -51,6 +51,10 @@ golden-write: $(READY)
 # Programs that are drawn, ten minutes of new ones: each that fails is printed with its seed, as small as it gets.
 simulate: $(READY)
 	$(BIN)/python tests/simulation/run.py --minutes 10
+
+# In the gate: each kind for half a minute by the same seeds, then all of them for a minute by new ones.
+simulate-gate: $(READY)
+	$(BIN)/python tests/simulation/run.py --gate
 
 check: $(READY)
 	$(BIN)/ruff format --check .

@@ -86,7 +86,8 @@ TEXTS = {
             check_same(found, one)
         places = sorted((folder / "run" / "checkpoints").glob("step-*"))
         assert places
-        for place in places:
+        stride = -(-len(places) // 5)
+        for place in {{*places[{place} % stride :: stride], places[-1]}}:
             done = int(place.name[5:])
             others = (done + {ranks}) % {most} + 1
             for found in in_turns(others, train, None, place, order={order}):

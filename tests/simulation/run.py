@@ -87,18 +87,11 @@ class Search:
         return None
 
 
-def main(arguments=None):
-    """The command line; 1 if something failed."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seed", type=int, help="the seed, or the first of them; by the clock if left out")
-    parser.add_argument("--minutes", type=float, help="go on with the next seeds for so long")
-    parser.add_argument("--kind", choices=KINDS, action="append", help="of what is drawn; all by default")
-    chosen = parser.parse_args(arguments)
-    torch.set_num_threads(1)
-    first = int(time.time()) % 1_000_000 if chosen.seed is None else chosen.seed
-    kinds, search, began, failed = chosen.kind or KINDS, Search(), time.monotonic(), 0
-    seed = first
-    while seed == first or (chosen.minutes and time.monotonic() - began < 60 * chosen.minutes):
+def search_on(search, kinds, first, minutes):
+    """Runs what the first seed draws and, for some minutes, the next ones; the number of seeds that fail."""
+    print(f"{', '.join(kinds)}: seeds from {first} on", flush=True)
+    began, before, failed, seed = time.monotonic(), search.counts.copy(), 0, first
+    while seed == first or (minutes and time.monotonic() - began < 60 * minutes):
         for kind in kinds:
             found = search.smallest(kind, seed)
             if found is not None:
@@ -106,9 +99,26 @@ def main(arguments=None):
                 print(f"# --seed {seed} --kind {kind} fails; the smallest program that does:\n\n{found[0]}", flush=True)
                 print("".join(f"# {line}\n" for line in found[1].splitlines()), flush=True)
         seed += 1
-    seconds = time.monotonic() - began
-    print(f"seeds {first} to {seed - 1}: {search.counts['programs']} programs in {seconds:.0f} s, "
-          f"{search.counts['refused']} refused, {failed} seeds fail")  # fmt: skip
+    seconds, done = time.monotonic() - began, search.counts - before
+    print(f"seeds {first} to {seed - 1}: {done['programs']} programs in {seconds:.0f} s, {done['refused']} refused, "
+          f"{failed} seeds fail", flush=True)  # fmt: skip
+    return failed
+
+
+def main(arguments=None):
+    """The command line; 1 if something failed."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seed", type=int, help="the seed, or the first of them; by the clock if left out")
+    parser.add_argument("--minutes", type=float, help="go on with the next seeds for so long")
+    parser.add_argument("--kind", choices=KINDS, action="append", help="of what is drawn; all by default")
+    parser.add_argument("--gate", action="store_true", help="each kind half a minute from seed 1 on, then new seeds")
+    chosen = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    new = int(time.time()) % 1_000_000 if chosen.seed is None else chosen.seed
+    kinds, search = chosen.kind or KINDS, Search()
+    fixed = [([kind], 1, 0.5) for kind in kinds if chosen.gate]
+    rest = kinds, new, chosen.minutes or (1 if chosen.gate else None)
+    failed = sum([search_on(search, *part) for part in (*fixed, rest)])
     for text, count in search.refusals.most_common():
         print(f"  refused {count} times: {text}")
     return 1 if failed else 0

@@ -132,6 +132,18 @@ def test_a_checkpoint_of_an_epochs_last_step_gives_way_to_the_one_with_the_recor
     )
 
 
+def test_the_best_checkpoint_that_a_writer_did_not_live_to_name_is_named_by_the_run_that_goes_on_from_it(tmp_path):
+    def program(communicator, epochs):
+        with make(communicator, run_dir=tmp_path / "run", best=("loss", "min"), keep=1) as trainer:
+            trainer.fit(points(), epochs, eval_data=points(), metrics=METRICS, resume="auto")
+            with trainer.best_weights():
+                return trainer.best.epoch, trainer.evaluate(points(), METRICS) == trainer.best.eval
+
+    assert in_turns(1, program, 2) == [(2, True)]
+    (tmp_path / "run" / "checkpoints" / "best").write_text("step-00000003\n")  # of the epoch before
+    assert in_turns(2, program, 2) == [(2, True)] * 2
+
+
 @pytest.mark.parametrize("options", [{}, {"best": "loss"}, {"run_dir": "run"}])
 def test_best_weights_that_nobody_keeps_are_refused(tmp_path, monkeypatch, options):
     monkeypatch.chdir(tmp_path)

@@ -364,7 +364,13 @@ class Trainer:
         goes_on = False
         try:
             if resume is not None:
-                from samestep.train.checkpoint.resume import check_state, find_state, is_same_run, receive_state
+                from samestep.train.checkpoint.resume import (
+                    check_state,
+                    find_state,
+                    is_same_run,
+                    name_best,
+                    receive_state,
+                )
 
                 # Locked first: another process that writes there may be about to leave another checkpoint.
                 self._perform_on_main(log.lock)
@@ -378,6 +384,8 @@ class Trainer:
                 self._perform_on_main(log.make_folder)
             if resumed is not None:
                 self._restore(resumed)
+                if goes_on and self.history and self.best is self.history[-1]:
+                    self._perform_on_main(partial(name_best, resumed))
         except BaseException:
             log.unlock()
             raise

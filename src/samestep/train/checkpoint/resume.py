@@ -34,10 +34,12 @@ from samestep.train.checkpoint.storage import (
     LATEST_FILE,
     Found,
     Snapshot,
+    checkpoint_name,
     is_checkpoint_name,
     list_checkpoints,
     located,
     newest_checkpoint,
+    point_to,
     read_checkpoint,
 )
 from samestep.train.contract_diff import Change, check_contract_kept, differences, explain, shown
@@ -125,6 +127,12 @@ def is_same_run(resume: str | Path, state: Resumed | None, folder: Path | None) 
     if state is None:
         return str(resume) == AUTO and folder is not None and holds_run(folder)
     return folder is not None and state.is_in(folder / CHECKPOINT_FOLDER)
+
+
+def name_best(state: Resumed) -> None:
+    """Has `best` name the state of the best epoch's end, whose writer may have ended before it did so."""
+    if state.folder is not None and not state.rest["epoch"]["num_batches"]:
+        point_to(state.folder, BEST_FILE, checkpoint_name(state.snapshot.step))
 
 
 def find_state(resume: str | Path, folder: Path | None, tell: Callable[[str], None]) -> Resumed | None:

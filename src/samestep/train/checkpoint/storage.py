@@ -144,9 +144,9 @@ def complete_checkpoint(
         if temporary is not None:
             _fill(temporary, snapshot, parts)
             _move_into_place(temporary, target, replace)
-        _point(folder, LATEST_FILE, target.name)
+        point_to(folder, LATEST_FILE, target.name)
         if snapshot.is_best:
-            _point(folder, BEST_FILE, target.name)
+            point_to(folder, BEST_FILE, target.name)
         _remove_older(folder, snapshot.step, keep)
     return target
 
@@ -309,12 +309,13 @@ def _move_into_place(temporary: Path, target: Path, replace: bool) -> None:
     _discard(aside)
 
 
-def _point(folder: Path, file: str, name: str) -> None:
-    """Makes `latest` or `best` name a checkpoint."""
+def point_to(folder: Path, file: str, name: str) -> None:
+    """Makes `latest` or `best` name a checkpoint; raises a `RunFolderError` if it cannot be written."""
     temporary = temporary_name(folder, file)
     try:
-        write_sealed(temporary, f"{name}\n".encode())
-        temporary.replace(folder / file)
+        with writing(folder / file):
+            write_sealed(temporary, f"{name}\n".encode())
+            temporary.replace(folder / file)
     finally:
         remove_entry(temporary)
 
