@@ -16,8 +16,8 @@ from pathlib import Path
 from types import ModuleType
 from unittest.mock import patch
 
+import drawn_scripts
 import grammar
-import scripts
 import simulated_collectives
 import simulated_membership
 import simulated_processes
@@ -254,7 +254,7 @@ WAYS_TO_END = ["SIGKILL", "SIGKILL", "SIGKILL", "hang", "SIGSTOP", "stop", "exce
 def cases(kind):
     """Draws cases of a kind, one of `run.KINDS`."""
     if kind == "scripts":
-        return scripts.scripts()
+        return drawn_scripts.scripts()
     if kind == "membership":
         return schedules()
     if kind == "collectives":
@@ -351,7 +351,7 @@ def saved(program):
 def script(case):
     """The text of a program and its checks, or of a resume if none of them applies, which runs by itself."""
     if isinstance(case, list):
-        return scripts.script(case)
+        return drawn_scripts.script(case)
     if isinstance(case, Schedule):
         return f"{Path(simulated_membership.__file__).read_text()}\n\ncheck_schedule({case!r})\n"
     if not isinstance(case, Case):

@@ -30,7 +30,7 @@ def draws(self, attempt, real=Membership._heal):
 TWINS = {  # what is broken, and the case that shows it
     "what a module uses several times is added up before the rest": (
         (wrapping, "_hide_activations", lambda *_: None),
-        over_processes(Program(("attention",), optimizer="adam"), "strategies", ("kept", "replicate")),
+        over_processes(Program(blocks=("attention",), optimizer="adam"), "strategies", ("kept", "replicate")),
     ),
     "going on after a loss draws from the generators of the program": (
         (Membership, "_heal", draws),
