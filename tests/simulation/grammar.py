@@ -153,6 +153,18 @@ DATASETS = {
             for place in range(index, NUM_SAMPLES, count):
                 yield X[place] + 0.1 * random.random(), Y[place]
     """,
+    "listed": """
+        class Listed(Sampler):
+            def __init__(self):
+                self.order = [*range(NUM_SAMPLES)]
+
+            def __len__(self):
+                return NUM_SAMPLES
+
+            def __iter__(self):
+                random.shuffle(self.order)
+                return iter(self.order)
+    """,
     "sampler": """
         class Shuffled(Sampler):
             def __init__(self):
@@ -192,6 +204,7 @@ DATA = {  # what gives the samples: the dataset that it needs, and an expression
     ),
     "own drop last": ("samples", "DataLoader(Samples(), batch_size=BATCH, shuffle=True, drop_last=True)"),
     "own sampler": ("sampler", "DataLoader(TensorDataset(X, Y), batch_size=BATCH, sampler=Shuffled())"),
+    "own list": ("listed", "DataLoader(TensorDataset(X, Y), batch_size=BATCH, sampler=Listed())"),
     "own weighted": (
         "noisy",
         "DataLoader(Noisy(), BATCH, sampler=WeightedRandomSampler([1.0, 2.0] * (NUM_SAMPLES // 2), NUM_SAMPLES), "
@@ -371,6 +384,7 @@ NAMED = {  # a block, dataset, hook or scheduler whose bits another number of ra
     "own draws": "draws (Generator): drawn from while microbatches run",
     "unused": "parameters got no gradient in the first 3 steps, such as ",
     "numpy": "the dataset keeps a generator of its own (Generator)",
+    "own list": "the sampler Listed has order, which changes in training",
     "forgetful": "the hook Forgetful has total (Tensor)",
     "forgotten": "the hook Forgotten has scheduler (ExponentialLR)",
     "early": "drawn before samestep.Run",

@@ -1,12 +1,17 @@
 """The progress of a trainer: the records of epochs, the state of the one under way, and its remaining batches."""
 
+import pickle
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from copy import copy
 from dataclasses import asdict, dataclass, field, replace
 from difflib import get_close_matches
 from math import isfinite, isnan, nan
 from typing import TYPE_CHECKING, Any
+from zlib import crc32
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
@@ -204,7 +209,8 @@ class Progress:
         self._run, self._step = run, step
         self._waiting: dict[str, Any] | None = None
         self._before_batch: dict[str, Any] = {}  # generators, before a loader of the user's own made the last batch
-        self._at_first: list[tuple[Any, dict[str, Any]]] = []  # samplers of the user's own, and what they held
+        # Samplers of the user's own, what they held, and the checksums of what they held that is not saved.
+        self._at_first: list[tuple[Any, dict[str, Any], dict[str, int]]] = []
         # The epochs and max_steps of each call of `fit` that has ended, with the epochs that were done, or planned.
         self._calls: list[list[int | None]] = []
         self._num_calls = 0  # begun by this program
@@ -261,6 +267,12 @@ class Progress:
         """The whole state: the step's, history, epoch, place in the data (None for a `DataLoader`), contract."""
         from samestep.train.checkpoint.state import capture  # loaded with the first checkpoint
 
+        for sampler, _, unsaved in self._at_first:
+            for name in [name for name, checksum in _unsaved(sampler).items() if unsaved.get(name) != checksum]:
+                self._run.membership.notice(
+                    f"the sampler {type(sampler).__name__} has {name}, which changes in training and is in no "
+                    "checkpoint: a resumed run would begin it anew; give the sampler state_dict and load_state_dict"
+                )
         rest = {
             "calls": [list(call) for call in self._calls[: self._num_calls - 1]],
             "history": [record.as_json() for record in self.history],
@@ -333,8 +345,9 @@ class Progress:
         Not before: the program may have called `fit` for epochs that are done, and drawn in between.
         """
         state, self._waiting = self._waiting, None
-        known = [sampler for sampler, _ in self._at_first]
-        self._at_first += [(one, _held(one)) for one in _samplers(loader) if not any(one is other for other in known)]
+        known = [sampler for sampler, *_ in self._at_first]
+        new = [one for one in _samplers(loader) if not any(one is other for other in known)]
+        self._at_first += [(one, _held(one), _unsaved(one)) for one in new]
         if state is None:
             self.epoch = EpochSoFar()
             return
@@ -370,7 +383,7 @@ class Progress:
         has_workers = isinstance(loader, DataLoader) and loader._iterator is not None
         samplers = []
         for sampler in _samplers(loader):
-            first = next((held for known, held in self._at_first if known is sampler), {})
+            first = next((held for known, held, _ in self._at_first if known is sampler), {})
             # What training has not changed is the program's: a resumed one may have another length, or rank.
             held = _held(sampler)
             samplers.append({name: held[name] for name in held if held[name] is not first.get(name, held)})
@@ -435,6 +448,17 @@ def _held(sampler: Any) -> dict[str, Any]:
     own = getattr(sampler, "__dict__", {})
     found = {name: state_of(value) for name, value in own.items() if isinstance(value, GENERATORS)}
     return found | {name: value for name, value in own.items() if isinstance(value, int | float | str)}
+
+
+def _unsaved(sampler: Any) -> dict[str, int]:
+    """Checksums of a sampler's containers, tensors and arrays, which are not saved."""
+    found = {}
+    own = {} if hasattr(sampler, STATE) else getattr(sampler, "__dict__", {})
+    for name, value in own.items():
+        if isinstance(value, list | tuple | dict | set | deque | torch.Tensor | np.ndarray):
+            with suppress(Exception):  # of what it holds
+                found[name] = crc32(pickle.dumps(value))
+    return found
 
 
 def _generators(loader: Loader | DataLoader[Any]) -> list[torch.Generator]:
