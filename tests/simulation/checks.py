@@ -56,9 +56,9 @@ def over_processes(program, check, strategies=("replicate",) * 2, ranks=(0, 0), 
         inner = math.prod(mesh.values())
         total.append(inner * (1 + number % min(program.microbatches, max(1, 4 // inner))))
         given.append(f"strategy={strategy}" + (f", mesh={ {'data': -1, **mesh} }" if mesh else ""))
-    if spares and first == "replicate" and total[0] < 4:
+    if spares and first == "replicate" and check != "launchers" and total[0] < 4:
         total[0], given[0] = total[0] + 1, f"{given[0]}, spares=1"
-    if "worker" in more:
+    if "worker" in more and not EXCUSES["workers"](program):
         given = [f"{each}, num_workers=1" for each in given]
     faults = {rank % total[0]: (rank % total[0], *rest) for rank, *rest in faults}.values()
     is_lost = all(how not in ("stop", "exception") for *_, how in faults)

@@ -96,10 +96,12 @@ def _show_activations(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str
                 group.post_backward()
 
         hooks: Any = register_multi_grad_hook([*hidden.values()], reduce)
-        # Where an activation is the output of the same module: that call's parameters are unsharded afterwards.
+        # First, before FSDP2 unshards the module of which an activation is the output: else the order of the exchanges
+        # would depend on what is done between two modules, and both of them may be one.
         for tensor, hook in zip(hidden.values(), hooks.handles, strict=True):
             of_tensor: Any = tensor._backward_hooks
-            of_tensor.move_to_end(hook.id, last=False)
+            for key in [key for key in of_tensor if key != hook.id]:
+                of_tensor[key] = of_tensor.pop(key)  # torch reads them as a plain dict: `move_to_end` has no effect
     return tree_map(lambda x: x.tensor if isinstance(x, _Hidden) else x, (args, kwargs))
 
 
