@@ -3,6 +3,7 @@
 import re
 import textwrap
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import simulated_scripts
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 TEMPLATE = Path(__file__).with_name("script.txt")
 RARE = [False, False, False, True]
 CHOICES = {  # the first value of each is the simplest
-    "kind": ["ddp", "ddp", "fsdp", "accelerate", "plain", "parallel"],
+    "kind": ["ddp", "ddp", "fsdp", *(["accelerate"] if find_spec("accelerate") else []), "plain", "parallel"],
     "ranks": [2, 3],
     "sampler": ["every other", "shuffled", "random", "replaced", "distributed", "drop last", "in order", "batches"],
     "samples": [*range(6, 17)],
@@ -56,7 +57,7 @@ OPTIMIZERS = {
 SCHEDULERS = {
     "step": "StepLR(optimizer, 2, gamma=0.5)",
     "cosine": "CosineAnnealingLR(optimizer, 4)",
-    "cycle": "OneCycleLR(optimizer, max_lr=0.1, total_steps=200)",
+    "cycle": "OneCycleLR(optimizer, max_lr=0.1, total_steps=200, cycle_momentum=False)",
 }
 # What a call is, and what it has written; `parts` are for each rank of the group, whose last is `root`.
 CALLS = {
@@ -78,7 +79,8 @@ CALLS = {
     "scatter_object_list": ("scatter_object_list(several, parts if rank == root else None, root, {group})", "several"),
     "barrier": ("barrier({also})", ""),
     "send and recv": (
-        "isend(x, after, {group}) if before != rank else None\nif before != rank: dist.recv(whole[: len(x)], before)",
+        "isend(x, after, {group}) if before != rank else None\n"
+        "if before != rank:\n    dist.recv(whole[: len(x)], before, {group})",
         "whole",
     ),
 }

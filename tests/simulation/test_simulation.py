@@ -1,7 +1,10 @@
 """The simulator holds for some seeds, and finds defects that were once in the code, each put back by a twin."""
 
+import textwrap
+
 import pytest
 from checks import run_script, script
+from drawn_scripts import Script
 from run import Search
 from twins import TWINS, case_of, search_for
 from worlds import cpu_only
@@ -9,7 +12,15 @@ from worlds import cpu_only
 from samestep.errors import SamestepError
 
 pytestmark = cpu_only("the ranks of the simulator are threads with CPUs")
-SEEDS = [("programs", 1), ("programs", 2), ("faults", 1), ("collectives", 1), ("collectives", 2), ("membership", 1)]
+SEEDS = [
+    ("programs", 1),
+    ("programs", 2),
+    ("faults", 1),
+    ("collectives", 1),
+    ("collectives", 2),
+    ("membership", 1),
+    ("scripts", 1),
+]
 
 
 @pytest.mark.parametrize(("kind", "seed"), SEEDS)
@@ -24,6 +35,44 @@ def test_a_defect_fails_the_program_that_shows_it(monkeypatch, name):
     monkeypatch.setattr(*TWINS[name][0])
     with pytest.raises((AssertionError, OSError, RuntimeError, SamestepError)):
         run_script(text)
+
+
+SCRIPT_TWINS = {  # what is broken, as a module that each process imports first, and the scripts that show it
+    "sums have another order where ranks share a device": (
+        """
+        import os
+        from samestep.comm.collectives import Operation
+
+        def fold(self, parts, into, inner=Operation.fold):
+            inner(self, parts[::-1] if "SAMESTEP_TOKEN" in os.environ else parts, into)
+
+        Operation.fold = fold
+        """,
+        [Script(ranks=3)],
+    ),
+    "the epoch of a sampler is lost": (
+        """
+        import os
+        from torch.utils.data.distributed import DistributedSampler
+
+        def set_epoch(self, epoch, inner=DistributedSampler.set_epoch):
+            inner(self, 0 if "SAMESTEP_THREADS" in os.environ else epoch)
+
+        DistributedSampler.set_epoch = set_epoch
+        """,
+        [Script(sampler="distributed", epochs=2)],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCRIPT_TWINS)
+def test_a_defect_fails_the_script_that_shows_it(monkeypatch, tmp_path, name):
+    defect, case = SCRIPT_TWINS[name]
+    run_script(script(case))
+    (tmp_path / "sitecustomize.py").write_text(textwrap.dedent(defect))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(AssertionError, match=r"^\('(bits|rounding) "):  # other numbers
+        run_script(script(case))
 
 
 @pytest.mark.slow
