@@ -89,13 +89,12 @@ class Turns:
     """
 
     def __init__(self, order):
-        self.now = self.moved = 1000.0
-        self._draw = random.Random(order)
-        self.supervisor = self.running = SimpleNamespace(wake=0.0, turn=threading.Semaphore(0), slot=None)
-        self.tasks = [self.supervisor]
+        self.now, self.moved, self._draw = 0.0, 0.0, random.Random(order)
+        self.running = SimpleNamespace(wake=0.0, turn=threading.Semaphore(0), strike=lambda: None)  # the supervisor
+        self.tasks = [self.running]
 
     def monotonic(self):
-        assert self.now < 1000.0 + MOST_SECONDS, "the run does not end"
+        assert self.now < MOST_SECONDS, "the run does not end"
         return self.now
 
     perf_counter = monotonic
@@ -109,8 +108,7 @@ class Turns:
         task.wake = self.now + (seconds and max(seconds, (self.now - self.moved) / 100))
         self.pass_turn()
         task.turn.acquire()
-        if task.slot is not None:
-            task.rank.strike()
+        task.strike()
 
     def pass_turn(self):
         self.now = max(self.now, min(task.wake for task in self.tasks))
@@ -120,9 +118,6 @@ class Turns:
 
 class Page(HeartbeatPage):
     """The page, at whose readings and writings the turn passes on."""
-
-    turns: Turns
-    posted: dict
 
     @property
     def number(self):
@@ -188,39 +183,34 @@ class Rank:
     def __init__(self, ranks, place, channel):
         self.ranks, self.place, self.slot, self.channel = ranks, place, place.slot, channel
         self.faults = [fault for fault in ranks.schedule.faults if fault.slot == self.slot]
-        self.code, self.member, self.seen, self.turns_since = None, None, (0, 0), 0
+        self.code, self.member, self.seen, self.turns_since = None, None, 0, 0
         self.state, self.is_over = {"value": 0.0, "log": []}, False
         self.has_begun = self.was_harmed = self.hangs = False
-        self.task = SimpleNamespace(wake=ranks.turns.now, turn=threading.Semaphore(0), slot=self.slot, rank=self)
-        ranks.turns.tasks.append(self.task)
-        self.thread = threading.Thread(target=self.main, daemon=True)
-        self.thread.start()
+        self.wake, self.turn = ranks.turns.now, threading.Semaphore(0)
+        ranks.turns.tasks.append(self)
+        threading.Thread(target=self.main, daemon=True).start()
 
     def main(self):
         torch.set_num_threads(1)
-        self.task.turn.acquire()
+        self.turn.acquire()
         try:
             self.train()
             self.code = self.code or 0
         except EndedRank:
             pass
-        except SystemExit as stop:
-            names = {"type": "SystemExit", "message": "", "traceback": "", "user_error": False, "peer_lost": False}
-            self.channel.send("failed", **names, exit_code=stop.code)
-            self.code = stop.code
         except BaseException as error:
-            self.error, self.code = error, 1
-            self.channel.send("failed", **report_exception(error))
+            self.code = error.code if isinstance(error, SystemExit) else 1
+            self.channel.send("failed", **{**report_exception(error), "exit_code": self.code})
         os.close(self.channel.fd)
         self.is_over = True
         self.ranks.events.append(WorkerEvent(self.slot, self.code))
-        self.ranks.turns.tasks.remove(self.task)
+        self.ranks.turns.tasks.remove(self)
         self.ranks.turns.pass_turn()
 
     def end(self, code):
         """Ends the rank at its next turn, which is due."""
         if not self.is_over and self.code is None:
-            self.code, self.task.wake = code, self.ranks.turns.now
+            self.code, self.wake = code, self.ranks.turns.now
 
     def strike(self, breaks=False):
         """Does what is to befall the rank at this turn."""
@@ -299,6 +289,7 @@ def run_loop(member, state, schedule, note=lambda: None):
 
     def rows(factor, phase):
         heart.enter(phase)
+        membership.time.sleep(0.03)  # in which the supervisor looks at what there is
         rows = [[factor * (state["value"] / (k + 3) + k + 0.1)] for k in member.mine]
         heart.enter("exchange")
         return torch.tensor(rows, dtype=torch.float64).view(-1, 1)
@@ -365,7 +356,7 @@ def simulated(ranks):
     def wait(ours, word, value, seconds):
         if ours.words[word] & 0xFFFFFFFF == value & 0xFFFFFFFF:
             turns.sleep(seconds)
-            turns.running.rank.strike(breaks=True)
+            turns.running.strike(breaks=True)
 
     class Peers:
         """By their process ids, which here are slots."""
@@ -402,8 +393,8 @@ def check_schedule(schedule):
     policy = Policy(hang_seconds=HANG_SECONDS, replace=schedule.replacements > 0, max_restarts=schedule.replacements)
     whole = {"value": 0.0, "log": []}
     alone = Communicator(torch.device("cpu"), *(LocalTransport(),) * 2, "ordered")
-    run_loop(Membership(alone, schedule.microbatches), whole, replace(schedule, checkpoints=()))
     with simulated(ranks):
+        run_loop(Membership(alone, schedule.microbatches), whole, replace(schedule, checkpoints=()))
         watch = monitor.Monitor(
             ranks, ranks.page, show, Job("function", "simulated:run"), policy, Restarts(policy.max_restarts)
         )
