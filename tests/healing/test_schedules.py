@@ -11,6 +11,7 @@ from samestep.comm import membership
 from samestep.comm.membership import Membership
 from samestep.comm.shm.transport import SharedTransport
 from samestep.core.microbatches import ranges_of_slots
+from samestep.launcher.healing import Healing
 from samestep.launcher.workers import Workers
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "simulation"))
@@ -38,6 +39,19 @@ ENDED_OTHERWISE = {
 @pytest.mark.parametrize("name", ENDED_OTHERWISE)
 def test_a_run_ends_well_whatever_happens(name):
     check_schedule(ENDED_OTHERWISE[name])
+
+
+def test_a_late_worker_that_was_not_counted_in_begins_another_quorum_with_its_first_round(monkeypatch):
+    def pause(reports, real=membership.all_admit):
+        admits = real(reports)
+        if not admits and sys._getframe(1).f_code.co_name == "join":
+            membership.time.sleep(0.5)  # in which another rank is lost
+        return admits
+
+    monkeypatch.setattr(membership, "all_admit", pause)
+    monkeypatch.setattr(Healing, "_gather_strays", lambda *_: None)  # after a while it ends the wait for each other
+    faults = Fault("killed", 0, 2), Fault("killed", 2, 3, 11)
+    check_schedule(Schedule(3, faults, order=2, steps=3, microbatches=3, replacements=1))
 
 
 class LaterStop:

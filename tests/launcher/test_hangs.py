@@ -86,7 +86,9 @@ def test_a_worker_outside_a_step_hangs_only_while_another_waits_for_it():
 
 
 def test_a_worker_in_an_exchange_that_the_others_have_left_hangs():
-    assert hanging(*still(s0="exchange", s1="regroup", s2="regroup")) == [0]
+    looks = [{0: ("exchange", 0.0, 0), 1: ("regroup", -float(index), 0)} for index in range(24)]
+    assert hanging(*looks) == [0]
+    assert hanging(*still(s0="exchange", s1="regroup")) == [], "it waits for one that may hang itself"
 
 
 def test_a_silent_worker_in_a_regrouping_hangs_while_others_there_show_signs_of_life():

@@ -263,23 +263,24 @@ class Membership:
         self.heartbeat.set_flags(self.heartbeat.flags | READY_TO_JOIN)
         page, slot = self.heartbeat.page, self.heartbeat.slot
         assert page is not None, "only a supervised run takes in late workers"
-        number, self._round = -1, 0
+        number = taken_up = -1
         # Again with every quorum, until one is formed in which no rank is lost meanwhile.
         while True:
             while page.number == number or slot not in page.quorum().slots:
                 self.heartbeat.enter("regroup")
                 time.sleep(QUORUM_POLL_SECONDS)
             quorum = page.quorum()
+            self._round = self._round + 1 if quorum.number == taken_up else 0  # as in `_heal`
+            taken_up = quorum.number
             try:
                 reports = self._exchange_reports(quorum, Report(-1))
-                if not all_admit(reports):  # as in `_heal`, which goes to its next round then
-                    self._round += 1
+                if not all_admit(reports):
                     continue
                 self._form("all", quorum, quorum.slots)
                 self.heartbeat.quorum = quorum.number
                 value = receive(self.communicator, _source(quorum, reports))
             except (PeerLostError, dist.DistError):  # a rank was lost meanwhile, of which there will be a quorum
-                number, self._round = quorum.number, 0
+                number = quorum.number
                 self._drop_connections()
                 continue
             self.num_operations = max(report.operations for report in reports.values())

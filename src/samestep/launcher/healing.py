@@ -120,13 +120,12 @@ class HangDetector:
             return True
         if phase in ("script", "start") and self._by_slot[slot].idle_seconds > timeout:
             return bool(regrouping) or any(s.beat.phase == "exchange" and s.silent_seconds > timeout for s in others)
+        # Those that wait for a quorum, or its last member, have heartbeats; others hang, or are blocked in a connection
+        # to a rank that was lost meanwhile, perhaps all of them: NCCL's has no timeout.
+        is_awaited = any(s.silent_seconds < timeout / 2 for s in regrouping)
         if phase == "exchange":
-            return bool(regrouping)  # they have broken the exchange, which every living rank has noticed
-        if phase == "regroup":
-            # Those that have met in the new quorum have heartbeats while they wait for the last. It may be blocked in a
-            # connection to a rank that was lost meanwhile, and all others too: NCCL's has no timeout.
-            return any(s.silent_seconds < timeout / 2 for s in regrouping) or taken_up < self._quorum
-        return False
+            return is_awaited  # they have broken the exchange, which every living rank has noticed
+        return phase == "regroup" and (is_awaited or taken_up < self._quorum)
 
 
 @dataclass

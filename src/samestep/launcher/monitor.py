@@ -32,7 +32,7 @@ from samestep.comm.heartbeat_page import MAX_SLOTS, STOPS_ON_REQUEST, Beat, Hear
 from samestep.launcher.assignment import Assignment, Instruction
 from samestep.launcher.display import Display
 from samestep.launcher.failures import Failure, Restarts, describe_waiting, exit_code, explain
-from samestep.launcher.healing import HangDetector, Healing
+from samestep.launcher.healing import LINGER_SECONDS, HangDetector, Healing
 from samestep.launcher.job import Job, Outcome, Policy
 from samestep.launcher.worker_pool import STARTER, WorkerPool
 from samestep.launcher.workers import Worker, Workers, begin_log, read_available
@@ -317,6 +317,7 @@ class Monitor:
             return
         if worker.place.joins and not worker.has_joined:
             worker.is_lost = worker.is_replaced = True
+            worker.kill_at = time.monotonic() + LINGER_SECONDS
             self._display.notify(describe_waiting(worker))
             return
         decision = self._healing.decide(worker)
