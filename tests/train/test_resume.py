@@ -22,7 +22,6 @@ from torch import nn
 from torch.utils.data import DataLoader
 from worlds import in_turns
 
-from samestep.data.loader import Loader
 from samestep.errors import UsageError
 from samestep.train import epoch
 from samestep.train.checkpoint import state
@@ -34,27 +33,11 @@ from samestep.train.trainer import Trainer
 STEPS = 12
 QUICK = {
     *(
-        "noisy",
-        "stream",
-        "user's, shuffled",
-        "user's, own generator",
-        "user's, persistent workers",
-        "user's, sampler by counter",
-        "user's, sampler by numpy",
         "user's, sampler by hook",
         "float64 momentum",
-        "sequential",
     ),
-    *("two groups", "odd model", "16-mixed", "evaluation by a loader"),
+    *("odd model", "evaluation by a loader"),
     *("16 items from 1 to 2", "10 samples on 2 with batch 2", "13 samples on 2", "batch 18 on 7"),
-    *(
-        "generators",
-        "workers of the loader",
-        "samplers of the loader",
-        "cursor",
-        "momentum",
-        "precision of the optimizer's state",
-    ),
 }
 
 
@@ -373,66 +356,18 @@ def test_every_sample_is_run_once_an_epoch_over_a_stop_at_any_step(tmp_path, siz
         assert {digest for _, digest in second} == {reference}
 
 
-# Twins: each of these loses a part of the state, and that must be seen.
-def _reference_and_resumed(tmp_path, name, step, lose):
-    reference = alone(train, name, tmp_path / "run")
-    assert alone(train, name, None, checkpoint(tmp_path / "run", step)) == reference
-    lose()
-    return reference, alone(train, name, None, checkpoint(tmp_path / "run", step))
-
-
 def nothing(*args):
     return None
 
 
-def forget_modes(progress, resumed, restore=epoch.Progress.restore):
-    restore(progress, resumed)
-    progress._waiting["evaluating"] = []
+def test_twin_modes_that_are_lost_are_noticed(tmp_path, monkeypatch):
+    def forget_modes(progress, resumed, restore=epoch.Progress.restore):
+        restore(progress, resumed)
+        progress._waiting["evaluating"] = []
 
-
-TWINS = {
-    "modes": ("evaluation mode in parts", 7, epoch.Progress, "restore", forget_modes),
-    "generators": ("user's, shuffled", 3, state, "restore_generators", nothing),
-    "generators of the epoch": ("user's, shuffled", 4, epoch, "restore_generators", nothing),
-    "generators of the loader": ("user's, own generator", 4, epoch, "restore_loader", nothing),
-    "samplers of the loader": ("user's, sampler by counter", 7, epoch, "_samplers", lambda loader: []),
-    "workers of the loader": ("user's, persistent workers", 4, epoch, "restore_loader", nothing),
-    "cursor": ("plain", 4, Loader, "load_state_dict", nothing),
-    "momentum": ("plain", 4, state, "load_optimizer", nothing),
-    "precision of the optimizer's state": (
-        *("float64 momentum", 4, state, "load_optimizer"),
-        lambda optimizer, saved, *_: optimizer.load_state_dict(saved),
-    ),
-    "parameters and buffers": ("plain", 4, state, "load_model", nothing),
-    "buffers that are not persistent": (
-        *("odd model", 4, state, "load_model"),
-        lambda model, tensors, *_: model.load_state_dict(
-            {n: t for n, t in tensors.items() if n != "calls"}, strict=False
-        ),
-    ),
-    "step and loss scale": ("16-mixed", 4, state.TrainStep, "load_state_dict", nothing),
-    "history": (
-        *("plain", 4, epoch, "EpochSoFar"),
-        lambda generators=None, of_loader=None, begun=epoch.EpochSoFar, **_: begun(
-            generators=generators or {}, of_loader=of_loader or {}
-        ),
-    ),
-}
-
-
-@pytest.mark.parametrize(("name", "step", "owner", "attribute", "instead"), quick(TWINS))
-def test_twin_a_part_of_the_state_that_is_lost_is_noticed(tmp_path, monkeypatch, name, step, owner, attribute, instead):
-    reference, resumed = _reference_and_resumed(
-        tmp_path, name, step, lambda: monkeypatch.setattr(owner, attribute, instead)
-    )
-    assert resumed != reference
-
-
-def test_twin_the_scheduler_s_state_that_is_lost_is_noticed(tmp_path, monkeypatch):
-    reference, resumed = _reference_and_resumed(
-        tmp_path, "step", 5, lambda: monkeypatch.setattr(torch.optim.lr_scheduler.StepLR, "load_state_dict", nothing)
-    )
-    assert resumed != reference
+    reference = alone(train, "evaluation mode in parts", tmp_path / "run")
+    monkeypatch.setattr(epoch.Progress, "restore", forget_modes)
+    assert alone(train, "evaluation mode in parts", None, checkpoint(tmp_path / "run", 7)) != reference
 
 
 def test_a_checkpoint_of_a_data_loader_is_not_taken_up_by_a_dataset(tmp_path):
@@ -523,11 +458,12 @@ def test_what_hooks_change_in_model_and_optimizer_is_kept(kind, tmp_path):
         assert in_turns(3, changing, kind, folder, "auto") == [reference] * 3
 
 
-@pytest.mark.parametrize("kind", ["requires_grad", "extra state"])
-def test_twin_flags_and_extra_state_that_are_not_restored_are_noticed(kind, tmp_path, monkeypatch):
-    monkeypatch.setattr(state, "_restore_extras", lambda *_: None)
-    alone(changing, kind, tmp_path / "cut", None, 7)
-    assert alone(changing, kind, tmp_path / "cut", "auto") != alone(changing, kind, tmp_path / "whole")
+def test_twin_extra_state_that_is_not_restored_is_noticed(tmp_path, monkeypatch):
+    monkeypatch.setattr(state, "_restore_extras", nothing)
+    alone(changing, "extra state", tmp_path / "cut", None, 7)
+    assert alone(changing, "extra state", tmp_path / "cut", "auto") != alone(
+        changing, "extra state", tmp_path / "whole"
+    )
 
 
 def test_flags_that_the_program_sets_otherwise_now_are_the_programs(tmp_path):
