@@ -226,17 +226,8 @@ EXCUSES = {  # of a check that says nothing about a program
         or p.scheduler in ("epochs", "plateau")
     ),
 }
-PROGRAM_CHECKS = [
-    "ranks",
-    "resumed",
-    "watched",
-    "seldom",
-    "workers",
-    "resumed workers",
-    "plain",
-    "nearly plain",
-    "loops",
-]
+PLAIN_CHECKS = ["plain", "nearly plain"]  # wherever they apply
+PROGRAM_CHECKS = [*["resumed"] * 3, *["ranks"] * 2, "watched", "seldom", "workers", "resumed workers", "loops"]
 NAMES = ["all_reduce", "reduce", "broadcast", "all_gather", "gather", "scatter", "all_to_all", "barrier"]
 NAMES += [
     "reduce_scatter",
@@ -360,7 +351,8 @@ def script(case):
         head = Path(simulated_collectives.__file__).read_text()
         return f"{head}\n\nCALLS = [\n{listed}]\n\ncheck_calls(CALLS, {ranks}, {odd!r}, {at})\n"
     program = case.program
-    checks = [name for name in case.checks if not EXCUSES.get(name, lambda p: False)(program)] or ["resumed"]
+    wanted = dict.fromkeys([*case.checks, *PLAIN_CHECKS])
+    checks = [name for name in wanted if not EXCUSES.get(name, lambda p: False)(program)] or ["resumed"]
     checks = ["named"] if program.named else checks
     most = min(4, program.microbatches)
     numbers = {

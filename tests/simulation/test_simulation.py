@@ -1,10 +1,13 @@
 """The simulator holds for some seeds, and finds defects that were once in the code, each put back by a twin."""
 
+import itertools
 import textwrap
 
+import grammar
 import pytest
-from checks import run_script, script
+from checks import Case, run_script, script
 from drawn_scripts import Script
+from grammar import Program
 from run import Search
 from twins import TWINS, case_of, search_for
 from worlds import cpu_only
@@ -26,6 +29,38 @@ SEEDS = [
 @pytest.mark.parametrize(("kind", "seed"), SEEDS)
 def test_what_some_seeds_draw_holds(kind, seed):
     assert Search().smallest(kind, seed, examples=4) is None
+
+
+def covering():
+    """Programs that have each block, data, loss, optimizer, scheduler and precision, several in one."""
+    tables = grammar.BLOCKS, grammar.DATA, grammar.LOSSES, grammar.OPTIMIZERS, grammar.SCHEDULERS, grammar.PRECISIONS
+    cycles = [itertools.cycle(table) for table in tables]
+    for number in range(max(map(len, tables))):
+        block, data, loss, optimizer, scheduler, precision = map(next, cycles)
+        program = Program(
+            blocks=(block,),
+            data=data,
+            samples=11,
+            batch=4,
+            microbatches=2,
+            epochs=2,
+            seed=number,
+            loss=loss,
+            optimizer=optimizer,
+            scheduler=scheduler,
+            precision=precision,
+            second="rmsprop" if number % 5 == 1 else "",
+            groups=number % 5 == 2,
+            clip=number % 3 == 0,
+            hooks=("average",) if number % 2 else (),
+            evaluated="" if number % 2 else "classes",
+        )
+        yield grammar.allowed(program)
+
+
+@pytest.mark.parametrize("program", covering(), ids=repr)
+def test_each_choice_is_the_same_on_ranks_and_after_a_resume(program):
+    run_script(script(Case(program, ("ranks", "resumed"), 2, order=3)))
 
 
 @pytest.mark.parametrize("name", TWINS)
@@ -79,4 +114,4 @@ def test_a_defect_fails_the_script_that_shows_it(monkeypatch, tmp_path, name):
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", TWINS)
 def test_a_defect_is_found_by_what_seeds_draw(name):
-    assert search_for(name, seconds=900) is not None
+    assert search_for(name, programs=1000) is not None

@@ -1,6 +1,6 @@
 """Defects that were once in the code: how each is put back, and a program that shows it.
 
-    python tests/simulation/twins.py --minutes 5
+    python tests/simulation/twins.py
 
 searches for each by what seeds draw, and prints the table of CONTRIBUTING.md.
 """
@@ -216,30 +216,31 @@ def kind_of(name):
     return "faults" if TWINS[name][1][0] in FAULT_CHECKS else "programs"
 
 
-def search_for(name, seconds, first=1):
-    """The seconds of the search until seeds found a defect that is put back, and the smallest program; None if not."""
-    began, search = time.monotonic(), Search()
+def search_for(name, programs, first=1):
+    """The number of programs until a defect is found, the seconds of CPU, and the smallest; None if it is not."""
+    began, search = time.process_time(), Search(shrinking_seconds=0)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(*TWINS[name][0])
         seed = first
-        while time.monotonic() - began < seconds:
-            if found := search.smallest(kind_of(name), seed):
-                return search.failed_at - began, search.cases[found[0]]
+        while not search.smallest(kind_of(name), seed):
             seed += 1
-    return None
+            if search.counts["programs"] > programs:
+                return None
+        seconds, text = time.process_time() - began, Search().smallest(kind_of(name), seed)[0]
+    return search.counts["programs"], seconds, text.splitlines()[0]
 
 
 def main():
     """Prints a row of the table for each defect."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--minutes", type=float, default=5, help="for each of them at most")
+    parser.add_argument("--programs", type=int, default=1000, help="for each of them at most")
     parser.add_argument("--first", type=int, default=1, help="the first seed")
+    parser.add_argument("names", nargs="*", default=TWINS)
     chosen = parser.parse_args()
     torch.set_num_threads(1)
-    for name in TWINS:
-        found = search_for(name, 60 * chosen.minutes, chosen.first)
-        row = ("not found", "") if found is None else (f"{found[0]:.0f}", f"`{found[1]}`")
-        print(f"| {name} | `{kind_of(name)}` | {row[0]} | {row[1]} |", flush=True)
+    for name in chosen.names:
+        programs, seconds, text = search_for(name, chosen.programs, chosen.first) or ("not found", 0, "")
+        print(f"| {name} | `{kind_of(name)}` | {programs} | {seconds:.0f} | {text} |", flush=True)
 
 
 if __name__ == "__main__":
