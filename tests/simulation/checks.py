@@ -382,7 +382,7 @@ def script(case):
         by_command = "    train_by_command()\n"
     text = "".join(textwrap.dedent(TEXTS[name]).format(**numbers) for name in checks)
     return (
-        f'"""Drawn by the simulator; checks: {", ".join(checks)}."""\n{head}\n\n{body}\n\n'
+        f'"""{program}: {", ".join(checks)}."""\n{head}\n\n{body}\n\n'
         f"def check(folder, one):\n{textwrap.indent(text, '    ')}\n\n"
         'if __name__ == "__main__":\n'
         f"{by_command}    with tempfile.TemporaryDirectory() as folder:\n"

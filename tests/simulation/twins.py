@@ -226,8 +226,8 @@ def search_for(name, programs, first=1):
             seed += 1
             if search.counts["programs"] > programs:
                 return None
-        seconds, text = time.process_time() - began, Search().smallest(kind_of(name), seed)[0]
-    return search.counts["programs"], seconds, text.splitlines()[0]
+        seconds, text = time.process_time() - began, Search(20).smallest(kind_of(name), seed)[0]
+    return search.counts["programs"], seconds, text.splitlines()[0].strip('".')
 
 
 def main():
