@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import simulated_scripts
-from grammar import CLASS_BLOCKS, SIMPLE_BLOCKS
+from grammar import BLOCK, CLASS_BLOCKS, SIMPLE_BLOCKS
 from hypothesis import strategies as st
 
 TEMPLATE = Path(__file__).with_name("script.txt")
@@ -220,7 +220,7 @@ def _text(s, **places):
             "scaled": s["half"] and s["kind"] not in ("fsdp", "accelerate"),
             "compared": compared(s),
             "loading": LOADING.get(s["sampler"], "batch_size=BATCH, sampler=sampler"),
-            "classes": "\n".join(textwrap.dedent(c).rstrip() for c in blocks.values() if c),
+            "classes": "\n".join(textwrap.dedent(c).rstrip() for c in (BLOCK, *blocks.values()) if c),
             "model": ", ".join(["nn.Linear(6, 6)", *(made[name] for name in s["blocks"]), "nn.Linear(6, 3)"]),
             "functions": "\n\n\n".join(call.lines(number) for number, call in calls),
             "begun": "; ".join(f"end_{n} = {call.begun(n)}" + f"; end_{n}()" * (not call.later) for n, call in calls),

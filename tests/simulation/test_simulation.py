@@ -58,7 +58,7 @@ def covering():
         yield grammar.allowed(program)
 
 
-@pytest.mark.parametrize("program", covering(), ids=repr)
+@pytest.mark.parametrize("program", [*covering()], ids=repr)
 def test_each_choice_is_the_same_on_ranks_and_after_a_resume(program):
     run_script(script(Case(program, ("ranks", "resumed"), 2, order=3)))
 
