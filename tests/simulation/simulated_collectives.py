@@ -96,6 +96,7 @@ def begin(group, call, number, rank, ranks):
     into, more = torch.zeros(call.shape, dtype=ours.dtype), values(call, number, rank + 50)
     reduces = options(dist.ReduceScatterOptions, reduceOp=op)
     if call.name == "reduce_scatter":
+        several = [part.contiguous() for part in several]  # gloo's takes them so, whatever their strides
         return group.reduce_scatter([into], [several], reduces), [into]
     if call.name == "reduce_scatter_single":
         return group._reduce_scatter_base(into.view(-1), torch.stack(several).view(-1), reduces), [into]

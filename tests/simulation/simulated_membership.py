@@ -221,7 +221,7 @@ class Rank:
         self.seen = done
         due = [f for f in self.faults if f.operation <= done and (f.operation < done or f.turn <= self.turns_since)]
         for fault in due if self.has_begun else ():
-            if fault.kind == "breaks" and not breaks:
+            if fault not in self.faults or (fault.kind == "breaks" and not breaks):
                 continue
             self.faults.remove(fault)
             self.was_harmed = self.was_harmed or fault.kind in HARMS

@@ -290,9 +290,14 @@ class Membership:
 
     def agree_on_end(self) -> None:
         """Ends the fit, after an epoch, if any rank asks for it; a collective call."""
-        rows = self.perform(lambda: self.communicator.gather_words([int(self.asks_end)]))
-        if any(asks for (asks,) in rows):
-            self.stop = END_OF_FIT
+
+        def agree() -> None:
+            if any(asks for (asks,) in self.communicator.gather_words([int(self.asks_end)])):
+                self.stop = (
+                    END_OF_FIT  # here: what the advanced ranks have agreed on takes the place of what is repeated
+                )
+
+        self.perform(agree)
 
     def close(self) -> None:
         """Closes connections, and posts the end of this rank."""

@@ -108,16 +108,23 @@ class HangDetector:
             return []  # the whole run was paused
         silent = {slot: one for slot, one in found.items() if one.silent_seconds > timeout}
         stopped = {slot for slot, one in silent.items() if one.stopped_seconds > timeout}
-        return [slot for slot, one in silent.items() if slot in stopped or (one.watched and self._keeps_waiting(slot))]
+        causes = [
+            slot for slot, one in silent.items() if slot in stopped or (one.watched and one.beat.phase in WORKING)
+        ]
+        if causes or any(one.group.has_stopped for one in silent.values()):
+            # The others may wait for these, and have as much time again.
+            for slot, one in found.items():
+                if slot not in causes and not one.group.has_stopped:
+                    one.silent_seconds = one.stuck_seconds = 0.0
+            return causes
+        return [slot for slot, one in silent.items() if one.watched and self._keeps_waiting(slot)]
 
     def _keeps_waiting(self, slot: int) -> bool:
-        """Whether a silent worker keeps others waiting, instead of waiting itself."""
+        """Whether a silent worker that does not work keeps others waiting, instead of waiting itself."""
         phase, taken_up = self._by_slot[slot].beat.phase, self._by_slot[slot].beat.quorum
         timeout = self.timeout_seconds
         others = [silence for other, silence in self._by_slot.items() if other != slot]
         regrouping = [s for s in others if s.beat.phase == "regroup" and s.stuck_seconds > timeout]
-        if phase in WORKING:
-            return True
         if phase in ("script", "start") and self._by_slot[slot].idle_seconds > timeout:
             return bool(regrouping) or any(s.beat.phase == "exchange" and s.silent_seconds > timeout for s in others)
         # Those that wait for a quorum, or its last member, have heartbeats; others hang, or are blocked in a connection
