@@ -226,7 +226,8 @@ class Rank:
             self.faults.remove(fault)
             self.was_harmed = self.was_harmed or fault.kind in HARMS
             self.hangs = fault.kind == "hangs"
-            is_last = all(rank.hangs for rank in self.ranks.by_slot.values() if not rank.is_over)
+            living = [rank for rank in self.ranks.by_slot.values() if not rank.is_over and rank.member is not None]
+            is_last = all(rank.hangs for rank in living if not rank.member.is_late)
             if fault.kind in ("killed", "exits") or is_last:  # a run of which all is stopped is left alone
                 self.code = 0 if fault.kind == "exits" else -signal.SIGKILL
                 raise EndedRank
