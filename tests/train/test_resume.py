@@ -127,18 +127,6 @@ def test_real_processes_resume_in_the_run_s_own_folder(worlds, tmp_path, before,
     assert (event["from"], event["step"], event["world_size"]) == (f"step-{step:08d}", step, after)
 
 
-@pytest.mark.slow
-def test_the_number_of_workers_may_be_another(worlds, tmp_path):
-    reference = worlds(2).run(train, "noisy", tmp_path / "run")[0]
-    for step in (2, 3, 8):
-        resumed = worlds(1).run(_with_workers, checkpoint(tmp_path / "run", step))
-        assert resumed == [reference]
-
-
-def _with_workers(communicator, place):
-    return train(communicator, "noisy", None, place, num_workers=2)
-
-
 @pytest.mark.parametrize("step", [3, 5, *(pytest.param(step, marks=pytest.mark.slow) for step in (2, 6, 10))])
 def test_what_the_script_draws_between_calls_of_fit_goes_on(tmp_path, step):
     calls = {"calls": (1,) * EPOCHS, "draws": True}
