@@ -27,6 +27,7 @@ from samestep.launcher.supervisor import supervise
 from samestep.launcher.worker_pool import ServerPool
 
 PACKAGE = str(Path(samestep.__file__).parent)
+NO_POLICY = {}
 SECONDS = 30  # for what ends by itself
 
 
@@ -61,7 +62,7 @@ class Calls:
             os.kill(os.getpid(), getattr(signal, how))
 
 
-def in_processes(ranks, train, *args, faults=(), policy=None, **options):
+def in_processes(ranks, train, *args, faults=(), policy=NO_POLICY, **options):
     """What `train` returns in each of as many workers, by slot, their calls, and the outcome."""
     before, shared = set(psutil.Process().children(recursive=True)), set(os.listdir("/dev/shm"))
     selection, supervisor = select(f"cpu:{ranks}"), str(os.getpid())
@@ -82,7 +83,7 @@ def in_processes(ranks, train, *args, faults=(), policy=None, **options):
         outcome = supervise(
             Job("function", "simulated:train", quiet=True),
             selection,
-            policy=Policy(hang_seconds=4.0, **(policy or {})),
+            policy=Policy(hang_seconds=8.0 if {"hang", "SIGSTOP"} & {each[3] for each in faults} else 60.0, **policy),
             open_pool=lambda: ServerPool.forked(rank_main, process_variables(selection, 1)),
         )
         found = [pickle.loads(path.read_bytes()) for path in sorted(Path(notes).glob("found-*"))]
