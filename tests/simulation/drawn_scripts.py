@@ -20,15 +20,15 @@ CHOICES = {  # the first value of each is the simplest
     "batch": [2, 3, 4],
     "epochs": [1, 2, 3],
     "accumulate": [1, 2],
-    "optimizer": ["sgd", "momentum", "adam", "adamw", "rmsprop", "adagrad"],
-    "scheduler": ["none", "step", "cosine", "cycle"],
-    "evaluation": ["none", "reduced", "gathered", "own"],
+    "optimizer": ["SGD", "SGD, momentum=0.9", "Adam", "AdamW, amsgrad=True", "RMSprop", "Adagrad"],
+    "scheduler": ["", "StepLR(optimizer, 2, gamma=0.5)", "CosineAnnealingLR(optimizer, 4)",
+                  "OneCycleLR(optimizer, max_lr=0.1, total_steps=200, cycle_momentum=False)"],
     "seeds": ["rank", "rank", "same", "none"],
     "option": ["", "find_unused_parameters=True", "gradient_as_bucket_view=True", "bucket_cap_mb=0.0001",
                "static_graph=True", "broadcast_buffers=False"],
     "sets_epoch": [True, False],
     "workers": [0, 0, 0, 1, 2],
-    **dict.fromkeys(("noisy", "clips", "half", "sync", "uneven", "early", "saves", "gpus"), RARE),
+    **dict.fromkeys(("noisy", "evaluates", "clips", "half", "sync", "uneven", "early", "saves", "gpus"), RARE),
 }  # fmt: skip
 BLOCKS = ["tanh", "relu", "dropout", "batch norm", "layer norm", "group norm", "convolution", "frozen", "weight norm",
           "embedding", "recurrent", "attention", "tied", "twice", "recomputed", "counting"]  # fmt: skip
@@ -45,19 +45,6 @@ LOADING = {
     "shuffled": "batch_size=BATCH, shuffle=True",
     "drop last": "batch_size=BATCH, sampler=sampler, drop_last=True",
     "batches": "batch_sampler=BatchSampler(sampler, BATCH, drop_last=False)",
-}
-OPTIMIZERS = {
-    "sgd": "SGD(model.parameters(), lr=0.1)",
-    "momentum": "SGD(model.parameters(), lr=0.1, momentum=0.9)",
-    "adam": "Adam(model.parameters(), lr=0.01)",
-    "adamw": "AdamW(model.parameters(), lr=0.01, amsgrad=True)",
-    "rmsprop": "RMSprop(model.parameters(), lr=0.01)",
-    "adagrad": "Adagrad(model.parameters(), lr=0.05)",
-}
-SCHEDULERS = {
-    "step": "StepLR(optimizer, 2, gamma=0.5)",
-    "cosine": "CosineAnnealingLR(optimizer, 4)",
-    "cycle": "OneCycleLR(optimizer, max_lr=0.1, total_steps=200, cycle_momentum=False)",
 }
 # What a call is, and what it has written; `parts` are for each rank of the group, whose last is `root`.
 CALLS = {
@@ -159,7 +146,7 @@ def allowed(**choices):
     if kind in ("fsdp", "accelerate"):
         s["gpus"] = False
     if is_alone:
-        s |= {"calls": (), "evaluation": "none" if s["evaluation"] == "none" else "own"}
+        s["calls"] = ()
     if s["sync"]:
         s |= {"uneven": False, "blocks": (*s["blocks"], "batch norm")}
     if s["uneven"]:  # ranks that have ended take part in the exchanges of the others, and in nothing else
@@ -205,29 +192,28 @@ def compared(s):
         return "words"
     if s["ranks"] == 2 and s["kind"] not in ONE_PROCESS:
         return "bits"  # of two numbers there is one sum
-    return "words" if s["half"] or s["optimizer"] not in ("sgd", "momentum") else "rounding"
+    return "words" if s["half"] or not s["optimizer"].startswith("SGD") else "rounding"
 
 
 def _text(s, **places):
     """The lines of the template whose condition holds, with the choices filled in."""
     calls, blocks = [*enumerate(s["calls"])], {name: CLASS_BLOCKS.get(name) for name in s["blocks"]}
     made = {name: f"{c.split('class ')[1].split('(')[0]}()" if c else SIMPLE_BLOCKS[name] for name, c in blocks.items()}
-    names = (
-        s
-        | places
-        | {
-            "alone": s["kind"] in ONE_PROCESS,
-            "scaled": s["half"] and s["kind"] not in ("fsdp", "accelerate"),
-            "compared": compared(s),
-            "loading": LOADING.get(s["sampler"], "batch_size=BATCH, sampler=sampler"),
-            "classes": "\n".join(textwrap.dedent(c).rstrip() for c in (BLOCK, *blocks.values()) if c),
-            "model": ", ".join(["nn.Linear(6, 6)", *(made[name] for name in s["blocks"]), "nn.Linear(6, 3)"]),
-            "functions": "\n\n\n".join(call.lines(number) for number, call in calls),
-            "begun": "; ".join(f"end_{n} = {call.begun(n)}" + f"; end_{n}()" * (not call.later) for n, call in calls),
-            "ended": "; ".join(f"end_{n}()" for n, call in calls if call.later),
-            **{name: globals()[f"{name.upper()}S"].get(s[name]) for name in ("sampler", "optimizer", "scheduler")},
-        }
-    )
+    names = {
+        **s,
+        **places,
+        "alone": s["kind"] in ONE_PROCESS,
+        "scaled": s["half"] and s["kind"] not in ("fsdp", "accelerate"),
+        "compared": compared(s),
+        "loading": LOADING.get(s["sampler"], "batch_size=BATCH, sampler=sampler"),
+        "classes": "\n".join(textwrap.dedent(c).rstrip() for c in (BLOCK, *blocks.values()) if c),
+        "model": ", ".join(["nn.Linear(6, 6)", *(made[name] for name in s["blocks"]), "nn.Linear(6, 3)"]),
+        "functions": "\n\n\n".join(call.lines(number) for number, call in calls),
+        "begun": "; ".join(f"end_{n} = {call.begun(n)}" + f"; end_{n}()" * (not call.later) for n, call in calls),
+        "ended": "; ".join(f"end_{n}()" for n, call in calls if call.later),
+        "sampler": SAMPLERS.get(s["sampler"]),
+        "trained": "{}(model.parameters(), lr=0.05,{})".format(*s["optimizer"].partition(",")[::2]),
+    }
     lines = [line.split("  #? ") for line in TEMPLATE.read_text().splitlines()]
     kept = "\n".join(line for line, *condition in lines if not condition or eval(condition[0], dict(names)))
     return re.sub("<<(.*?)>>", lambda found: str(eval(found[1], dict(names))), kept)

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 
 SECONDS = 240
-NUMBER = re.compile(r"-?\d+\.\d+(?:e[-+]\d+)?|nan|inf")
+NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e[-+]\d+)?|nan|-?inf")
 # Processes with torchrun's variables, which share the import of torch: the exchanges are those of gloo.
 FORKED = """
 import os, runpy, socket, sys
