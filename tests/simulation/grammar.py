@@ -305,7 +305,7 @@ SCHEDULING = """
 HOOKS = {
     "epochs": SCHEDULING.format("ByEpoch", "scheduler.state_dict, scheduler.load_state_dict", ""),
     "plateau": SCHEDULING.format("ByLoss", "scheduler.state_dict, scheduler.load_state_dict", "record.train_loss"),
-    "forgotten": SCHEDULING.replace("self.state_dict, self.load_state_dict", "_").format("Forgotten", None, ""),
+    "forgotten": SCHEDULING.replace("self.state_dict, self.load_state_dict", "self.rest").format("Forgotten", 0, ""),
     "average": "",
     "thawing": """
         class Thawing(samestep.Hook):
@@ -389,9 +389,9 @@ NAMED = {  # a block, dataset, hook or scheduler whose bits another number of ra
     "forgotten": "the hook Forgotten has scheduler (ExponentialLR)",
     "early": "drawn before samestep.Run",
 }
-OPTIONS = {  # further arguments of calls
+OPTIONS = {  # further arguments of calls; one thread a rank, since OpenMP has a number of its own in each rank's thread
     "Run": """
-        reduction="ordered"; num_threads=2; timeout_seconds=60.0; mesh={"data": -1};
+        reduction="ordered"; num_threads=1; timeout_seconds=60.0; mesh={"data": -1};
         spares=int(communicator is not None and communicator.world_size > 1)
     """,
     "train_step": """
@@ -525,15 +525,13 @@ class Program(make_dataclass("Fields", FIELDS, frozen=True)):
 
 def allowed(p):
     """The nearest program that the documentation allows."""
-    if p.named:  # at least three steps of two microbatches
-        p = replace(
-            p, loop="trainer", microbatches=max(2, p.microbatches), epochs=3, steps=0, patience=False, zero1=False
-        )
-        p = replace(p, batch=max(4, p.batch), loss="mean", precision="32-true", options=(), shares=(), calls="")
+    if p.named:  # a small program, of at least three steps of two microbatches
         kinds = {"data": DATA, "scheduler": SCHEDULERS, "hooks": HOOKS, "blocks": SIMPLE_BLOCKS | CLASS_BLOCKS}
-        field = next((name for name, table in kinds.items() if p.named in table), None)
-        is_tuple = field in ("hooks", "blocks")
-        p = replace(p, **{field: (p.named,) if is_tuple else p.named} if field else {})
+        p = Program(
+            named=p.named, samples=p.samples, batch=max(4, p.batch), microbatches=max(2, p.microbatches), epochs=3
+        )
+        for name in [name for name, table in kinds.items() if p.named in table][:1]:
+            p = replace(p, **{name: (p.named,) if name in SEVERAL else p.named})
     changes = {"microbatches": min(p.microbatches, p.batch)}
     if p.loop == "own":
         kept = tuple(hook for hook in p.hooks if hook == "average")
@@ -571,11 +569,12 @@ def allowed(p):
     p = replace(p, **changes)
     if "thawing" in p.hooks or p.calls == "freezing":  # the first layer, and something must be left to train: the last
         p = replace(p, hooks=tuple(h for h in p.hooks if h != "drawing"))
-    if p.zero1:
-        p = replace(p, options=tuple(option for option in p.options if "spares" not in option))
-    if "spares" in str(p.options):
-        p = replace(p, shares=())
-    left_out = [] if p.data in ("tensors", "dict", "nested", "tensor dataset", "transformed") else ["cache="]
+    if p.zero1 and p.calls == "freezing":
+        p = replace(p, calls="")
+    if "drop_last=True" in str(p.options):
+        p = replace(p, samples=max(p.samples, p.batch))
+    left_out = ["spares"] if p.zero1 or p.shares else []
+    left_out += [] if p.data in ("tensors", "dict", "nested", "tensor dataset", "transformed") else ["cache="]
     left_out += [] if p.data == "streams" else ["exact_states"]
     p = replace(p, options=tuple(each for each in p.options if not any(word in each for word in left_out)))
     return p

@@ -99,11 +99,8 @@ class Disk:
         writes = os.O_WRONLY | os.O_RDWR | os.O_CREAT
         if event == "open" and not (set(arguments[1] or "") & set("wax+") or (arguments[2] or 0) & writes):
             return
-        if cls.kind == "full" and event in (
-            "os.remove",
-            "os.rmdir",
-        ):  # what frees space is not refused for the lack of it
-            return
+        if cls.kind == "full" and event in ("os.remove", "os.rmdir"):
+            return  # what frees space is not refused for the lack of it
         cls.seen += 1
         if cls.first <= cls.seen < cls.first + cls.count:
             if cls.kind == "crash":
