@@ -542,6 +542,7 @@ def allowed(p):
             changes["scheduler"] = "step"
         if p.files:
             changes["zero1"] = False
+            changes["files"] = "counting" not in p.blocks  # its other buffer is not in a `state_dict`
     else:
         changes |= {"critic": False, "files": False}
     if p.data in ("streams", "iterable") or p.data.startswith("own "):
