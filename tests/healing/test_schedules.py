@@ -30,6 +30,12 @@ ENDED_OTHERWISE = {
     "a rank that waits for one that hangs notices that the others have left the exchange": Schedule(
         4, (Fault("hangs", 0, 1), Fault("breaks", 3, 1)), order=1, steps=1
     ),
+    "the end of a fit is agreed as it was by the ranks that have gone on": Schedule(
+        2, (Fault("breaks", 1, 3), Fault("ends", 1, 4, 3)), order=1, steps=4, microbatches=2
+    ),
+    "a replacement that failed before it joined, and does not end, is ended": Schedule(
+        2, (Fault("given up", 2), Fault("killed", 0)), order=418335, steps=1, replacements=1
+    ),
     "a rank that waits for a quorum is not taken for hung": Schedule(
         4, (Fault("killed", 2, 0, 16), Fault("breaks", 0, 0, 21)), order=281458, steps=1
     ),

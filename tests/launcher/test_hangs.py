@@ -91,6 +91,13 @@ def test_a_worker_in_an_exchange_that_the_others_have_left_hangs():
     assert hanging(*still(s0="exchange", s1="regroup")) == [], "it waits for one that may hang itself"
 
 
+def test_a_worker_in_an_exchange_with_one_that_hangs_has_as_much_time_again():
+    looks = [{0: ("exchange", 0.0, 0), 1: ("regroup", -float(index), 0), 2: ("forward", 0.0, 0)} for index in range(24)]
+    assert hanging(*looks) == [2]
+    looks = [{**look, 2: ("exchange", 0.0, 0)} for look in looks]
+    assert hanging(*looks, stopped=(2,)) in ([], [2])
+
+
 def test_a_silent_worker_in_a_regrouping_hangs_while_others_there_show_signs_of_life():
     looks = [{0: ("regroup", 0.0, 0), 1: ("regroup", -float(index), 0)} for index in range(24)]
     assert hanging(*looks) == [0]
