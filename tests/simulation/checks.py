@@ -351,7 +351,7 @@ def script(case):
         head = Path(simulated_collectives.__file__).read_text()
         return f"{head}\n\nCALLS = [\n{listed}]\n\ncheck_calls(CALLS, {ranks}, {odd!r}, {at})\n"
     program = case.program
-    wanted = dict.fromkeys([*case.checks, *PLAIN_CHECKS])
+    wanted = case.checks if case.numbers else dict.fromkeys([*case.checks, *PLAIN_CHECKS])
     checks = [name for name in wanted if not EXCUSES.get(name, lambda p: False)(program)] or ["resumed"]
     checks = ["named"] if program.named else checks
     most = min(4, program.microbatches)

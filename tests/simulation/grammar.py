@@ -618,22 +618,18 @@ def even(p, microbatches):
 
 def plainer(p):
     """The program without what a plain loop cannot do."""
-    microbatches = 1 if p.microbatches % 2 else p.microbatches
-    left_out = DRAWING if microbatches == 1 else {*DRAWING, *NORMALISED, "sometimes", "counting", "bfloat16"}
+    left_out, changes = DRAWING, {"microbatches": 1}
+    if p.microbatches % 2 == 0:
+        left_out = {*DRAWING, *NORMALISED, "sometimes", "counting", "bfloat16"}
+        changes = {"optimizer": "momentum", "second": ""}
+    simplest = "loss precision hooks options clip zero1 critic best patience calls named"
     return replace(
         p,
         blocks=tuple(block for block in p.blocks if block not in left_out),
         data=p.data if p.data in NUMBERED else "tensors",
-        microbatches=microbatches,
-        loss="mean",
-        optimizer=p.optimizer if microbatches == 1 else "momentum",
-        second=p.second if microbatches == 1 else "",
-        scheduler="none" if p.scheduler in ("epochs", "plateau") else p.scheduler,
-        precision="32-true",
-        hooks=(),
-        options=(),
-        **dict.fromkeys(("clip", "zero1", "critic", "patience"), False),
-        **dict.fromkeys(("best", "calls"), ""),
+        scheduler=DEFAULTS["scheduler"] if p.scheduler in HOOKS else p.scheduler,
+        **{name: DEFAULTS[name] for name in simplest.split()},
+        **changes,
     )
 
 
