@@ -1,6 +1,5 @@
 """The simulator holds for some seeds, and finds defects that were once in the code, each put back by a twin."""
 
-import itertools
 import textwrap
 
 import grammar
@@ -33,27 +32,21 @@ def test_what_some_seeds_draw_holds(kind, seed):
 
 def covering():
     """Programs that have each block, data, loss, optimizer, scheduler and precision, several in one."""
-    tables = grammar.BLOCKS, grammar.DATA, grammar.LOSSES, grammar.OPTIMIZERS, grammar.SCHEDULERS, grammar.PRECISIONS
-    cycles = [itertools.cycle(table) for table in tables]
-    for number in range(max(map(len, tables))):
-        block, data, loss, optimizer, scheduler, precision = map(next, cycles)
+    names = "data", "loss", "optimizer", "scheduler", "precision"
+    tables = {name: [*dict.fromkeys(grammar.CHOICES[name])] for name in names}
+    for number in range(max(map(len, (grammar.BLOCKS, *tables.values())))):
         program = Program(
-            blocks=(block,),
-            data=data,
+            blocks=(grammar.BLOCKS[number % len(grammar.BLOCKS)],),
             samples=11,
-            batch=4,
             microbatches=2,
             epochs=2,
             seed=number,
-            loss=loss,
-            optimizer=optimizer,
-            scheduler=scheduler,
-            precision=precision,
             second="rmsprop" if number % 5 == 1 else "",
             groups=number % 5 == 2,
             clip=number % 3 == 0,
             hooks=("average",) if number % 2 else (),
             evaluated="" if number % 2 else "classes",
+            **{name: table[number % len(table)] for name, table in tables.items()},
         )
         yield grammar.allowed(program)
 
