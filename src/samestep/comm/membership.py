@@ -245,7 +245,7 @@ class Membership:
             PeerLostError: a rank was lost meanwhile.
         """
         transport = self.communicator.transport
-        if isinstance(transport, Connection) and transport.check_lost is not None and transport.stream is not None:
+        if isinstance(transport, Connection) and transport.check_lost is not None:
             event = torch.cuda.current_stream(self.communicator.device).record_event()
             wait_until(event.query, transport.check_lost, self.timeout.total_seconds())
 
@@ -461,7 +461,7 @@ class Membership:
         for transport in (self.communicator.transport, self.communicator.control):
             if isinstance(transport, Connection):
                 transport.names_missing = names
-                transport.check_lost = None if names else self._check_lost
+                transport.check_lost = None if names or transport.stream is None else self._check_lost
 
     def _divide(self) -> tuple[range, ...]:
         """The microbatches of each rank: all on the first ranks, none on the spares after them."""

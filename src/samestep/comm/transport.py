@@ -103,8 +103,7 @@ class Connection(Transport):
         self.run_size = world_size
         self.healing_store = healing_store
         self.names_missing = True  # whether an error names the ranks that did not answer; false if a supervisor does
-        # Raises if a rank is lost; called while this one waits, if the run heals. Else it would wait for a rank that
-        # hangs, or block a stream, and not notice that the others have gone on.
+        # Raises if a rank is lost. Set where waiting blocks a stream, which nothing would end then, and the run heals.
         self.check_lost: Callable[[], None] | None = None
         self.call = 0  # up to 15 bits: of what a process group calls, which ranks that call something else notice
         self.advice = ADVICE  # in the error of a transfer for which a rank is missing

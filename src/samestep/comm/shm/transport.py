@@ -228,8 +228,6 @@ class SharedTransport(Connection):
                 if words[at] > number:  # it may have posted this between the two looks, as its last operation
                     return
                 raise self._lost([p for p in self.others if words[segment.lanes[p].posted] <= number])
-            if self.check_lost is not None:
-                self.check_lost()
             before = time.monotonic()
             # With a limit: a process that is killed wakes no rank.
             segment.wait(at, posted, pause)
@@ -249,8 +247,6 @@ class SharedTransport(Connection):
                 if self._is_read(block):
                     return
                 raise self._lost(late)
-            if self.check_lost is not None:
-                self.check_lost()
             before = time.monotonic()
             time.sleep(pause)  # not a futex: a reader would have to make a system call for each mark
             waited += min(time.monotonic() - before, LONGEST_COUNTED_SECONDS)
