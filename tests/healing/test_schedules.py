@@ -37,7 +37,7 @@ ENDED_OTHERWISE = {
         2, (Fault("given up", 2), Fault("killed", 0)), order=418335, steps=1, replacements=1
     ),
     "a rank that waits for a quorum is not taken for hung": Schedule(
-        4, (Fault("given up", 3, 2, 13), Fault("breaks", 2, 2, 16)), order=53826
+        4, (Fault("given up", 1, 4, 11), Fault("breaks", 2, 4, 15)), order=538563
     ),
 }
 
