@@ -10,7 +10,7 @@ import simulated_scripts
 from grammar import BLOCK, CLASS_BLOCKS, SIMPLE_BLOCKS
 from hypothesis import strategies as st
 
-TEMPLATE = Path(__file__).with_name("script.txt")
+TEMPLATE = Path(__file__).with_name("drawn_script.txt")
 RARE = [False, False, False, True]
 CHOICES = {  # the first value of each is the simplest
     "kind": ["ddp", "ddp", "fsdp", *(["accelerate"] if find_spec("accelerate") else []), "plain", "parallel"],
