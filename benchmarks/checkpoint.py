@@ -22,9 +22,9 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from samestep.train.checkpoint.packing import pack
-from samestep.train.checkpoint.saver import CheckpointSaver
-from samestep.train.checkpoint.storage import Snapshot, newest_checkpoint
+from samestep.checkpoint.packing import pack
+from samestep.checkpoint.saver import CheckpointSaver
+from samestep.checkpoint.storage import Snapshot, newest_checkpoint
 
 AIM = 1.2
 

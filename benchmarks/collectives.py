@@ -21,7 +21,7 @@ import facts
 import torch
 import torch.distributed as dist
 
-from samestep.comm.process_group import register_backend
+from samestep.logical.process_group import register_backend
 
 SIZES = tuple(1 << power for power in range(10, 27, 4))
 ROUND_SECONDS = 0.02

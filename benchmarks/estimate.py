@@ -24,12 +24,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from samestep.estimate.costs import Layout, gather_seconds, needed_memory, step_time
+from samestep.estimate.costs import KINDS, Cluster, Layout, gather_seconds, needed_memory, read_cluster, step_time
 from samestep.estimate.estimate import Request, make_search
-from samestep.estimate.hardware import KINDS, Cluster, read_cluster
 from samestep.estimate.trace import checkpoint_blocks, trace
 from samestep.estimate.workload import OPTIMIZERS, Workload, published, repeated_blocks
-from samestep.recipes.workload import recipe_workload
+from samestep.recipes.estimating import recipe_workload
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "estimate.md"
 MARKERS = ("<!-- measured: {} -->", "<!-- measured: end of {} -->")

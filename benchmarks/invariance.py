@@ -222,7 +222,7 @@ def compare(alone: Observation, together: Observation) -> dict[str, Any]:
 
 def _digits(count: int) -> Data:
     """So many scanned digits, in [0, 1]."""
-    from samestep.data.embedded import digits
+    from samestep.data.named import digits
 
     inputs, labels = digits()
     return inputs[:count].float() / 255, labels[:count]

@@ -23,11 +23,11 @@ from rich.console import Console
 from rich.table import Table
 
 import samestep
+from samestep.checkpoint.digest import as_hex, state_checksum
 from samestep.recipes.catalog import load
-from samestep.recipes.job import make_optimizer, optimizer_settings
 from samestep.recipes.recipe import DataOptions
-from samestep.train.digest import as_hex, state_checksum
-from samestep.train.runlog.ledger import LedgerWriter, learning_rates, ledger_entry
+from samestep.recipes.training import make_optimizer, optimizer_settings
+from samestep.runs.ledger import LedgerWriter, learning_rates, ledger_entry
 
 DEFAULT_K = 100
 AIM = 1.01

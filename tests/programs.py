@@ -13,17 +13,17 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from samestep.checkpoint.digest import named_state, state_digest
+from samestep.checkpoint.local_shards import unsharded
 from samestep.core.microbatches import microbatch_ranges
 from samestep.core.tree import Block, TreeSum, rank_blocks
 from samestep.data.randomness import Generators
 from samestep.engine.losses import Mean
 from samestep.metrics import accuracy, cross_entropy
 from samestep.recipes.catalog import load
-from samestep.recipes.job import make_optimizer
 from samestep.recipes.recipe import DataOptions
-from samestep.train.checkpoint.local_shards import unsharded
-from samestep.train.digest import named_state, state_digest
-from samestep.train.run import Run
+from samestep.recipes.training import make_optimizer
+from samestep.run.run import Run
 
 
 def reduce_leaves(communicator, leaves, numel, shares=None):

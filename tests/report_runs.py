@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from samestep.train.runlog.ledger import to_line
+from samestep.runs.ledger import to_line
 
 BEGIN = datetime(2026, 1, 31, 12, 0, tzinfo=UTC)
 BATCH = 128

@@ -21,9 +21,12 @@ LAYERS = (
     "data",
     "engine",
     "metrics",
-    "train",
+    "checkpoint",
+    "runs",
+    "run",
     "launcher",
     "scripts",
+    "logical",
     "tutorial",
     "verify",
     "estimate",
@@ -33,7 +36,7 @@ LAYERS = (
     "doctor",
     "cli",
 )
-BOTTOM = {"errors", "extras", "text", "user_code", "version"}
+BOTTOM = {"callsite", "errors", "extras", "files", "patch", "text", "version"}
 HEAVY = ("torch", "numpy", "matplotlib", "tensorboard", "sklearn")
 FILES = {"errors", "metrics", "tutorial"}  # layers of one module
 MODULES = sorted(path for path in ROOT.rglob("*.py") if path.parent != ROOT or path.stem in FILES)
@@ -44,36 +47,24 @@ SOURCES = {
 PROGRAMS = {name for name, source in SOURCES.items() if '__name__ == "__main__"' in source}  # for `python -m`
 NAMED = re.compile(r"(samestep(?:\.\w+)+)(?::[\w.]+)?")  # a module in a string, alone or with a function of it
 
-SMALL = 70
-SMALL_FOR_A_REASON = {
-    "data.text": "used by scripts too: docs/data.md names it",
-    "devices.host_memory": "for workers, and for runs without a launcher",
-    "devices.probe": "run as a file, by a child process",
-    "engine.pipelining.strategy": "loaded if it is chosen, as the other strategies",
-    "engine.sharding.strategy": "loaded if it is chosen, as the other strategies",
-    "engine.whole_weights": "loaded for sharded state alone",
-    "scripts.sync_batch_norm": "imports torch, which children of a script that import spawning may not need",
-}
-
 # Modules that what must be trusted imports, and the reason why no bit depends on them.
 UNTRUSTED = {
-    "devices.host_memory": "has malloc keep freed memory",
+    "devices.device": "has malloc keep freed memory",
     "devices.inventory": "finds devices",
     "devices.selection": "prints a hint on cores that are not used",
     "engine.diagnosis": "explains failures",
     "engine.side_effects": "reads attributes in the first steps, and prints notices",
     "errors": "exceptions",
     "text": "messages",
-    "train.arguments": "answers unknown arguments",
-    "train.atomic_io": "writes and reads files, whose bytes the manifest verifies",
-    "train.contract": "says what decides the bits; nothing is computed by it",
-    "train.contract_diff": "refuses another contract",
-    "train.evaluation": "measures, and restores what it changed",
-    "train.exceptions": "raises an error of one rank on all",
-    "train.fixed_cost": "prints a hint",
-    "train.profile": "traces some steps",
-    "train.rerun": "of `samestep replay` alone",
-    "train.signals": "ends a run between two steps",
+    "run.arguments": "answers unknown arguments",
+    "files": "writes and reads files, whose bytes the manifest verifies",
+    "checkpoint.contract": "says what decides the bits; nothing is computed by it",
+    "checkpoint.contract_diff": "refuses another contract",
+    "run.evaluation": "measures, and restores what it changed",
+    "comm.exceptions": "raises an error of one rank on all",
+    "run.fixed_cost": "prints a hint",
+    "run.profile": "traces some steps",
+    "run.signals": "ends a run between two steps",
 }
 
 
@@ -181,7 +172,7 @@ def trusted() -> list[tuple[int, list[str]]]:
 def test_what_must_be_trusted_imports_nothing_else_that_could_decide_a_bit():
     modules = [name for _, names in trusted() for name in names]
     assert len(set(modules)) == len(modules)
-    assert {"engine.step", "data.loader", "train.run", "train.checkpoint.state"} <= set(modules)
+    assert {"engine.step", "data.loader", "run.run", "checkpoint.state"} <= set(modules)
     assert neighbours(graph(SOURCES, with_types=False), set(modules)) == UNTRUSTED.keys()
 
 
@@ -209,29 +200,29 @@ def test_the_lines_of_what_must_be_trusted_are_about_those_that_the_table_says()
 
 
 def test_a_wrong_import_is_noticed_wherever_it_stands():
-    wrong = "def late():\n    if True:\n        from samestep.train.run import Run\n"
-    assert violations("samestep.data.loader", wrong) == ["line 3: samestep.train.run.Run"]
-    typing_only = "if TYPE_CHECKING:\n    from samestep.train.run import Run\nelse:\n    import samestep.cli.main\n"
+    wrong = "def late():\n    if True:\n        from samestep.run.run import Run\n"
+    assert violations("samestep.data.loader", wrong) == ["line 3: samestep.run.run.Run"]
+    typing_only = "if TYPE_CHECKING:\n    from samestep.run.run import Run\nelse:\n    import samestep.cli.main\n"
     assert violations("samestep.data.loader", typing_only) == ["line 4: samestep.cli.main"]
     assert violations("samestep.cli.main", wrong) == []
 
 
 def test_a_wrong_import_by_a_string_is_noticed():
     for wrong in (
-        'import_module("samestep.train.run")',
-        '__import__("samestep.train.run")',
-        'Job("function", "samestep.train.run:Run.loader")',
-        'NAMES = ("run", "loader")\nimport_module(f"samestep.train.{name}")',
+        'import_module("samestep.run.run")',
+        '__import__("samestep.run.run")',
+        'Job("function", "samestep.run.run:Run.loader")',
+        'NAMES = ("run", "loader")\nimport_module(f"samestep.run.{name}")',
     ):
-        assert [name for _, name in imports(wrong)] == ["samestep.train.run"], wrong
+        assert [name for _, name in imports(wrong)] == ["samestep.run.run"], wrong
         assert len(violations("samestep.data.loader", wrong)) == 1, wrong
     assert imports('"samestep.Run makes it"; f"samestep.{name}"; f"{package}.run"; "samestep.Run"') == []
     assert violations("samestep.cli.main", "import samestep\nfrom samestep import Run, text") == [
         "line 1: samestep",
         "line 2: samestep.Run",
     ]
-    sources = SOURCES | {"train.arguments": SOURCES["train.arguments"] + '\nimport_module("samestep.train.trainer")'}
-    assert any({"train.arguments", "train.trainer"} <= cycle for cycle in cycles(graph(sources)))
+    sources = SOURCES | {"run.arguments": SOURCES["run.arguments"] + '\nimport_module("samestep.run.trainer")'}
+    assert any({"run.arguments", "run.trainer"} <= cycle for cycle in cycles(graph(sources)))
 
 
 def test_the_plan_is_pure_arithmetic_without_torch():
@@ -273,15 +264,10 @@ def test_a_cycle_through_other_modules_is_noticed():
     assert cycles({"a": {"b"}, "b": set()}) == set()
 
 
-def test_a_small_module_has_more_than_one_importer_or_a_reason():
-    importers = Counter(name for edges in graph(SOURCES | {"__init__": ""}).values() for name in edges)
-    small = {
-        name
-        for name, times in importers.items()
-        if times == 1 and len((ROOT / f"{name.replace('.', '/')}.py").read_text(encoding="utf-8").splitlines()) < SMALL
-    }
-    chosen = {name for name in small if name.startswith(("cli.", "recipes."))}  # a thin module a command or recipe
-    assert sorted(small - chosen - SMALL_FOR_A_REASON.keys()) == []
+def test_no_two_files_have_the_same_name():
+    files = [path for path in ROOT.rglob("*.py") if path.name != "__init__.py" and path.parent.name != "cli"]
+    names = Counter(path.name for path in files)
+    assert [name for name, count in names.items() if count > 1] == []
 
 
 def test_packages_offer_no_names_of_their_own():

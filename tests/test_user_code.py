@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from samestep import user_code
-from samestep.user_code import is_script_file, script_frame, script_line
+from samestep import callsite
+from samestep.callsite import is_script_file, script_frame, script_line
 
 
 def run_as(filename, source, **names):
@@ -23,7 +23,7 @@ def run_as(filename, source, **names):
         os.__file__,
         torch.nn.functional.__file__,
         pytest.__file__,
-        user_code.__file__,
+        callsite.__file__,
         "<string>",
         "<frozen importlib._bootstrap>",
         "<__array_function__ internals>",
@@ -34,7 +34,7 @@ def test_files_of_libraries_are_not_the_users(filename):
 
 
 def test_files_elsewhere_are_the_users(tmp_path):
-    own = Path(user_code.__file__).parent  # a folder whose name begins like that of a library
+    own = Path(callsite.__file__).parent  # a folder whose name begins like that of a library
     for name in (str(tmp_path / "train.py"), __file__, "<stdin>", f"{own}_experiments{os.sep}train.py"):
         assert is_script_file(name)
 

@@ -19,9 +19,7 @@ OWN_FOLDERS = {TESTS, TESTS.parent / "benchmarks"}
 STARTING_MODULES = {
     "subprocess",
     "multiprocessing",
-    "samestep.launcher.notebook",
     "samestep.launcher.supervisor",
-    "samestep.verify.runner",
     "samestep.verify.verdict",
 }
 STARTING_NAMES = {*STARTING_MODULES, "fork", "ask_torch", "check_ranks"}

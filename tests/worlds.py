@@ -14,7 +14,7 @@ import torch
 
 from samestep.comm.communicator import Communicator
 from samestep.comm.sequential import SequentialWorld
-from samestep.data.transfer import to_host
+from samestep.data.nested import to_host
 
 PATIENCE_SECONDS = 400
 DEVICE = os.environ.get("SAMESTEP_TEST_DEVICE", "cpu")  # "cuda": the same tests, on fake GPUs
@@ -24,8 +24,8 @@ PRELOADED = [
         "torch",
         "torch._dynamo",
         "torch.distributed.tensor.parallel",
-        "samestep.train.trainer",
-        "samestep.recipes.job",
+        "samestep.run.trainer",
+        "samestep.recipes.training",
         "samestep.scripts.script",
     ),
     *("sklearn.datasets", "matplotlib.pyplot", "torch.utils.tensorboard"),

@@ -21,8 +21,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from workloads import SEED, WARM_UP_STEPS, WORKLOADS, Workload
 
+from samestep.checkpoint.digest import (
+    state_digest,
+)  # by such a module `samestep run` sees that the script knows of ranks
 from samestep.engine.losses import Mean
-from samestep.train.digest import state_digest  # by such a module `samestep run` sees that the script knows of ranks
 
 KNOWN_BY = {"images": "W1", "masked": "W3", "batchnorm": "W4"}
 LEARNING_RATES = {"images": 0.2, "masked": 1.0, "batchnorm": 1.0}

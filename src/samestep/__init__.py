@@ -18,27 +18,27 @@ from samestep.version import __version__
 
 if TYPE_CHECKING:
     from samestep import metrics, tutorial
+    from samestep.checkpoint.digest import state_digest
     from samestep.comm.communicator import Communicator
-    from samestep.comm.process_group import register_backend
     from samestep.data.batch import Batch
     from samestep.data.loader import Loader
+    from samestep.data.nested import to_device, to_host, to_numpy
     from samestep.data.tensors import TensorData
-    from samestep.data.transfer import to_device, to_host, to_numpy
     from samestep.devices.inventory import discover
     from samestep.devices.selection import select
+    from samestep.engine.config import Pipeline, Replicate, Sharded
     from samestep.engine.losses import Mean
     from samestep.engine.observer import StepObserver
     from samestep.engine.result import StepResult
     from samestep.engine.step import TrainStep
-    from samestep.engine.strategies import Pipeline, Replicate, Sharded
     from samestep.errors import SamestepError
-    from samestep.launcher.notebook import launch
+    from samestep.launcher.supervisor import launch
+    from samestep.logical.process_group import register_backend
+    from samestep.run.hooks import EMA, Hook
+    from samestep.run.run import Run
+    from samestep.run.trainer import Trainer
+    from samestep.runs.history import EpochRecord
     from samestep.scripts.parallel import DataParallel, data_parallel
-    from samestep.train.digest import state_digest
-    from samestep.train.epoch import EpochRecord
-    from samestep.train.hooks import EMA, Hook
-    from samestep.train.run import Run
-    from samestep.train.trainer import Trainer
 
 # cuBLAS gives the same bits from call to call only with this, and torch reads it once, at the first matrix product on a
 # GPU: a script may compute one before it makes its run.
@@ -48,30 +48,30 @@ _HOMES = {
     "Batch": "samestep.data.batch",
     "Communicator": "samestep.comm.communicator",
     "DataParallel": "samestep.scripts.parallel",
-    "EMA": "samestep.train.hooks",
-    "EpochRecord": "samestep.train.epoch",
-    "Hook": "samestep.train.hooks",
+    "EMA": "samestep.run.hooks",
+    "EpochRecord": "samestep.runs.history",
+    "Hook": "samestep.run.hooks",
     "Loader": "samestep.data.loader",
     "Mean": "samestep.engine.losses",
-    "Pipeline": "samestep.engine.strategies",
-    "Replicate": "samestep.engine.strategies",
-    "Run": "samestep.train.run",
+    "Pipeline": "samestep.engine.config",
+    "Replicate": "samestep.engine.config",
+    "Run": "samestep.run.run",
     "SamestepError": "samestep.errors",
-    "Sharded": "samestep.engine.strategies",
+    "Sharded": "samestep.engine.config",
     "StepObserver": "samestep.engine.observer",
     "StepResult": "samestep.engine.result",
     "TensorData": "samestep.data.tensors",
     "TrainStep": "samestep.engine.step",
-    "Trainer": "samestep.train.trainer",
+    "Trainer": "samestep.run.trainer",
     "data_parallel": "samestep.scripts.parallel",
     "discover": "samestep.devices.inventory",
-    "launch": "samestep.launcher.notebook",
-    "register_backend": "samestep.comm.process_group",
+    "launch": "samestep.launcher.supervisor",
+    "register_backend": "samestep.logical.process_group",
     "select": "samestep.devices.selection",
-    "state_digest": "samestep.train.digest",
-    "to_device": "samestep.data.transfer",
-    "to_host": "samestep.data.transfer",
-    "to_numpy": "samestep.data.transfer",
+    "state_digest": "samestep.checkpoint.digest",
+    "to_device": "samestep.data.nested",
+    "to_host": "samestep.data.nested",
+    "to_numpy": "samestep.data.nested",
 }
 
 __all__ = [

@@ -8,8 +8,7 @@ from typing import NoReturn
 
 from samestep.comm.environment import read_environment, torchrun_defaults
 from samestep.errors import UsageError
-from samestep.launcher.process_tree import held_signals, open_standard_streams
-from samestep.launcher.server_process import EarlyServer, server_variables
+from samestep.launcher.processes import EarlyServer, held_signals, open_standard_streams, server_variables
 
 WITH_WORKERS = ("run", "train")
 WITHOUT_SERVER = ("--help", "--nnodes", "--num-threads", "--rdzv", "--start-method")

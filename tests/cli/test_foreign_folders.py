@@ -17,9 +17,9 @@ import pytest
 from cli_commands import samestep, write_table
 
 from samestep.cli.main import main
-from samestep.train.atomic_io import write_json
-from samestep.train.runlog.ledger import to_line
-from samestep.train.runlog.recorder import file_sha256
+from samestep.files import write_json
+from samestep.runs.ledger import to_line
+from samestep.runs.recorder import file_sha256
 
 CHECKPOINT = "checkpoints/step-00000004"
 WRITTEN = ("run.json", "result.json", "ledger.jsonl", "metrics.jsonl", ".lock", "logs/rank-1.log")

@@ -10,8 +10,8 @@ from cli_commands import samestep, write_table
 from safetensors import safe_open
 
 from samestep.devices.selection import cpu_workers_for
+from samestep.runs.ledger import from_line
 from samestep.text import counted
-from samestep.train.runlog.ledger import from_line
 
 
 def train_json(*args, cwd, **options):

@@ -7,7 +7,7 @@ import shutil
 import pytest
 from cli_commands import samestep, write_table
 
-from samestep.train.runlog.ledger import from_line
+from samestep.runs.ledger import from_line
 
 
 def digest(done):

@@ -4,7 +4,7 @@ import pytest
 from cli_commands import samestep
 from test_train_command import tables, train_json
 
-from samestep.train.runlog.ledger import from_line
+from samestep.runs.ledger import from_line
 
 __all__ = ["tables"]
 

@@ -11,7 +11,7 @@ from samestep.devices.device import Device
 from samestep.devices.nvidia import Reading
 from samestep.errors import UsageError
 from samestep.extras import EXTRAS, is_installed, missing
-from samestep.train.runlog.loggers import TensorBoardLogger
+from samestep.runs.recorder import TensorBoardLogger
 
 HIDE = f"""
 from importlib.machinery import PathFinder

@@ -16,7 +16,7 @@ from samestep.comm.environment import read_environment
 from samestep.core.microbatches import microbatch_ranges
 from samestep.core.tree import rank_blocks
 from samestep.errors import SamestepError
-from samestep.train.run import Run
+from samestep.run.run import Run
 
 DTYPES = [
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16),

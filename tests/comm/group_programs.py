@@ -13,7 +13,7 @@ import torch.distributed._functional_collectives as functional
 from torch.nn.parallel import DistributedDataParallel
 from worlds import device_of
 
-from samestep.comm.process_group import GroupError, register_backend
+from samestep.logical.process_group import GroupError, register_backend
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 COMPLEX = [torch.complex64, torch.complex128]

@@ -13,7 +13,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 from worlds import device_of
 
-from samestep.comm import collectives
+from samestep.logical import collectives
 
 
 def digest_of(model):

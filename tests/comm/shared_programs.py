@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from worlds import PATIENCE_SECONDS, PRELOADED
 
+from samestep.comm import segment as segment_module
 from samestep.comm.connecting import connect_at
 from samestep.comm.environment import Environment
-from samestep.comm.shm import segment as segment_module
-from samestep.comm.shm.transport import MAX_BROADCASTS, SharedTransport
+from samestep.comm.shared_memory import MAX_BROADCASTS, SharedTransport
 
 CPU = torch.device("cpu")
 

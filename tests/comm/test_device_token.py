@@ -11,8 +11,8 @@ import time
 
 import pytest
 
-from samestep.comm import device_token
-from samestep.comm.device_token import DeviceToken
+from samestep.launcher import device_token
+from samestep.launcher.device_token import DeviceToken
 
 FORK = multiprocessing.get_context("fork")
 

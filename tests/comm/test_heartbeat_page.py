@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from samestep.comm import heartbeat_page
-from samestep.comm.heartbeat_page import (
+from samestep.comm import heartbeat
+from samestep.comm.heartbeat import (
     HEALS,
     MAX_LOST,
     MAX_SLOTS,
@@ -51,7 +51,7 @@ def test_a_view_has_the_next_number_and_tells_what_became_of_the_lost(page):
 
 def test_a_quorum_of_which_half_is_written_is_waited_for_and_not_for_ever(page, monkeypatch):
     os.pwrite(page.fd, b"\0", 40)  # where its supervisor died
-    monkeypatch.setattr(heartbeat_page, "WRITING_LOOKS", 3)
+    monkeypatch.setattr(heartbeat, "WRITING_LOOKS", 3)
     with pytest.raises(PeerLostError, match="the supervisor of the run has ended"):
         page.quorum()
 

@@ -19,8 +19,8 @@ from group_programs import (
 )
 from worlds import DEVICE, PATIENCE_SECONDS, PRELOADED, cpu_only, in_turns
 
-from samestep.comm import collectives
-from samestep.comm.collectives import Operation
+from samestep.logical import collectives
+from samestep.logical.collectives import Operation
 
 TRANSPORTS = ["shared", "gloo"]
 

@@ -20,10 +20,9 @@ from shared_programs import (
 )
 from worlds import DEVICE, SHARED
 
-from samestep.comm.shm import ring, segment
-from samestep.comm.shm.ring import PATIENCE, Outbox
-from samestep.comm.shm.segment import NoSegmentError
-from samestep.comm.shm.transport import MAX_BROADCAST_BYTES
+from samestep.comm import segment
+from samestep.comm.segment import PATIENCE, NoSegmentError, Outbox
+from samestep.comm.shared_memory import MAX_BROADCAST_BYTES
 
 MEGABYTE = 1 << 20
 
@@ -119,7 +118,7 @@ def test_places_never_overlap_and_the_lowest_is_taken(operations, places):
 
 
 def test_only_pages_behind_all_that_is_in_use_or_was_taken_of_late_are_released(monkeypatch):
-    monkeypatch.setattr(ring, "PATIENCE", 5)
+    monkeypatch.setattr(segment, "PATIENCE", 5)
     read, blocks, released, choose = set(), [], 0, random.Random(0).choice
     outbox = Outbox(MEGABYTE, 64, lambda block: block.number in read)
     for number in range(2000):

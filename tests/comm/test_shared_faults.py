@@ -6,8 +6,8 @@ import signal
 import pytest
 from shared_programs import puppets
 
-from samestep.comm.shm import segment
-from samestep.comm.shm.segment import NoSegmentError
+from samestep.comm import segment
+from samestep.comm.segment import NoSegmentError
 
 LOST = "waits for rank {}, which has died, has ended, or is late"
 

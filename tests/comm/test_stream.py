@@ -9,7 +9,7 @@ from worlds import in_turns
 
 from samestep.comm.communicator import Communicator
 from samestep.comm.reduction import Reduction
-from samestep.train.run import Run
+from samestep.run.run import Run
 
 MANY_BUCKETS = {"bucket_bytes": 1000, "max_grad_norm": 0.5}
 

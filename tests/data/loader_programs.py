@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from samestep.data.tensors import TensorData
-from samestep.train.run import Run
+from samestep.run.run import Run
 
 Sample = namedtuple("Sample", ["id", "noise"])
 

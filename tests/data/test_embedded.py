@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from samestep.data import embedded
+from samestep.data import named
 from samestep.errors import DataError, UsageError
 
 
@@ -16,7 +16,7 @@ def run(program):
 
 
 def test_the_digits_are_the_same_bytes_everywhere():
-    images, labels = embedded.digits()
+    images, labels = named.digits()
     assert images.shape == (1797, 1, 28, 28)
     content = images.numpy().tobytes() + labels.numpy().tobytes()
     assert hashlib.sha256(content).hexdigest() == GOLDEN
@@ -62,7 +62,7 @@ assert dict(os.environ) == before
 def test_without_scikit_learn_the_extra_that_brings_it_is_named(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"pip install 'samestep\[recipes\]', or give other data by --data"):
-        embedded.digits()
+        named.digits()
 
 
 def test_a_scikit_learn_without_the_file_is_named(monkeypatch, tmp_path):
@@ -71,4 +71,4 @@ def test_a_scikit_learn_without_the_file_is_named(monkeypatch, tmp_path):
     )
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
     with pytest.raises(DataError, match=r"diabetes_data_raw\.csv\.gz: there is no such file"):
-        embedded.diabetes()
+        named.diabetes()

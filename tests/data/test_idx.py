@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep.data.idx import DTYPES, find_pairs, read_idx, read_image_label_pair
+from samestep.data.readers import DTYPES, find_pairs, read_idx, read_image_label_pair
 from samestep.errors import DataError
 
 

@@ -25,7 +25,7 @@ from samestep.data.fetch import SeededSamples
 from samestep.data.randomness import Generators
 from samestep.data.tensors import TensorData
 from samestep.errors import DataError, UsageError
-from samestep.train.run import Run
+from samestep.run.run import Run
 
 KINDS = ["tensors", "scrambled", "gathered", "one by one", "rarely", "in groups", "stream"]
 

@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from samestep.data.embedded import digits
-from samestep.data.named import DOWNLOADS, bytes_to_unit, cache_folder, fetch, image_data
+from samestep.data.named import DOWNLOADS, bytes_to_unit, cache_folder, digits, fetch, image_data
 from samestep.data.tensors import TensorData
 from samestep.errors import DataError, UsageError
 

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from samestep.data.fetch import NUM_BUFFERS, PinnedRows, RowGather, check_fits
 from samestep.data.nested import leaves
-from samestep.data.staging import NUM_BUFFERS, PinnedRows, RowGather, check_fits
 from samestep.data.tensors import TensorData
 from samestep.errors import OutOfMemoryError
 

@@ -12,7 +12,7 @@ from torch.utils.data import IterableDataset
 from worlds import in_turns
 
 from samestep.data import streams as streams_module
-from samestep.train.run import Run
+from samestep.run.run import Run
 
 COUNT = 203  # samples of all streams
 

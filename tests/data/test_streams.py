@@ -14,8 +14,8 @@ from samestep import Mean
 from samestep.data import streams as streams_module
 from samestep.data.streams import SavedState, Stream
 from samestep.errors import CheckpointError, DataError, DeterminismError, UsageError
-from samestep.train.run import Run
-from samestep.train.trainer import Trainer
+from samestep.run.run import Run
+from samestep.run.trainer import Trainer
 
 LENGTHS = (8, 4, 0, 14, 6, 6, 2, 20)  # some end early, one is empty
 LENGTHS_OF_FOUR = (9, 3, 0, 14)

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep.data.tables import mean_and_scale, read_csv, standardize
+from samestep.data.readers import mean_and_scale, read_csv, standardize
 from samestep.errors import DataError, UsageError
 
 numbers = st.floats(-1e6, 1e6, width=32)

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from samestep.data.readers import ByteWindows
 from samestep.data.tensors import InMemory, TensorData, head_tail, shuffled_split
-from samestep.data.text import ByteWindows
 from samestep.errors import DataError, UsageError
 
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep.data.text import IGNORE_INDEX, ByteWindows, read_bytes, to_bytes
+from samestep.data.readers import IGNORE_INDEX, ByteWindows, read_bytes, to_bytes
 from samestep.errors import DataError, UsageError
 
 

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from samestep.data.nested import map_tensors
-from samestep.data.transfer import to_device, to_host, to_numpy
+from samestep.data.nested import map_tensors, to_device, to_host, to_numpy
 from samestep.errors import DeviceError, UsageError
 
 META = torch.device("meta")

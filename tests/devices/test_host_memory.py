@@ -6,12 +6,12 @@ import sys
 
 import pytest
 
-from samestep.train import run as run_module
+from samestep.run import run as run_module
 
 if platform.libc_ver()[0] != "glibc":
     pytest.skip("glibc's malloc alone is set", allow_module_level=True)
 
-KEEPING = "from samestep.devices.host_memory import keep_freed_memory\nkeep_freed_memory()\n"
+KEEPING = "from samestep.devices.device import keep_freed_memory\nkeep_freed_memory()\n"
 SCRIPT = """
 import resource
 import torch

@@ -12,9 +12,9 @@ import torch
 from machines import CPU, CPU_TORCH, CUDA_TORCH, gpu, server
 
 from samestep.devices import inventory as inventory_module
+from samestep.devices.cuda_probe import ask_torch, load_driver
 from samestep.devices.inventory import Inventory, TorchBuild, discover, physical_cores, torch_build, usable_cores
 from samestep.devices.nvidia import Reading
-from samestep.devices.probe import ask_torch, load_driver
 from samestep.devices.selection import select
 from samestep.errors import DeviceError
 

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from samestep.doctor.collectives import run_worker
+from samestep.doctor.rank_checks import run_worker
 
 BROKEN_RANK = 1
 

@@ -15,8 +15,20 @@ from samestep.devices.device import Device, Process
 from samestep.devices.inventory import discover
 from samestep.devices.selection import select
 from samestep.doctor import check_table
-from samestep.doctor.check_table import CHECKS, Machine, TorchFacts, ask_torch, check_node
-from samestep.doctor.result import Result, as_object, bad, good, is_good, note, print_results
+from samestep.doctor.check_table import (
+    CHECKS,
+    Machine,
+    Result,
+    TorchFacts,
+    as_object,
+    ask_torch,
+    bad,
+    check_node,
+    good,
+    is_good,
+    note,
+    print_results,
+)
 
 GIB = 2**30
 CUDA = TorchFacts("2.13.0+cu130", build="CUDA 13.0", gloo=True)
@@ -275,7 +287,7 @@ def test_the_run_folder_is_tried_and_left_as_it_was(tmp_path, monkeypatch):
     gone = check_table.check_run_folder(replace(MACHINE, folder=tmp_path / "gone"))
     assert gone.state == "bad"
     assert "--run-dir" in gone.advice
-    from samestep.train import paths
+    from samestep.checkpoint import paths
 
     monkeypatch.setattr(paths, "is_locked", lambda folder: None)
     assert check_table.check_run_folder(replace(MACHINE, folder=tmp_path)).state == "note"

@@ -14,8 +14,8 @@ from worlds import in_turns
 
 from samestep.comm.environment import Environment
 from samestep.devices.selection import select
-from samestep.doctor.collectives import COLLECTIVES, Verdict, check_clocks, combine, difference, transports
 from samestep.doctor.local import check_ranks
+from samestep.doctor.rank_checks import COLLECTIVES, Verdict, check_clocks, combine, difference, transports
 
 TRANSPORT_OWN = [collective for collective in COLLECTIVES if not collective.is_torch]
 BY_NAME = {collective.name: collective for collective in COLLECTIVES}
@@ -105,7 +105,7 @@ def test_a_rank_that_dies_is_named(broken_programs, nothing_left):
 
 @pytest.mark.slow
 def test_ranks_that_fail_before_they_say_a_word_are_a_result(nothing_left):
-    results, _ = check_ranks(select("cpu:1"), 5.0, True, "samestep.doctor.collectives:not_there")
+    results, _ = check_ranks(select("cpu:1"), 5.0, True, "samestep.doctor.rank_checks:not_there")
     (found,) = results
     assert (found.name, found.state) == ("ranks", "bad")
     assert "not_there" in found.found

@@ -14,6 +14,7 @@ from proof_worlds import shortened
 
 from samestep.devices.selection import select
 from samestep.doctor import proof
+from samestep.doctor.check_table import good
 from samestep.doctor.proof import (
     CHECKED,
     LATE,
@@ -29,7 +30,6 @@ from samestep.doctor.proof import (
     judge_waits,
     make_rows,
 )
-from samestep.doctor.result import good
 from samestep.errors import UsageError
 
 PROGRAM = Path(__file__).with_name("proof_worlds.py")

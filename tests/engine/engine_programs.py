@@ -5,8 +5,8 @@ import worlds
 from torch import nn
 from torch.nn import functional
 
-from samestep.train.digest import state_digest as bits  # noqa: F401 - the digest of a model and its optimizers
-from samestep.train.run import Run
+from samestep.checkpoint.digest import state_digest as bits  # noqa: F401 - the digest of a model and its optimizers
+from samestep.run.run import Run
 
 
 def in_turns(world_size, program, *args, **options):

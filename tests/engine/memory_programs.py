@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from worlds import DEVICE
 
+from samestep.checkpoint.digest import state_digest
 from samestep.errors import OutOfMemoryError
-from samestep.train.digest import state_digest
-from samestep.train.run import Run
+from samestep.run.run import Run
 
 MIB = 2**20
 BATCH = 64

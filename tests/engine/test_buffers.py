@@ -14,7 +14,7 @@ from samestep.comm.transport import Arrived
 from samestep.core.microbatches import microbatch_bounds
 from samestep.engine import buffers as buffers_module
 from samestep.errors import BufferMergeError
-from samestep.train.run import Run
+from samestep.run.run import Run
 
 LENGTH, NUM_MICROBATCHES = 23, 7
 

@@ -11,11 +11,11 @@ from torch._dynamo.utils import counters
 from torch.nn import functional
 from worlds import cpu_only
 
+from samestep.checkpoint.digest import state_digest
 from samestep.engine import forward_backward
-from samestep.engine import microbatches as microbatches_module
+from samestep.engine import microbatch_runner as microbatches_module
 from samestep.errors import UsageError
-from samestep.train.digest import state_digest
-from samestep.train.run import Run
+from samestep.run.run import Run
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler here"),

@@ -10,7 +10,7 @@ from torch import nn
 
 from samestep.engine import losses as losses_module
 from samestep.errors import LossError
-from samestep.train.run import Run
+from samestep.run.run import Run
 
 NUM_SAMPLES = 22
 

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional
 
 from samestep.errors import DeterminismError, UsageError
-from samestep.train.run import Run
+from samestep.run.run import Run
 
 
 def put(x):

@@ -8,8 +8,8 @@ from engine_programs import bits, in_turns, make_step
 from torch import nn
 from torch.nn import functional
 
-from samestep.engine import microbatches as microbatches_module
-from samestep.train.run import Run
+from samestep.engine import microbatch_runner as microbatches_module
+from samestep.run.run import Run
 
 NOISE, WIDTH = 4, 6
 

@@ -53,7 +53,7 @@ def test_bits_depend_neither_on_the_ranks_nor_on_when_the_host_reads_a_step(orde
     program = """
         from samestep.comm.communicator import Communicator
         from samestep.comm.sequential import SequentialWorld
-        from samestep.train.digest import state_digest
+        from samestep.checkpoint.digest import state_digest
 
         def train(transport, late, buckets):
             run = samestep.Run(16, 4, communicator=Communicator(torch.device("cuda", 0), transport, transport))
@@ -275,7 +275,7 @@ def test_a_loss_that_leaves_the_model_in_evaluation_mode_reaches_its_own_microba
     program = """
         from samestep.comm.communicator import Communicator
         from samestep.comm.sequential import SequentialWorld
-        from samestep.train.digest import state_digest
+        from samestep.checkpoint.digest import state_digest
 
         def leaves_it_in_evaluation(model, batch):
             value = mean(model, batch)

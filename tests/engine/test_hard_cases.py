@@ -14,7 +14,7 @@ from samestep.comm.communicator import Communicator
 from samestep.comm.transport import LocalTransport
 from samestep.engine.losses import Mean
 from samestep.errors import BufferMergeError, DeterminismError
-from samestep.train.run import Run
+from samestep.run.run import Run
 
 
 def train(communicator, make, loss=mean_squared, num_steps=4, prepare=None, **options):

@@ -14,12 +14,12 @@ from torch import nn
 from torch.nn import functional
 from worlds import in_turns
 
+from samestep.checkpoint.digest import state_digest
 from samestep.comm import reduction as reduction_module
 from samestep.engine import forward_backward as forward_backward_module
 from samestep.engine import losses as losses_module
-from samestep.engine import microbatches as microbatches_module
-from samestep.train.digest import state_digest
-from samestep.train.run import Run
+from samestep.engine import microbatch_runner as microbatches_module
+from samestep.run.run import Run
 
 WORLD_SIZES = [1, 2, 3, 4]
 
@@ -231,7 +231,7 @@ def test_twin_a_mean_of_means_is_noticed(monkeypatch):
 def test_twin_a_rank_that_computes_everything_is_noticed_by_the_count_of_microbatches(monkeypatch):
     (reference,) = in_turns(1, train_small, {"epochs": 1})
     monkeypatch.setattr(
-        "samestep.train.run.microbatch_ranges",
+        "samestep.run.run.microbatch_ranges",
         lambda microbatches, world_size, shares=None: (range(microbatches),) * world_size,
     )
 

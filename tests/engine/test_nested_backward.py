@@ -6,10 +6,10 @@ from engine_programs import bits, in_turns, mean_squared, table
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from samestep.engine.config import Pipeline
 from samestep.engine.forward_backward import ForwardBackward
-from samestep.engine.strategies import Pipeline
 from samestep.errors import DeterminismError
-from samestep.train.run import Run
+from samestep.run.run import Run
 
 
 class Reversed(torch.autograd.Function):

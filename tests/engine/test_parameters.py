@@ -8,7 +8,7 @@ from worlds import close_mesh, cpu_only
 
 from samestep.engine.parameters import named_parameters, settle_model
 from samestep.errors import DeterminismError, UsageError
-from samestep.train.run import Run
+from samestep.run.run import Run
 
 
 def refusal(make, world_size=1):

@@ -14,7 +14,7 @@ from worlds import in_turns
 from samestep.engine import side_effects
 from samestep.engine.side_effects import MAX_READ, Traces, Watch, reachable
 from samestep.errors import DeterminismError
-from samestep.train.run import Run
+from samestep.run.run import Run
 
 RNG = np.random.default_rng(1)
 

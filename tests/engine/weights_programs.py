@@ -6,10 +6,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from samestep.checkpoint.digest import state_digest
 from samestep.errors import UsageError
 from samestep.recipes.gpt import Gpt
-from samestep.train.digest import state_digest
-from samestep.train.run import Run
+from samestep.run.run import Run
 
 MESHES = {"replicate": None, "sharded": None, "tensor": "tensor", "pipeline": "pipe"}
 LENGTH = 8

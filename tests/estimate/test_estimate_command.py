@@ -9,7 +9,7 @@ import pytest
 from samestep.cli.main import main
 from samestep.devices.selection import select
 from samestep.errors import UsageError
-from samestep.estimate import hardware
+from samestep.estimate import costs
 
 MODELS = """
 import torch
@@ -82,16 +82,16 @@ def test_devices_of_this_machine_are_named_as_for_any_other_command(estimate):
 def test_an_accelerator_of_this_machine_is_known_by_its_name_and_memory(monkeypatch, name, gib, kind):
     found = select("cpu:2")
     device = replace(found.devices[0], kind="cuda", name=name, memory_total=int(gib * 2**30))
-    monkeypatch.setattr(hardware, "select", lambda text: replace(found, kind="cuda", devices=(device,) * 2))
-    assert str(hardware.read_cluster("auto")) == f"2 × {kind}"
+    monkeypatch.setattr(costs, "select", lambda text: replace(found, kind="cuda", devices=(device,) * 2))
+    assert str(costs.read_cluster("auto")) == f"2 × {kind}"
 
 
 def test_an_accelerator_with_a_longer_name_is_another_kind(monkeypatch):
     found = select("cpu:2")
     device = replace(found.devices[0], kind="cuda", name="NVIDIA L40S", memory_total=48 * 2**30)
-    monkeypatch.setattr(hardware, "select", lambda text: replace(found, kind="cuda", devices=(device,)))
+    monkeypatch.setattr(costs, "select", lambda text: replace(found, kind="cuda", devices=(device,)))
     with pytest.raises(UsageError, match="NVIDIA L40S is not in the table of devices"):
-        hardware.read_cluster("auto")
+        costs.read_cluster("auto")
 
 
 def test_a_recipe_is_estimated_in_the_terminal(estimate):

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from worlds import in_turns
 
 import samestep
-from samestep.estimate.costs import Layout, needed_memory
-from samestep.estimate.hardware import KINDS
+from samestep.estimate.costs import KINDS, Layout, needed_memory
 from samestep.estimate.trace import COPIES, GRADIENT, PARAMETERS, STATE, Traces, trace
 
 # Workspaces of kernels are known for convolutions alone, and the engine keeps some scalars.

@@ -7,11 +7,10 @@ from estimate_models import stack
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep.estimate.costs import WITHIN_LATENCY, Layout, gather_seconds, step_time
+from samestep.estimate.costs import KINDS, WITHIN_LATENCY, Cluster, Layout, gather_seconds, read_cluster, step_time
 from samestep.estimate.estimate import Request, estimate
-from samestep.estimate.hardware import KINDS, Cluster, read_cluster
 from samestep.estimate.trace import Traces
-from samestep.recipes.workload import recipe_workload
+from samestep.recipes.estimating import recipe_workload
 
 
 @cache

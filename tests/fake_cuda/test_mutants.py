@@ -23,11 +23,11 @@ MUTANTS = {  # name: (file, text, its replacement), …, the file of the test an
         "healing/test_healing_over_nccl.py -k no_trace and not hundreds",
     ),
     "every rank on the first GPU": (
-        ("train/determinism.py", "index = environment.local_rank % max(", "index = 0 * max("),
+        ("engine/determinism.py", "index = environment.local_rank % max(", "index = 0 * max("),
         "train/test_own_device.py",
     ),
     "a device that is not made current": (
-        ("train/determinism.py", 'if device.type == "cuda":', "if False:"),
+        ("engine/determinism.py", 'if device.type == "cuda":', "if False:"),
         "train/test_own_device.py",
     ),
     "an event on the current device's stream": (
@@ -35,7 +35,7 @@ MUTANTS = {  # name: (file, text, its replacement), …, the file of the test an
         "engine/test_gpu_steps.py -k whichever_device_is_current",
     ),
     "forks of a notebook that has asked for GPUs": (
-        ("launcher/notebook.py", "return os.waitpid(pid, 0)[1] != 0", "return os.waitpid(pid, 0)[1] > 1 << 20"),
+        ("launcher/supervisor.py", "return os.waitpid(pid, 0)[1] != 0", "return os.waitpid(pid, 0)[1] > 1 << 20"),
         "launcher/test_notebook.py -k asked_for_gpus",
     ),
     "NCCL by the numbers that GPUs have in their processes": (
@@ -59,7 +59,7 @@ MUTANTS = {  # name: (file, text, its replacement), …, the file of the test an
         "comm/test_stream.py -k not_with_its_square",
     ),
     "a late check where the CPU updates": (
-        ("engine/precision.py", 'device.type == "cpu" or is_offloaded', 'device.type == "cpu"'),
+        ("engine/config.py", 'device.type == "cpu" or is_offloaded', 'device.type == "cpu"'),
         "engine/test_nonfinite.py -k update_is_one_of_the_cpu",
     ),
     "cuBLAS's variable set too late": (
@@ -75,7 +75,7 @@ MUTANTS = {  # name: (file, text, its replacement), …, the file of the test an
         "comm/test_group.py -k dropped_at_once or ends_the_program",
     ),
     "generators that escape the map of devices": (
-        ("scripts/virtual/real.py", "return plain(read(device))", "return plain(device)"),
+        ("scripts/simulated/devices.py", "return plain(read(device))", "return plain(device)"),
         "scripts/test_virtual_cuda.py -k names_four_gpus",
     ),
     "texts of out-of-memory that are not known": (
@@ -83,14 +83,14 @@ MUTANTS = {  # name: (file, text, its replacement), …, the file of the test an
         "engine/test_memory.py -k other_errors_are_no_shortage",
     ),
     "CPU threads of a GPU rank by the cores": (
-        ("train/determinism.py", "torch.set_num_threads(threads)", "pass"),
+        ("engine/determinism.py", "torch.set_num_threads(threads)", "pass"),
         "train/test_own_device.py",
     ),
     "BatchNorm's statistics by the mode that a loss leaves": (
         (
             "engine/buffers.py",
-            "(self._trained[index] or self._places[index].module.training)",
-            "self._places[index].module.training",
+            "self._trained[index] or self._means[index].module.training",
+            "self._means[index].module.training",
         ),
         "engine/test_gpu_steps.py -k evaluation_mode",
     ),

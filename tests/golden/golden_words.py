@@ -56,8 +56,8 @@ def parallelize(run, model):
 
 def whole_state(step):
     """Parameters, buffers and optimizer state of a step in their order, each whole; all ranks call it."""
-    from samestep.train.checkpoint.local_shards import unsharded
-    from samestep.train.digest import named_state
+    from samestep.checkpoint.digest import named_state
+    from samestep.checkpoint.local_shards import unsharded
 
     return [unsharded(value, step.state_communicator) for _, value in named_state(step)]
 
@@ -174,8 +174,7 @@ def judging():
     from samestep.devices.selection import select
     from samestep.launcher.job import Job
     from samestep.launcher.supervisor import supervise
-    from samestep.verify.runner import KeptPool, Program, ProgramRunner
-    from samestep.verify.verdict import reach_verdict
+    from samestep.verify.verdict import KeptPool, Program, ProgramRunner, reach_verdict
 
     alone = select("cpu:1")
     pool = KeptPool.make(alone)

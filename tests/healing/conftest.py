@@ -11,12 +11,10 @@ import torch
 from worlds import DEVICE
 
 from samestep.devices.selection import select
-from samestep.launcher.assignment import process_variables
-from samestep.launcher.job import Job, Policy
-from samestep.launcher.program import run_program
+from samestep.launcher.job import Job, Policy, process_variables, run_program
 from samestep.launcher.supervisor import supervise
 from samestep.launcher.worker_pool import ServerPool
-from samestep.train.runlog.ledger import from_line
+from samestep.runs.ledger import from_line
 
 SCRIPT = str(Path(__file__).with_name("faulty_training.py"))
 COMPARED = ("step", "epoch", "position", "num_samples", "ids", "loss", "grad_norm", "lr", "skipped", "digest")

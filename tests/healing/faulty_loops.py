@@ -19,10 +19,10 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, IterableDataset
 
-from samestep.comm.heartbeat_page import HeartbeatPage
+from samestep.checkpoint.digest import state_digest
+from samestep.comm.heartbeat import HeartbeatPage
 from samestep.metrics import accuracy
-from samestep.train.digest import state_digest
-from samestep.train.run import Run
+from samestep.run.run import Run
 
 EPOCHS = 2
 

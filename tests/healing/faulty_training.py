@@ -24,25 +24,25 @@ import torch
 from programs import classify, small_images, small_model
 from torch.utils.data import Dataset, Subset
 
+from samestep.checkpoint import export as export_module
+from samestep.checkpoint import resume as resume_module
+from samestep.checkpoint import saver as saver_module
+from samestep.checkpoint import storage as checkpoint_module
 from samestep.comm import group
 from samestep.comm.communicator import Communicator
 from samestep.comm.group import GroupTransport
-from samestep.comm.heartbeat_page import HEALS, READY_TO_JOIN, HeartbeatPage
-from samestep.comm.shm.transport import SharedTransport
+from samestep.comm.heartbeat import HEALS, READY_TO_JOIN, HeartbeatPage
+from samestep.comm.shared_memory import SharedTransport
 from samestep.data.batch import checksum
 from samestep.engine.buffers import BufferMerge
 from samestep.engine.gradients import GradientSum
 from samestep.errors import PeerLostError
 from samestep.metrics import accuracy
-from samestep.train.checkpoint import export as export_module
-from samestep.train.checkpoint import resume as resume_module
-from samestep.train.checkpoint import saver as saver_module
-from samestep.train.checkpoint import storage as checkpoint_module
-from samestep.train.hooks import EMA
-from samestep.train.run import Run
-from samestep.train.runlog import loggers as loggers_module
-from samestep.train.runlog import recorder as recorder_module
-from samestep.train.trainer import Trainer
+from samestep.run.hooks import EMA
+from samestep.run.run import Run
+from samestep.run.trainer import Trainer
+from samestep.runs import recorder as loggers_module
+from samestep.runs import recorder as recorder_module
 
 WAITS_IN_STEP = 5
 

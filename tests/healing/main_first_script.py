@@ -6,7 +6,7 @@ import signal
 import sys
 from pathlib import Path
 
-from samestep.train.run import Run
+from samestep.run.run import Run
 
 
 def main():

@@ -17,9 +17,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from samestep.comm.heartbeat_page import READY_TO_JOIN, HeartbeatPage
-from samestep.train.run import Run
-from samestep.train.trainer import Trainer
+from samestep.comm.heartbeat import READY_TO_JOIN, HeartbeatPage
+from samestep.run.run import Run
+from samestep.run.trainer import Trainer
 
 NUM_RUNS = 3
 

@@ -9,8 +9,8 @@ import pytest
 from conftest import SCRIPT, run_script
 from safetensors.torch import load_file
 
+from samestep.checkpoint.resume import read_state
 from samestep.data.batch import checksum
-from samestep.train.checkpoint.resume import read_state
 
 
 @pytest.mark.slow

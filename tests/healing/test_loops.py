@@ -10,7 +10,7 @@ from faulty_loops import KINDS, train
 from worlds import in_turns
 
 from samestep.launcher.job import Policy
-from samestep.train.run import Run
+from samestep.run.run import Run
 
 SCRIPT = str(Path(__file__).with_name("faulty_loops.py"))
 SWEEP = str(Path(__file__).with_name("sweep_script.py"))

@@ -9,7 +9,7 @@ from worlds import cpu_only
 
 from samestep.comm import membership
 from samestep.comm.membership import Membership
-from samestep.comm.shm.transport import SharedTransport
+from samestep.comm.shared_memory import SharedTransport
 from samestep.core.microbatches import ranges_of_slots
 from samestep.launcher.healing import Healing
 from samestep.launcher.workers import Workers

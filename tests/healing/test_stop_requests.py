@@ -10,7 +10,7 @@ import time
 import psutil
 import pytest
 
-from samestep.train.runlog.ledger import from_line
+from samestep.runs.ledger import from_line
 
 SECONDS = 120
 TRAIN = (sys.executable, "-m", "samestep", "train")

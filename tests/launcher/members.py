@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import samestep.train.run  # noqa: F401 - every starter would import it anew
-from samestep.comm.heartbeat_page import HEALS, READY_TO_JOIN, STOPS_ON_REQUEST, Heartbeat, HeartbeatPage, Quorum
+import samestep.run.run  # noqa: F401 - every starter would import it anew
+from samestep.comm.heartbeat import HEALS, READY_TO_JOIN, STOPS_ON_REQUEST, Heartbeat, HeartbeatPage, Quorum
 from samestep.devices.selection import select
 from samestep.errors import PeerLostError
-from samestep.launcher.assignment import process_variables
-from samestep.launcher.job import Job, Outcome, Policy
+from samestep.launcher.job import Job, Outcome, Policy, process_variables
 from samestep.launcher.supervisor import supervise
 from samestep.launcher.worker_pool import ServerPool
 

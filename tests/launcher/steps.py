@@ -16,7 +16,7 @@ def give_tensor() -> torch.Tensor:
 
 
 def report(values: list[int]) -> dict[str, Any]:
-    from samestep.comm.channel import Channel
+    from samestep.comm.heartbeat import Channel
 
     channel = Channel.from_environment()
     assert channel is not None
@@ -27,7 +27,7 @@ def report(values: list[int]) -> dict[str, Any]:
 
 
 def print_between_lines(count: int) -> None:
-    from samestep.train.runlog import run_log
+    from samestep.runs import run_log
 
     if "STEPS_DO_NOT_WAIT" in os.environ:
         run_log.SHOWN_SECONDS = 0.0
@@ -68,7 +68,7 @@ def kill_the_starter() -> int:
     import signal
     import time
 
-    from samestep.comm.heartbeat_page import HeartbeatPage
+    from samestep.comm.heartbeat import HeartbeatPage
 
     found = HeartbeatPage.from_environment()
     assert found is not None

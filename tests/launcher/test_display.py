@@ -8,7 +8,7 @@ import sys
 import pytest
 
 PROGRAM = """
-from samestep.launcher.display import Display
+from samestep.launcher.monitor import Display
 display = Display(quiet={quiet}, lines_to="stdout")
 display.progress(dict(epoch=1, epochs=2, step=3, steps=3, loss=0.25, samples_per_second=1234.5))
 display.line("a [bold]line[/bold]")

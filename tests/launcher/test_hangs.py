@@ -10,7 +10,7 @@ import time
 import pytest
 import torch.distributed.run
 
-from samestep.comm.heartbeat_page import HEALS, SHOWS_LIFE, Beat
+from samestep.comm.heartbeat import HEALS, SHOWS_LIFE, Beat
 from samestep.launcher.healing import HangDetector
 from samestep.launcher.job import Policy
 from samestep.launcher.worker_pool import STARTER, Group

@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 
-from samestep.comm.heartbeat_page import HEALS, STOPS_ON_REQUEST
+from samestep.comm.heartbeat import HEALS, STOPS_ON_REQUEST
 from samestep.errors import DataError, PeerLostError
 from samestep.launcher.job import Policy
 

@@ -13,7 +13,7 @@ import torch
 from gpus import needs_fake_gpus, run
 
 from samestep.errors import UsageError, WorkerError
-from samestep.launcher.notebook import launch
+from samestep.launcher.supervisor import launch
 
 sys.path.insert(0, os.path.dirname(__file__))
 import steps
@@ -90,7 +90,7 @@ def test_what_is_no_function_is_refused():
 def test_a_function_of_the_main_program_is_called_with_its_arguments(method, tmp_path):
     program = """
         import sys
-        from samestep.launcher.notebook import launch
+        from samestep.launcher.supervisor import launch
 
         class Setting:
             value = 3

@@ -7,14 +7,13 @@ from marked import SECONDS
 
 from samestep.devices.selection import select
 from samestep.errors import UsageError
-from samestep.launcher.assignment import process_variables
-from samestep.launcher.job import Policy
+from samestep.launcher.job import Policy, process_variables
 
 # A script that heals: it posts on the page by itself, and ends when one of three is lost.
 MEMBER = """
 import os, sys, time
-from samestep.comm.heartbeat_page import HEALS, HeartbeatPage
-from samestep.comm.heartbeat_page import Heartbeat
+from samestep.comm.heartbeat import HEALS, HeartbeatPage
+from samestep.comm.heartbeat import Heartbeat
 
 page, slot = HeartbeatPage.from_environment()
 heartbeat = Heartbeat(page, slot)

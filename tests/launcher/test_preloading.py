@@ -8,7 +8,7 @@ import psutil
 import pytest
 from gpus import needs_fake_gpus, run
 
-from samestep.launcher.server_process import EarlyServer, server_variables
+from samestep.launcher.processes import EarlyServer, server_variables
 
 FIRST_STEP = """
 import importlib, json, sys
@@ -130,7 +130,7 @@ def test_an_adopted_script_has_the_same_bits_whenever_torch_dynamo_is_imported(s
 WATCHED = """
 import sys
 from samestep.__main__ import main
-from samestep.launcher.server_process import ServerProcess
+from samestep.launcher.processes import ServerProcess
 start = ServerProcess.start
 def noted(*args):
     print("with typer" if "typer" in sys.modules else "before typer", file=sys.stderr)
@@ -175,9 +175,9 @@ def test_an_early_server_is_taken_once_and_only_with_its_variables_and_else_kill
 UNASKED = """
     import importlib, os, sys
     from samestep.launcher.job import TRAINING
-    from samestep.verify.runner import PRELOAD
+    from samestep.verify.verdict import PRELOAD
 
-    for name in ("torch.distributed", *TRAINING, *PRELOAD, "samestep.recipes.job", "samestep.scripts.script"):
+    for name in ("torch.distributed", *TRAINING, *PRELOAD, "samestep.recipes.training", "samestep.scripts.script"):
         importlib.import_module(name)
     import torch
 

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from samestep.comm.heartbeat_page import HEALS, STOPS_ON_REQUEST
+from samestep.comm.heartbeat import HEALS, STOPS_ON_REQUEST
 from samestep.launcher.job import Policy
 
 sys.path.insert(0, os.path.dirname(__file__))

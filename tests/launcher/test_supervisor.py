@@ -9,8 +9,8 @@ import pytest
 
 from samestep.devices.selection import select
 from samestep.errors import RunFolderError, UsageError
-from samestep.launcher.display import Display
 from samestep.launcher.job import Job
+from samestep.launcher.monitor import Display
 from samestep.launcher.supervisor import supervise
 
 pytestmark = pytest.mark.usefixtures("same_descriptors")

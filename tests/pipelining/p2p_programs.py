@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from samestep.comm.mesh import connect_axes
+from samestep.comm.mesh_groups import connect_axes
 from samestep.core.mesh import Mesh
 from samestep.engine.pipelining.p2p import HEAD_BYTES, connect_stages
 from samestep.errors import PeerLostError

@@ -13,15 +13,15 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from samestep.engine import gradients
-from samestep.engine.pipelining import p2p, stage_runner
+from samestep.engine.config import Pipeline
+from samestep.engine.pipelining import p2p, pipeline_strategy
 from samestep.engine.pipelining.p2p import PointToPoint
+from samestep.engine.pipelining.pipeline_strategy import PipelineStrategy
 from samestep.engine.pipelining.stages import parts_of
-from samestep.engine.pipelining.strategy import PipelineStrategy
-from samestep.engine.strategies import Pipeline
 from samestep.errors import NonFiniteError, SamestepError
 from samestep.metrics import accuracy, cross_entropy
 from samestep.recipes.gpt import Gpt
-from samestep.train.run import Run
+from samestep.run.run import Run
 
 NUM_CLASSES = 10
 
@@ -200,7 +200,7 @@ def unpacked_alone(generators, tensors, note):
 
 BREAKERS = {
     None: nullcontext,
-    "randomness": lambda: mock.patch.object(stage_runner, "unpacked", unpacked_alone),
+    "randomness": lambda: mock.patch.object(pipeline_strategy, "unpacked", unpacked_alone),
     "order": lambda: mock.patch.object(gradients, "TreeSum", LeftFold),
 }
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from samestep.engine.pipelining.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, make_schedule
+from samestep.engine.pipelining.p2p import BACKWARD, FORWARD, INPUT, WEIGHT, make_schedule
 
 KINDS = (
     ("gpipe", 1),

@@ -15,10 +15,10 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
+from samestep.checkpoint.digest import state_digest
 from samestep.comm.environment import Environment
-from samestep.train.digest import state_digest
-from samestep.train.profile import keep_profile
-from samestep.train.run import Run
+from samestep.run.profile import keep_profile
+from samestep.run.run import Run
 
 NUM_STEPS = 16
 

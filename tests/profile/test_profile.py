@@ -14,11 +14,11 @@ from profile_programs import NUM_STEPS, traced
 
 from samestep.cli.profile import step_times
 from samestep.comm.environment import PROFILE_VARIABLE, Environment, chosen_profile
-from samestep.comm.heartbeat_page import Heartbeat
+from samestep.comm.heartbeat import Heartbeat
 from samestep.errors import DataError, UsageError
-from samestep.train.profile import NUM_STEPS as TRACED_STEPS
-from samestep.train.profile import SKIPPED_STEPS, keep_profile
-from samestep.train.runlog.ledger import to_line
+from samestep.run.profile import NUM_STEPS as TRACED_STEPS
+from samestep.run.profile import SKIPPED_STEPS, keep_profile
+from samestep.runs.ledger import to_line
 
 PROGRAM = str(Path(__file__).with_name("profile_programs.py"))
 SAMESTEP = [sys.executable, "-m", "samestep"]

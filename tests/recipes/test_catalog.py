@@ -8,8 +8,8 @@ import pytest
 
 from samestep.errors import UsageError
 from samestep.recipes.catalog import NAMES, load
-from samestep.recipes.options import read_options
 from samestep.recipes.recipe import Recipe
+from samestep.recipes.settings import read_options
 
 DEFAULTS = {"width": 1.0, "layers": 4, "target": "", "scale": False}
 

@@ -7,15 +7,13 @@ import pytest
 import torch
 
 from samestep.comm.reduction import REDUCTIONS
+from samestep.engine.config import PRECISIONS, STRATEGIES
 from samestep.engine.pipelining.stages import parts_of
-from samestep.engine.precision import PRECISIONS
-from samestep.engine.strategies import STRATEGIES
 from samestep.errors import UsageError
 from samestep.recipes.catalog import load
-from samestep.recipes.config import JobConfig, read_file
-from samestep.recipes.job import OPTIMIZERS, make_scheduler
-from samestep.recipes.options import check_stages, own_options
 from samestep.recipes.recipe import DataOptions
+from samestep.recipes.settings import JobConfig, check_stages, own_options, read_file
+from samestep.recipes.training import OPTIMIZERS, make_scheduler
 
 RATES = {  # of a run of 6 steps, the first two of which warm up, in parts of the learning rate
     "cosine": [1 / 3, 2 / 3, 1, 0.853553, 0.5, 0.146447],

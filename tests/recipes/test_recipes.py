@@ -5,8 +5,7 @@ import math
 import pytest
 import torch
 
-from samestep.data.tables import read_csv
-from samestep.data.text import IGNORE_INDEX
+from samestep.data.readers import IGNORE_INDEX, read_csv
 from samestep.engine.losses import read_loss
 from samestep.errors import DataError, UsageError
 from samestep.metrics import sums

@@ -5,8 +5,8 @@ from torch import nn
 from torch.nn import functional
 from worlds import in_turns
 
-from samestep.train.run import Run
-from samestep.train.trainer import Trainer
+from samestep.run.run import Run
+from samestep.run.trainer import Trainer
 
 NUM_SAMPLES, BATCH, NUM_MICROBATCHES = 96, 24, 4
 POISONED = 37

@@ -18,10 +18,8 @@ from typer.testing import CliRunner
 
 from samestep.cli.main import app
 from samestep.errors import DeviceError, NonFiniteError, UsageError, WorkerError
-from samestep.replay.replaying import replay
-from samestep.replay.rerun import program_of
-from samestep.train.runlog.ledger import from_line, to_line
-from samestep.verify.ledger import read_ledger
+from samestep.replay.replaying import program_of, replay
+from samestep.runs.ledger import from_line, read_ledger, to_line
 
 PLAIN = {"kind": "plain", "poison": -300.0}
 
@@ -426,7 +424,7 @@ def test_the_program_of_a_run_is_found_in_its_command(tmp_path):
 @pytest.mark.parametrize("starter", ["script", "module"])
 def test_what_a_run_records_of_its_program_leads_back_to_it(tmp_path, monkeypatch, capsys, starter):
     (tmp_path / "origins.py").write_text(
-        "import json\nfrom samestep.train.runlog.recorder import relaunch\nprint(json.dumps(relaunch()))\n"
+        "import json\nfrom samestep.runs.recorder import relaunch\nprint(json.dumps(relaunch()))\n"
     )
     monkeypatch.chdir(tmp_path)
     first = {"script": ["python", "origins.py", "a", "-b"], "module": ["python", "-m", "origins", "a", "-b"]}[starter]
@@ -441,7 +439,7 @@ def test_what_a_run_records_of_its_program_leads_back_to_it(tmp_path, monkeypatc
 
 
 def test_a_recipe_s_run_is_replayed_from_its_record(tmp_path, monkeypatch):
-    from samestep.recipes.job import train as train_recipe
+    from samestep.recipes.training import train as train_recipe
 
     rows = [f"{i % 7},{(i * i) % 11},{(3 * i) % 5},{(i % 7) * 2 - (3 * i) % 5}" for i in range(60)]
     (tmp_path / "table.csv").write_text("a,b,c,target\n" + "\n".join(rows) + "\n")

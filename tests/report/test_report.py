@@ -21,8 +21,8 @@ from samestep.report.page import loss_table, make_charts, make_page
 from samestep.report.reader import as_number
 from samestep.report.run_summary import Phases, distinct_names, make_report
 from samestep.report.terminal import LEVELS, print_report, sparkline
-from samestep.train.curves import Curve, loss_figure, smoothed, thinned
-from samestep.train.runlog.ledger import from_line, to_line
+from samestep.runs.curves import Curve, loss_figure, smoothed, thinned
+from samestep.runs.ledger import from_line, to_line
 
 
 class Page(HTMLParser):

@@ -20,9 +20,9 @@ import torch
 from reference import ReferenceDataParallel, from_the_left, in_pairs, reference_data_parallel, replicate
 from torch import nn
 
-from samestep.launcher.program import run_script
+from samestep.launcher.job import run_script
+from samestep.patch import Patch, applied
 from samestep.scripts.adoption import Adoption, num_visible
-from samestep.scripts.patch import Patch, applied
 
 FOLDS = {"tree": in_pairs, "left": from_the_left}
 OWNERS = (torch, torch.random, torch.cuda, torch.Tensor, nn.Module, nn.DataParallel, nn.parallel, os, os.path, builtins)
@@ -92,7 +92,7 @@ def run_referenced(communicator, path, argv, cwd, num_microbatches, num_devices,
 @contextmanager
 def _referenced(adoption, fold, counts):
     """Replaces torch's DataParallel by the reference for a block, on virtual devices."""
-    from samestep.scripts.virtual.devices import virtual_devices
+    from samestep.scripts.simulated.devices import virtual_devices
 
     patches = _substitutes(adoption.num_microbatches, fold, counts)
     simulated = virtual_devices(partial(num_visible, adoption), adoption.notice)

@@ -10,8 +10,8 @@ from worlds import device_of
 
 from samestep.engine.forward_backward import backward_on_this_thread
 from samestep.errors import SamestepError
+from samestep.patch import Patch, applied
 from samestep.scripts.adoption import Adoption
-from samestep.scripts.patch import Patch, applied
 from samestep.scripts.wrapped import regions
 from samestep.scripts.wrapped.forward import chunked_forward
 

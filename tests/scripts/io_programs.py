@@ -26,10 +26,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from samestep.patch import applied
 from samestep.scripts import output, seeding
 from samestep.scripts.adoption import Adoption
 from samestep.scripts.files import patches as file_patches
-from samestep.scripts.patch import applied
 
 LIBRARY = """
 import os, shutil, tempfile, time, urllib.request, torch, threading, numpy, random

@@ -25,10 +25,9 @@ from torch.utils.data import (
 )
 from torch.utils.data.datapipes.iter import IterableWrapper
 
-from samestep.scripts import output
+from samestep.patch import Patch, applied
+from samestep.scripts import loading, output
 from samestep.scripts.adoption import Adoption
-from samestep.scripts.loading import broadcast, choice, split_workers
-from samestep.scripts.patch import Patch, applied
 
 Pair = namedtuple("Pair", "image label")
 
@@ -209,8 +208,8 @@ def cases(folder):
 
 BREAKERS = {
     "": [],
-    "all workers are everywhere": [Patch(split_workers._Context, "_is_ours", lambda context, worker: True)],
-    "generators are not handed over": [Patch(broadcast.Rank0Iterator, "_set_generators", lambda *_: None)],
+    "all workers are everywhere": [Patch(loading._Context, "_is_ours", lambda context, worker: True)],
+    "generators are not handed over": [Patch(loading.Rank0Iterator, "_set_generators", lambda *_: None)],
 }
 
 
@@ -231,7 +230,7 @@ class Adopted:
         if self.adoption is not None:
             self._stack.enter_context(output.script_streams(self.adoption))
             hidden = Patch(torch.distributed, "is_initialized", lambda: False)  # as it is from adopted scripts
-            self._stack.enter_context(applied([hidden, *choice.patches(self.adoption), *BREAKERS[self._breaker]]))
+            self._stack.enter_context(applied([hidden, *loading.patches(self.adoption), *BREAKERS[self._breaker]]))
         torch.manual_seed(1)
         np.random.seed(2)
         random.seed(3)

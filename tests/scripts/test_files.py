@@ -302,12 +302,12 @@ def test_callers_are_told_apart():
     import torch.serialization
     import torch.utils.data.dataloader
 
-    import samestep.train.atomic_io
+    import samestep.files
 
     assert kind_of(__file__) is Caller.SCRIPT
     assert kind_of(pathlib.__file__) is Caller.THROUGH
     assert kind_of(tempfile.__file__) is Caller.TEMPORARY
     for module in (shutil, torch.serialization, pytest, json):
         assert kind_of(module.__file__) is Caller.LIBRARY, module
-    for module in (multiprocessing.pool, torch.hub, torch.utils.data.dataloader, samestep.train.atomic_io):
+    for module in (multiprocessing.pool, torch.hub, torch.utils.data.dataloader, samestep.files):
         assert kind_of(module.__file__) is Caller.MACHINERY, module

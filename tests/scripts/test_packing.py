@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from samestep.scripts.loading.broadcast import LARGE_BYTES, Parcel, pack
+from samestep.scripts.loading import LARGE_BYTES, Parcel, pack
 
 Pair = namedtuple("Pair", "first second")
 

@@ -5,7 +5,7 @@ import types
 
 import pytest
 
-from samestep.scripts.patch import Patch, applied
+from samestep.patch import Patch, applied
 
 
 class Base:

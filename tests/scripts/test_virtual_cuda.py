@@ -13,7 +13,7 @@ from virtual_programs import alone, devices
 
 from samestep.errors import UsageError
 from samestep.scripts.adoption import count_ids, num_visible
-from samestep.scripts.virtual.real import mapped_device, own_accelerator
+from samestep.scripts.simulated.devices import mapped_device, own_accelerator
 
 
 def test_nothing_remains_after_the_block():
@@ -210,7 +210,7 @@ SCRIPT = """
     import torch
     sys.path.insert(0, sys.argv[1])
     from virtual_programs import alone
-    from samestep.scripts.virtual.real import own_accelerator
+    from samestep.scripts.simulated.devices import own_accelerator
 
     with own_accelerator(lambda: 4, torch.device("cuda:0")):
         assert torch.cuda.device_count() == 4

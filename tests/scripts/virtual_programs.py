@@ -8,10 +8,10 @@ from torch import nn
 
 from samestep.comm.communicator import Communicator
 from samestep.comm.transport import LocalTransport
+from samestep.patch import Patch, applied
 from samestep.scripts.adoption import Adoption, num_visible
-from samestep.scripts.patch import Patch, applied
-from samestep.scripts.virtual.devices import virtual_devices
-from samestep.scripts.virtual.mode import mark
+from samestep.scripts.simulated.cuda import mark
+from samestep.scripts.simulated.devices import virtual_devices
 
 
 def alone(num_devices=4, num_microbatches=None):

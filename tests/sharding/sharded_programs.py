@@ -7,13 +7,13 @@ from programs import RECIPE_SAMPLES, FirstSamples, bits, masked_loss, recipe_ste
 from torch import nn
 from torch.nn import functional
 
+from samestep.engine.config import Replicate, Sharded
 from samestep.engine.observer import StepObserver
-from samestep.engine.strategies import Replicate, Sharded
 from samestep.errors import SamestepError
 from samestep.metrics import accuracy, cross_entropy
 from samestep.recipes.catalog import load
-from samestep.recipes.job import make_optimizer
-from samestep.train.run import Run
+from samestep.recipes.training import make_optimizer
+from samestep.run.run import Run
 
 
 class Chain(nn.Module):

@@ -7,12 +7,12 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from samestep.engine.strategies import Pipeline, Replicate, Sharded
+from samestep.checkpoint.digest import as_hex, state_checksum, state_digest
+from samestep.checkpoint.state import capture
+from samestep.engine.config import Pipeline, Replicate, Sharded
 from samestep.metrics import accuracy, cross_entropy
-from samestep.train.checkpoint.state import capture
-from samestep.train.digest import as_hex, state_checksum, state_digest
-from samestep.train.run import Run
-from samestep.train.trainer import Trainer
+from samestep.run.run import Run
+from samestep.run.trainer import Trainer
 
 NUM_SAMPLES, BATCH, NUM_MICROBATCHES, EPOCHS, SEED = 28, 10, 4, 3, 5  # epochs of 3 steps, the last one of 8 samples
 NUM_STEPS = 9

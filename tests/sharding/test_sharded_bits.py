@@ -9,7 +9,7 @@ from programs import train_on_streams
 from sharded_programs import refused, train, train_recipe_sharded
 
 from samestep.core.tree import TreeSum
-from samestep.engine.sharding import gradients as gradients_module
+from samestep.engine import sharded_strategy as gradients_module
 
 WORLD_SIZES = [1, 2, 3, 4]
 QUICK_RECIPES = {("lenet", "adam", 0.5, "32-true"), ("gpt", "adam", 0.5, "32-true")}

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from worlds import close_mesh
 
-from samestep.train.run import Run
+from samestep.run.run import Run
 
 SCRIPT = Path(__file__).with_name("limited_script.py")
 LIMIT_MIB = 256

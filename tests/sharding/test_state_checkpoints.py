@@ -10,15 +10,15 @@ import torch
 from safetensors.torch import load_file
 from state_programs import NUM_STEPS, loaded_after_a_forward, own_loop, read_by_torch, stopped, train
 
+from samestep import files as run_files
+from samestep.checkpoint.manifest import Manifest, manifest_bytes, read_manifest
+from samestep.checkpoint.packing import Written, part_name
+from samestep.checkpoint.saver import write_sharded
+from samestep.checkpoint.storage import Snapshot, newest_checkpoint, read_checkpoint, verify_checkpoint
 from samestep.engine.sharded_state import LocalShard, by_rows
 from samestep.errors import RunFolderError
-from samestep.train import atomic_io
-from samestep.train.atomic_io import retrying
-from samestep.train.checkpoint.manifest import Manifest, manifest_bytes, read_manifest
-from samestep.train.checkpoint.saver import write_sharded
-from samestep.train.checkpoint.storage import Snapshot, newest_checkpoint, read_checkpoint, verify_checkpoint
-from samestep.train.checkpoint.tensors import Written, part_name
-from samestep.train.runlog.ledger import from_line
+from samestep.files import retrying
+from samestep.runs.ledger import from_line
 
 ONE, SHARDED_2, SHARDED_3, ZERO1 = ("replicate", 1), ("sharded", 2), ("sharded", 3), ("zero1", 2)
 PIPELINE, GRID, INTERLEAVED = ("pipeline", 2), ("pipeline", 4), ("interleaved", 2)
@@ -247,11 +247,11 @@ def write_without_a_folder(communicator, folder):
 def write_at_the_second_attempt(communicator, folder):
     """The messages when rank 1 does not see the folder that rank 0 made, the first time."""
     places = iter([folder if communicator.rank == 0 else folder / "elsewhere", folder])
-    messages, before = [], atomic_io.MAX_WAIT_SECONDS
-    atomic_io.MAX_WAIT_SECONDS = 0.0
+    messages, before = [], run_files.MAX_WAIT_SECONDS
+    run_files.MAX_WAIT_SECONDS = 0.0
     state = written(communicator)
     retrying(lambda: write_sharded(communicator, communicator, next(places), state), 2, messages.append)
-    atomic_io.MAX_WAIT_SECONDS = before
+    run_files.MAX_WAIT_SECONDS = before
     return messages
 
 

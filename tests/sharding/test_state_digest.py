@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from state_programs import OPTIMIZERS, messages, states
 from worlds import in_turns
 
+from samestep.checkpoint.digest import ROW_WORDS, sum_of_rows
 from samestep.engine.sharded_state import LocalShard, Sharding
-from samestep.train.digest import ROW_WORDS, sum_of_rows
 
 QUICK = {(1, "adam"), (2, "two, in groups"), (3, "sgd"), (3, "two, in groups")}
 CASES = [(world_size, optimizer) for world_size in (1, 2, 3) for optimizer in OPTIMIZERS]

@@ -5,9 +5,9 @@ import torch
 from safetensors.torch import load_file, load_model
 from state_programs import odd, own_loop, train
 
+from samestep.checkpoint.export import export_weights
+from samestep.checkpoint.packing import part_name
 from samestep.cli.main import main
-from samestep.train.checkpoint.export import export_weights
-from samestep.train.checkpoint.tensors import part_name
 
 
 @pytest.fixture(scope="module")

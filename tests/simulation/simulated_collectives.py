@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from samestep.comm.connecting import connect_process_group
 from samestep.comm.group import GroupTransport
-from samestep.comm.process_group import OrderedProcessGroup
 from samestep.errors import DeterminismError
+from samestep.logical.process_group import OrderedProcessGroup
 
 SECONDS = timedelta(seconds=20)
 

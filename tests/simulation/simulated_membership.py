@@ -30,25 +30,22 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from samestep.comm import connecting, heartbeat_page, membership, rendezvous
-from samestep.comm.channel import Channel
+from samestep.comm import connecting, membership, rendezvous, segment, shared_memory
+from samestep.comm import heartbeat as heartbeat_page
 from samestep.comm.communicator import Communicator
 from samestep.comm.environment import Environment
-from samestep.comm.heartbeat_page import Heartbeat, HeartbeatPage
+from samestep.comm.heartbeat import Channel, Heartbeat, HeartbeatPage
 from samestep.comm.membership import Membership
-from samestep.comm.shm import segment, transport
 from samestep.comm.transport import LocalTransport
 from samestep.engine.result import Agreed, read_headers, write_header
 from samestep.errors import PeerLostError
 from samestep.launcher import healing, monitor
-from samestep.launcher.assignment import Assignment
-from samestep.launcher.failures import Restarts, report_exception
-from samestep.launcher.job import Job, Policy
+from samestep.launcher.job import Assignment, Job, Policy
 from samestep.launcher.worker_pool import Group, WorkerEvent
-from samestep.launcher.workers import WORKING
-from samestep.train.signals import stopping_on_request
+from samestep.launcher.workers import WORKING, Restarts, report_exception
+from samestep.run.signals import stopping_on_request
 
-TIMED = (membership, rendezvous, connecting, heartbeat_page, transport, healing, monitor)
+TIMED = (membership, rendezvous, connecting, heartbeat_page, shared_memory, healing, monitor)
 HANG_SECONDS, TIMEOUT_SECONDS, MOST_SECONDS, STEPS_AN_EPOCH = 5.0, 30.0, 500.0, 3
 HARMS = ("killed", "hangs", "fails", "given up", "exits")
 KINDS = (*HARMS, "breaks", "pauses", "stops", "ends")
@@ -377,8 +374,8 @@ def simulated(ranks):
             stack.enter_context(patch.object(module, "time", turns))
         for owner, name, value in (
             (connecting, "os", system),
-            (transport, "Peers", Peers),
-            (transport, "usable_cores", lambda: 0),
+            (shared_memory, "Peers", Peers),
+            (shared_memory, "usable_cores", lambda: 0),
             (segment.Segment, "wait", wait),
             (segment, "OUTBOX_SIZES", (1 << 20,)),
             (monitor, "selectors", SimpleNamespace(DefaultSelector=Selector, EVENT_READ=selectors.EVENT_READ)),

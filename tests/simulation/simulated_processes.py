@@ -21,8 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import samestep
 from samestep.devices.selection import select
-from samestep.launcher.assignment import process_variables
-from samestep.launcher.job import Job, Policy
+from samestep.launcher.job import Job, Policy, process_variables
 from samestep.launcher.supervisor import supervise
 from samestep.launcher.worker_pool import ServerPool
 

@@ -16,7 +16,7 @@ import torch
 from samestep.comm.communicator import Communicator
 from samestep.comm.sequential import SequentialWorld
 from samestep.errors import PeerLostError
-from samestep.train.runlog.run_log import RunLog
+from samestep.runs.run_log import RunLog
 
 
 def generator_states():

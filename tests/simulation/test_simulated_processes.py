@@ -10,7 +10,7 @@ from run import Search
 from worlds import cpu_only
 
 from samestep.comm.membership import Membership
-from samestep.engine.sharding import wrapping
+from samestep.engine import sharded_model
 
 pytestmark = cpu_only("the processes are forks of this one, which has used no GPU")
 
@@ -29,7 +29,7 @@ def draws(self, attempt, real=Membership._heal):
 
 TWINS = {  # what is broken, and the case that shows it
     "what a module uses several times is added up before the rest": (
-        (wrapping, "_hide_activations", lambda *_: None),
+        (sharded_model, "_hide_activations", lambda *_: None),
         over_processes(Program(blocks=("attention",), optimizer="adam"), "strategies", ("kept", "replicate")),
     ),
     "going on after a loss draws from the generators of the program": (

@@ -69,7 +69,7 @@ SCRIPT_TWINS = {  # what is broken, as a module that each process imports first,
     "sums have another order where ranks share a device": (
         """
         import os
-        from samestep.comm.collectives import Operation
+        from samestep.logical.collectives import Operation
 
         def fold(self, parts, into, inner=Operation.fold):
             inner(self, parts[::-1] if "SAMESTEP_TOKEN" in os.environ else parts, into)

@@ -15,23 +15,23 @@ from checks import FAULT_CHECKS, Case
 from grammar import Program
 from run import Search
 
+from samestep.checkpoint import manifest, resume, saver, state, storage
 from samestep.comm import reduction
 from samestep.comm.communicator import Communicator
 from samestep.comm.membership import END_OF_FIT
 from samestep.data import fetch, loader
 from samestep.data.loader import Loader
-from samestep.engine import forward_backward, losses, microbatches
+from samestep.engine import forward_backward, losses, microbatch_runner
 from samestep.engine.buffers import BufferMerge
+from samestep.engine.config import LossScale
 from samestep.engine.forward_backward import ForwardBackward
 from samestep.engine.gradients import GradientSum
 from samestep.engine.norms import block_norm
-from samestep.engine.precision import LossScale
 from samestep.engine.step import TrainStep
 from samestep.engine.zero1 import Zero1Parts
-from samestep.train import epoch
-from samestep.train.checkpoint import manifest, resume, saver, state, storage
-from samestep.train.epoch import Progress
-from samestep.train.hooks import EMA
+from samestep.run import progress
+from samestep.run.hooks import EMA
+from samestep.run.progress import Progress
 
 
 def nothing(*_):
@@ -87,7 +87,7 @@ TWINS = {
         ("resumed", Program(samples=8, epochs=3, hooks=("thawing",))),
     ),
     "what a sampler keeps is not restored": (
-        (epoch, "_samplers", lambda loader: []),
+        (progress, "_samplers", lambda loader: []),
         ("resumed", Program(data="own sampler", samples=8, epochs=2)),
     ),
     "samples are not seeded": (
@@ -147,7 +147,7 @@ TWINS = {
         ("plain", Program(blocks=("sometimes",), samples=8, optimizer="adam", epochs=2)),
     ),
     "microbatches draw in the order of their rank": (
-        (microbatches, "derive_seed", lambda *_: int(torch.randint(1 << 31, ()))),
+        (microbatch_runner, "derive_seed", lambda *_: int(torch.randint(1 << 31, ()))),
         ("ranks", Program(blocks=("dropout",), microbatches=2)),
     ),
     "gradients are added in the order of the ranks": (
@@ -183,7 +183,7 @@ TWINS = {
         ("full disk", Program(), {"place": 18, "count": 1000}),
     ),
     "persistent workers begin anew": (
-        (epoch, "_waiting_workers", nothing),
+        (progress, "_waiting_workers", nothing),
         ("resumed workers", Program(data="own persistent", samples=8, epochs=3), {"place": 4}),
     ),
     "the rank that is asked to stop stops alone": (

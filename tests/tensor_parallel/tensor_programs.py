@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional
 
 from samestep.errors import NonFiniteError, PeerLostError, SamestepError
-from samestep.train.run import Run
+from samestep.run.run import Run
 
 VOCABULARY, LENGTH, WIDTH, HEADS = 24, 8, 16, 4
 FEED = {"feed_in": ColwiseParallel(), "feed_out": RowwiseParallel()}

@@ -12,14 +12,14 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint import load as load_by_torch
 from torch.distributed.tensor.parallel import parallelize_module
 
-from samestep.engine.strategies import Replicate, Sharded
+from samestep.checkpoint.digest import as_hex, state_checksum, state_digest
+from samestep.checkpoint.export import export_weights
+from samestep.checkpoint.packing import part_name
+from samestep.checkpoint.storage import read_checkpoint
+from samestep.engine.config import Replicate, Sharded
 from samestep.errors import ContractError
-from samestep.train.checkpoint.export import export_weights
-from samestep.train.checkpoint.storage import read_checkpoint
-from samestep.train.checkpoint.tensors import part_name
-from samestep.train.digest import as_hex, state_checksum, state_digest
-from samestep.train.run import Run
-from samestep.train.trainer import Trainer
+from samestep.run.run import Run
+from samestep.run.trainer import Trainer
 
 STRATEGIES = {
     "replicate": Replicate(),

@@ -23,18 +23,17 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from samestep.checkpoint.contract import loader_contract, step_contract
+from samestep.checkpoint.manifest import MANIFEST_FILE
+from samestep.checkpoint.packing import pack, part_name, unpack, write_part
+from samestep.checkpoint.resume import check_state, read_state
+from samestep.checkpoint.state import capture, model_tensors
+from samestep.checkpoint.storage import Snapshot, begin_checkpoint, complete_checkpoint, read_checkpoint
+from samestep.engine.determinism import generator_states
 from samestep.engine.sharded_state import LocalShard, by_rows
 from samestep.errors import SamestepError
-from samestep.train.checkpoint.manifest import MANIFEST_FILE
-from samestep.train.checkpoint.packing import pack, unpack
-from samestep.train.checkpoint.resume import check_state, read_state
-from samestep.train.checkpoint.state import capture, model_tensors
-from samestep.train.checkpoint.storage import Snapshot, begin_checkpoint, complete_checkpoint, read_checkpoint
-from samestep.train.checkpoint.tensors import part_name, write_part
-from samestep.train.contract import loader_contract, step_contract
-from samestep.train.determinism import generator_states
-from samestep.train.epoch import Progress
-from samestep.train.run import Run
+from samestep.run.progress import Progress
+from samestep.run.run import Run
 
 SECONDS, MORE_BYTES, LONGEST = 60, 1 << 30, 3_000
 KINDS = ("loop", "trainer", "parts")

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import torch
 
+from samestep.checkpoint.saver import CheckpointSaver
+from samestep.checkpoint.storage import Snapshot, write_checkpoint
 from samestep.errors import RunFolderError
-from samestep.train.checkpoint.saver import CheckpointSaver
-from samestep.train.checkpoint.storage import Snapshot, write_checkpoint
 
 REFUSED = 3
 EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.listdir", "os.scandir")

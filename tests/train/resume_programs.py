@@ -13,9 +13,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 from train_programs import classification
 
 from samestep.metrics import accuracy, cross_entropy
-from samestep.train.hooks import Hook
-from samestep.train.run import Run
-from samestep.train.trainer import Trainer
+from samestep.run.hooks import Hook
+from samestep.run.run import Run
+from samestep.run.trainer import Trainer
 
 METRICS = {"accuracy": accuracy, "loss": cross_entropy}
 NUM_SAMPLES, BATCH, NUM_MICROBATCHES, EPOCHS, SEED = 28, 10, 4, 4, 5  # 4 epochs of 3 steps, the last one of 8 samples
@@ -284,7 +284,7 @@ def gan_loop(communicator, folder, first=0, last=None, place=None, saves=True):
     Returns:
         Digest, sample ids of the last epoch, rest, draws.
     """
-    from samestep.train.digest import state_digest
+    from samestep.checkpoint.digest import state_digest
 
     run = Run(BATCH, NUM_MICROBATCHES, SEED, communicator=communicator)
     gan = nn.ModuleDict({"generator": nn.Linear(2, 2), "critic": nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 1))})

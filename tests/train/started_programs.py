@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 
-from samestep.train.runlog.ledger import from_line
+from samestep.runs.ledger import from_line
 
 SECONDS = 120
 _UNBLOCKED = (  # a shell may start what it runs with SIGINT ignored

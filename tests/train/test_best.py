@@ -5,12 +5,12 @@ import torch
 from resume_programs import BATCH, METRICS, NUM_MICROBATCHES, SEED, classification, plain, points
 from worlds import in_turns
 
+from samestep.checkpoint.resume import read_state
+from samestep.checkpoint.storage import list_checkpoints
 from samestep.errors import UsageError
-from samestep.train.checkpoint.resume import read_state
-from samestep.train.checkpoint.storage import list_checkpoints
-from samestep.train.epoch import EpochRecord, Goal
-from samestep.train.run import Run
-from samestep.train.trainer import Trainer
+from samestep.run.run import Run
+from samestep.run.trainer import Trainer
+from samestep.runs.history import EpochRecord, Goal
 
 
 def make(communicator, lr=0.1, **options):

@@ -17,13 +17,12 @@ import torch
 from checkpoint_writers import REFUSED, is_state_of, snapshot_of
 from safetensors.torch import load_file
 
-from samestep.errors import CheckpointError, RunFolderError, UsageError
-from samestep.scripts.patch import Patch, applied
-from samestep.train import atomic_io
-from samestep.train.checkpoint import manifest
-from samestep.train.checkpoint import tensors as tensor_files
-from samestep.train.checkpoint.resume import named_checkpoint
-from samestep.train.checkpoint.storage import (
+from samestep import files as run_files
+from samestep.checkpoint import manifest
+from samestep.checkpoint import packing as tensor_files
+from samestep.checkpoint.packing import DTYPES
+from samestep.checkpoint.resume import named_checkpoint
+from samestep.checkpoint.storage import (
     Snapshot,
     list_checkpoints,
     newest_checkpoint,
@@ -31,7 +30,8 @@ from samestep.train.checkpoint.storage import (
     verify_checkpoint,
     write_checkpoint,
 )
-from samestep.train.checkpoint.tensors import DTYPES
+from samestep.errors import CheckpointError, RunFolderError, UsageError
+from samestep.patch import Patch, applied
 
 FILES = ["manifest.json", "model.safetensors", "optimizer.safetensors", "state.json"]
 
@@ -449,21 +449,21 @@ def ended_process():
 
 def test_what_ended_processes_left_is_removed_and_what_living_ones_write_is_not(tmp_path):
     write_checkpoint(tmp_path, snapshot_of(1))
-    dead = atomic_io.temporary_name(tmp_path, "step-00000002", ended_process())
+    dead = run_files.temporary_name(tmp_path, "step-00000002", ended_process())
     shutil.copytree(tmp_path / "step-00000001", dead)
-    dead_file = atomic_io.temporary_name(tmp_path, "latest", ended_process())
+    dead_file = run_files.temporary_name(tmp_path, "latest", ended_process())
     dead_file.write_text("step")
     zombie = subprocess.Popen([sys.executable, "-c", ""])
     os.waitid(os.P_PID, zombie.pid, os.WEXITED | os.WNOWAIT)
-    atomic_io.temporary_name(tmp_path, "step-00000005", zombie.pid).mkdir()
-    inherited = atomic_io.temporary_name(tmp_path, "step-00000003", os.getpid())
+    run_files.temporary_name(tmp_path, "step-00000005", zombie.pid).mkdir()
+    inherited = run_files.temporary_name(tmp_path, "step-00000003", os.getpid())
     inherited.mkdir()
     pid = str(os.getpid())
     number, began = (word := inherited.name.split("-"))[-4:-2]
     assert number == pid
     reused = inherited.rename(inherited.with_name("-".join([*word[:-3], str(int(began) - 1), *word[-2:]])))
-    assert atomic_io.is_abandoned(reused)  # of a process that had this number before
-    alive = atomic_io.temporary_name(tmp_path, "step-00000004", os.getppid())
+    assert run_files.is_abandoned(reused)  # of a process that had this number before
+    alive = run_files.temporary_name(tmp_path, "step-00000004", os.getppid())
     alive.mkdir()
     host = alive.name.split("-")[-2]
     elsewhere, long_ago = [alive.with_name(alive.name.replace(host, other)) for other in ("00000000", "11111111")]
@@ -478,11 +478,11 @@ def test_what_ended_processes_left_is_removed_and_what_living_ones_write_is_not(
 
 
 def test_what_replaces_a_file_removes_what_ended_processes_left_beside_it(tmp_path):
-    dead, alive = (atomic_io.temporary_name(tmp_path, "weights", pid) for pid in (ended_process(), os.getppid()))
+    dead, alive = (run_files.temporary_name(tmp_path, "weights", pid) for pid in (ended_process(), os.getppid()))
     dead.write_text("half of it")
     alive.write_text("half of it")
     (tmp_path / ".tmp-weights").write_text("not ours")
-    atomic_io.write_json(tmp_path / "facts.json", 1)
+    run_files.write_json(tmp_path / "facts.json", 1)
     assert set(names_in(tmp_path)) == {alive.name, ".tmp-weights", "facts.json"}
 
 

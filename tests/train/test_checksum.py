@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from state_changes import trained
 from torch import nn
 
-from samestep.train.digest import ROW_WORDS, as_hex, random_words, state_checksum
+from samestep.checkpoint.digest import ROW_WORDS, as_hex, random_words, state_checksum
 
 WIDE = 3 * ROW_WORDS + 17
 MASK = 2**64 - 1

@@ -5,7 +5,7 @@ import functools
 
 import pytest
 
-from samestep.train.contract import code_hash, normal_form, versions
+from samestep.checkpoint.contract import code_hash, normal_form, versions
 
 
 def loss(model, batch, *, scale=1e-3, name=None, **rest):

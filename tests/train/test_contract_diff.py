@@ -9,8 +9,8 @@ import pytest
 from train_programs import make_trainer, points
 from worlds import in_turns
 
-from samestep.train import contract_diff
-from samestep.train.contract_diff import ABSENT, BREAKING, UNMENTIONED, Change, differences, explain
+from samestep.checkpoint import contract_diff
+from samestep.checkpoint.contract_diff import ABSENT, BREAKING, UNMENTIONED, Change, differences, explain
 
 CONTRACT = {
     "global_batch_size": 256,

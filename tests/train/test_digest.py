@@ -9,7 +9,7 @@ from torch import nn
 from train_programs import fit
 from worlds import in_turns
 
-from samestep.train.digest import state_digest
+from samestep.checkpoint.digest import state_digest
 
 
 def test_equal_states_have_equal_digests():

@@ -18,10 +18,10 @@ from torch.nn import functional
 from worlds import DEVICE, close_mesh, in_turns
 
 from samestep.data.randomness import Generators
-from samestep.engine.strategies import Pipeline
+from samestep.engine.config import Pipeline
 from samestep.errors import DeterminismError
-from samestep.train.run import Run
-from samestep.train.trainer import Trainer
+from samestep.run.run import Run
+from samestep.run.trainer import Trainer
 
 
 class Langevin(torch.optim.SGD):

@@ -14,9 +14,9 @@ from samestep.core.seeds import derive_seed
 from samestep.engine.losses import Mean
 from samestep.errors import DeterminismError, UsageError
 from samestep.metrics import accuracy
-from samestep.train import evaluation as evaluation_module
-from samestep.train.run import Run
-from samestep.train.trainer import Trainer
+from samestep.run import evaluation as evaluation_module
+from samestep.run.run import Run
+from samestep.run.trainer import Trainer
 
 
 def in_run(program, world_size=1, batch=16, num_microbatches=4):

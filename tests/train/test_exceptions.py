@@ -10,8 +10,8 @@ import pytest
 from torch._utils import KeyErrorMessage
 from worlds import in_turns
 
+from samestep.comm.exceptions import blamed, on_main, packed, portable, unpacked
 from samestep.errors import ContractError, PeerLostError, RunFolderError, UsageError
-from samestep.train.exceptions import blamed, on_main, packed, portable, unpacked
 
 
 class TwoArguments(Exception):

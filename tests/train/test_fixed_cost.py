@@ -9,13 +9,13 @@ from programs import own_calls
 from torch import nn
 from worlds import cpu_only
 
+from samestep.checkpoint.digest import state_digest
 from samestep.engine.forward_backward import graph_nodes
 from samestep.engine.observer import Observers, StepObserver
-from samestep.train import run as run_module
-from samestep.train.digest import state_digest
-from samestep.train.fixed_cost import LAST_STEP, FixedCost, seconds_of_operation
-from samestep.train.run import Run
-from samestep.train.trainer import Trainer
+from samestep.run import run as run_module
+from samestep.run.fixed_cost import LAST_STEP, FixedCost, seconds_of_operation
+from samestep.run.run import Run
+from samestep.run.trainer import Trainer
 
 TIMED = cpu_only("the times of a device in host memory are those of no device")
 

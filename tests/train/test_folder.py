@@ -14,11 +14,11 @@ from torch import nn
 from train_programs import make_trainer, points
 from worlds import cpu_only, in_turns
 
+from samestep.checkpoint.export import write_weights
+from samestep.checkpoint.paths import create_folder, new_folder_name
 from samestep.errors import RunFolderError, UsageError
-from samestep.train.atomic_io import append_whole, replacing, write_json
-from samestep.train.checkpoint.export import write_weights
-from samestep.train.paths import create_folder, new_folder_name
-from samestep.train.run import Run
+from samestep.files import append_whole, replacing, write_json
+from samestep.run.run import Run
 
 
 class Tied(nn.Module):
@@ -182,8 +182,8 @@ import resource, signal, sys
 from pathlib import Path
 from torch import nn
 from samestep.errors import RunFolderError
-from samestep.train.atomic_io import replacing, write_json
-from samestep.train.checkpoint.tensors import write_tensors
+from samestep.files import replacing, write_json
+from samestep.checkpoint.packing import write_tensors
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 folder = Path(sys.argv[1])
 write_json(folder / "run.json", {"old": 1})

@@ -8,11 +8,11 @@ from resume_programs import BATCH, EPOCHS, METRICS, NUM_MICROBATCHES, SEED, clas
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from worlds import in_turns
 
+from samestep.checkpoint.digest import state_digest
 from samestep.errors import ContractError, UsageError
-from samestep.train.digest import state_digest
-from samestep.train.hooks import EMA, EVENTS, Hook
-from samestep.train.run import Run
-from samestep.train.trainer import Trainer
+from samestep.run.hooks import EMA, EVENTS, Hook
+from samestep.run.run import Run
+from samestep.run.trainer import Trainer
 
 OF_A_CALL = ("on_fit_start", "on_fit_end", "on_checkpoint")  # made anew by a resumed program, and by each call of fit
 

@@ -15,16 +15,8 @@ from worlds import in_turns
 from samestep.data.batch import Batch
 from samestep.engine.result import StepResult
 from samestep.errors import RunFolderError
-from samestep.train.run import Run
-from samestep.train.runlog.ledger import (
-    TIMED_KINDS,
-    LedgerWriter,
-    from_line,
-    ids_hash,
-    learning_rates,
-    ledger_entry,
-    to_line,
-)
+from samestep.run.run import Run
+from samestep.runs.ledger import TIMED_KINDS, LedgerWriter, from_line, ids_hash, learning_rates, ledger_entry, to_line
 
 FLOATS = [0.1, -0.0, math.pi, 5e-324, 1.7e308, math.inf, -math.inf, math.nan, 1 / 3]
 
@@ -205,7 +197,7 @@ FULL = """
 import resource, signal, sys
 from pathlib import Path
 from samestep.errors import RunFolderError
-from samestep.train.runlog.ledger import LedgerWriter
+from samestep.runs.ledger import LedgerWriter
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
 try:

@@ -10,8 +10,8 @@ import psutil
 import pytest
 from started_programs import SECONDS, Programs
 
+from samestep.checkpoint.paths import LOCK_FILE, create_folder, is_locked, take_lock
 from samestep.errors import UsageError
-from samestep.train.paths import LOCK_FILE, create_folder, is_locked, take_lock
 
 # Waits in step 4 of 12, the first of an epoch, until the file "go" is there; "careless" takes no lock.
 PROGRAM = """
@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 import samestep
-from samestep.train.runlog import run_log
+from samestep.runs import run_log
 
 class Rows(torch.utils.data.Dataset):
     def __len__(self):

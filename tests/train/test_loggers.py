@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from samestep.errors import RunFolderError, UsageError
-from samestep.train.runlog.loggers import JsonlLogger, Logger, TensorBoardLogger
+from samestep.runs.recorder import JsonlLogger, Logger, TensorBoardLogger
 
 
 def lines(path):
@@ -124,7 +124,7 @@ LIMITED = """
 import resource, sys
 from pathlib import Path
 from samestep.errors import RunFolderError
-from samestep.train.runlog.loggers import {logger}
+from samestep.runs.recorder import {logger}
 
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
 logger = {logger}(Path(sys.argv[1]))
@@ -174,6 +174,6 @@ def test_a_folder_without_permission_is_an_error_that_names_the_option(logger_cl
 
 
 def test_tensorboard_is_imported_only_when_its_logger_is_made():
-    script = "import sys, samestep.train.runlog.loggers; print('tensorboard' in sys.modules)"
+    script = "import sys, samestep.runs.recorder; print('tensorboard' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout.strip() == "False"

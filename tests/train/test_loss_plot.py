@@ -8,7 +8,7 @@ import pytest
 from matplotlib.image import imread
 
 from samestep.errors import RunFolderError
-from samestep.train.curves import Curve, draw_losses, loss_figure, loss_series
+from samestep.runs.curves import Curve, draw_losses, loss_figure, loss_series
 
 FALLING = [(step, 2.0 / step) for step in range(1, 21)]
 
@@ -114,7 +114,7 @@ def test_a_folder_that_cannot_be_written_is_an_error_that_names_the_option(tmp_p
 
 def test_matplotlib_is_imported_only_to_draw_and_keeps_its_settings():
     script = (
-        "import sys, samestep.train.curves as loss_plot\n"
+        "import sys, samestep.runs.curves as loss_plot\n"
         "assert 'matplotlib' not in sys.modules\n"
         "import matplotlib\n"
         "before = dict(matplotlib.rcParams)\n"

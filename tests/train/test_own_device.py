@@ -10,7 +10,7 @@ CHOSEN = """
     import json
     import torch
     from samestep.comm.environment import Environment
-    from samestep.train.determinism import own_device
+    from samestep.engine.determinism import own_device
 
     def choose(asked, *place):
         own = own_device(asked, Environment(*place))
@@ -40,7 +40,7 @@ RUN = """
     import torch
     from samestep.comm.communicator import Communicator
     from samestep.comm.transport import LocalTransport
-    from samestep.train.run import Run
+    from samestep.run.run import Run
 
     alone = LocalTransport()
     given = Communicator(torch.device("cuda:1"), alone, alone)
@@ -55,7 +55,7 @@ def test_the_device_of_a_run_is_current():
 
 THREADS = """
     import torch
-    from samestep.train.run import Run
+    from samestep.run.run import Run
 
     made = Run(8, device="cuda")
     print(torch.get_num_threads(), made.contract.num_threads, torch.randn(1 << 20).sum().item().hex())

@@ -14,15 +14,15 @@ from torch.optim import lr_scheduler as schedules
 from torch.utils.data import DataLoader
 from worlds import in_turns
 
+from samestep.checkpoint import state
+from samestep.checkpoint.digest import state_digest
+from samestep.checkpoint.manifest import Manifest, manifest_bytes, read_manifest, write_sealed
+from samestep.checkpoint.paths import CONTRACT_FILE
+from samestep.checkpoint.storage import list_checkpoints
 from samestep.errors import CheckpointError, ContractError, UsageError
-from samestep.train.atomic_io import write_json
-from samestep.train.checkpoint import state
-from samestep.train.checkpoint.manifest import Manifest, manifest_bytes, read_manifest, write_sealed
-from samestep.train.checkpoint.storage import list_checkpoints
-from samestep.train.digest import state_digest
-from samestep.train.paths import CONTRACT_FILE
-from samestep.train.run import Run
-from samestep.train.trainer import Trainer
+from samestep.files import write_json
+from samestep.run.run import Run
+from samestep.run.trainer import Trainer
 
 OUTCOMES = slice(0, 3)
 

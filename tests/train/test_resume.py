@@ -22,13 +22,13 @@ from torch import nn
 from torch.utils.data import DataLoader
 from worlds import in_turns
 
+from samestep.checkpoint import state
+from samestep.checkpoint.digest import state_digest
 from samestep.errors import UsageError
-from samestep.train import epoch
-from samestep.train.checkpoint import state
-from samestep.train.digest import state_digest
-from samestep.train.run import Run
-from samestep.train.runlog.ledger import from_line
-from samestep.train.trainer import Trainer
+from samestep.run import progress
+from samestep.run.run import Run
+from samestep.run.trainer import Trainer
+from samestep.runs.ledger import from_line
 
 STEPS = 12
 QUICK = {
@@ -203,7 +203,7 @@ def test_a_checkpoint_between_two_calls_of_fit_is_gone_on_from(tmp_path, name):
 
 def test_twin_generators_of_a_loader_that_are_lost_between_two_calls_are_noticed(tmp_path, monkeypatch):
     reference = alone(train, "user's, own generator", tmp_path / "run", **BY_CALL)
-    monkeypatch.setattr(epoch, "restore_loader", nothing)
+    monkeypatch.setattr(progress, "restore_loader", nothing)
     resumed = alone(train, "user's, own generator", None, checkpoint(tmp_path / "run", 6), **BY_CALL)
     assert resumed[0] != reference[0]
 
@@ -349,12 +349,12 @@ def nothing(*args):
 
 
 def test_twin_modes_that_are_lost_are_noticed(tmp_path, monkeypatch):
-    def forget_modes(progress, resumed, restore=epoch.Progress.restore):
+    def forget_modes(progress, resumed, restore=progress.Progress.restore):
         restore(progress, resumed)
         progress._waiting["evaluating"] = []
 
     reference = alone(train, "evaluation mode in parts", tmp_path / "run")
-    monkeypatch.setattr(epoch.Progress, "restore", forget_modes)
+    monkeypatch.setattr(progress.Progress, "restore", forget_modes)
     assert alone(train, "evaluation mode in parts", None, checkpoint(tmp_path / "run", 7)) != reference
 
 
@@ -371,7 +371,7 @@ def test_a_checkpoint_of_a_data_loader_is_not_taken_up_by_a_dataset(tmp_path):
 
 def test_a_loader_that_is_not_ours_may_be_another_object():
     """Two loaders over the same data are the same to the contract."""
-    from samestep.train.contract import loader_contract
+    from samestep.checkpoint.contract import loader_contract
 
     first, second = (DataLoader(Noisy(), batch_size=10, shuffle=True) for _ in range(2))
     assert loader_contract(first) == loader_contract(second)

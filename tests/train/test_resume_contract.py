@@ -10,11 +10,11 @@ from torch.nn import functional
 from torch.optim import lr_scheduler as schedules
 from worlds import in_turns
 
+from samestep.checkpoint.contract import code_hash, model_form
 from samestep.errors import CheckpointError, ContractError, UsageError
-from samestep.train.contract import code_hash, model_form
-from samestep.train.run import Run
-from samestep.train.runlog.ledger import from_line
-from samestep.train.trainer import Trainer
+from samestep.run.run import Run
+from samestep.run.trainer import Trainer
+from samestep.runs.ledger import from_line
 
 STEP = "step-00000004"
 

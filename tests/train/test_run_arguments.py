@@ -13,9 +13,9 @@ from train_programs import classification, classifier, points
 from worlds import DEVICE, in_turns
 
 from samestep.errors import DeterminismError, DeviceError, UsageError
-from samestep.train.arguments import TRAINER, StepOptions
-from samestep.train.run import Run
-from samestep.train.trainer import Trainer
+from samestep.run.arguments import TRAINER, StepOptions
+from samestep.run.run import Run
+from samestep.run.trainer import Trainer
 
 
 def refusal(make, kind=UsageError):

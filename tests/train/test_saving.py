@@ -9,16 +9,10 @@ import torch
 from checkpoint_writers import is_state_of, snapshot_of
 from torch import nn
 
+from samestep import files as run_files
+from samestep.checkpoint.saver import CheckpointSaver, to_host_copy
+from samestep.checkpoint.storage import Snapshot, list_checkpoints, newest_checkpoint, read_checkpoint, write_checkpoint
 from samestep.errors import RunFolderError
-from samestep.train import atomic_io
-from samestep.train.checkpoint.saver import CheckpointSaver, to_host_copy
-from samestep.train.checkpoint.storage import (
-    Snapshot,
-    list_checkpoints,
-    newest_checkpoint,
-    read_checkpoint,
-    write_checkpoint,
-)
 
 
 def save(saver, step, size=5000):
@@ -205,7 +199,7 @@ def test_an_error_of_the_writer_is_raised_once_by_the_next_call_and_the_saver_go
 
 
 def test_what_cannot_be_written_is_tried_again_and_each_failure_is_told(tmp_path, monkeypatch):
-    monkeypatch.setattr(atomic_io, "MAX_WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(run_files, "MAX_WAIT_SECONDS", 0.01)
     folder = tmp_path / "checkpoints"
     folder.write_text("in the way")
     saver, told = CheckpointSaver(folder, retries=100_000), []
@@ -225,7 +219,7 @@ def test_what_cannot_be_written_is_tried_again_and_each_failure_is_told(tmp_path
 def test_a_run_that_is_moved_away_while_a_checkpoint_is_written_is_not_made_anew(
     tmp_path, monkeypatch, is_first, replaced
 ):
-    monkeypatch.setattr(atomic_io, "MAX_WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(run_files, "MAX_WAIT_SECONDS", 0.0)
     run = tmp_path / "run"
     run.mkdir()
     saver, gate = CheckpointSaver(run / "checkpoints", retries=3), Gate()
@@ -258,7 +252,7 @@ def test_a_run_that_is_removed_between_two_checkpoints_is_not_made_anew(tmp_path
 
 
 def test_an_error_that_stays_is_raised_after_as_many_retries_as_were_asked_for(tmp_path, monkeypatch):
-    monkeypatch.setattr(atomic_io, "MAX_WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(run_files, "MAX_WAIT_SECONDS", 0.0)
     (tmp_path / "file").write_text("")
     saver = CheckpointSaver(tmp_path / "file", retries=3)
     save(saver, 1)

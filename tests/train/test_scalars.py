@@ -11,8 +11,8 @@ from worlds import in_turns
 
 from samestep.engine.losses import Mean
 from samestep.errors import LossError
-from samestep.train.run import Run
-from samestep.train.trainer import Trainer
+from samestep.run.run import Run
+from samestep.run.trainer import Trainer
 
 
 def with_scalars(model, batch):

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.optim import lr_scheduler
 
+from samestep.checkpoint.packing import check_packed, pack, unpack
 from samestep.errors import CheckpointError, UsageError
-from samestep.train.checkpoint.packing import check_packed, pack, unpack
 
 Point = namedtuple("Point", "x y")
 

@@ -11,10 +11,10 @@ from marked import free_port
 from started_programs import SECONDS, Programs
 
 from samestep.comm.communicator import Communicator
-from samestep.comm.heartbeat_page import STOPS_ON_REQUEST, Heartbeat, HeartbeatPage
+from samestep.comm.heartbeat import STOPS_ON_REQUEST, Heartbeat, HeartbeatPage
 from samestep.comm.membership import Membership
 from samestep.comm.transport import LocalTransport
-from samestep.train.signals import stopping_on_request
+from samestep.run.signals import stopping_on_request
 
 PROGRAM = """
 import sys, time

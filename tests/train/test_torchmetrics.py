@@ -6,8 +6,8 @@ from worlds import cpu_only, in_turns
 
 from samestep import metrics
 from samestep.errors import UsageError
-from samestep.train.run import Run
-from samestep.train.trainer import Trainer
+from samestep.run.run import Run
+from samestep.run.trainer import Trainer
 
 torchmetrics = pytest.importorskip("torchmetrics")
 from torchmetrics import classification, regression, text, wrappers  # noqa: E402
@@ -114,7 +114,7 @@ def test_real_processes_give_the_same_values(worlds, world_size, transport):
 
 def test_twin_states_merged_by_rank_are_noticed(monkeypatch):
     reference = bits(in_turns(1, measure, "joined")[0])
-    monkeypatch.setattr("samestep.train.evaluation.sorted", lambda pairs, key: reversed(pairs), raising=False)
+    monkeypatch.setattr("samestep.run.evaluation.sorted", lambda pairs, key: reversed(pairs), raising=False)
     assert bits(in_turns(2, measure, "joined")[0]) != reference
 
 

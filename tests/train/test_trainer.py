@@ -18,16 +18,16 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from train_programs import METRICS, Notes, classification, classifier, fit, make_trainer, points
 from worlds import in_turns
 
+from samestep import files
+from samestep.checkpoint.digest import state_digest
+from samestep.checkpoint.storage import newest_checkpoint
 from samestep.engine.result import StepResult
 from samestep.errors import NonFiniteError, RunFolderError, SamestepError, UsageError
 from samestep.metrics import accuracy
-from samestep.recipes.job import train
-from samestep.train import atomic_io
-from samestep.train.checkpoint.storage import newest_checkpoint
-from samestep.train.digest import state_digest
-from samestep.train.run import Run
-from samestep.train.runlog.ledger import from_line
-from samestep.train.trainer import EpochRecord, Trainer
+from samestep.recipes.training import train
+from samestep.run.run import Run
+from samestep.run.trainer import EpochRecord, Trainer
+from samestep.runs.ledger import from_line
 
 
 def alone(program, *args):
@@ -553,7 +553,7 @@ def test_mlp_learns_the_prices_of_houses(shared_data):
 
 KILLED = """
 import os, pathlib, signal, sys
-from samestep.train.atomic_io import replacing
+from samestep.files import replacing
 with replacing(pathlib.Path(sys.argv[1])) as temporary:
     temporary.write_text("half of it")
     (temporary.parent / "checkpoints" / temporary.name.replace("run.json", "step-00000001")).mkdir()
@@ -579,7 +579,7 @@ def test_what_killed_processes_left_is_removed_when_a_run_is_resumed_even_if_not
 
 
 def test_a_run_goes_on_though_a_checkpoint_cannot_be_written_at_once(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(atomic_io, "MAX_WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(files, "MAX_WAIT_SECONDS", 0.01)
     in_the_way, blocking = tmp_path / "checkpoints", threading.Lock()
 
     def block(*_):

@@ -7,10 +7,10 @@ from numpy.random import mtrand
 from safetensors.torch import load_file
 from torch import nn
 
+from samestep.checkpoint.digest import state_checksum, state_digest
+from samestep.checkpoint.packing import write_tensors
 from samestep.data.batch import tensor_checksum
-from samestep.train.checkpoint.tensors import write_tensors
-from samestep.train.digest import state_checksum, state_digest
-from samestep.train.run import Run
+from samestep.run.run import Run
 
 MODEL = "the model has parameters that were drawn before samestep.Run, when torch's generator had no seed (weight)"
 DATA = "data was made before samestep.Run, when"

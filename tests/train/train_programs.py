@@ -7,11 +7,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from samestep.checkpoint.digest import state_digest
 from samestep.engine.losses import Mean
 from samestep.metrics import accuracy, cross_entropy
-from samestep.train.digest import state_digest
-from samestep.train.run import Run
-from samestep.train.trainer import Trainer
+from samestep.run.run import Run
+from samestep.run.trainer import Trainer
 
 
 def points(num_samples=61, seed=4):

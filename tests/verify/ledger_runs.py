@@ -7,9 +7,9 @@ from torch import nn
 from torch.nn import functional
 from worlds import in_turns
 
-from samestep.train.digest import as_hex, state_checksum
-from samestep.train.run import Run
-from samestep.train.runlog.ledger import LedgerWriter, learning_rates, ledger_entry
+from samestep.checkpoint.digest import as_hex, state_checksum
+from samestep.run.run import Run
+from samestep.runs.ledger import LedgerWriter, learning_rates, ledger_entry
 
 
 def points():

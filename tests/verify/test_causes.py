@@ -19,12 +19,12 @@ from torch.utils.data import DataLoader, TensorDataset
 from samestep.cli.explain import FOLDERS, PACKAGE
 from samestep.cli.main import main
 from samestep.cli.verify import show
-from samestep.scripts.patch import applied
+from samestep.patch import applied
 from samestep.verify.causes.evidence import Evidence
-from samestep.verify.causes.losses import divisor
+from samestep.verify.causes.means import divisor
 from samestep.verify.causes.table import CAUSES, Recorder
-from samestep.verify.runner import RunSpec
-from samestep.verify.wrapping import Wrap, patches_for
+from samestep.verify.verdict import RunSpec
+from samestep.verify.wraps import Wrap, patches_for
 
 BREAKERS = Path(__file__).resolve().parent / "breakers"
 ROOT = Path(__file__).resolve().parents[2]

@@ -5,9 +5,9 @@ import math
 
 import pytest
 
-from samestep.verify.compare import Tolerance, first_difference, ranks_apart, reached
+from samestep.verify.comparison import Tolerance, first_difference, ranks_apart, reached
 from samestep.verify.recording import Recording
-from samestep.verify.sanity_checks import count_compared, idle_parameters, refusals
+from samestep.verify.verdict import count_compared, idle_parameters, refusals
 
 NUM_STEPS = 3
 

@@ -13,8 +13,19 @@ from typer.testing import CliRunner
 from samestep.cli import ledger as command
 from samestep.cli.main import app
 from samestep.errors import DataError, UsageError
-from samestep.train.runlog.ledger import is_whole, to_line
-from samestep.verify.ledger import Extent, FieldDifference, Ledger, Repeat, cause, compare, extent, number, read_ledger
+from samestep.runs.ledger import (
+    Extent,
+    FieldDifference,
+    Ledger,
+    Repeat,
+    cause,
+    compare,
+    extent,
+    is_whole,
+    number,
+    read_ledger,
+    to_line,
+)
 
 ENTRY = {"num_samples": 2, "ids": "aa", "loss": "0x1.8p+0", "grad_norm": "0x1.0p+1", "lr": ["0x1.0p-3"]}
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from samestep.verify.runner import RunSpec
-from samestep.verify.watching.batches import Batches, look_at
-from samestep.verify.wrapping import wrapped
+from samestep.verify.summaries import Batches, look_at
+from samestep.verify.verdict import RunSpec
+from samestep.verify.wraps import wrapped
 
 PROGRAM = """
     import sys

@@ -11,11 +11,11 @@ import typer
 from ledger_runs import write
 from typer.testing import CliRunner
 
+from samestep.checkpoint.paths import take_lock
 from samestep.cli import runs as command
 from samestep.errors import DataError, UsageError
-from samestep.train.paths import take_lock
-from samestep.train.runlog.ledger import to_line
-from samestep.verify.runs import find_runs, is_run, read_contract, run_status
+from samestep.runs.ledger import to_line
+from samestep.runs.run_list import find_runs, is_run, read_contract, run_status
 
 CONTRACT = {"recipe": "lenet", "epochs": 3, "command": ["samestep", "train", "lenet"], "seed": 0}
 OLD = time.time() - 3600

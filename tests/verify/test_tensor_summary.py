@@ -7,14 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from samestep.verify.watching.tensor_summary import (
-    bits,
-    distance,
-    norm,
-    row_checksums,
-    summarize_rows,
-    summarize_tensor,
-)
+from samestep.verify.summaries import bits, distance, norm, row_checksums, summarize_rows, summarize_tensor
 
 
 @settings(max_examples=30)

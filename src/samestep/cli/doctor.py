@@ -9,7 +9,7 @@ import typer
 from samestep.cli.options import Devices
 
 if TYPE_CHECKING:
-    from samestep.doctor.result import Result
+    from samestep.doctor.check_table import Result
 
 TIMEOUT_SECONDS = 60.0
 
@@ -44,7 +44,7 @@ def doctor(
         if environment.launcher != "none":
             raise UsageError(f"got --prove in a rank that {environment.launcher} started; start it by itself")
         from samestep.doctor import proof
-        from samestep.doctor.result import from_objects, print_results
+        from samestep.doctor.check_table import from_objects, print_results
 
         content = proof.prove(devices or "auto", output or Path(), quick, timeout_seconds)
         if as_json:
@@ -58,14 +58,14 @@ def doctor(
         raise typer.Exit(code)
     if devices is not None:
         raise UsageError(f"got --devices {devices}, and ranks that {environment.launcher} started; leave it out")
-    from samestep.doctor.collectives import check_group
+    from samestep.doctor.rank_checks import check_group
 
     raise typer.Exit(check_group(environment, timeout_seconds, quick, lambda results: _show(results, as_json)))
 
 
 def _show(results: "list[Result]", as_json: bool) -> None:
     """Prints the results."""
-    from samestep.doctor.result import as_object, print_results
+    from samestep.doctor.check_table import as_object, print_results
 
     if as_json:
         print(json.dumps(as_object(results)), flush=True)

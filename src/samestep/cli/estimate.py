@@ -10,8 +10,7 @@ import typer
 from samestep.cli.options import one_of, option, with_options
 from samestep.core.mesh import REST
 from samestep.recipes.catalog import NAMES
-from samestep.recipes.config import mesh_sizes, pairs
-from samestep.recipes.options import own_options_in_words
+from samestep.recipes.settings import mesh_sizes, own_options_in_words, pairs
 from samestep.text import notify
 
 MODEL = {"panel": "The model"}
@@ -112,11 +111,11 @@ def estimate(
     from dataclasses import replace
 
     from samestep.errors import UsageError
+    from samestep.estimate.costs import read_cluster
     from samestep.estimate.estimate import Request, print_estimate
     from samestep.estimate.estimate import estimate as make_estimate
-    from samestep.estimate.hardware import read_cluster
     from samestep.estimate.workload import DECODERS, OPTIMIZERS, load_workload, published
-    from samestep.recipes.workload import recipe_workload
+    from samestep.recipes.estimating import recipe_workload
 
     cluster = read_cluster(devices, nnodes, node_gbits)
     if model in NAMES:

@@ -25,6 +25,6 @@ def export(
 
     Of a run the newest good checkpoint is taken. On how many devices it was written makes no difference.
     """
-    from samestep.train.checkpoint.export import export_weights
+    from samestep.checkpoint.export import export_weights
 
     print(one_line(f"{file}: the weights of {export_weights(place, file, model)}"))

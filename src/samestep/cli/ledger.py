@@ -13,8 +13,8 @@ from samestep.text import counted, make_console, make_table, print_table
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from samestep.train.contract_diff import Change
-    from samestep.verify.ledger import Difference, Extent, Ledger
+    from samestep.checkpoint.contract_diff import Change
+    from samestep.runs.ledger import Difference, Extent, Ledger
 
 SHOWN_STEPS = 20
 SHOWN_NOTES = 5
@@ -46,10 +46,10 @@ def diff(
     Devices may differ, and how far the runs came; to the bit the same must be samples, learning rates, loss, gradient
     norm and state of every step that both have.
     """
+    from samestep.checkpoint.contract_diff import differences
     from samestep.errors import UsageError
-    from samestep.train.contract_diff import differences
-    from samestep.verify.ledger import compare, extent
-    from samestep.verify.runs import read_contract
+    from samestep.runs.ledger import compare, extent
+    from samestep.runs.run_list import read_contract
 
     ledgers = _read(a), _read(b)
     reach = extent(*ledgers)
@@ -97,7 +97,7 @@ def show(
 def _read(path: Path) -> "Ledger":
     """A ledger; raises a `UsageError` for a file that is none."""
     from samestep.errors import DataError, UsageError
-    from samestep.verify.ledger import read_ledger
+    from samestep.runs.ledger import read_ledger
 
     try:
         return read_ledger(path)
@@ -107,7 +107,7 @@ def _read(path: Path) -> "Ledger":
 
 def _notes(ledger: "Ledger") -> list[str]:
     """Sentences on damaged lines and on steps that were taken twice with different results."""
-    from samestep.replay.difference_tables import ledger_value
+    from samestep.runs.ledger import ledger_value
 
     notes = ["the last line is unfinished, and left out"] if ledger.torn else []
     notes += [
@@ -122,7 +122,7 @@ def _notes(ledger: "Ledger") -> list[str]:
 
 def _headline(difference: "Difference | None", reach: "Extent") -> str:
     """The result of a comparison in one sentence."""
-    from samestep.replay.difference_tables import field_name
+    from samestep.runs.ledger import field_name
 
     if difference is None:
         states = [f"{counted(reach.digests, 'checksum')} of the state"] if reach.digests else []
@@ -138,7 +138,7 @@ def _headline(difference: "Difference | None", reach: "Extent") -> str:
 
 
 def _as_json(found: _Comparison) -> dict[str, Any]:
-    from samestep.verify.ledger import cause
+    from samestep.runs.ledger import cause
 
     difference = found.difference
     return {
@@ -152,8 +152,7 @@ def _as_json(found: _Comparison) -> dict[str, Any]:
 
 
 def _print_comparison(found: _Comparison) -> None:
-    from samestep.replay.difference_tables import changes_table, fields_table
-    from samestep.verify.ledger import cause
+    from samestep.runs.ledger import cause, changes_table, fields_table
 
     console, difference = make_console(), found.difference
     alone = found.extent.only_a, found.extent.only_b
@@ -177,7 +176,7 @@ def _print_comparison(found: _Comparison) -> None:
 def _print_steps(console: "Console", steps: "list[Any]") -> None:
     from rich.markup import escape
 
-    from samestep.replay.difference_tables import field_name, ledger_value
+    from samestep.runs.ledger import field_name, ledger_value
 
     fields = ("step", "epoch", "position", "num_samples", "ids", "loss", "grad_norm", "lr", "world_size", "digest")
     used = [field for field in fields if any(step.get(field) is not None for step in steps)]

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, get_args, get_origin, g
 import typer
 from typer.core import TyperCommand
 
+from samestep.checkpoint.paths import CHECKPOINT_FOLDER, RUNS_FOLDER, holds_run
 from samestep.errors import UsageError
-from samestep.recipes.config import DEVICES, MAX_THREADS
-from samestep.train.paths import CHECKPOINT_FOLDER, RUNS_FOLDER, holds_run
+from samestep.recipes.settings import DEVICES, MAX_THREADS
 
 if TYPE_CHECKING:
     from samestep.launcher.job import Policy, Torchrun

@@ -37,7 +37,7 @@ def profile(
 
     Nothing is written.
     """
-    from samestep.train.paths import PROFILE_FOLDER
+    from samestep.checkpoint.paths import PROFILE_FOLDER
 
     found = {**step_times(folder), "traces": traces(folder / PROFILE_FOLDER)}
     if as_json:
@@ -68,7 +68,7 @@ def traces(folder: Path) -> list[str]:
 
 def step_times(folder: Path) -> dict[str, Any]:
     """Median milliseconds and shares of a step's phases on the rank that wrote the ledger."""
-    from samestep.verify.ledger import read_ledger
+    from samestep.runs.ledger import read_ledger
 
     steps = [entry["seconds"] for entry in read_ledger(folder).steps.values() if "seconds" in entry]
     if not steps:

@@ -51,7 +51,7 @@ def replay(
     if as_json:
         print(json.dumps(found.as_json()))
     else:
-        from samestep.replay.tables import print_replay
+        from samestep.replay.views import print_replay
 
         print_replay(make_console(), found, by_microbatch=microbatch is not None or module is not None)
     if not found.holds:

@@ -6,10 +6,10 @@ from typing import Annotated
 
 import typer
 
+from samestep.checkpoint.paths import PICTURE_FILE
 from samestep.cli.options import run_folders
 from samestep.extras import is_installed, missing
 from samestep.text import make_console, notify
-from samestep.train.paths import PICTURE_FILE
 
 PAGE_FILE = "report.html"
 
@@ -33,10 +33,10 @@ def report(
     Writes one HTML page that needs neither network nor server, and a picture of the losses. A run may be under way.
     """
     from samestep.errors import RunFolderError
+    from samestep.files import make_folder, replacing
     from samestep.report.page import loss_table, make_page
     from samestep.report.run_summary import make_report
-    from samestep.train.atomic_io import make_folder, replacing
-    from samestep.train.curves import draw_losses
+    from samestep.runs.curves import draw_losses
 
     found = make_report(runs)
     folder = runs[0] if output is None else output

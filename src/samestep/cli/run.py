@@ -51,12 +51,12 @@ def run(
     (init_process_group, samestep.Run) finds the variables that torchrun sets; with --logical-devices V it is run as V
     ranks, with the same bits on any number of devices.
     """
+    from samestep.checkpoint.paths import PROFILE_FOLDER
     from samestep.comm.environment import read_environment
     from samestep.devices.selection import AUTO_CPU_WORKERS, cpu_workers_for, select
     from samestep.errors import UsageError
     from samestep.launcher.supervisor import supervise
     from samestep.scripts.script_analysis import reads_as
-    from samestep.train.paths import PROFILE_FOLDER
 
     torchrun = chosen_torchrun(policy, workers.start_method, nodes)
     launcher = read_environment().launcher
@@ -126,7 +126,7 @@ def _as_read(job: Job, script: ScriptOptions, reading: "Reading", virtual: bool,
         return _called(job, "samestep.scripts.spawning", "run_native", more), None
     reading.check_logical_devices(logical)
     of_ranks = {"virtual": virtual and reading.names_gpus, "starts": (starts, places if starts else [])}
-    return _called(job, "samestep.scripts.logical", "run_logical", {"seed": script.seed, **of_ranks}), logical
+    return _called(job, "samestep.logical.ranks", "run_logical", {"seed": script.seed, **of_ranks}), logical
 
 
 def _called(job: Job, module: str, function: str, options: dict[str, Any]) -> Job:

@@ -11,7 +11,7 @@ from samestep.recipes.catalog import NAMES
 from samestep.text import make_console, make_table, print_table
 
 if TYPE_CHECKING:
-    from samestep.verify.runs import RunStatus
+    from samestep.runs.run_list import RunStatus
 
 MOST_LEFT = 10  # of the runs that can be resumed, the newest, have their command below the table
 
@@ -26,7 +26,7 @@ def runs(
     in whose folder something was written in the last two minutes is `running?`.
     """
     from samestep.errors import DataError, UsageError
-    from samestep.verify.runs import find_runs
+    from samestep.runs.run_list import find_runs
 
     try:
         found = find_runs(folder)

@@ -16,14 +16,15 @@ import typer
 from samestep.cli.options import NodeOptions, WorkerOptions, chosen_devices, chosen_torchrun, one_of, with_options
 from samestep.cli.profile import Profile, print_times, print_traces, step_times, traces
 from samestep.errors import UsageError
-from samestep.launcher.job import DYNAMO, Job, Policy, Torchrun
+from samestep.launcher.job import Job, Policy, Torchrun
+from samestep.patch import DYNAMO
 from samestep.recipes.catalog import NAMES
-from samestep.recipes.config import COMPARED, JobConfig, checked_options, read_file
+from samestep.recipes.settings import COMPARED, JobConfig, checked_options, read_file
 from samestep.text import notify
 
 if TYPE_CHECKING:
     from samestep.core.mesh import Mesh
-    from samestep.launcher.server_process import EarlyServer
+    from samestep.launcher.processes import EarlyServer
 
 
 @with_options
@@ -52,9 +53,9 @@ def train(
     as_json: Annotated[bool, typer.Option("--json", help="End with one JSON object on stdout.")] = False,
 ) -> None:
     """Trains a recipe on all devices and leaves a run folder: the same bits on any number of devices."""
+    from samestep.checkpoint.paths import PROFILE_FOLDER, check_entries, check_untaken, new_folder_name
     from samestep.comm.environment import read_environment
     from samestep.recipes.catalog import check_name
-    from samestep.train.paths import PROFILE_FOLDER, check_entries, check_untaken, new_folder_name
 
     torchrun = chosen_torchrun(policy, workers.start_method, nodes)
     asked = dict(asked) if recipe is None else {"recipe": recipe, **asked}
@@ -98,7 +99,7 @@ def _resumed(
     asked: dict[str, Any], resume: str | None, run_dir: str | None, workers: WorkerOptions
 ) -> tuple[dict[str, Any], Path | None]:
     """The options of a resumed run, its own and those given now; and its folder, None for a new run."""
-    from samestep.train.paths import CONTRACT_FILE, recorded, run_of, unfinished_run
+    from samestep.checkpoint.paths import CONTRACT_FILE, recorded, run_of, unfinished_run
 
     if resume is None:
         return asked, None
@@ -129,9 +130,9 @@ def _check_kept(asked: Mapping[str, Any], source: Path, resume: Path) -> None:
 
     The workers compare all of it, once they have a model.
     """
-    from samestep.train.contract_diff import check_contract_kept, differences
-    from samestep.train.paths import CHECKPOINT_FOLDER
-    from samestep.verify.runs import checkpoint_contract, newest_checkpoint
+    from samestep.checkpoint.contract_diff import check_contract_kept, differences
+    from samestep.checkpoint.paths import CHECKPOINT_FOLDER
+    from samestep.runs.run_list import checkpoint_contract, newest_checkpoint
 
     checkpoint = resume
     if resume.parent.name != CHECKPOINT_FOLDER:
@@ -154,9 +155,9 @@ def _train_by_workers(
     early: "EarlyServer | None",
 ) -> None:
     """Starts a worker a device, and shows their progress."""
+    from samestep.checkpoint.paths import LOG_FOLDER, remove_if_unused
     from samestep.devices.selection import select
     from samestep.launcher.supervisor import supervise
-    from samestep.train.paths import LOG_FOLDER, remove_if_unused
 
     num_nodes = 1 if torchrun is None else torchrun.max_nodes
     selection = select(chosen_devices(workers) or "auto", cpu_workers=_cpu_workers(config, num_nodes))
@@ -164,11 +165,11 @@ def _train_by_workers(
     folder, num_threads = Path(str(config.run_dir)), config.num_threads or 1
     work = Job(
         kind="function",
-        target="samestep.recipes.job:train",
+        target="samestep.recipes.training:train",
         kwargs=replace(config, num_threads=None).as_json(),  # the workers are started with so many
         log_dir=str(folder / LOG_FOLDER),
         lines_to="stderr" if as_json else "stdout",
-        preload=(DYNAMO, "samestep.recipes.job"),
+        preload=(DYNAMO, "samestep.recipes.training"),
         restart_kwargs={"resume": "auto"},
         resume_hint=f"samestep train {config.recipe} --resume {folder}",
     )
@@ -212,7 +213,7 @@ def _cpu_workers(config: JobConfig, num_nodes: int) -> int:
     """The CPU workers of "auto" on each machine: as shares and a mesh say, else one a core with microbatches."""
     from samestep.core.mesh import REST
     from samestep.devices.selection import AUTO_CPU_WORKERS, cpu_workers_for
-    from samestep.recipes.options import num_microbatches_of
+    from samestep.recipes.settings import num_microbatches_of
 
     if config.shares is not None:
         return max(1, (len(config.shares) + config.spares) // num_nodes)
@@ -228,7 +229,7 @@ def _check_division(config: JobConfig, count: int) -> None:
     """Checks that so many devices can share the work."""
     from samestep.core.mesh import make_mesh
     from samestep.core.microbatches import active_shares, microbatch_ranges
-    from samestep.recipes.options import num_microbatches_of
+    from samestep.recipes.settings import num_microbatches_of
 
     num_microbatches = num_microbatches_of(config.recipe, config.num_microbatches, config.global_batch_size)
     grid = make_mesh(config.mesh, count)
@@ -241,7 +242,7 @@ def _check_division(config: JobConfig, count: int) -> None:
 
 def _check_strategy(config: JobConfig, grid: "Mesh") -> None:
     """Checks that a recipe's model can be laid out on a mesh by the strategy."""
-    from samestep.recipes.options import check_stages, own_options
+    from samestep.recipes.settings import check_stages, own_options
 
     strategy, size = config.strategy, grid.sizes["pipe"]
     if grid.sizes["tensor"] > 1:
@@ -267,7 +268,7 @@ def _check_strategy(config: JobConfig, grid: "Mesh") -> None:
 def train_as_rank(as_json: bool, **job: Any) -> None:
     """Trains in this process, a rank that another launcher started."""
     from samestep.comm.environment import read_environment
-    from samestep.recipes.job import train as train_recipe
+    from samestep.recipes.training import train as train_recipe
 
     rank = read_environment().rank
     if as_json:

@@ -13,15 +13,14 @@ import typer
 
 from samestep.cli.options import COMPARED, NumThreads, ScriptOptions, one_of, with_options
 from samestep.recipes.catalog import NAMES
-from samestep.recipes.config import DEVICES
+from samestep.recipes.settings import DEVICES
 from samestep.text import counted, notify
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from samestep.devices.selection import Selection
-    from samestep.verify.runner import Program
-    from samestep.verify.verdict import Named, Verdict
+    from samestep.verify.verdict import Named, Program, Verdict
 
 TIERS = {
     "bitwise": "every bit is equal",
@@ -105,7 +104,7 @@ def verify(
     """
     from samestep.comm.environment import read_environment
     from samestep.errors import UsageError
-    from samestep.verify.runner import ProgramRunner, Stopped
+    from samestep.verify.verdict import ProgramRunner, Stopped
 
     if not program:
         raise UsageError("there is nothing to verify; give a script or a recipe: samestep verify train.py")
@@ -190,7 +189,7 @@ def _program(
     from samestep.errors import UsageError
     from samestep.launcher.job import Job
     from samestep.scripts.script_analysis import reads_as
-    from samestep.verify.runner import Program
+    from samestep.verify.verdict import Program
 
     name, *arguments = program
     given = [f"--{option.replace('_', '-')}" for option, value in options.items() if value is not None]

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from samestep.comm import segment as segments
 from samestep.comm.environment import Environment, chosen_transport
 from samestep.comm.group import GroupTransport
-from samestep.comm.heartbeat_page import PAGE_VARIABLE
+from samestep.comm.heartbeat import PAGE_VARIABLE
 from samestep.comm.rendezvous import FIRST_POLL_SECONDS, POLL_SECONDS, meet, rendezvous, roll_call, store_host
-from samestep.comm.shm import segment as segments
-from samestep.comm.shm.segment import NoSegmentError, Segment
-from samestep.comm.shm.transport import SharedTransport
+from samestep.comm.segment import NoSegmentError, Segment
+from samestep.comm.shared_memory import SharedTransport
 from samestep.comm.transport import Connection, Nodes
 from samestep.devices.inventory import usable_cores
 from samestep.errors import PeerLostError, UsageError

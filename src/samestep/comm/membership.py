@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 from samestep.comm.communicator import Communicator
-from samestep.comm.heartbeat_page import HEALS, READY_TO_JOIN, SHOWS_LIFE, Heartbeat, Quorum
+from samestep.comm.heartbeat import HEALS, READY_TO_JOIN, SHOWS_LIFE, Heartbeat, Quorum
 from samestep.comm.rendezvous import Report, all_admit, roll_call
 from samestep.comm.transport import Connection, LocalTransport, wait_until
 from samestep.core.mesh import Mesh
@@ -110,7 +110,7 @@ class Membership:
         self._healing_store = healing_store if connection is None else connection.healing_store
         self._axes: dict[str, Communicator] | None = None
         if self.mesh is not None:
-            from samestep.comm.mesh import connect_axes  # not before: it loads half of torch.distributed
+            from samestep.comm.mesh_groups import connect_axes  # not before: it loads half of torch.distributed
 
             # Before the axes connect: along an axis no supervisor names the missing ranks.
             self.rely_on_all()

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from samestep.comm.buckets import packed_strides
 from samestep.core.microbatches import microbatch_bounds
-from samestep.data.nested import leaves, map_tensors, num_samples, take_rows
-from samestep.data.transfer import to_device
+from samestep.data.nested import leaves, map_tensors, num_samples, take_rows, to_device
 
 CHECKSUM_WORDS = 2**22  # of a tensor that are summed at once: 128 MiB beside it
 

@@ -22,9 +22,18 @@ from samestep.core.microbatches import microbatch_bounds
 from samestep.core.order import Cursor, batch_length, num_batches, permute
 from samestep.core.seeds import derive_seed
 from samestep.data.batch import Batch, checksum, settle
-from samestep.data.fetch import MICROBATCH_STREAM, SAMPLE_STREAM, BatchIds, SeededSamples, draws_nothing, fetch_batches
+from samestep.data.fetch import (
+    MICROBATCH_STREAM,
+    SAMPLE_STREAM,
+    BatchIds,
+    RowGather,
+    SeededSamples,
+    cached,
+    draws_nothing,
+    fetch_ahead,
+    fetch_batches,
+)
 from samestep.data.randomness import Generators, held_generators
-from samestep.data.staging import RowGather, cached, fetch_ahead
 from samestep.data.streams import MakeStream, StreamReader, Streams
 from samestep.data.tensors import InMemory, TensorData
 from samestep.errors import DataError, UsageError

@@ -22,14 +22,14 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from samestep.devices.cuda_probe import load_driver
 from samestep.devices.device import Device, Kind
-from samestep.devices.probe import load_driver
 from samestep.text import counted
 
 if TYPE_CHECKING:
     from samestep.devices import nvidia
 
-_PROBE = Path(__file__).with_name("probe.py")
+_PROBE = Path(__file__).with_name("cuda_probe.py")
 _PROBE_SECONDS = 120.0
 
 

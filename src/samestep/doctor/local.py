@@ -6,13 +6,12 @@ from pathlib import Path
 
 from samestep.devices.inventory import discover
 from samestep.devices.selection import Selection, select
-from samestep.doctor.check_table import Machine, check_node
-from samestep.doctor.result import Result, bad, from_objects, is_good
+from samestep.doctor.check_table import Machine, Result, bad, check_node, from_objects, is_good
 from samestep.launcher.job import Job, Policy
 from samestep.launcher.supervisor import supervise
 
 GRACE_SECONDS = 3.0
-WORKER = "samestep.doctor.collectives:run_worker"
+WORKER = "samestep.doctor.rank_checks:run_worker"
 
 
 def check_local(devices: str, timeout_seconds: float, quick: bool) -> tuple[list[Result], int]:

@@ -23,15 +23,14 @@ from typing import IO, Any
 
 from samestep.devices.inventory import Inventory, discover
 from samestep.devices.selection import Selection, select
-from samestep.doctor.check_table import Machine, check_node
+from samestep.doctor.check_table import Machine, Result, bad, check_node, from_objects, good
 from samestep.doctor.local import GRACE_SECONDS, check_ranks
-from samestep.doctor.result import Result, bad, from_objects, good
 from samestep.errors import SamestepError, UsageError
+from samestep.files import write_json
 from samestep.launcher.job import TRAINING, Job, Policy
 from samestep.launcher.supervisor import supervise
+from samestep.runs.ledger import Ledger, cause, compare, extent
 from samestep.text import counted
-from samestep.train.atomic_io import write_json
-from samestep.verify.ledger import Ledger, cause, compare, extent
 from samestep.version import __version__
 
 COLLECTIVES = "collectives"  # the one program that `local` has

@@ -17,8 +17,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from samestep.checkpoint.digest import Drift, as_hex, state_checksum, state_digest
 from samestep.comm.communicator import Communicator
-from samestep.comm.mesh import join_group
+from samestep.comm.mesh_groups import join_group
 from samestep.comm.sequential import SequentialTransport, SequentialWorld
 from samestep.data.loader import Loader
 from samestep.engine.observer import StepObserver
@@ -28,9 +29,8 @@ from samestep.recipes import gpt
 from samestep.recipes.catalog import load
 from samestep.recipes.images import classification_loss
 from samestep.recipes.recipe import RecipeData
-from samestep.train.digest import Drift, as_hex, state_checksum, state_digest
-from samestep.train.run import Run
-from samestep.train.trainer import Trainer
+from samestep.run.run import Run
+from samestep.run.trainer import Trainer
 
 SEED = 17
 BATCH, SAMPLES = 32, 85  # an epoch's last batch is shorter, and the microbatches do not divide it

@@ -1,18 +1,319 @@
-"""The options of a training step, checked once, and the settings of its optimizers and scheduler when it was made."""
+"""The configuration of a step: precision, strategy, clipping, what happens to a gradient that is not finite.
+
+Precision: autocast for the forward, the loss scale of float16, and the check that a step's numbers are finite.
+
+Names as in Lightning: `32-true`, `bf16-mixed`, `16-mixed`. Parameters, gradients and optimizer state stay float32.
+"""
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Literal
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from samestep.engine.losses import LossFn, describe
-from samestep.engine.precision import OnNonFinite, check_precision
-from samestep.engine.strategies import REPLICATE, StrategyOptions
 from samestep.errors import UsageError
+
+PRECISIONS: dict[str, torch.dtype | None] = {"32-true": None, "bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+INITIAL_SCALE = 2.0**16  # of the mean over the global batch, as in torch.amp.GradScaler
+MIN_SCALE = 2.0**-10
+GROWTH_INTERVAL = 2000
+OnNonFinite = Literal["raise", "skip"]
+
+
+def check_precision(name: str) -> torch.dtype | None:
+    """The dtype of autocast; None for full precision."""
+    if name not in PRECISIONS:
+        raise UsageError(f"got precision={name!r}; it is one of {', '.join(PRECISIONS)} (--precision)")
+    return PRECISIONS[name]
+
+
+@contextmanager
+def autocast(device: torch.device, dtype: torch.dtype | None) -> Iterator[None]:
+    """The context of a forward; without a dtype it switches the script's own autocast off."""
+    # Inside an autocast of the script, torch would keep the narrow copies of the weights beyond an update.
+    torch.clear_autocast_cache()
+    try:
+        with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
+            yield
+    finally:
+        torch.clear_autocast_cache()
+
+
+class LossScale:
+    """The dynamic scale of float16 training (Micikevicius et al. 2018, arXiv:1710.03740, §3.2); 1 unless enabled."""
+
+    # A step whose gradient overflowed halves it and does not update; `GROWTH_INTERVAL` good steps in a row double it.
+    # Powers of two change no bit of a gradient that neither over- nor underflows. It lies on the device, where a late
+    # check decides: reading it there would make the host wait.
+
+    def __init__(self, device: torch.device, enabled: bool, num_summed: int = 1) -> None:
+        self.enabled = enabled
+        # A microbatch's backward begins with the sum over its samples, of `num_summed` in the global batch.
+        initial = max(INITIAL_SCALE / 2 ** (num_summed - 1).bit_length(), 2 * MIN_SCALE)
+        self.scale = torch.full((), initial if enabled else 1.0, device=device)
+        self._good_steps = torch.zeros((), device=device)
+
+    def apply(self, initial: Tensor) -> Tensor:
+        """The gradient that a backward begins with, scaled."""
+        return initial * self.scale.to(initial.dtype) if self.enabled else initial
+
+    def unscale(self, gradients: list[Tensor]) -> None:
+        """Divides flat gradients by the scale, in place."""
+        if self.enabled:
+            for gradient in gradients:
+                gradient.div_(self.scale.to(gradient.device))
+
+    def update(self, overflowed: Tensor | bool, active: Tensor | bool) -> None:
+        """Adapts the scale to a step, if `active`; both are 0-d bool tensors on the device, or bools."""
+        if not self.enabled:
+            return
+        overflowed = torch.as_tensor(overflowed, device=self.scale.device)
+        active = torch.as_tensor(active, device=self.scale.device)
+        good = torch.where(overflowed, torch.zeros_like(self._good_steps), self._good_steps + 1)
+        grow = (good >= GROWTH_INTERVAL) & torch.isfinite(self.scale * 2)
+        factor = torch.where(overflowed, 0.5, torch.where(grow, 2.0, 1.0)).to(self.scale)
+        good = torch.where(good >= GROWTH_INTERVAL, torch.zeros_like(good), good)
+        self.scale.copy_(torch.where(active, self.scale * factor, self.scale))
+        self._good_steps.copy_(torch.where(active, good, self._good_steps))
+
+    def state_dict(self) -> dict[str, float]:
+        """The scale and the number of good steps in a row; empty unless enabled."""
+        return {"scale": float(self.scale), "good_steps": float(self._good_steps)} if self.enabled else {}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Restores a saved scale."""
+        if self.enabled and state:
+            self.scale.fill_(state["scale"])
+            self._good_steps.fill_(state["good_steps"])
+
+
+class FiniteCheck:
+    """Allows an update only if the loss and the gradient are finite, and no step before has failed."""
+
+    # The host reads the numbers of a step before its update, unless every optimizer is a fused Adam or AdamW, which can
+    # skip an update on the device: then (`is_late`) the outcome is a flag on the device, which the host reads when it
+    # reads the loss. The numbers are 0-d tensors on a GPU and where the check is late (`on_device`), else floats; the
+    # bits of the update are the same in all these cases.
+
+    def __init__(
+        self,
+        device: torch.device,
+        optimizers: Sequence[Optimizer],
+        scale: LossScale,
+        on_nonfinite: OnNonFinite,
+        late: bool | None,
+        is_offloaded: bool = False,
+    ) -> None:
+        can_be_late = all(_honours_found_inf(optimizer) for optimizer in optimizers)
+        # Not by default where the update is one of the CPU, for which the flag would have to be read.
+        updates_on_cpu = device.type == "cpu" or is_offloaded
+        self.is_late = (not updates_on_cpu and can_be_late) if late is None else late
+        if self.is_late and not can_be_late:
+            raise UsageError(
+                "late_check=True needs Adam or AdamW with fused=True, which can skip an update on the device"
+            )
+        if self.is_late and is_offloaded and device.type != "cpu":
+            raise UsageError(
+                "late_check=True lets the device skip an update, and Sharded(cpu_offload=True) updates in host memory: "
+                "leave one of them out"
+            )
+        # MPS has no float64, in which floats and tensors have the same bits.
+        self.on_device = self.is_late or device.type not in ("cpu", "mps")
+        self._scale = scale
+        self._skips = on_nonfinite == "skip"
+        # Whether no step has failed.
+        self._is_good: Any = torch.ones((), dtype=torch.bool, device=device) if self.on_device else True
+
+    def judge(self, total: Any, count: Any, norm: Any) -> tuple[Any, Any]:
+        """Whether to update, and whether this step is the first that failed; adapts the loss scale."""
+        # By operators that bools and tensors have alike, so that it is written once; few, since each is a kernel.
+        finite_loss, finite_gradient = _is_mean_finite(total, count), _is_finite(norm)
+        before = self._is_good
+        ok = finite_loss & finite_gradient & before
+        if self._skips:
+            first = before ^ before
+        elif self._scale.enabled:  # an overflow is no failure while the scale can still be lowered
+            at_the_end: Any = self._scale.scale <= MIN_SCALE
+            at_the_end = at_the_end if self.on_device else bool(at_the_end)
+            first = before & ((finite_loss ^ True) | ((finite_gradient ^ True) & at_the_end))
+        else:
+            first = before ^ ok
+        # Later steps do not update until the host has read the failure: it goes back to the state before this step.
+        self._is_good = before ^ first
+        if self._scale.enabled:
+            self._scale.update(finite_gradient ^ True, self._is_good)
+        return ok, first
+
+    def reset(self) -> None:
+        """Allows updates again, after the failure was raised."""
+        self._is_good = self._is_good | True
+
+
+@contextmanager
+def left_out_if(skipped: Tensor, optimizers: Sequence[Optimizer]) -> Iterator[None]:
+    """Makes the optimizers skip their update on the device if `skipped`, by the attribute that GradScaler uses."""
+    found_inf = skipped.to(torch.float32)
+    for optimizer in optimizers:
+        optimizer.found_inf = found_inf  # type: ignore[attr-defined]
+    yield
+    for optimizer in optimizers:
+        del optimizer.found_inf  # type: ignore[attr-defined]
+
+
+def divisor(count: Any) -> Any:
+    """The divisor of the gradient: the count, or 1 if the mean loss is not finite because of it."""
+    if isinstance(count, Tensor):
+        return torch.where(count / count == 1, count, 1)  # false for 0, infinity and NaN
+    return count if _is_finite(count) and count else 1.0
+
+
+def _is_mean_finite(total: Any, count: Any) -> Any:
+    return (isinstance(count, Tensor) or bool(count)) and _is_finite(total / count)
+
+
+def _is_finite(value: Any) -> Any:
+    return value - value == 0  # two kernels; torch.isfinite is four
+
+
+def _honours_found_inf(optimizer: Optimizer) -> bool:
+    """Whether an optimizer leaves its whole state alone if `found_inf` is set: fused Adam and AdamW."""
+    fused = all(group.get("fused") for group in optimizer.param_groups)
+    return isinstance(optimizer, torch.optim.Adam) and fused
+
+
+PARAM_DTYPES = ("bf16", "fp16")
+# The schedules of a pipeline, each with the fewest and the most stages that a rank may have by it.
+STAGES_PER_RANK = {"gpipe": (1, 1), "1f1b": (1, 1), "interleaved": (2, None), "zero-bubble": (1, None), "zbv": (2, 2)}
+
+
+@dataclass(frozen=True)
+class Replicate:
+    """Every rank holds the whole state. Tier `bitwise`.
+
+    Attributes:
+        shard_optimizer: ZeRO-1: each rank keeps and updates the optimizer's state of its part of the parameters only,
+            and the updated parts are gathered: 1/D of the optimizer's memory and time, with as many bytes sent.
+    """
+
+    name: ClassVar[str] = "replicate"
+    axis: ClassVar[None] = None
+    shard_optimizer: bool = False
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """Every rank holds 1/D of parameters, gradients and optimizer state, by PyTorch's FSDP2. Tier `bitwise`.
+
+    The model's parameters become DTensors; the optimizer holds this rank's local shards of them.
+
+    Attributes:
+        wrap: the modules that are unsharded and resharded as one each: a function of a module, or the most parameters
+            that one may have; by default an eighth of the model's.
+        reshard_after_forward: reshard a module's parameters after its forward, and gather them again for its backward.
+            False costs the memory of the unsharded parameters, and saves a third of the traffic.
+        activation_checkpointing: recompute the activations inside the modules that `wrap` names in the backward,
+            instead of keeping them. The bits stay the same.
+        cpu_offload: keep parameters and optimizer state in host memory; no difference on a CPU.
+        param_dtype: "bf16" or "fp16": FSDP2's own mixed precision: parameters travel in half the bytes, and modules
+            compute in that type. The bits are equal on all numbers of devices, and differ from those of `precision`,
+            which is the tier `allclose` to it. None leaves it to `precision`.
+    """
+
+    name: ClassVar[str] = "sharded"
+    axis: ClassVar[None] = None
+    wrap: Callable[[nn.Module], bool] | int | None = None
+    reshard_after_forward: bool = True
+    activation_checkpointing: bool = False
+    cpu_offload: bool = False
+    param_dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        is_size = isinstance(self.wrap, int) and not isinstance(self.wrap, bool) and self.wrap >= 1
+        if self.wrap is not None and not callable(self.wrap) and not is_size:
+            raise UsageError(f"got wrap={self.wrap!r}; it is a function of a module, or a number of parameters")
+        if self.param_dtype is not None and self.param_dtype not in PARAM_DTYPES:
+            raise UsageError(
+                f"got param_dtype={self.param_dtype!r}; it is {' or '.join(map(repr, PARAM_DTYPES))}, or None"
+            )
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """The model is cut into stages, of which each rank has one or a few. Tier `bitwise`.
+
+    The ranks are those along the axis "pipe" of the run's mesh: `Run(…, mesh={"data": -1, "pipe": 4})`. The model is an
+    `nn.Sequential`, or lists by a method `pipeline_stages()` the modules that it applies one after another.
+
+    Attributes:
+        split: the names of the modules at which a new stage begins. None minimises the largest stage: by the time of
+            forward and backward of each module, if there is an `example`, else by the number of parameters.
+        schedule: the order of forwards and backwards of a rank: "gpipe", "1f1b", "interleaved", "zero-bubble" or
+            "zbv"; see docs/pipeline.md. The bits do not depend on it.
+        stages_per_rank: the number of stages of each rank: 1 with "gpipe" and "1f1b", 2 with "zbv".
+        example: the model's argument for one microbatch; used to measure the time of the modules only.
+    """
+
+    name: ClassVar[str] = "pipeline"
+    axis: ClassVar[str] = "pipe"
+    split: Sequence[str] | None = None
+    schedule: str = "1f1b"
+    stages_per_rank: int = 1
+    example: Any = None
+
+    def __post_init__(self) -> None:
+        if self.schedule not in STAGES_PER_RANK:
+            names = ", ".join(map(repr, STAGES_PER_RANK))
+            raise UsageError(f"got schedule={self.schedule!r}; it is one of {names}")
+        count = self.stages_per_rank
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise UsageError(f"got stages_per_rank={count!r}; it must be 1 or more")
+        fewest, most = STAGES_PER_RANK[self.schedule]
+        if count < fewest or (most is not None and count > most):
+            needed = f"{fewest}" if most == fewest else f"{fewest} or more"
+            raise UsageError(f"got stages_per_rank={count} with schedule={self.schedule!r}, which needs {needed}")
+        if self.split is not None:
+            is_names = not isinstance(self.split, str) and all(isinstance(name, str) for name in self.split)
+            if not is_names or len(set(self.split)) < len(self.split):
+                raise UsageError(f'got split={self.split!r}; it is a list of different names, such as ["blocks.4"]')
+
+
+StrategyOptions = Replicate | Sharded | Pipeline
+REPLICATE = Replicate()
+STRATEGIES: dict[str, type[StrategyOptions]] = {each.name: each for each in (Replicate, Sharded, Pipeline)}
+
+
+def as_strategy(value: str | StrategyOptions, shard_optimizer: bool = False) -> StrategyOptions:
+    """The options of a strategy given by its name; options as they are."""
+    if isinstance(value, str):
+        if value == "tensor":
+            raise UsageError(
+                "got strategy='tensor'; samestep takes models that PyTorch has divided: call "
+                'torch.distributed.tensor.parallel.parallelize_module(model, run.mesh["tensor"], plan), make the '
+                "optimizer afterwards, and leave strategy out (see docs/tensor.md)"
+            )
+        if value not in STRATEGIES:
+            names = ", ".join(map(repr, STRATEGIES))
+            raise UsageError(f"got strategy={value!r}; it is {names}, or one with options: samestep.Sharded(…)")
+        value = STRATEGIES[value]()
+    if not isinstance(value, StrategyOptions):
+        raise UsageError(
+            f"got strategy={value!r}; it is a name, or samestep.Replicate(…), samestep.Sharded(…) or "
+            "samestep.Pipeline(…)"
+        )
+    if shard_optimizer and not isinstance(value, Replicate):
+        how = {"sharded": "does so already", "pipeline": "keeps it by stages"}
+        raise UsageError(
+            f"shard_optimizer shards the optimizer's state, and strategy={value.name!r} {how[value.name]}: leave "
+            "shard_optimizer out"
+        )
+    return Replicate(shard_optimizer=True) if shard_optimizer else value
+
 
 BUCKET_BYTES, CUDA_BUCKET_BYTES = 8 * 2**20, 32 * 2**20
 # What a scheduler changes by itself: not a setting, but part of its state.

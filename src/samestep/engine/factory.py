@@ -8,11 +8,11 @@ from torch.optim import Optimizer
 
 from samestep.comm.membership import Membership
 from samestep.engine.buffers import BufferMerge
+from samestep.engine.config import Pipeline, Replicate, Sharded, StrategyOptions
 from samestep.engine.gradients import GradientSum
 from samestep.engine.observer import Observers
 from samestep.engine.parameters import Homes, check_same_model, is_dtensor, named_parameters, settle_model
 from samestep.engine.sharded_state import check_elementwise
-from samestep.engine.strategies import Pipeline, Replicate, Sharded, StrategyOptions
 from samestep.engine.strategy import ExchangeOptions, Strategy
 from samestep.errors import UsageError
 
@@ -103,11 +103,11 @@ def make_strategy(
         # Compared before they are sharded, and settled afterwards: each rank then moves its local shards alone.
         membership.perform(lambda: check_same_model(model, membership.communicator))
         if isinstance(options, Sharded):
-            from samestep.engine.sharding.strategy import ShardedStrategy
+            from samestep.engine.sharded_strategy import ShardedStrategy
 
             strategy = ShardedStrategy(membership, model, optimizers, options)
         else:
-            from samestep.engine.pipelining.strategy import PipelineStrategy
+            from samestep.engine.pipelining.pipeline_strategy import PipelineStrategy
 
             strategy = PipelineStrategy(membership, model, optimizers, options, exchange)
         settle_model(model, device)
@@ -119,7 +119,7 @@ def make_strategy(
 
 def _taking_whole_weights(model: nn.Module, strategy: Strategy) -> Strategy:
     """The strategy, after hooking the model's `load_state_dict` so that it takes unsharded weights."""
-    from samestep.engine.whole_weights import load_whole_weights
+    from samestep.engine.sharded_state import load_whole_weights
 
     assert strategy.state is not None, "each rank has a part of the model"
     load_whole_weights(model, strategy.state, strategy.communicator)

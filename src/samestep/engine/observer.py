@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from samestep.comm.heartbeat_page import Heartbeat
+from samestep.comm.heartbeat import Heartbeat
 from samestep.data.batch import Batch
 from samestep.engine.losses import MicrobatchLoss
 from samestep.engine.result import StepResult

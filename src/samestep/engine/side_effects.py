@@ -15,10 +15,10 @@ from numpy.random import get_state, set_state
 from torch import Tensor, nn
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from samestep.callsite import is_script_file
 from samestep.comm.membership import Membership
 from samestep.data.batch import lacks_bytes, span_size, tensor_checksum, version_of
 from samestep.data.randomness import GENERATORS
-from samestep.user_code import is_script_file
 
 MAX_OBJECTS = 5000
 MAX_ENTRIES = 256  # longer lists and mappings are taken for data

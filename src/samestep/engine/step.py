@@ -23,19 +23,27 @@ from samestep.comm.membership import END_OF_FIT, Membership
 from samestep.core.tree import rank_blocks
 from samestep.data.batch import Batch, split_batch
 from samestep.engine.buffers import refuse_sync_batchnorm
-from samestep.engine.config import StepConfig, default_bucket_bytes, settings_of
+from samestep.engine.config import (
+    FiniteCheck,
+    LossScale,
+    Replicate,
+    Sharded,
+    StepConfig,
+    default_bucket_bytes,
+    divisor,
+    left_out_if,
+    settings_of,
+)
 from samestep.engine.factory import check_mesh, is_tensor_parallel, make_strategy
 from samestep.engine.forward_backward import ForwardBackward, backward_on_this_thread, compiling_alike
 from samestep.engine.gradients import divide, scale
 from samestep.engine.losses import GlobalCounts, wide_dtype
-from samestep.engine.microbatches import MicrobatchRunner
+from samestep.engine.microbatch_runner import MicrobatchRunner
 from samestep.engine.observer import HeartbeatObserver, Observers, StepObserver, observers_in_scope
 from samestep.engine.parameters import PurityCheck, named_parameters, settle_states
-from samestep.engine.precision import FiniteCheck, LossScale, divisor, left_out_if
 from samestep.engine.result import ADVICE, Agreed, StepResult, StepStats, read_headers, write_header
 from samestep.engine.sharded_state import ShardedState
 from samestep.engine.side_effects import MOST_NAMES, Traces
-from samestep.engine.strategies import Replicate, Sharded
 from samestep.engine.strategy import ExchangeOptions, Layout
 from samestep.errors import DataError, DeterminismError, NonFiniteError, OutOfMemoryError, PeerLostError, UsageError
 

@@ -17,17 +17,17 @@ from torch.optim import Optimizer
 
 from samestep.comm.communicator import Communicator
 from samestep.comm.group import GroupTransport
-from samestep.comm.heartbeat_page import Heartbeat
+from samestep.comm.heartbeat import Heartbeat
 from samestep.comm.membership import Membership
 from samestep.data.batch import tensor_checksum
 from samestep.engine.buffers import COMPARED_ELEMENTS, COMPARED_EVERY, COMPARED_STEPS, BufferMerge
+from samestep.engine.config import REPLICATE, Replicate, StrategyOptions
 from samestep.engine.gradients import GradientSum
 from samestep.engine.losses import wide_dtype
 from samestep.engine.norms import block_norm, block_norms
 from samestep.engine.observer import Observers, StepObserver
 from samestep.engine.parameters import check_same_tensors
 from samestep.engine.sharded_state import MIXED, ShardedState, Sharding, check_contiguous, check_elementwise
-from samestep.engine.strategies import REPLICATE, Replicate, StrategyOptions
 from samestep.engine.strategy import ExchangeOptions, Strategy
 from samestep.errors import DeterminismError, PeerLostError, UsageError
 

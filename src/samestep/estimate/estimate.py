@@ -11,8 +11,10 @@ from rich.table import Table
 
 from samestep.errors import UsageError
 from samestep.estimate.costs import (
+    GIB,
     STRATEGIES,
     USABLE_SHARE,
+    Cluster,
     Layout,
     Memory,
     StepTime,
@@ -20,7 +22,6 @@ from samestep.estimate.costs import (
     needed_memory,
     step_time,
 )
-from samestep.estimate.hardware import GIB, Cluster
 from samestep.estimate.trace import Traces
 from samestep.estimate.workload import Workload
 from samestep.text import counted, make_console

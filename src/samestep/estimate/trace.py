@@ -37,8 +37,8 @@ from torch.utils.flop_counter import flop_registry
 
 from samestep.comm.buckets import round_up
 from samestep.comm.reduction import ALIGNMENT_ELEMENTS
+from samestep.engine.config import check_precision
 from samestep.engine.losses import read_loss
-from samestep.engine.precision import check_precision
 from samestep.errors import LossError, UsageError
 from samestep.estimate.workload import OPTIMIZERS, Workload, repeated_blocks
 

@@ -10,11 +10,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from samestep.comm.heartbeat_page import HEALS, IS_LATER, READY_TO_JOIN, SHOWS_LIFE, Beat
-from samestep.launcher.failures import Failure, describe, details, repeats
+from samestep.comm.heartbeat import HEALS, IS_LATER, READY_TO_JOIN, SHOWS_LIFE, Beat
 from samestep.launcher.job import Policy
 from samestep.launcher.worker_pool import STARTER, Group
-from samestep.launcher.workers import WORKING, Worker, Workers
+from samestep.launcher.workers import WORKING, Failure, Worker, Workers, describe, details, repeats
 
 Decision = Literal["heal", "few", "fault", "cannot"]
 

@@ -1,20 +1,37 @@
-"""The job of a run's workers, the policy about failures, and the run's outcome."""
+"""Jobs: the policy about failures, the assignment of each worker, and running a script, a module or a function."""
 
+import ast
+import importlib
+import importlib.machinery
+import importlib.util
+import io
 import math
+import mmap
+import os
+import pickle
 import re
-from collections.abc import Mapping
+import socket
+import sys
+import types
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from samestep.comm.heartbeat_page import MAX_SLOTS
+from samestep.comm.environment import LOOPBACK
+from samestep.comm.heartbeat import EVENTS_VARIABLE, MAX_SLOTS, PAGE_VARIABLE, SLOT_VARIABLE
+from samestep.core.microbatches import DEFAULT_NUM_MICROBATCHES
 from samestep.errors import UsageError
+from samestep.launcher.device_token import TOKEN_VARIABLE
+from samestep.launcher.processes import server_variables
+from samestep.patch import DYNAMO
+
+if TYPE_CHECKING:
+    from samestep.devices.selection import Selection
 
 Kind = Literal["script", "module", "function"]
 
-DYNAMO = "torch._dynamo"
-"""800 modules, which torch imports at the first optimizer: before the fork, instead of in every worker."""
-TRAINING = (DYNAMO, "samestep.train.run")
+TRAINING = (DYNAMO, "samestep.run.run")
 """Modules that a first training step imports."""
 
 
@@ -172,3 +189,245 @@ class Outcome:
     result: Any = None  # rank 0's return value or `result` event
     failure: str | None = None  # the message about the worker that failed first
     events: tuple[Mapping[str, Any], ...] = ()
+
+
+JOINS_VARIABLE = "SAMESTEP_JOINS"
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """One worker's place in the run."""
+
+    rank: int
+    world_size: int
+    device_kind: str  # "cpu", "cuda" or "mps"
+    device: str  # as messages name it
+    num_threads: int
+    run_id: str
+    variables: Mapping[str, str]  # of the selection
+    device_index: int = 0  # of its device in the selection
+    shares_device: bool = False  # with other ranks, whose token is in the file of the descriptor "devices"
+    slot: int = 0  # the worker's index on the page, its own as long as the page lives
+    attempt: int = 0  # how often all workers have been restarted
+    max_restarts: int = 0
+    joins: bool = False  # whether it is a replacement, which waits until it is in a quorum
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """A worker's place and job, the store's port on the loopback address, and its descriptors by name.
+
+    "events", "dump" (for crash dumps) and "page" always exist; "stdout" and "stderr" unless they are inherited;
+    "payload" and "answer" if arguments and result are pickled; "devices" if ranks share devices.
+    """
+
+    assignment: Assignment
+    job: Job
+    port: int
+    fds: Mapping[str, int]
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> "Instruction":
+        """The instruction of a JSON object that `asdict` made."""
+        return cls(Assignment(**value["assignment"]), Job.from_json(value["job"]), value["port"], value["fds"])
+
+
+def assign(
+    selection: "Selection",
+    num_threads: int,
+    run_id: str,
+    *,
+    logical_devices: int | None = None,
+    attempt: int = 0,
+    max_restarts: int = 0,
+) -> tuple[Assignment, ...]:
+    """The places of all workers, in rank order: one a device, or as many as there are logical devices.
+
+    Logical devices are dealt to the devices in contiguous ranges, and a worker then sees its own device alone.
+    """
+    world_size = logical_devices or selection.count
+    places = []
+    for rank in range(world_size):
+        index = rank * selection.count // world_size
+        seen = selection if logical_devices is None else selection.only(index)
+        places.append(
+            Assignment(
+                rank=rank,
+                world_size=world_size,
+                device_kind=selection.kind,
+                device=selection.label(index),
+                num_threads=num_threads,
+                run_id=run_id,
+                variables=dict(seen.environment),
+                device_index=index,
+                shares_device=world_size > selection.count,
+                slot=rank,
+                attempt=attempt,
+                max_restarts=max_restarts,
+            )
+        )
+    return tuple(places)
+
+
+def process_variables(selection: "Selection", num_threads: int) -> dict[str, str]:
+    """The variables that must be set before a worker's process imports torch."""
+    return {**server_variables(num_threads), **selection.environment}
+
+
+def worker_variables(instruction: Instruction) -> dict[str, str]:
+    """The variables of one worker: torchrun's, so that `env://` works, and samestep's own."""
+    # A separate process hosts the store, so ranks must join it as clients: TORCHELASTIC_USE_AGENT_STORE does that in
+    # torch's rendezvous (`torch/distributed/rendezvous.py`).
+    place = instruction.assignment
+    variables = {
+        **place.variables,
+        "RANK": str(place.rank),
+        "LOCAL_RANK": str(place.rank),
+        "WORLD_SIZE": str(place.world_size),
+        "LOCAL_WORLD_SIZE": str(place.world_size),
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "ROLE_NAME": "default",
+        "ROLE_RANK": str(place.rank),
+        "ROLE_WORLD_SIZE": str(place.world_size),
+        "MASTER_ADDR": LOOPBACK,
+        "MASTER_PORT": str(instruction.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RUN_ID": place.run_id,
+        "TORCHELASTIC_RESTART_COUNT": str(place.attempt),
+        "TORCHELASTIC_MAX_RESTARTS": str(place.max_restarts),
+        "SAMESTEP_DEVICE_KIND": place.device_kind,
+        "SAMESTEP_THREADS": str(place.num_threads),
+        EVENTS_VARIABLE: str(instruction.fds["events"]),
+        PAGE_VARIABLE: str(instruction.fds["page"]),
+        SLOT_VARIABLE: str(place.slot),
+    }
+    if place.joins:
+        variables[JOINS_VARIABLE] = "1"
+    if place.shares_device:
+        variables[TOKEN_VARIABLE] = f"{instruction.fds['devices']}:{place.device_index}"
+    interface = _loopback()
+    if "GLOO_SOCKET_IFNAME" not in os.environ and interface is not None:
+        # Without it gloo resolves the host's name, and warns if that has no address.
+        variables["GLOO_SOCKET_IFNAME"] = interface
+    return variables
+
+
+def _loopback() -> str | None:
+    """The name of the loopback interface, which connects the ranks of one machine."""
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    return loopback if any(name == loopback for _, name in socket.if_nameindex()) else None
+
+
+def stated_microbatches(nodes: Iterable[ast.AST]) -> int | None:
+    """The fewest microbatches of the calls of `samestep.Run` in a source; None without one, or if one computes them."""
+    found = []
+    for node in nodes:
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) == "Run":
+            given: dict[str, ast.expr] = dict(zip(("global_batch_size", "num_microbatches"), node.args, strict=False))
+            given |= {keyword.arg or "**": keyword.value for keyword in node.keywords}
+            stated = given.get("num_microbatches", ast.Constant(None))
+            if "**" in given or any(isinstance(value, ast.Starred) for value in node.args):
+                return None
+            if not isinstance(stated, ast.Constant) or not isinstance(stated.value, int | None):
+                return None
+            batch = getattr(given.get("global_batch_size"), "value", None)
+            found.append(stated.value or min(batch if isinstance(batch, int) else 2**31, DEFAULT_NUM_MICROBATCHES))
+    return min(found, default=None)
+
+
+def run_program(job: Job, fds: Mapping[str, int]) -> Any:
+    """Runs a job and returns a function's result; the call is in the descriptor "payload", if there is one."""
+    for name in job.preload:
+        importlib.import_module(name)
+    if job.kind == "script":
+        run_script(job.target, job.argv)
+        return None
+    if job.kind == "module":
+        run_module(job.target, job.argv)
+        return None
+    if "payload" not in fds:
+        return _find_function(job.target)(**job.kwargs)
+    search_path, call = _read_payload(fds["payload"])
+    sys.path[:] = search_path
+    return pickle.loads(call)()
+
+
+def write_payload(file: io.BufferedRandom, call: bytes) -> None:
+    """Writes a payload for workers: this process's module search path and a pickled call."""
+    pickle.dump((sys.path, call), file)
+    file.flush()
+
+
+def _read_payload(fd: int) -> tuple[list[str], bytes]:
+    """Reads a payload, without moving the file offset, which all workers share."""
+    with mmap.mmap(fd, 0, access=mmap.ACCESS_READ) as content:
+        search_path, call = pickle.loads(content)
+    return search_path, call
+
+
+def run_script(path: str, argv: tuple[str, ...]) -> None:
+    """Runs a file as `python PATH ARGV` does."""
+    loader = importlib.machinery.SourceFileLoader("__main__", os.path.abspath(path))
+    try:
+        with io.open_code(path) as file:
+            source = file.read()
+    except OSError as error:
+        raise UsageError(f"cannot read the script {path}: {error.strerror}; give the path of a Python file") from error
+    sys.path.insert(0, str(Path(path).resolve().parent))
+    sys.argv = [path, *argv]
+    code = compile(source, loader.path, "exec", dont_inherit=True)
+    _execute(code, {"__file__": loader.path, "__loader__": loader, "__package__": None, "__spec__": None})
+
+
+def run_module(name: str, argv: tuple[str, ...]) -> None:
+    """Runs a module as `python -m NAME ARGV` does."""
+    sys.path.insert(0, os.getcwd())
+    sys.argv = ["-m", *argv]
+    spec = _find_spec(name)
+    if spec is not None and spec.submodule_search_locations is not None:
+        spec = _find_spec(f"{name}.__main__")
+        if spec is None:
+            raise UsageError(f"the package {name} has no __main__ module; name one of its modules")
+    if spec is None:
+        raise UsageError(f"there is no module {name} in {os.getcwd()} or on the module search path")
+    code = spec.loader.get_code(spec.name) if isinstance(spec.loader, importlib.abc.InspectLoader) else None
+    if code is None:
+        raise UsageError(f"the module {name} has no Python code to run; give a module that is a .py file")
+    sys.argv[0] = spec.origin or name
+    names = {"__file__": spec.origin, "__loader__": spec.loader, "__package__": spec.parent, "__spec__": spec}
+    _execute(code, names)
+
+
+def _find_spec(name: str) -> importlib.machinery.ModuleSpec | None:
+    """The spec of a module; None if it or its package is not found."""
+    try:
+        return importlib.util.find_spec(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and name.startswith(error.name):
+            return None
+        raise
+
+
+def _execute(code: types.CodeType, names: Mapping[str, Any]) -> None:
+    """Executes code as the module `__main__`, so that pickle finds its classes by that name."""
+    main = types.ModuleType("__main__")
+    main.__dict__.update(names, __builtins__=__builtins__, __cached__=None)
+    sys.modules["__main__"] = main
+    exec(code, main.__dict__)
+
+
+def _find_function(target: str) -> Any:
+    """The function of the name "package.module:function"."""
+    module_name, _, path = target.partition(":")
+    try:
+        found: Any = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not module_name.startswith(error.name):
+            raise
+        raise UsageError(f"there is no module {module_name}; it must be importable in the workers") from error
+    for name in path.split("."):
+        if not hasattr(found, name):
+            raise UsageError(f"the module {module_name} has no function {path}")
+        found = getattr(found, name)
+    return found

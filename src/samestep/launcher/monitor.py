@@ -1,4 +1,4 @@
-"""The monitor: supervises the workers of one attempt, and handles failures and signals.
+"""The monitor: supervises the workers of one attempt, handles failures and signals, and shows lines and progress.
 
 Its phases:
 
@@ -23,20 +23,127 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TextIO
 
-from samestep.comm import channel
-from samestep.comm.heartbeat_page import MAX_SLOTS, STOPS_ON_REQUEST, Beat, HeartbeatPage
-from samestep.launcher.assignment import Assignment, Instruction
-from samestep.launcher.display import Display
-from samestep.launcher.failures import Failure, Restarts, describe_waiting, exit_code, explain
+from samestep.comm import heartbeat
+from samestep.comm.heartbeat import MAX_SLOTS, STOPS_ON_REQUEST, Beat, Event, HeartbeatPage
 from samestep.launcher.healing import LINGER_SECONDS, HangDetector, Healing
-from samestep.launcher.job import Job, Outcome, Policy
+from samestep.launcher.job import Assignment, Instruction, Job, Outcome, Policy
 from samestep.launcher.worker_pool import STARTER, WorkerPool
-from samestep.launcher.workers import Worker, Workers, begin_log, read_available
-from samestep.text import showing
+from samestep.launcher.workers import (
+    Failure,
+    Restarts,
+    Worker,
+    Workers,
+    begin_log,
+    describe_waiting,
+    exit_code,
+    explain,
+    read_available,
+)
+from samestep.text import show, showing
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+REFRESH_SECONDS = 0.1
+LINE_SECONDS = 30.0
+
+
+class Display:
+    """Shows a run by a bar on stderr, removed at the end; without a terminal by a line every half minute."""
+
+    def __init__(self, quiet: bool, lines_to: Literal["stdout", "stderr"]) -> None:
+        self._quiet = quiet
+        self._lines: TextIO = sys.stdout if lines_to == "stdout" else sys.stderr
+        self._bar: Progress | None = None
+        self._task: TaskID | None = None
+        self._begun = self._shown = time.monotonic()
+
+    def progress(self, event: Event) -> None:
+        """Moves the bar, at most ten times a second."""
+        now = time.monotonic()
+        last = event.get("step") == event.get("steps")
+        if self._quiet:
+            return
+        if not sys.stderr.isatty():
+            if now - self._shown >= LINE_SECONDS:  # so that a long epoch does not look hung
+                self._shown = now
+                steps = f"step {event.get('step')} of {event.get('steps') or '?'}"
+                self._print(f"epoch {event.get('epoch')}, {steps}, {_figures(event)}", sys.stderr)
+            return
+        if now - self._shown < REFRESH_SECONDS and not last:
+            return
+        self._shown = now
+        if self._bar is None or self._task is None:
+            self._bar = _new_bar()
+            self._task = self._bar.add_task("", total=None, figures="", clock="")
+        self._bar.update(
+            self._task,
+            description="epoch "
+            + "/".join(str(event[name]) for name in ("epoch", "epochs") if event.get(name) is not None),
+            completed=event.get("step") or 0,
+            total=event.get("steps"),
+            figures=_figures(event),
+            clock=str(timedelta(seconds=int(now - self._begun))),
+        )
+        with showing(sys.stderr):
+            self._bar.start()  # does nothing the second time
+            self._bar.refresh()
+
+    def line(self, text: str) -> None:
+        """Prints a line, above the bar if there is one."""
+        if self._quiet:
+            return
+        self._print(text, self._lines)
+
+    def notify(self, text: str) -> None:
+        """Prints a message about the run on stderr, above the bar if there is one; even if the display is quiet."""
+        self._print(f"samestep: {text}", sys.stderr)
+
+    def _print(self, text: str, stream: TextIO) -> None:
+        # If bar and text share the terminal the bar's console must print it.
+        if self._bar is not None and stream.isatty():
+            with showing(stream):
+                self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        else:
+            show(text, stream)
+
+    def close(self) -> None:
+        """Removes the bar."""
+        if self._bar is not None:
+            with showing(sys.stderr):
+                self._bar.stop()
+
+
+def _new_bar() -> "Progress":
+    """A bar that is refreshed by calls, so that the supervisor needs no thread."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[figures]}"),
+        TextColumn("{task.fields[clock]}"),  # rich's own stops when an epoch is complete
+        console=Console(file=sys.stderr),
+        transient=True,
+        auto_refresh=False,
+        redirect_stdout=False,
+        redirect_stderr=False,
+    )
+
+
+def _figures(event: Event) -> str:
+    """Loss and speed, if they are known."""
+    loss, speed = event.get("loss"), event.get("samples_per_second")
+    figures = [f"loss {loss:.4g}"] if isinstance(loss, int | float) else []
+    figures += [f"{speed:,.0f} samples/s"] if isinstance(speed, int | float) else []
+    return ", ".join(figures)
+
 
 Stream = Literal["stdout", "stderr"]
 
@@ -184,7 +291,7 @@ class Monitor:
 
     def _read_events(self, worker: Worker, fd: int) -> bool:
         """Handles a worker's events."""
-        events = channel.read_events(fd, worker.parser)
+        events = heartbeat.read_events(fd, worker.parser)
         for event in events or ():
             name = event.get("event")
             if name == "progress":

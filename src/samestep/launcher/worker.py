@@ -17,15 +17,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from samestep.comm.channel import Channel
-from samestep.comm.heartbeat_page import HEALS, HeartbeatPage
-from samestep.devices.host_memory import keep_freed_memory
-from samestep.launcher import process_tree
-from samestep.launcher.assignment import Instruction, worker_variables
-from samestep.launcher.failures import report_exception
-from samestep.launcher.program import run_program
+from samestep.comm.heartbeat import HEALS, Channel, HeartbeatPage
+from samestep.devices.device import keep_freed_memory
+from samestep.files import temporary_name
+from samestep.launcher import processes
+from samestep.launcher.job import Instruction, run_program, worker_variables
+from samestep.launcher.workers import report_exception
 from samestep.text import show
-from samestep.train.atomic_io import temporary_name
 
 Call = Callable[[], Any]
 
@@ -35,11 +33,11 @@ def work(instruction: Instruction, call: Call | None = None) -> int:
     _reset_signals()
     _take_streams(instruction)
     which = f"{instruction.assignment.rank}/{instruction.assignment.world_size}"
-    process_tree.set_title(f"samestep worker {which} {instruction.job.name}", f"samestep-{which}")
+    processes.set_title(f"samestep worker {which} {instruction.job.name}", f"samestep-{which}")
     os.environ.update(worker_variables(instruction))
     channel = Channel(instruction.fds["events"])
     try:
-        process_tree.release_signals()
+        processes.release_signals()
         _draw_seeds()
         with contextlib.suppress(OSError):  # of the data workers' sockets; the supervisor removes it in any case
             folder = temporary_name(Path(tempfile.gettempdir()), "")
@@ -70,7 +68,7 @@ def work(instruction: Instruction, call: Call | None = None) -> int:
 
 def main() -> None:
     """The worker as a program; its arguments begin with the instruction's descriptor and the parent's id."""
-    process_tree.end_with_parent(int(sys.argv[2]), signal.SIGKILL)
+    processes.end_with_parent(int(sys.argv[2]), signal.SIGKILL)
     with open(int(sys.argv[1]), encoding="utf-8") as file:
         instruction = Instruction.from_json(json.loads(os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0)))
     for fd in instruction.fds.values():

@@ -1,17 +1,20 @@
-"""The workers of one attempt in the supervisor: their state, their output, and the quorum, which of them are ranks."""
+"""The workers of one attempt in the supervisor: their state, output and quorum, and messages about their failures."""
 
 import contextlib
 import os
+import signal
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
-from samestep.comm.channel import Event, EventParser
-from samestep.comm.heartbeat_page import HEALS, LEAVES_EARLY, READY_TO_JOIN, Beat, HeartbeatPage, Quorum
-from samestep.errors import RunFolderError
-from samestep.launcher.assignment import Assignment
-from samestep.train.atomic_io import open_regular
+from samestep.callsite import is_script_file
+from samestep.comm.heartbeat import HEALS, LEAVES_EARLY, READY_TO_JOIN, Beat, Event, EventParser, HeartbeatPage, Quorum
+from samestep.errors import PeerLostError, RunFolderError, SamestepError
+from samestep.files import open_regular
+from samestep.launcher.job import Assignment
 
 TAIL_SIZE = 65_536
 MAX_READ = 1 << 20
@@ -178,3 +181,293 @@ def begin_log(path: str, *, anew: bool) -> None:
     except OSError as error:
         reason = f"cannot write the log {path}: {error.strerror}; choose another folder (--log-dir)"
         raise RunFolderError(reason) from error
+
+
+SAMESTEP = str(Path(__file__).resolve().parents[1])
+LAUNCHER = str(Path(__file__).resolve().parent)
+EXCHANGE = (f"{SAMESTEP}/scripts/wrapped/", f"{SAMESTEP}/verify/")
+HIDDEN = (LAUNCHER, f"{SAMESTEP}/scripts/", f"{SAMESTEP}/verify/", "<frozen importlib", "<frozen runpy")
+NUM_TAIL_LINES = 30
+MAX_LABEL = 80
+
+# Exceptions of gloo and torch when another rank's connection broke.
+_PEER_LOST_TEXTS = ("gloo/transport/", "Connection closed by peer", "Connection reset by peer")
+_PEER_LOST_TYPES = ("DistBackendError", "DistNetworkError", "DistStoreError")
+
+# Errors of an accelerator, and of a dead data worker, that torch raises as a plain RuntimeError.
+_DEVICE_TEXTS = ("CUDA error", "CUDA driver error", "HIP error", "cuDNN error", "cusolver error", "cuFFT error")
+_DATA_WORKER_TEXT = "DataLoader worker (pid"
+_KERNEL_ASSERT = "device-side assert"
+
+_SIGNAL_HINTS: Mapping[int, str] = {
+    signal.SIGKILL: "often the kernel out of memory: see dmesg, use fewer workers or a smaller batch",
+    signal.SIGSEGV: "a crash in native code",
+    signal.SIGBUS: "often a full /dev/shm: use fewer data loader workers or make it larger",
+    signal.SIGABRT: "native code gave up",
+    signal.SIGILL: "an instruction that this CPU does not have",
+    signal.SIGTERM: "another process asked it to stop",
+}
+_SIGNALS_WITHOUT_STACK = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+def report_exception(error: BaseException) -> dict[str, Any]:
+    """The fields of the `failed` event: message and line for a user's mistake, else the traceback."""
+    user_error = isinstance(error, SamestepError)
+    frames = traceback.TracebackException.from_exception(error)
+    return {
+        "type": type(error).__name__,
+        "message": str(error),
+        "where": _user_line(error.__traceback__) if user_error else "",
+        "traceback": "" if user_error else "".join(_without_own_frames(frames).format()),
+        "user_error": user_error,
+        "exit_code": error.exit_code if isinstance(error, SamestepError) else 1,
+        "peer_lost": any(map(_is_peer_lost, _chain(error))),
+        "device_error": any(map(_is_device_error, _chain(error))),
+    }
+
+
+def _without_own_frames(found: traceback.TracebackException) -> traceback.TracebackException:
+    """A traceback and those of its causes, without frames of the launcher and of adopted scripts' machinery."""
+    # They stay if the exception arose in the exchange of a wrapped forward, or in what verify watches: it is our own.
+    if not (found.stack and found.stack[-1].filename.startswith(EXCHANGE)):
+        # torch's dispatch to a mode is in a traceback only because of virtual devices.
+        dispatch = f"torch{os.sep}overrides.py"
+        kept = [f for f in found.stack if not f.filename.startswith(HIDDEN) and not f.filename.endswith(dispatch)]
+        found.stack = traceback.StackSummary.from_list(kept)
+    for earlier in (found.__cause__, found.__context__):
+        if earlier is not None:
+            _without_own_frames(earlier)
+    return found
+
+
+def _user_line(frames: TracebackType | None) -> str:
+    """The innermost line of the user's code, as "train.py, line 12"; empty if there is none."""
+    for frame in reversed(traceback.extract_tb(frames)):
+        if is_script_file(frame.filename):
+            return f"{frame.filename}, line {frame.lineno}"
+    return ""
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """An exception and its causes."""
+    chain: list[BaseException] = []
+    current: BaseException | None = error
+    while current is not None and all(current is not earlier for earlier in chain):
+        chain.append(current)
+        current = current.__cause__ or current.__context__
+    return chain
+
+
+def _is_peer_lost(error: BaseException) -> bool:
+    """Whether an exception only reports the loss of another rank."""
+    if isinstance(error, PeerLostError) or type(error).__name__ in _PEER_LOST_TYPES:
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _PEER_LOST_TEXTS)
+
+
+def _is_device_error(error: BaseException) -> bool:
+    """Whether a device failed, or a data loader's worker died; a failed assert in a kernel is the program's fault."""
+    if not isinstance(error, RuntimeError) or _KERNEL_ASSERT in str(error):
+        return False
+    if type(error).__name__ == "AcceleratorError" or str(error).startswith(_DEVICE_TEXTS):
+        return "out of memory" not in str(error)
+    return str(error).startswith(_DATA_WORKER_TEXT)
+
+
+def exit_code(worker: Worker) -> int:
+    """The run's exit code after this failure: the worker's own, or 128 + signal."""
+    if worker.report is not None:
+        return int(worker.report.get("exit_code", 1)) or 1
+    code = worker.code if worker.code is not None else 1
+    return 128 - code if code < 0 else code
+
+
+def explain(worker: Worker, rank: int) -> str:
+    """The message about the worker that failed first: rank, device, cause, and its traceback or last lines."""
+    which = f"rank {rank} on {worker.place.device}"
+    report = worker.report
+    if worker.silent_seconds is not None:
+        parts = [f"{which} {_silence(worker.silent_seconds)} (--hang-seconds)", _output(worker, rank)]
+    elif report is None:
+        parts = [f"{which} {describe_ending(worker.code)}", _output(worker, rank)]
+    elif report.get("type") == "SystemExit":
+        message = str(report.get("message") or _output(worker, rank))
+        parts = [f"{which} exited with code {exit_code(worker)}", message]
+    else:
+        return explain_exception(which, report, worker.log)
+    return _with_log(parts, worker.log)
+
+
+def explain_exception(which: str, report: Event, log: str | None) -> str:
+    """The message about a worker that ended by an exception: the user's mistake, or the traceback."""
+    if report.get("user_error"):
+        where = f", at {report['where']}" if report.get("where") else ""
+        return f"{report.get('message', '')}\n  {which}{where}; exit code {report['exit_code']}"
+    parts = [f"{which} failed with exit code {report.get('exit_code', 1)}", str(report.get("traceback", "")).rstrip()]
+    return _with_log(parts, log)
+
+
+def _with_log(parts: list[str], log: str | None) -> str:
+    return "\n".join(part for part in (*parts, "" if log is None else f"its log: {log}") if part)
+
+
+def describe_ending(code: int | None) -> str:
+    """The end of a process, with the usual reason of a signal."""
+    hint = None if code is None else _SIGNAL_HINTS.get(-code)
+    return _ending_by(code) + (f" ({hint})" if hint else "")
+
+
+def _ending_by(code: int | None) -> str:
+    if code is None:
+        return "did not end"
+    return f"exited with code {code}" if code >= 0 else f"was ended by {_signal_name(-code)}"
+
+
+def _signal_name(signum: int) -> str:
+    """A signal's name: "SIGKILL"."""
+    try:
+        return signal.Signals(signum).name
+    except ValueError:
+        return f"signal {signum}"
+
+
+def _silence(seconds: float) -> str:
+    return f"showed no sign of life for {seconds:.0f} s and was ended"
+
+
+def _output(worker: Worker, rank: int) -> str:
+    """Under a heading the last lines of a worker's output, and after a crash its stack, without the launcher's frames.
+
+    Empty if there are none; what was shown already is not shown again.
+    """
+    noise = (f'File "{LAUNCHER}', 'File "<frozen runpy>"', "Extension modules:")
+    lines = [line for line in worker.last_output().splitlines() if not line.strip().startswith(noise)]
+    dumps = [index for index, line in enumerate(lines) if line.startswith("Fatal Python error: ")]
+    output, dump = (lines[: dumps[-1]], lines[dumps[-1] :]) if dumps else (lines, [])
+    output = "\n".join(output).rstrip().splitlines()[-(NUM_TAIL_LINES // (2 if dump else 1)) :]
+    # The stacks in the dump of `faulthandler`, that of the running thread first.
+    threads: list[list[str]] = [[]]
+    for line in dump:
+        if not line.strip():
+            threads.append([])
+        elif not line.startswith("Fatal Python error: "):
+            threads[-1].append(line)
+    threads.sort(key=lambda lines: not lines or not lines[0].startswith("Current thread"))
+    stacks = [line for lines in threads for line in lines]
+    shown = [*output, *stacks[:NUM_TAIL_LINES]]
+    return "\n".join([f"output of rank {rank}:", *shown] if shown else [])
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The failure of one worker, as the page, the ledger and messages have it."""
+
+    slot: int
+    rank: int  # in its last quorum
+    device: str
+    cause: str  # "SIGKILL", "exit code 3", "hang", or the type of an exception
+    phase: str  # of its last heartbeat, one of `heartbeat.PHASES`
+    step: int  # counted from 0
+
+    @classmethod
+    def of(cls, workers: Workers, worker: Worker) -> "Failure":
+        """The failure of a worker that ended, or reported an exception."""
+        beat, device = workers.beat(worker), worker.place.device[:MAX_LABEL]
+        return cls(worker.slot, workers.rank(worker), device, cause_of(worker), beat.phase, beat.step)
+
+    @property
+    def is_in_step(self) -> bool:
+        """Whether its step is known; that of a script without a `Run` is not."""
+        return self.step > 0 or self.phase in (*WORKING, "exchange")
+
+
+def cause_of(worker: Worker) -> str:
+    """The cause in a word or two."""
+    report = worker.report
+    if worker.silent_seconds is not None:
+        return "hang"
+    if report is not None and report.get("type") != "SystemExit":
+        return str(report.get("type"))[:MAX_LABEL]
+    code = worker.code if worker.code is not None else int((report or {}).get("exit_code", 1))
+    return _signal_name(-code) if code < 0 else f"exit code {code}"
+
+
+def describe(worker: Worker, failure: Failure) -> str:
+    """Such as "rank 1 on CPU worker 1 was ended by SIGKILL in step 17 (backward)"."""
+    return f"rank {failure.rank} on {failure.device} {_ending(worker)} in step {failure.step} ({failure.phase})"
+
+
+def describe_waiting(worker: Worker) -> str:
+    """The message about a replacement that ended before it joined."""
+    if worker.is_users_fault:
+        reason = (worker.report or {}).get("message", "")
+        return f"the replacement on {worker.place.device} did not join; nothing is lost: {reason}"
+    return f"the replacement on {worker.place.device} {_ending(worker)} before it joined; nothing is lost"
+
+
+def _ending(worker: Worker) -> str:
+    """How a worker ended, or is about to end."""
+    if worker.silent_seconds is not None:
+        return _silence(worker.silent_seconds)
+    if worker.report is not None and worker.report.get("type") != "SystemExit":
+        message = " ".join(str(worker.report.get("message", "")).split())
+        return f"failed by {cause_of(worker)}" + (f" ({message[:MAX_LABEL]})" if message else "")
+    if worker.code is None:
+        return f"exited with {cause_of(worker).removeprefix('exit ')}"
+    return _ending_by(worker.code)
+
+
+def details(worker: Worker, rank: int) -> str:
+    """The log, else the traceback or the stacks; empty if there are none."""
+    if worker.log is not None:
+        return f"its log: {worker.log}"
+    if worker.report is not None:
+        return str(worker.report.get("traceback", "")).rstrip()
+    if worker.silent_seconds is None and (worker.code is None or -worker.code in _SIGNALS_WITHOUT_STACK):
+        return ""
+    return _output(worker, rank)
+
+
+def repeats(failure: Failure, report: Event, earlier: Failure, earlier_report: Event | None) -> bool:
+    """Whether two workers failed by the same exception in the same step, or in the redone one."""
+    # Then the fault is the program's, not the worker's, and the others would fail by it too.
+    if earlier_report is None or report.get("peer_lost"):
+        return False
+    same = all(report.get(name) == earlier_report.get(name) for name in ("type", "message", "exit_code"))
+    return same and abs(failure.step - earlier.step) <= 1
+
+
+@dataclass
+class Restarts:
+    """The number of restarts used; one allowance for restarts of all workers and for replacements."""
+
+    limit: int
+    used: int = 0
+    refusal: str = ""  # the reason that none is taken although some are left
+    _last: tuple[Failure, str] | None = None
+
+    def take(self) -> bool:
+        """Uses one; False if none is left."""
+        if self.used >= self.limit:
+            return False
+        self.used += 1
+        return True
+
+    def take_after(self, ended_by: tuple[Failure, str] | None) -> bool:
+        """Uses one for another attempt; False if none is left, or if two attempts in turn failed alike.
+
+        `ended_by` is the failure that ended the attempt and the message of its exception; None if no worker failed by
+        itself.
+        """
+        before, self._last = self._last, ended_by
+        if before is None or ended_by is None or self.used >= self.limit:
+            return self.take()
+        (earlier, earlier_message), (failure, message) = before, ended_by
+        same = (failure.cause, failure.step, message) == (earlier.cause, earlier.step, earlier_message)
+        if not (same and failure.is_in_step and earlier.is_in_step):
+            return self.take()
+        self.refusal = (
+            f"two attempts in turn have ended in step {failure.step} by {failure.cause}: that is no accident, and is "
+            f"not tried again, although {self.limit - self.used} of {self.limit} restarts are left"
+        )
+        return False

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from samestep.data.text import IGNORE_INDEX, ByteWindows, read_bytes, to_bytes
+from samestep.data.readers import IGNORE_INDEX, ByteWindows, read_bytes, to_bytes
 from samestep.engine.losses import Mean
 from samestep.errors import DataError
 from samestep.metrics import cross_entropy_with, perplexity
-from samestep.recipes.options import OWN_OPTIONS, check_source, own_options
 from samestep.recipes.recipe import DataOptions, Recipe, RecipeData
+from samestep.recipes.settings import OWN_OPTIONS, check_source, own_options
 
 NUM_BYTES = 256
 EVAL_PART = 10

@@ -3,8 +3,8 @@
 from torch import nn
 
 from samestep.recipes.images import METRICS, NUM_CLASSES, classification_loss, read_images, standardize_bytes
-from samestep.recipes.options import own_options
 from samestep.recipes.recipe import DataOptions, Recipe, RecipeData
+from samestep.recipes.settings import own_options
 
 
 def data(asked: DataOptions) -> RecipeData:

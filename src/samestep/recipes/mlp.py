@@ -3,11 +3,11 @@
 from torch import Tensor, nn
 from torch.nn import functional
 
-from samestep.data.tables import mean_and_scale, read_csv, standardize
+from samestep.data.readers import mean_and_scale, read_csv, standardize
 from samestep.data.tensors import TensorData, shuffled_split
 from samestep.metrics import mean_absolute_error, root_mean_squared_error
-from samestep.recipes.options import OWN_OPTIONS, check_source, own_options
 from samestep.recipes.recipe import DataOptions, Recipe, RecipeData
+from samestep.recipes.settings import OWN_OPTIONS, check_source, own_options
 
 TRAIN_FRACTION = 0.8
 
@@ -20,7 +20,7 @@ def data(asked: DataOptions) -> RecipeData:
     options = own_options("mlp", asked.options)
     check_source("mlp", asked.data_dir)
     if asked.data is None:
-        from samestep.data.embedded import diabetes  # here: most tables are files
+        from samestep.data.named import diabetes  # here: most tables are files
 
         name, features, target = "diabetes", *diabetes()
     else:

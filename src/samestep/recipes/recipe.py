@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 
 from samestep.engine.losses import Mean
 from samestep.metrics import Metric
-from samestep.recipes.options import Option
+from samestep.recipes.settings import Option
 
 
 @dataclass(frozen=True)

@@ -1,23 +1,289 @@
-"""Replays one step of a recorded run on one device."""
+"""Replays one step of a recorded run on one device, by its own program from a checkpoint."""
 
+import math
+import os
+import shlex
+import sys
+import sysconfig
+from bdb import BdbQuit
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from samestep.checkpoint.contract_diff import differences
+from samestep.checkpoint.digest import as_hex, state_checksum
+from samestep.checkpoint.paths import CHECKPOINT_FOLDER, CONTRACT_FILE, holds_run, recorded
+from samestep.checkpoint.resume import find_state
+from samestep.checkpoint.storage import newest_checkpoint
 from samestep.comm.environment import Environment, read_environment
-from samestep.errors import DataError, UsageError
-from samestep.replay.observed_step import ObservedStep
-from samestep.replay.rerun import Compared, ProgramRerun, announce, program_of
-from samestep.replay.saving import Saver, check_folder
-from samestep.replay.views import Check, Replay, Tier
-from samestep.train.checkpoint.resume import find_state
-from samestep.train.checkpoint.storage import newest_checkpoint
-from samestep.train.contract_diff import differences
-from samestep.train.determinism import own_device
-from samestep.train.paths import CHECKPOINT_FOLDER, CONTRACT_FILE, holds_run, recorded
-from samestep.verify.ledger import Difference, Ledger, cause, read_ledger
+from samestep.data.batch import Batch
+from samestep.engine.determinism import own_device
+from samestep.engine.observer import StepObserver, observed_by
+from samestep.engine.result import StepResult
+from samestep.engine.step import TrainStep
+from samestep.errors import DataError, NonFiniteError, RunFolderError, SamestepError, UsageError, WorkerError
+from samestep.launcher.job import Job, run_program
+from samestep.replay.observed_step import ObservedStep, Saver, check_folder, describe_error
+from samestep.replay.views import Check, Replay, StepView, Tier
+from samestep.run.arguments import StepOptions, rerunning
+from samestep.run.trainer import Trainer
+from samestep.runs.ledger import (
+    Difference,
+    FieldDifference,
+    Ledger,
+    cause,
+    differing_fields,
+    learning_rates,
+    ledger_entry,
+    number,
+    read_ledger,
+)
+from samestep.runs.recorder import file_sha256
+from samestep.text import one_line
+
+RECIPE_JOB = "samestep.recipes.training:train"
+NOT_OF_A_REPLAY = ("shares", "spares", "run_dir", "resume", "profile", "command", "job")
+
+
+@dataclass(frozen=True)
+class Program:
+    """The job that made a run, and its working folder; None if that is unknown or gone."""
+
+    job: Job
+    folder: Path | None
+    file: Path | None = None  # of its script or module
+
+    @property
+    def is_recipe(self) -> bool:
+        """Whether it is a recipe of `samestep train`."""
+        return self.job.kind == "function"
+
+    def run(self) -> None:
+        """Runs it with its own arguments in its own folder, and restores the state of the interpreter."""
+        argv, path, main, folder = sys.argv, sys.path[:], sys.modules["__main__"], os.getcwd()
+        try:
+            if self.folder is not None:
+                os.chdir(self.folder)
+            run_program(self.job, {})
+        finally:
+            sys.argv, sys.path[:], sys.modules["__main__"] = argv, path, main
+            os.chdir(folder)
+
+
+def announce(program: Program, record: Mapping[str, Any], run: Path, trust: bool, tell: Callable[[str], None]) -> None:
+    """Says which script runs; without trust a `UsageError` if it may not be the user's own that made the run."""
+    sha256, recorded = program.file and file_sha256(program.file), record.get("script_sha256")
+    tell(f"running {one_line(shlex.join(map(str, record['command'])))}: {program.file}, SHA-256 {sha256}")
+    places = [place.resolve() for place in (program.file, program.folder) if place is not None]
+    why = "" if sha256 and sha256 == recorded else f"is not the script that made the run, of SHA-256 {recorded}"
+    if program.file and _is_installed(program.file):  # its hash is no secret, and arguments may be code
+        why = "belongs to the installed Python or one of its packages, and may run what it is given"
+    if any(place.is_relative_to(run.resolve()) for place in places):
+        why = "came with the folder of the run, and runs within it"
+    if why and not trust:
+        raise UsageError(f"{program.file} {why}; if you know what it does, run it with --trust (trust=True)")
+
+
+def _is_installed(file: Path) -> bool:
+    """Whether a file is of Python's library, or of a package that was installed."""
+    homes = (sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib", "scripts"))
+    return "dist-packages" in file.parts or any(file.resolve().is_relative_to(Path(home).resolve()) for home in homes)
+
+
+def _file_of(module: str, folder: Path) -> Path | None:
+    """The file that `python -m MODULE` runs in a folder, found without importing anything."""
+    ends = (f"{module.replace('.', '/')}{end}" for end in ("/__main__.py", ".py"))
+    return next(
+        (file for end in ends for place in (str(folder), *sys.path) if (file := Path(place, end)).is_file()), None
+    )
+
+
+def program_of(record: Mapping[str, Any], run: Path) -> Program:
+    """The program in a run's record: a recipe's job, or a command such as ["python", "train.py", "--lr", "1"]."""
+    recorded_folder = record.get("working_folder")
+    folder = Path(recorded_folder) if isinstance(recorded_folder, str) and Path(recorded_folder).is_dir() else None
+    recipe_job = record.get("job")
+    if isinstance(recipe_job, Mapping) and "recipe" in recipe_job:
+        own = {name: value for name, value in recipe_job.items() if name not in NOT_OF_A_REPLAY}
+        return Program(Job("function", RECIPE_JOB, kwargs=own), folder)
+    command = record.get("command")
+    words = [str(word) for word in command] if isinstance(command, list) else []
+    if words[:2] == ["python", "-m"] and len(words) > 2:
+        return Program(Job("module", words[2], tuple(words[3:])), folder, _file_of(words[2], folder or Path()))
+    if words[:1] != ["python"] or len(words) < 2 or words[1].startswith("-"):
+        said = f"its command was {' '.join(words)}" if words else "it recorded no command"
+        raise UsageError(
+            f"{run} does not say which program made it: {said}. A replay needs a run of samestep train, or of a script "
+            "with samestep.Trainer(…, run_dir=…) that was started as python SCRIPT or samestep run SCRIPT"
+        )
+    script = (folder or Path()) / words[1]
+    if not script.is_file():
+        where = recorded_folder if folder is not None else Path.cwd()
+        raise UsageError(
+            f"the script that made {run} is not there any more: {words[1]} in {where}; put it back, or replay from the "
+            "folder that holds it"
+        )
+    return Program(Job("script", str(script), tuple(words[2:])), folder, script)
+
+
+class Finished(BaseException):
+    """Ends the program; no `Exception`, so that a program that catches its own failures does not catch it."""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A step beside its line in the ledger."""
+
+    step: int
+    fields: tuple[FieldDifference, ...]  # that differ in a bit
+    relative: float  # the larger relative difference of loss and gradient norm
+    has_digest: bool  # whether checksums of the state were compared
+
+
+@dataclass(eq=False)
+class ProgramRerun(StepObserver):
+    """Decides for the program's Run and Trainer (as `train.rerun.Rerun`), and observes the trainer's steps."""
+
+    run_folder: Path
+    record: Mapping[str, Any]  # the run's run.json
+    ledger: Ledger | None
+    step: int  # the last one to take
+    start: Path | None  # a checkpoint; None for the beginning of the run
+    device: torch.device
+    num_threads: int
+    any_trainer: bool  # whether the program's first Trainer made the run, wherever it writes to
+    observed: ObservedStep
+    trainer: Trainer | None = None  # the one that made the run, when it has begun to fit
+    first: int | None = None  # the first step that was taken
+    compared: list[Compared] = field(default_factory=list)
+    view: StepView | None = None
+    _folders: dict[int, Path | None] = field(default_factory=dict)
+    _is_ours: bool = False
+    _batch: Any = None
+    _rates: list[float] = field(default_factory=list)
+    _taken: int = 0
+
+    def run(self, program: Callable[[], object]) -> StepView:
+        """Runs the program until the step is done."""
+        try:
+            with rerunning(self), observed_by(self, self.observed):
+                program()
+        except Finished:
+            pass
+        except (SamestepError, BdbQuit):
+            raise
+        except SystemExit as stop:
+            if isinstance(stop.code, int) and stop.code > 128:  # by a signal
+                raise
+            raise UsageError(self._why_not_reached(f"ended with the exit code {stop.code}")) from stop
+        except Exception as error:
+            raise WorkerError(f"{self._why_not_reached('failed')}\n{describe_error(error)}") from error
+        finally:
+            self.observed.close()
+        if self.view is None:
+            raise UsageError(self._why_not_reached("ended"))
+        return self.view
+
+    def _why_not_reached(self, what: str) -> str:
+        if self.trainer is None:
+            return (
+                f"the program of {self.run_folder} {what} before a Trainer of its own began to fit; a replay needs the "
+                "samestep.Trainer with run_dir=… that made the run, in this very process"
+            )
+        return (
+            f"the program of {self.run_folder} {what} before step {self.step}, after {self.trainer.step.num_steps} "
+            "steps; it must train as far as it did when it was recorded"
+        )
+
+    def change_options(self, trainer: Trainer, run_dir: str | Path | None, options: StepOptions) -> StepOptions:
+        """The step's options on one device."""
+        self._folders[id(trainer)] = None if run_dir is None else Path(run_dir).resolve()
+        if getattr(options.get("strategy"), "param_dtype", None) is None:  # other strategies have the same bits
+            return {**options, "strategy": "replicate", "shard_optimizer": False}
+        return options
+
+    def checkpoint(self, trainer: Trainer) -> Path | None:
+        """The checkpoint to start with, for the trainer that made the run; None for others."""
+        if self.trainer is not None or not self._made_the_run(trainer):
+            return None
+        self.trainer = trainer
+        microbatch, num_microbatches = self.observed.microbatch, trainer.run.contract.num_microbatches
+        if microbatch is not None and not 0 <= microbatch < num_microbatches:
+            raise UsageError(f"got --microbatch {microbatch}; the run has microbatches 0 to {num_microbatches - 1}")
+        self.observed.check_module(trainer.model)
+        return self.start
+
+    def _made_the_run(self, trainer: Trainer) -> bool:
+        """Whether a trainer made the run: by its folder, else (a new folder at each start) by the form of its model."""
+        folder = self._folders[id(trainer)]
+        if self.any_trainer or folder == self.run_folder:
+            return True
+        is_new = folder is not None and not holds_run(folder)
+        return is_new and trainer._contract.get("model") == self.record.get("model")
+
+    def on_step(self, step: TrainStep, batch: Any) -> None:
+        """Remembers what the step's line in the ledger needs; the step that was asked for is observed in full."""
+        self._is_ours = self.trainer is not None and step is self.trainer.step
+        if not self._is_ours:
+            return
+        self._batch, self._rates, self._taken = batch, learning_rates(step.optimizers), step.num_steps
+        self.first = step.num_steps if self.first is None else self.first
+        if step.num_steps >= self.step:
+            self.observed.begin(step)
+
+    def on_update(self, step: TrainStep, result: StepResult) -> None:
+        """Compares the step with the ledger; after the one that was asked for, the program ends."""
+        if not self._is_ours:
+            return
+        try:
+            result.check()  # on GPUs the step itself does not wait for its loss
+        except NonFiniteError as error:
+            self.on_failure(error)
+            raise
+        if self._taken >= self.step:
+            self.view = self.observed.end(result, None)
+        self._compare(step, result)
+        if self.view is not None:
+            raise Finished
+
+    def on_failure(self, error: BaseException) -> None:
+        """Ends the program if the step that was asked for raised; names an earlier step that is not finite."""
+        if not self._is_ours or not isinstance(error, Exception):
+            return
+        if self._taken < self.step:
+            if isinstance(error, NonFiniteError):
+                raise NonFiniteError(
+                    f"on the way to step {self.step}: {error}. To look at it: --step {self._taken}"
+                ) from error
+            return
+        if not isinstance(error, (UsageError, RunFolderError, BdbQuit)):
+            self.view = self.observed.end(None, error)
+            raise Finished from error
+
+    def _compare(self, step: TrainStep, result: StepResult) -> None:
+        recorded = None if self.ledger is None else self.ledger.steps.get(result.step)
+        if recorded is None:
+            return
+        has_digest = recorded.get("digest") is not None
+        digest = as_hex(int(state_checksum(step))) if has_digest else None
+        batch = self._batch if isinstance(self._batch, Batch) else None
+        entry = ledger_entry(result, batch, self._rates, 1, digest)
+        relative = max(_relative(recorded.get(name), entry[name]) for name in ("loss", "grad_norm"))
+        self.compared.append(Compared(result.step, differing_fields(recorded, entry), relative, has_digest))
+
+
+def _relative(recorded: Any, now: Any) -> float:
+    """The difference of two numbers of the ledger relative to the larger; inf if only one is finite."""
+    one, other = number(recorded), number(now)
+    if one is None or other is None or recorded == now:
+        return 0.0
+    if not math.isfinite(one) or not math.isfinite(other):
+        return math.inf
+    return abs(one - other) / max(abs(one), abs(other))
+
 
 # The relative difference of losses and gradient norms that other kernels may make: 2^-24 (float32) or 2^-9 (16 bits) a
 # number, in sums of thousands of terms, carried on over some hundred steps.

@@ -15,12 +15,12 @@ from typing import Any, Literal
 
 import numpy as np
 
+from samestep.checkpoint.contract_diff import decides
+from samestep.checkpoint.paths import CONTRACT_FILE
 from samestep.report.formatting import duration, flat, number, size, value_text
 from samestep.report.reader import QUIET, json_number
 from samestep.report.run_summary import Finding, Phases, Report, RunSummary
-from samestep.train.contract_diff import decides
-from samestep.train.curves import MAX_BINS, Curve, Series, loss_series, step_series, thinned, wants_log
-from samestep.train.paths import CONTRACT_FILE
+from samestep.runs.curves import MAX_BINS, Curve, Series, loss_series, step_series, thinned, wants_log
 from samestep.version import __version__
 
 Unit = Literal["", "share", "bytes", "seconds", "rate"]

@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 
+from samestep.checkpoint.paths import CONTRACT_FILE, LEDGER_FILE
 from samestep.errors import DataError, UsageError
+from samestep.runs.curves import Curve
+from samestep.runs.ledger import Ledger, number, read_ledger
+from samestep.runs.run_list import is_run, read_objects
 from samestep.text import counted
-from samestep.train.curves import Curve
-from samestep.train.paths import CONTRACT_FILE, LEDGER_FILE
-from samestep.verify.ledger import Ledger, number, read_ledger
-from samestep.verify.runs import is_run, read_objects
 
 Epochs = dict[int, dict[str, float]]
 

@@ -10,8 +10,9 @@ from typing import Any, Literal
 
 import numpy as np
 
+from samestep.checkpoint.contract_diff import Change, differences
+from samestep.checkpoint.paths import CONTRACT_FILE, LEDGER_FILE, METRICS_FILE, RESULT_FILE
 from samestep.errors import UsageError
-from samestep.replay.difference_tables import field_name, ledger_value
 from samestep.report.formatting import command_text, number, optimizer_text
 from samestep.report.reader import (
     ElapsedTime,
@@ -25,12 +26,20 @@ from samestep.report.reader import (
     read_metrics,
     read_steps,
 )
+from samestep.runs.curves import Curve
+from samestep.runs.ledger import (
+    FINAL_DIGEST,
+    Difference,
+    Extent,
+    Ledger,
+    cause,
+    compare,
+    extent,
+    field_name,
+    ledger_value,
+)
+from samestep.runs.run_list import run_status, try_object
 from samestep.text import counted
-from samestep.train.contract_diff import Change, differences
-from samestep.train.curves import Curve
-from samestep.train.paths import CONTRACT_FILE, LEDGER_FILE, METRICS_FILE, RESULT_FILE
-from samestep.verify.ledger import FINAL_DIGEST, Difference, Extent, Ledger, cause, compare, extent
-from samestep.verify.runs import run_status, try_object
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ import numpy as np
 from samestep.report.formatting import duration, number, size, value_text
 from samestep.report.reader import QUIET
 from samestep.report.run_summary import Finding, Report, RunSummary
+from samestep.runs.curves import Curve, wants_log
 from samestep.text import counted, make_table
-from samestep.train.curves import Curve, wants_log
 
 if TYPE_CHECKING:
     from rich.console import Console

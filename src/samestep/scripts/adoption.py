@@ -26,14 +26,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from samestep.callsite import script_line
 from samestep.comm.communicator import Communicator, make_communicator
 from samestep.comm.environment import read_environment
 from samestep.data.randomness import Generators
+from samestep.engine.determinism import make_deterministic, own_device
 from samestep.engine.forward_backward import backward_on_this_thread
 from samestep.errors import DeterminismError
 from samestep.text import notify
-from samestep.train.determinism import make_deterministic, own_device
-from samestep.user_code import script_line
 
 TIMEOUT_SECONDS = 1800.0
 HEADER_WORDS = 24

@@ -19,13 +19,13 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from samestep.callsite import script_line
+from samestep.comm.exceptions import blamed, packed, unpacked
 from samestep.data.batch import checksum
 from samestep.engine.forward_backward import backward_on_this_thread
 from samestep.errors import DeterminismError
+from samestep.patch import Patch
 from samestep.scripts.adoption import Adoption
-from samestep.scripts.patch import Patch
-from samestep.train.exceptions import blamed, packed, unpacked
-from samestep.user_code import script_line
 
 OK, RAISED = 0, 1
 CHECKED = 3

@@ -13,9 +13,9 @@ from contextvars import ContextVar
 from types import FrameType
 from typing import Any, TextIO, cast
 
+from samestep.callsite import calling_frame, is_own_file
+from samestep.patch import Patch, applied
 from samestep.scripts.adoption import Adoption
-from samestep.scripts.patch import Patch, applied
-from samestep.user_code import calling_frame, is_own_file
 
 STDOUT = 1
 STDERR = 2

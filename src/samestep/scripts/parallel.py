@@ -14,8 +14,8 @@ from torch.nn import parallel as torch_parallel
 
 from samestep.core.microbatches import check_num_microbatches
 from samestep.errors import UsageError
+from samestep.patch import Patch
 from samestep.scripts.adoption import Adoption, active, num_visible
-from samestep.scripts.patch import Patch
 from samestep.scripts.wrapped.forward import chunked_forward, given_forward
 
 OVERRIDABLE = ("scatter", "gather", "replicate", "parallel_apply")

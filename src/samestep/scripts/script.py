@@ -15,20 +15,19 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.profiler import record_function
 
+from samestep.callsite import is_own_file, is_script_file
 from samestep.comm.environment import RANK_VARIABLES, Environment, chosen_profile, read_environment
 from samestep.engine.forward_backward import backward_on_this_thread
 from samestep.errors import PeerLostError, UsageError
-from samestep.launcher.program import run_module, run_script
-from samestep.scripts import backward, output, parallel, seeding, wrapping
+from samestep.launcher.job import run_module, run_script
+from samestep.patch import Patch, applied, late_dynamo
+from samestep.scripts import backward, loading, output, parallel, seeding, wrapping
 from samestep.scripts.adoption import Adoption, activated, connect_adoption, num_visible
 from samestep.scripts.files import patches as files
-from samestep.scripts.loading import choice
-from samestep.scripts.loading.broadcast import Rank0Iterator
-from samestep.scripts.patch import Patch, applied, late_dynamo
-from samestep.scripts.virtual.devices import virtual_devices
-from samestep.scripts.virtual.mode import mark
+from samestep.scripts.loading import Rank0Iterator
+from samestep.scripts.simulated.cuda import mark
+from samestep.scripts.simulated.devices import virtual_devices
 from samestep.scripts.wrapped import forward, regions
-from samestep.user_code import is_own_file, is_script_file
 
 DELAY_SECONDS = 0.2
 READ_BY_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
@@ -87,12 +86,12 @@ def adopted(
             patches = [Patch(adoption, "mark", mark), Patch(adoption, "on_device", torch.cuda.device)]
             stack.enter_context(applied(patches))
         elif adoption.communicator.device.type != "cpu":
-            from samestep.scripts.virtual.real import own_accelerator  # not needed on CPUs
+            from samestep.scripts.simulated.devices import own_accelerator  # not needed on CPUs
 
             stack.enter_context(own_accelerator(count, adoption.communicator.device))
         stack.enter_context(backward_on_this_thread(adoption.communicator.device))
         stack.enter_context(output.script_streams(adoption))
-        for part in (output, parallel, backward, seeding, files, choice):
+        for part in (output, parallel, backward, seeding, files, loading):
             stack.enter_context(applied(part.patches(adoption)))
         stack.enter_context(applied([*_process_group(adoption), _environment(adoption)]))
         stack.enter_context(wrapping.shared_out(adoption, wrap))
@@ -149,7 +148,7 @@ def _profiled(environment: Environment) -> Iterator[None]:
     if folder is None:
         yield
         return
-    from samestep.train.profile import StepTrace, trace_path  # not needed without a profile
+    from samestep.run.profile import StepTrace, trace_path  # not needed without a profile
 
     trace = StepTrace(trace_path(Path(folder), environment.rank))
     hook = register_optimizer_step_post_hook(lambda *_: trace.step())
@@ -158,7 +157,7 @@ def _profiled(environment: Environment) -> Iterator[None]:
         _marked(forward, "chunked_forward", "forward", (parallel.__name__,)),
         _marked(Adoption, "gather", "exchange"),
         _marked(regions, "sum_pieces", "exchange"),
-        _marked(regions, "join_pieces", "exchange", ("samestep.scripts.wrapped.results",)),
+        _marked(regions, "join_pieces", "exchange", ("samestep.scripts.wrapped.regions",)),
     )
     try:
         with applied(patches):

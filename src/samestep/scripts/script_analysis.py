@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from samestep.errors import UsageError
-from samestep.launcher.job import DYNAMO, TRAINING
-from samestep.launcher.program import stated_microbatches
+from samestep.launcher.job import TRAINING, stated_microbatches
+from samestep.patch import DYNAMO
 
 MAX_FILES = 200
 MAX_LIBRARY_FILES = 50
@@ -43,7 +43,7 @@ TRAINERS = {
 }
 CALLED_WITH_A_CLASS = ("__init__", "__post_init__", "__enter__", "__call__")
 NOT_FOLLOWED = frozenset({"samestep", "torch"})
-OWN_HOMES = ("samestep.train", "samestep.engine", "samestep.launcher")
+OWN_HOMES = ("samestep.run", "samestep.engine", "samestep.launcher")
 OWN_SIGNS = ("uses samestep.", "imports samestep.")
 WRAPPERS = frozenset({"DataParallel", "data_parallel"})
 GPU = re.compile(r"(\S*[.:])?(cuda|nccl|gpu|fp16|16-mixed|current_accelerator|set_device_index)([.:]\S*)?")

@@ -22,9 +22,9 @@ from torch.utils.data import get_worker_info
 
 from samestep.core.seeds import derive_seed
 from samestep.data.randomness import seed_process
+from samestep.patch import Patch, applied
 from samestep.scripts.adoption import Adoption
 from samestep.scripts.files.rank0_files import Caller, origin
-from samestep.scripts.patch import Patch, applied
 from samestep.text import notify
 
 UNSEEDED = 0x0E_ED

@@ -20,12 +20,12 @@ from functools import partial
 from multiprocessing.process import BaseProcess
 from typing import Any, NoReturn
 
+from samestep.callsite import script_line
 from samestep.comm.environment import read_environment
 from samestep.errors import UsageError
-from samestep.launcher.program import run_module, run_script
-from samestep.scripts.patch import Patch, applied, late_dynamo, late_patches
+from samestep.launcher.job import run_module, run_script
+from samestep.patch import Patch, applied, late_dynamo, late_patches
 from samestep.text import notify
-from samestep.user_code import script_line
 
 REFUSED = 173  # the exit code of a child that stopped before it would wait; no signal's, and hardly a script's
 OTHER_GROUPS = ("horovod.torch", "mpi4py.MPI")  # whose processes exchange gradients without torch's process groups

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from samestep.scripts.patch import Patch
+from samestep.patch import Patch
 
 
 class SummedOverRanks(torch.autograd.Function):

@@ -27,20 +27,18 @@ from samestep.engine.observer import StepObserver, observed_by
 from samestep.engine.result import StepResult
 from samestep.engine.step import TrainStep
 from samestep.errors import UsageError
+from samestep.logical.ranks import run_logical
+from samestep.patch import applied
 from samestep.scripts import parallel
 from samestep.scripts.adoption import Adoption
-from samestep.scripts.logical import run_logical
-from samestep.scripts.patch import applied
 from samestep.scripts.script import run_adopted
 from samestep.scripts.spawning import run_native
 from samestep.scripts.wrapped import forward
 from samestep.verify.causes.table import CAUSES, Recorder
 from samestep.verify.recording import JsonlWriter
-from samestep.verify.watching.batches import Batches, Metrics, describe
-from samestep.verify.watching.modules import Modules
-from samestep.verify.watching.steps import EPSILONS, ShardedParameters, Steps, with_gradients
-from samestep.verify.watching.tensor_summary import bits
-from samestep.verify.wrapping import Wrap, patches_for, wrapped
+from samestep.verify.summaries import Batches, Metrics, bits, describe
+from samestep.verify.watching import EPSILONS, Modules, ShardedParameters, Steps, with_gradients
+from samestep.verify.wraps import Wrap, patches_for, wrapped
 
 PATIENCE_SECONDS = 20.0
 _sleep, _open, _close, _exists, _exit = time.sleep, os.open, os.close, os.path.exists, os._exit  # scripts' are patched

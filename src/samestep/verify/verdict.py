@@ -1,5 +1,9 @@
 """The verdict: do runs of a program on several device counts agree, and if not, where do they part and why?
 
+Running a program again and again, on several device counts, with a recording of each run.
+
+The fork server of the workers stays from one run to the next, so that torch is imported once, and never here.
+
 run the program twice on the first devices and once on each of the others
 compare each with the first, step by step
 they agree?      report the tier, and what was compared
@@ -10,20 +14,309 @@ they do not?     name the first step, quantity and module that differ
                  the others are confirmed: with them neutralised the runs agree, with any one left they do not
 """
 
-from collections.abc import Callable, Container, Sequence
+import math
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
 
+from samestep.devices.selection import Selection
 from samestep.errors import WorkerError
+from samestep.launcher.job import Instruction, Job, Outcome, Policy, process_variables
+from samestep.launcher.supervisor import resolve_start_method, supervise
+from samestep.launcher.worker_pool import ServerPool
 from samestep.verify.causes.datasets import OWN_GENERATORS
 from samestep.verify.causes.evidence import Cause, Evidence
 from samestep.verify.causes.frameworks import advice_on
 from samestep.verify.causes.machine import UNSEEDED
 from samestep.verify.causes.table import CAUSES
-from samestep.verify.compare import ORDER, TIERS, Difference, Tier, Tolerance, first_difference, paired_metrics, reached
-from samestep.verify.place import Place, first_place
-from samestep.verify.recording import Recording
-from samestep.verify.runner import ProgramRunner, RunSpec
-from samestep.verify.sanity_checks import Compared, count_compared, idle_parameters, refusals
+from samestep.verify.comparison import (
+    ORDER,
+    TIERS,
+    Difference,
+    Place,
+    Tier,
+    Tolerance,
+    first_difference,
+    first_place,
+    paired_metrics,
+    reached,
+)
+from samestep.verify.recording import Recording, read_recording
+
+PRELOAD = ("torch._dynamo", "samestep.verify.probe")
+TAIL_LINES = 20
+POLICY = Policy(heal=False)
+
+
+@dataclass(frozen=True)
+class Program:
+    """The program that is run."""
+
+    kind: str  # "script" or "module"
+    target: str  # the file, or the module's name
+    argv: tuple[str, ...]  # "{folder}" in an argument stands for a new folder of each run
+    adopt: Mapping[str, Any] | None  # options of adoption; None for a program that deals with ranks itself
+    label: str  # its name in messages
+    logical_devices: int | None = None  # the ranks that it runs as on any devices; None for one a device
+    virtual: bool = False  # whether those ranks find simulated GPUs
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """One run of the program."""
+
+    devices: str  # as the user named them
+    steps: int  # optimizer steps to record
+    attempt: int = 0  # 1 for a repetition
+    detail: int | None = None  # the step whose modules are recorded
+    neutral: tuple[str, ...] = ()  # keys of the causes that have no effect
+    nudge: bool = False  # whether gradients are changed by a rounding error
+
+
+class Stopped(Exception):
+    """The user stopped a run; `exit_code` is 128 + signal."""
+
+    def __init__(self, exit_code: int) -> None:
+        super().__init__(f"stopped, exit code {exit_code}")
+        self.exit_code = exit_code
+
+
+class KeptPool(ServerPool):
+    """A fork server that stays for the next run.
+
+    Attributes:
+        num_runs: runs that it has started; they share a store.
+    """
+
+    num_runs = 0
+
+    @classmethod
+    def make(cls, selection: Selection, num_threads: int = 1) -> "KeptPool":
+        """A fork server for runs on devices like these."""
+        pool = cls.executed(process_variables(selection, num_threads), PRELOAD)
+        assert isinstance(pool, cls)
+        return pool
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it can start no more workers."""
+        return self._lost or self._broken or self._wait(0)
+
+    def start(self, instruction: Instruction) -> None:
+        """Starts one worker."""
+        self.num_runs += not self._running
+        super().start(instruction)
+
+    def close(self) -> None:
+        """Ends everything if workers are left of a run; else all stays for the next one."""
+        if self._running or self.has_ended:
+            super().close()
+
+    def end(self) -> None:
+        """Ends the fork server, and whatever is left."""
+        super().close()
+
+
+class ProgramRunner(AbstractContextManager["ProgramRunner"]):
+    """Runs a program and keeps the recordings. A `pool` that is handed in is not ended."""
+
+    def __init__(
+        self,
+        program: Program,
+        selections: Mapping[str, Selection],
+        *,
+        num_threads: int = 1,
+        start_method: str | None = None,
+        hang_seconds: float = 300.0,
+        pool: KeptPool | None = None,
+    ) -> None:
+        self.program = program
+        self.selections = dict(selections)
+        self.num_runs = 0
+        self._num_threads = num_threads
+        self._start_method = start_method
+        self._hang_seconds = hang_seconds
+        self._known: dict[RunSpec, Recording] = {}
+        self._pool = pool
+        self._is_ours = pool is None
+        self._folder = tempfile.TemporaryDirectory(prefix="samestep-verify-")
+
+    def __enter__(self) -> Self:
+        """The runner itself."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        """Ends its own fork server, and removes the recordings."""
+        if self._pool is not None and self._is_ours:
+            self._pool.end()
+        self._folder.cleanup()
+
+    def warm_up(self) -> None:
+        """Starts the fork server, so that it imports torch in the background."""
+        if resolve_start_method(self._start_method, self._num_threads) == "fork":
+            self._forking_pool(next(iter(self.selections.values())))
+
+    def record(self, spec: RunSpec) -> Recording:
+        """The recording of a run; made only once."""
+        if spec not in self._known:
+            self._known[spec] = self._run(spec)
+        return self._known[spec]
+
+    def known(self, spec: RunSpec) -> Recording | None:
+        """The recording of a run that was made already."""
+        return self._known.get(spec)
+
+    def _run(self, spec: RunSpec) -> Recording:
+        self.num_runs += 1
+        selection, program = self.selections[spec.devices], self.program
+        folder = Path(self._folder.name) / f"run-{self.num_runs}"
+        folder.mkdir()
+        options = {
+            "kind": program.kind,
+            "target": program.target,
+            "argv": [text.replace("{folder}", str(folder / "run")) for text in program.argv],
+            "adopt": None if program.adopt is None else dict(program.adopt),
+            "logical": None if program.logical_devices is None else {"virtual": program.virtual},
+            "folder": str(folder),
+            "steps": spec.steps,
+            "detail": spec.detail,
+            "neutral": list(spec.neutral),
+            "nudge": spec.nudge,
+            "number": self.num_runs if self._pool is None else self._pool.num_runs + 1,
+            "hang_seconds": self._hang_seconds,
+        }
+        job = Job("function", "samestep.verify.probe:run_probed", kwargs=options, quiet=True, preload=PRELOAD)
+        forks = resolve_start_method(self._start_method, self._num_threads) == "fork"
+        outcome = supervise(
+            job,
+            selection,
+            num_threads=self._num_threads,
+            start_method=self._start_method,
+            policy=POLICY,
+            open_pool=partial(self._forking_pool, selection) if forks else None,
+            logical_devices=program.logical_devices,
+        )
+        if outcome.exit_code != 0 and outcome.failure is None:
+            raise Stopped(outcome.exit_code)
+        failure = None if outcome.exit_code == 0 else _describe(outcome, folder)
+        num_ranks = program.logical_devices or selection.count
+        return read_recording(folder, spec.devices, num_ranks, spec.attempt, failure)
+
+    def _forking_pool(self, selection: Selection) -> KeptPool:
+        """The fork server; a new one if there is none."""
+        if self._pool is None or self._pool.has_ended:
+            self._pool = KeptPool.make(selection, self._num_threads)
+            self._is_ours = True
+        return self._pool
+
+
+def _describe(outcome: Outcome, folder: Path) -> str:
+    """Why a run failed, with the last lines that rank 0 printed if the message is a single line."""
+    text = outcome.failure or f"exit code {outcome.exit_code}"
+    printed = folder / "rank-0.out"
+    if "\n" in text or not printed.exists():
+        return text
+    lines = printed.read_text(encoding="utf-8", errors="replace").rstrip().splitlines()
+    return "\n".join([text, *lines[-TAIL_LINES:]])
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Counts of what was compared, in the reference, over the steps that all runs took."""
+
+    steps: int
+    parameters: int
+    nonzero_gradients: int  # over all steps
+    gradients: int
+    samples: int | None  # None if that was not seen
+    microbatches: int | None  # of all steps, or chunks; None if there are none
+    metrics: int  # numbers that the program reduced over its ranks itself
+
+
+def count_compared(recordings: Sequence[Recording]) -> Compared:
+    """The counts of some runs, the reference first."""
+    reference = recordings[0]
+    steps = min(recording.num_steps for recording in recordings)
+    lines = reference.steps[0][:steps] if reference.steps else ()
+    norms = [norm for line in lines for group in line["gradients"] for norm in group["norm"] if norm is not None]
+    ranks = reference.steps if reference.family == "ddp" else reference.steps[:1]  # else each rank knows them all
+    counts = [line["num_samples"] for rank in ranks for line in rank[:steps]]
+    return Compared(
+        steps=steps,
+        parameters=sum(len(line["names"]) for line in reference.lines("parameters")),
+        nonzero_gradients=sum(norm != 0 for norm in norms),
+        gradients=len(norms),
+        samples=None if None in counts else sum(counts),
+        microbatches=sum(len(line["microbatches"]) for rank in reference.steps for line in rank[:steps]) or None,
+        metrics=sum(len(line["after"]) for line in reference.lines("metric")),
+    )
+
+
+def idle_parameters(recording: Recording) -> list[str]:
+    """The parameters whose gradients are there and zero in all steps: of those agreement proves nothing."""
+    is_idle: dict[tuple[int, int], bool] = {}
+    for line in recording.steps[0] if recording.steps else ():
+        for group in line["gradients"]:
+            for index, norm in enumerate(group["norm"]):
+                if norm is not None:
+                    key = (group["optimizer"], index)
+                    is_idle[key] = is_idle.get(key, True) and norm == 0
+    return [recording.parameters(key[0])["names"][key[1]] for key, idle in sorted(is_idle.items()) if idle]
+
+
+def refusals(recordings: Sequence[Recording]) -> Iterator[str]:
+    """The reasons why agreement would prove nothing, as sentences."""
+    if any(recording.num_steps == 0 for recording in recordings):
+        yield "no optimizer took a step; seen are those of torch.optim optimizers and of samestep.Run"
+        return
+    yield from _not_learning(recordings[0])
+    for recording in recordings:
+        if recording.world_size > 1:
+            yield from _not_shared(recording)
+
+
+def _not_learning(recording: Recording) -> Iterator[str]:
+    """Signs of a model that learns nothing."""
+    lines = recording.steps[0][: recording.num_steps]
+    norms = [norm for line in lines for group in line["gradients"] for norm in group["norm"]]
+    sizes = ((step, norm) for step, line in enumerate(lines) for group in line["states"] for norm in group["norm"])
+    poisoned = next((step for step, norm in sizes if not math.isfinite(norm)), None)
+    losses = [sum(line["loss"]) for line in lines if line["loss"]]
+    if not any(norms):
+        yield "all gradients are zero: a model that learns nothing is the same on any devices"
+    elif poisoned is not None:
+        yield f"from step {poisoned} on parameters are not finite: NaN is the same on any devices"
+    elif len(losses) > 2 and len(set(losses)) == 1:
+        yield f"the loss is {losses[0]:.9g} in all {len(losses)} steps: nothing is learned, or not from the data"
+    starts = {line["optimizer"]: line["bits"] for line in recording.lines("parameters")}
+    last = {group["optimizer"]: group["bits"] for line in lines for group in line["states"]}
+    if any(norms) and all(starts.get(number) == bits for number, bits in last.items()):
+        yield "no parameter changed in any step: the learning rate is zero, or the optimizer holds other parameters"
+
+
+def _not_shared(recording: Recording) -> Iterator[str]:
+    """Signs that every rank did all of the work."""
+    name, steps = recording.label, range(recording.num_steps)
+    if recording.family == "ddp":
+        ids = [[rank[step]["ids"] for rank in recording.steps] for step in steps]
+        if all(all(taken) and len({tuple(sorted(one)) for one in taken}) == 1 for taken in ids):
+            yield f"on {name} every rank trained on the same samples: nothing is shared out"
+        return
+    counts = [Counter(tuple(one) for rank in recording.steps for one in rank[step]["microbatches"]) for step in steps]
+    for step, ran in enumerate(counts):
+        if ran and max(ran.values()) > 1:
+            (_, microbatch), count = ran.most_common(1)[0]
+            yield f"on {name} microbatch {microbatch} of step {step} was computed {count} times"
+            return
+    if not any(counts):
+        yield f"on {name} no work was shared out: every rank computed everything (--wrap names what to share out)"
+
 
 COUNTS = ("loss_factor", "mean_of_means", "metrics")
 MAX_IDLE = 6

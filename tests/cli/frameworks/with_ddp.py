@@ -139,7 +139,7 @@ def leak():
 
 def by_device():
     """A twin: the ranks of a device are added first, from left to right, then the devices."""
-    from samestep.comm import collectives
+    from samestep.logical import collectives
 
     count = int(os.environ["NUM_DEVICES"])
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from samestep.comm.communicator import Communicator
 from samestep.data.randomness import Generators
-from samestep.engine.strategies import Pipeline
+from samestep.engine.config import Pipeline
 from samestep.errors import UsageError
 
 TRIALS = 3

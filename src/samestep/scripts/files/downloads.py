@@ -24,8 +24,8 @@ from typing import Any
 
 import torch.hub
 
+from samestep.patch import Patch
 from samestep.scripts.files.rank0_files import Mode, Rank0Files, path_of
-from samestep.scripts.patch import Patch
 
 if sys.platform != "win32":
     import fcntl

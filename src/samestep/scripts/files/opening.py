@@ -16,8 +16,8 @@ from contextlib import nullcontext
 from types import FrameType, ModuleType
 from typing import IO, Any
 
+from samestep.patch import Patch
 from samestep.scripts.files.rank0_files import Mode, Rank0Files, path_of
-from samestep.scripts.patch import Patch
 
 # Modules that bind `open` when they are imported, out of reach of a patch of `builtins`.
 BOUND = (("bz2", "_builtin_open"), ("tarfile", "bltn_open"))

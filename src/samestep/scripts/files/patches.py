@@ -30,10 +30,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from samestep.patch import Patch, PatchesOf, late_patches
 from samestep.scripts.adoption import Adoption
 from samestep.scripts.files import downloads, opening
 from samestep.scripts.files.rank0_files import Mode, Rank0Files, path_of
-from samestep.scripts.patch import Patch, PatchesOf, late_patches
 
 QUERIES = (
     *((os.path, name) for name in ("exists", "lexists", "isfile", "isdir", "islink", "getsize", "getmtime")),

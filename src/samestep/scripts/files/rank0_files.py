@@ -22,10 +22,10 @@ from typing import Any
 
 import torch
 
-from samestep.comm.channel import Channel
+from samestep.callsite import is_script_file
+from samestep.comm.exceptions import packed, unpacked
+from samestep.comm.heartbeat import Channel
 from samestep.scripts.adoption import Adoption
-from samestep.train.exceptions import packed, unpacked
-from samestep.user_code import is_script_file
 
 BURST = 256  # queries of one line between two wrapped forwards that rank 0 answers; each rank answers further ones
 SPECIAL_FOLDERS = ("/dev/", "/proc/", "/sys/")

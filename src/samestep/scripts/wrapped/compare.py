@@ -20,14 +20,14 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from samestep.callsite import is_script_file
 from samestep.data.nested import leaves as entries_of
+from samestep.patch import Patch, applied
 from samestep.scripts import output
 from samestep.scripts.adoption import Adoption
-from samestep.scripts.patch import Patch, applied
 from samestep.scripts.wrapped.chunks import Chunks, advice, is_tensor, put_together, take_apart
+from samestep.scripts.wrapped.regions import describe
 from samestep.scripts.wrapped.replicas import Attributes, OwnGenerators
-from samestep.scripts.wrapped.results import describe
-from samestep.user_code import is_script_file
 
 IGNORED = (-100, -1, 0)  # labels that losses leave out: of transformers, of nanoGPT, and of padding or a mask
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from samestep.callsite import script_line
 from samestep.core.seeds import derive_seed
 from samestep.core.tree import rank_blocks
 from samestep.data.batch import checksum
@@ -19,19 +20,17 @@ from samestep.errors import DeterminismError, UsageError
 from samestep.scripts import output
 from samestep.scripts.adoption import Adoption
 from samestep.scripts.backward import generator_state, raise_together
-from samestep.scripts.wrapped.buffers import Buffers
 from samestep.scripts.wrapped.chunks import Chunks, Leaf, already_cut, cut, deal
 from samestep.scripts.wrapped.compare import hooked
-from samestep.scripts.wrapped.regions import Item, Region, enter
+from samestep.scripts.wrapped.regions import Item, Region, Results, enter, gather_results
 from samestep.scripts.wrapped.replicas import (
+    Buffers,
     OwnGenerators,
     Replicas,
     check_in_place_state,
     in_place_state,
     uninitialized,
 )
-from samestep.scripts.wrapped.results import Results, gather_results
-from samestep.user_code import script_line
 
 CHUNK_STREAM = 2**33  # apart from the streams of train steps and loaders
 CHECKED_FORWARDS = 3

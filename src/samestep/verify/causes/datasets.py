@@ -22,6 +22,7 @@ from torch import nn
 from torch.utils.data import Subset
 from torch.utils.data._utils.fetch import _IterableDatasetFetcher, _MapDatasetFetcher
 
+from samestep.callsite import is_script_file
 from samestep.comm.environment import read_environment
 from samestep.core.seeds import derive_seed
 from samestep.data.batch import checksum
@@ -29,13 +30,11 @@ from samestep.data.fetch import SeededSamples
 from samestep.data.randomness import Generators, seed_each
 from samestep.data.streams import StreamReader
 from samestep.engine.side_effects import Watch, reachable
-from samestep.scripts.patch import Patch, applied
-from samestep.train.run import Run
-from samestep.user_code import is_script_file
+from samestep.patch import Patch, applied
+from samestep.run.run import Run
 from samestep.verify.causes import samples as map_style
-from samestep.verify.causes.evidence import Cause, Evidence, by_step, listed
-from samestep.verify.causes.facts import Facts
-from samestep.verify.wrapping import Wrap, around_roots, by_script, wrapped
+from samestep.verify.causes.evidence import Cause, Evidence, Facts, by_step, listed
+from samestep.verify.wraps import Wrap, around_roots, by_script, wrapped
 
 KINDS = ("torch", "numpy", "random", "own")
 """The generators that a dataset may draw from: the global ones, and those that it holds itself."""

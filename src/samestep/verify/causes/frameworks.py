@@ -3,9 +3,8 @@
 import sys
 from types import FrameType
 
-from samestep.verify.causes.evidence import Cause, Evidence
-from samestep.verify.causes.facts import Facts
-from samestep.verify.wrapping import Wrap
+from samestep.verify.causes.evidence import Cause, Evidence, Facts
+from samestep.verify.wraps import Wrap
 
 PACKAGES = {  # whose code calls the optimizer, by the beginning of its modules' names
     "transformers.trainer.": "transformers",

@@ -13,11 +13,10 @@ from torch import nn
 from samestep.data.batch import checksum
 from samestep.data.randomness import seed_process
 from samestep.engine.side_effects import Watch
-from samestep.verify.causes.evidence import Cause, Evidence, on_devices
-from samestep.verify.causes.facts import Facts
-from samestep.verify.compare import first_difference
+from samestep.verify.causes.evidence import Cause, Evidence, Facts, on_devices
+from samestep.verify.comparison import first_difference
 from samestep.verify.recording import Recording
-from samestep.verify.wrapping import Wrap, around_roots, by_script, wrapped
+from samestep.verify.wraps import Wrap, around_roots, by_script, wrapped
 
 SEED = 2025
 GENERATORS = ("torch", "numpy", "random")

@@ -20,13 +20,12 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from samestep.data.nested import map_tensors
-from samestep.scripts.patch import Patch, applied
-from samestep.train.run import Run
-from samestep.verify.causes.evidence import Cause, Evidence, by_step, listed, on_devices
-from samestep.verify.causes.facts import Facts
-from samestep.verify.causes.losses import DENSE, LABELLED
+from samestep.patch import Patch, applied
+from samestep.run.run import Run
+from samestep.verify.causes.evidence import Cause, Evidence, Facts, by_step, listed, on_devices
+from samestep.verify.causes.means import DENSE, LABELLED
 from samestep.verify.causes.updates import before_updates, to_parameters
-from samestep.verify.wrapping import DISTRIBUTED, Wrap, wrapped
+from samestep.verify.wraps import DISTRIBUTED, Wrap, wrapped
 
 exact: frozenset[str] = frozenset()
 """The parts that compute in float64: "kernels", "accumulation", "exchange"; patched while a counterfactual runs."""

@@ -23,10 +23,9 @@ from torch.utils.data import (
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from samestep.comm.environment import read_environment
-from samestep.verify.causes.evidence import Cause, Evidence, by_step, on_devices
-from samestep.verify.causes.facts import Facts
+from samestep.verify.causes.evidence import Cause, Evidence, Facts, by_step, on_devices
 from samestep.verify.recording import Recording
-from samestep.verify.wrapping import Wrap, by_script, wrapped
+from samestep.verify.wraps import Wrap, by_script, wrapped
 
 SHUFFLING = (RandomSampler, WeightedRandomSampler, SubsetRandomSampler)
 GLOBAL_BATCH = 24

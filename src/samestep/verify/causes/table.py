@@ -6,11 +6,10 @@ causes has its own wraps (`listen`), whose facts its causes' `suspect` reads.
 
 from typing import Any
 
-from samestep.scripts.patch import Patch
-from samestep.verify.causes import datasets, forward, frameworks, losses, machine, rounding, samples, updates
-from samestep.verify.causes.evidence import Cause
-from samestep.verify.causes.facts import Facts
-from samestep.verify.wrapping import patches_for
+from samestep.patch import Patch
+from samestep.verify.causes import datasets, frameworks, machine, means, modules, rounding, samples, updates
+from samestep.verify.causes.evidence import Cause, Facts
+from samestep.verify.wraps import patches_for
 
 CAUSES: tuple[Cause, ...] = (  # in the order in which they are suspected, and given their effect back from the end
     machine.UNSEEDED,
@@ -23,15 +22,15 @@ CAUSES: tuple[Cause, ...] = (  # in the order in which they are suspected, and g
     datasets.AUGMENTATION,
     datasets.STREAM,
     datasets.OWN_GENERATORS,
-    forward.DROPOUT,
-    forward.DRAWS,
-    forward.BATCHNORM,
-    forward.BUFFERS,
-    forward.ATTRIBUTES,
-    losses.LOSS_FACTOR,
-    losses.MEAN_OF_MEANS,
-    losses.PAIRS,
-    losses.METRICS,
+    modules.DROPOUT,
+    modules.DRAWS,
+    modules.BATCHNORM,
+    modules.BUFFERS,
+    modules.ATTRIBUTES,
+    means.LOSS_FACTOR,
+    means.MEAN_OF_MEANS,
+    means.PAIRS,
+    means.METRICS,
     updates.LEARNING_RATE,
     updates.LOCAL_CLIP,
     updates.RESCALED,
@@ -53,7 +52,7 @@ class Recorder:
 
     def patches(self) -> list[Patch]:
         """The patches of all families; they enclose whatever is in place when this is called."""
-        families = (forward, datasets, samples, losses, updates, machine, rounding, frameworks)
+        families = (modules, datasets, samples, means, updates, machine, rounding, frameworks)
         wraps = [wrap for family in families for wrap in family.listen(self._facts)]
         return patches_for(wraps, in_compiled=False)
 

@@ -20,13 +20,12 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from samestep.comm.communicator import Communicator, make_communicator
 from samestep.comm.environment import read_environment
-from samestep.verify.causes.evidence import Cause, Evidence, by_step, listed, on_devices
-from samestep.verify.causes.facts import Facts
-from samestep.verify.compare import losses_of, ranks_apart
+from samestep.verify.causes.evidence import Cause, Evidence, Facts, by_step, listed, on_devices
+from samestep.verify.comparison import losses_of, ranks_apart
 from samestep.verify.recording import Recording
-from samestep.verify.watching.steps import with_gradients
-from samestep.verify.watching.tensor_summary import norm as norm_of
-from samestep.verify.wrapping import Wrap, by_script, wrapped
+from samestep.verify.summaries import norm as norm_of
+from samestep.verify.watching import with_gradients
+from samestep.verify.wraps import Wrap, by_script, wrapped
 
 RATE = 0.01
 near = partial(math.isclose, rel_tol=1e-4)

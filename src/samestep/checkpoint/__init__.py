@@ -1,0 +1,1 @@
+"""Checkpoints: contract, digest, packing, files, saving and resuming."""

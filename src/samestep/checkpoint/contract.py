@@ -1,0 +1,194 @@
+"""The contract: all settings that the bits of a run depend on, recorded with it and compared on resume."""
+
+import ast
+import hashlib
+import inspect
+import platform
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, RandomSampler
+
+from samestep.checkpoint.local_shards import SEVERAL, local_tensors
+from samestep.comm.reduction import REDUCTIONS
+from samestep.core.microbatches import check_num_microbatches
+from samestep.data.loader import Loader
+from samestep.engine.sharded_state import ShardedState
+from samestep.engine.step import TrainStep
+from samestep.errors import UsageError
+from samestep.version import __version__
+
+DOCUMENTED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+
+
+@dataclass(frozen=True)
+class Contract:
+    """The settings that decide the bits of a run; the number of devices is not one of them.
+
+    Attributes:
+        global_batch_size: samples of one optimizer step.
+        num_microbatches: slices of the global batch, the unit of computation.
+        seed: of every random generator and of the order.
+        reduction: "ordered" or "native".
+        device_kind: "cpu", "cuda", …
+        num_threads: CPU threads a rank, on GPUs too: samples are loaded and parameters initialised by CPU kernels.
+    """
+
+    global_batch_size: int
+    num_microbatches: int
+    seed: int
+    reduction: str
+    device_kind: str
+    num_threads: int
+
+    def as_json(self) -> dict[str, Any]:
+        """The contract, with versions and flags."""
+        return {**asdict(self), "versions": versions(), "flags": precision_flags()}
+
+
+def check_contract(global_batch_size: int, num_microbatches: int | None, reduction: str, seed: int) -> int:
+    """Checks arguments of `Run`; returns the number of microbatches."""
+    count = check_num_microbatches(num_microbatches, global_batch_size)
+    if reduction not in REDUCTIONS:
+        raise UsageError(f"got reduction={reduction!r}; it is one of {', '.join(REDUCTIONS)} (--reduction)")
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
+        raise UsageError(f"got seed={seed!r}; it must be an integer from 0 to 2^63 - 1 (--seed)")
+    return count
+
+
+def versions() -> dict[str, str]:
+    """The versions of all libraries that compute."""
+    found = {
+        "samestep": __version__,
+        "torch": str(torch.__version__),
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+        "platform": f"{sys.platform}-{platform.machine()}",
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+    }
+    if torch.version.cuda:
+        found["cuda"] = torch.version.cuda
+        found["cudnn"] = str(torch.backends.cudnn.version())
+    return found
+
+
+def precision_flags() -> dict[str, Any]:
+    """Flags that change the results of kernels."""
+    return {
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "cudnn_allow_tf32": torch.backends.cudnn.allow_tf32,
+        "cudnn_benchmark": torch.backends.cudnn.benchmark,
+        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
+        "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
+    }
+
+
+def step_contract(step: TrainStep) -> dict[str, Any]:
+    """A step's part of the contract: model, loss, update."""
+    return {
+        "precision": step.config.precision,
+        **step.strategy.contract,
+        "compile": step.config.compile,
+        "max_grad_norm": step.config.max_grad_norm,
+        "model": model_form(step.model, step.sharded_state),
+        "loss_code": code_hash(step.config.loss_fn),
+        **step.settings.as_json(),
+    }
+
+
+def loader_contract(loader: Loader | DataLoader[Any]) -> dict[str, Any]:
+    """A loader's part of the contract: the samples of each step, as far as a loader of the user's own shows them."""
+    fields: dict[str, Any] = {"drop_last": loader.drop_last}
+    if isinstance(loader, Loader):
+        fields["shuffle"] = loader.shuffle
+    else:
+        fields["shuffle"] = isinstance(loader.sampler, RandomSampler)
+        fields["data_loader"] = {"batch_size": loader.batch_size, "sampler": type(loader.sampler).__name__}
+        fields["data_loader"] |= {"persistent_workers": True} if loader.persistent_workers else {}
+    with suppress(TypeError):
+        fields["num_samples"] = (
+            loader.num_samples_at_first if isinstance(loader, Loader) else len(loader.dataset)  # type: ignore[arg-type]
+        )
+    return fields
+
+
+def model_form(model: nn.Module, sharding: ShardedState | None = None) -> dict[str, Any]:
+    """The form of a model without its values: class, number of elements, hashes of its tensors and of its code.
+
+    Code is that of the classes of its modules, those of torch aside.
+    """
+    named = dict(local_tensors(model, sharding, SEVERAL))
+    text = "\n".join(f"{name} {tensor.dtype} {list(tensor.shape)}" for name, tensor in named.items())
+    elements = sum(named[name].shape.numel() for name, _ in model.named_parameters())
+    classes = {kind for module in model.modules() if not (kind := class_of(module)).__module__.startswith("torch.")}
+    codes = sorted(f"{kind.__qualname__} {code_hash(kind)}" for kind in classes)
+    form = {"class": class_of(model).__qualname__, "elements": elements, "form": _short_hash(text)}
+    return {**form, "code": _short_hash("\n".join(codes))} if codes else form
+
+
+def class_of(module: nn.Module) -> type[nn.Module]:
+    """The class of a module as its author wrote it: FSDP2 derives a class of its own for sharded modules."""
+    kind = type(module)
+    first, *others = kind.__bases__
+    is_derived = first.__name__ == "FSDPModule" and first.__module__.startswith("torch.")
+    return others[0] if is_derived and others else kind
+
+
+def code_hash(function: Callable[..., Any]) -> str | None:
+    """A hash of the code of a function or class without comments, docstrings, layout; None if it has no source.
+
+    Functions that it calls are not part of it. It is the same under every version of Python.
+    """
+    while isinstance(function, partial):
+        function = function.func
+    source = function if inspect.isroutine(function) or inspect.isclass(function) else type(function)
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(source)))
+    except (OSError, TypeError, SyntaxError):
+        return None
+    for node in ast.walk(tree):
+        if isinstance(node, DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
+            node.body = node.body[1:]
+    return _short_hash(normal_form(tree))
+
+
+def normal_form(node: object) -> str:
+    """Parsed code, or a part of it, as text that is the same under every version of Python.
+
+    `ast.dump` is not: versions differ in the fields that a node has (PEP 695), in whether empty ones are shown, and in
+    how the texts of an f-string are cut (PEP 701). Here fields are sorted, those that hold nothing are left out, and
+    neighbouring texts are one.
+    """
+    if isinstance(node, ast.Constant):
+        return repr(node.value)
+    if isinstance(node, ast.JoinedStr):
+        return f"JoinedStr({', '.join(_pieces(node))})"
+    if isinstance(node, ast.AST):
+        fields = [(name, getattr(node, name, None)) for name in sorted(node._fields)]
+        shown = [f"{name}={normal_form(value)}" for name, value in fields if value is not None and value != []]
+        return f"{type(node).__name__}({', '.join(shown)})"
+    if isinstance(node, list):
+        return f"[{', '.join(map(normal_form, node))}]"
+    return repr(node)
+
+
+def _pieces(text: ast.JoinedStr) -> Iterator[str]:
+    """The texts of an f-string and the values between them."""
+    for is_text, group in groupby(text.values, lambda value: isinstance(value, ast.Constant)):
+        if not is_text:
+            yield from map(normal_form, group)
+        elif joined := "".join(piece.value for piece in group):  # type: ignore[attr-defined]  # they are constants
+            yield repr(joined)
+
+
+def _short_hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,0 +1,281 @@
+"""The folder of a run: the names in it, choosing one, and its lock. Torch-free, for the command line.
+
+One process at a time writes to a run folder: it holds an advisory lock of the system on a file in it (flock(2)), which
+ends with the process in any case. The file names its holder for the message to a second process; it is removed when the
+lock is given back, and stays behind, unlocked, if the process is killed.
+"""
+
+import json
+import os
+import platform
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from datetime import datetime
+from functools import cache
+from pathlib import Path
+from typing import IO, Any
+
+from samestep.errors import UsageError
+from samestep.files import check_kind, is_at, make_folder, open_regular, open_unbuffered, read_object, reason, writing
+
+CONTRACT_FILE = "run.json"
+LEDGER_FILE = "ledger.jsonl"
+METRICS_FILE = "metrics.jsonl"
+RESULT_FILE = "result.json"
+WEIGHTS_FILE = "weights.safetensors"
+PICTURE_FILE = "loss.png"
+CHECKPOINT_FOLDER = "checkpoints"
+FACTS_FILE = "state.json"
+LOG_FOLDER = "logs"
+PROFILE_FOLDER = "profile"
+LOCK_FILE = ".lock"
+TENSORBOARD_FOLDER = "tensorboard"
+OWN_NAMES = (
+    *(CONTRACT_FILE, LEDGER_FILE, METRICS_FILE, RESULT_FILE, WEIGHTS_FILE, PICTURE_FILE, LOCK_FILE),
+    *(CHECKPOINT_FOLDER, LOG_FOLDER, PROFILE_FOLDER, TENSORBOARD_FOLDER),
+)
+RUNS_FOLDER = Path("runs")
+LOCK_SECONDS = 5.0  # a process that is being ended may need a moment
+POLL_SECONDS = 0.05
+MAX_LOCK_BYTES = 4096
+
+
+def new_folder_name(name: str) -> Path:
+    """A new folder name `runs/NAME-DATE-TIME`."""
+    stem = RUNS_FOLDER / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
+    candidate, number = stem, 2
+    while candidate.exists():
+        candidate = stem.with_name(f"{stem.name}-{number}")
+        number += 1
+    return candidate
+
+
+def create_folder(path: Path) -> Path:
+    """Makes the folder of a new run; raises a `UsageError` if a run is there, and as `make_folder` does."""
+    check_untaken(path)
+    make_folder(path)
+    return path
+
+
+def holds_run(path: Path) -> bool:
+    """Whether a run began in this folder."""
+    return (path / CONTRACT_FILE).exists()
+
+
+def unfinished_run(recipe: str) -> Path | None:
+    """The newest run of a recipe below `runs` that has a checkpoint and did not end; None without one."""
+    found = []
+    for folder in RUNS_FOLDER.iterdir() if RUNS_FOLDER.is_dir() else ():
+        with suppress(UsageError, OSError):
+            is_ours = recorded(folder).get("recipe") == recipe and not (folder / RESULT_FILE).exists()
+            if is_ours and any((folder / CHECKPOINT_FOLDER).glob("step-*")):
+                found.append(((folder / CONTRACT_FILE).stat().st_mtime_ns, folder))
+    return max(found)[1] if found else None
+
+
+def run_of(path: Path) -> Path:
+    """The run folder that a path names, by itself or by a checkpoint in it."""
+    if not path.exists():
+        raise UsageError(
+            f"{path} is not there; resume (--resume) takes the folder of a run, a checkpoint in one, or auto"
+        )
+    return path.parent.parent if path.parent.name == CHECKPOINT_FOLDER else path
+
+
+def recorded(folder: Path) -> Mapping[str, Any]:
+    """The content of run.json, which a run writes when it begins; a `UsageError` without one."""
+    try:
+        value = read_object(folder / CONTRACT_FILE)
+    except FileNotFoundError:
+        raise UsageError(f"{folder} holds no run: there is no {CONTRACT_FILE} in it") from None
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{folder / CONTRACT_FILE} cannot be read: {reason(error)}") from error
+    if "num_shards" in value:  # named num_microbatches now
+        raise UsageError(
+            f"{folder} was written by an earlier samestep, whose runs this one does not read: train "
+            "anew in another folder, or go on with the version that wrote it"
+        )
+    return value
+
+
+def check_entries(folder: Path) -> None:
+    """Raises a `UsageError` if an entry of a run folder is a symbolic link, which would be written through, or a pipe.
+
+    The folder itself may be a link.
+    """
+    for name in OWN_NAMES:
+        try:
+            check_kind(folder / name, may_be_folder=True)
+        except OSError as error:
+            raise UsageError(
+                f"{folder / name}: {reason(error)}; put its content into its place, or make the whole folder a link"
+            ) from error
+
+
+def check_untaken(folder: Path) -> None:
+    """Raises a `UsageError` if this folder holds a run, or entries that do not precede the record of one."""
+    if (folder / CONTRACT_FILE).exists():
+        raise UsageError(
+            f"{folder} already holds a run; go on with it by resume='auto' (--resume auto), choose another folder "
+            "by run_dir (--run-dir), or remove it"
+        )
+    if folder.is_dir() and not all(map(_precedes_record, folder.iterdir())):
+        raise UsageError(f"{folder} is not empty; choose a folder of its own for the run by run_dir (--run-dir)")
+
+
+def _precedes_record(entry: Path) -> bool:
+    """Whether an entry may be of a run that was killed before its record was whole."""
+    return entry.name.startswith(".tmp-") or entry.name in (LOG_FOLDER, LOCK_FILE, PROFILE_FOLDER)
+
+
+def remove_if_unused(folder: Path) -> None:
+    """Removes the folder of a run that did not begin: its logs, and itself (and `runs`) if nothing else is in it."""
+    if (folder / CONTRACT_FILE).exists() or (folder / LOCK_FILE).exists():  # another run may be about to begin there
+        return
+    logs = folder / LOG_FOLDER
+    with suppress(OSError):
+        for log in logs.glob("rank-*.log"):
+            log.unlink()
+        logs.rmdir()
+        folder.rmdir()
+        if folder.parent == RUNS_FOLDER:
+            RUNS_FOLDER.rmdir()  # if nothing else is in it
+
+
+class FolderLock:
+    """A lock that `take_lock` took, held until it is given back or this process ends.
+
+    `changed` is the folder's modification time before the file was in it, in nanoseconds since 1970.
+    """
+
+    def __init__(self, path: Path, file: IO[bytes], changed: int) -> None:
+        self._path, self._file = path, file
+        self._before, self._taken = changed, path.parent.stat().st_mtime_ns
+        _held().add(self)
+
+    def release(self) -> None:
+        """Gives it back and removes the file; the folder's time is as before if nothing else has come or gone."""
+        if self._file.closed:
+            return
+        with suppress(OSError):
+            if is_at(self._path, self._file):
+                folder = self._path.parent.stat()
+                self._path.unlink()
+                if folder.st_mtime_ns == self._taken:
+                    os.utime(self._path.parent, ns=(folder.st_atime_ns, self._before))
+        self._file.close()
+
+
+def take_lock(
+    folder: Path,
+    tell: Callable[[str], None],
+    wait_seconds: float = LOCK_SECONDS,
+    meanwhile: Callable[[], None] = lambda: None,
+) -> FolderLock:
+    """Locks a folder for this process, after waiting for another holder; `meanwhile` is called often while it waits.
+
+    On a file system without locks `tell` takes a sentence, and no process is kept out.
+    """
+    path = folder / LOCK_FILE
+    deadline = time.monotonic() + wait_seconds
+    while True:
+        with writing(path):
+            changed = folder.stat().st_mtime_ns
+        file = open_unbuffered(path, "a+b")
+        try:
+            is_locked, reason = _try_to_lock(file)
+            if is_locked and not is_at(path, file):  # its holder has given it back and removed the file
+                file.close()
+                continue
+            if is_locked or reason:
+                if reason:
+                    tell(f"{path} cannot be locked ({reason}): take care that no other run writes to this folder")
+                _sign(file)
+                return FolderLock(path, file, changed)
+            if time.monotonic() >= deadline:
+                raise UsageError(_refusal(folder, file))
+        except BaseException:
+            file.close()
+            raise
+        file.close()
+        meanwhile()
+        time.sleep(POLL_SECONDS)
+
+
+def is_locked(folder: Path) -> bool | None:
+    """Whether a process writes to a run folder now; None if the file system has no locks.
+
+    The lock can be tested only by taking it: it is taken shared, for a moment; a run that starts meanwhile tries again.
+    """
+    try:
+        import fcntl
+
+        with open_regular(folder / LOCK_FILE) as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except FileNotFoundError:
+        return False
+    except (ImportError, OSError):
+        return None
+    return False
+
+
+def _try_to_lock(file: IO[bytes]) -> tuple[bool, str]:
+    """Whether this process has locked the file, and the reason if this file system has no locks."""
+    try:
+        import fcntl
+    except ImportError:
+        return False, "this system has no flock"
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False, ""
+    except OSError as error:
+        return False, error.strerror or str(error)
+    return True, ""
+
+
+def _sign(file: IO[bytes]) -> None:
+    """Writes the holder into the file, as far as the disk allows: the lock does not need it."""
+    holder = {
+        "pid": os.getpid(),
+        "host": platform.node(),
+        "since": datetime.now().astimezone().isoformat(" ", "seconds"),
+    }
+    with suppress(OSError):
+        file.truncate(0)
+        file.write(json.dumps(holder).encode())
+
+
+def _refusal(folder: Path, file: IO[bytes]) -> str:
+    """The error message of a second process: the holder, and the remedies."""
+    try:
+        file.seek(0)
+        holder = json.loads(file.read(MAX_LOCK_BYTES))
+        pid, host, since = int(holder["pid"]), str(holder["host"]), str(holder["since"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return (
+            f"another run is writing to {folder}: wait for its end, end it, or choose another folder by run_dir "
+            "(--run-dir)"
+        )
+    if (pid, host) == (os.getpid(), platform.node()):
+        return (
+            f"another trainer of this program has been writing to {folder} since {since}: close it (trainer.close() or "
+            "with Trainer(…) as trainer), or choose another run_dir"
+        )
+    return (
+        f"another run, process {pid} on {host}, has been writing to {folder} since {since}: wait for its end, end it, "
+        "or choose another folder by run_dir (--run-dir)"
+    )
+
+
+@cache  # no callback of forks can be removed: one serves all locks
+def _held() -> "weakref.WeakSet[FolderLock]":
+    held: weakref.WeakSet[FolderLock] = weakref.WeakSet()
+    # A forked child shares the open file, and with it the lock: one that outlives us would keep others waiting.
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=lambda: [lock._file.close() for lock in held])
+    return held

@@ -1,0 +1,271 @@
+"""Saving checkpoints: by a thread while training goes on; if the state is sharded, by all ranks while training waits.
+
+The guarantees are the same: the folder gets its name when the files of all ranks are on the disk and in the manifest.
+"""
+
+import json
+import time
+from collections import deque
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from samestep.checkpoint.local_shards import split_files, unsharded
+from samestep.checkpoint.manifest import Written
+from samestep.checkpoint.packing import part_name, write_part
+from samestep.checkpoint.storage import Snapshot, begin_checkpoint, check_keep, complete_checkpoint, write_checkpoint
+from samestep.comm.buckets import dense_strides
+from samestep.comm.communicator import Communicator
+from samestep.comm.exceptions import on_main, raise_together, share_text
+from samestep.engine.sharded_state import LocalShard
+from samestep.errors import RunFolderError
+from samestep.files import remove_entry, retrying, writing
+
+HostFiles = dict[str, dict[str, Tensor]]
+_WORDS = 5  # of the size of a file, and its SHA-256
+
+
+@dataclass(frozen=True)
+class SavedCheckpoint:
+    """A checkpoint that was written: its folder's name, the step, and how long writing took."""
+
+    name: str
+    step: int
+    seconds: float
+
+
+class CheckpointSaver:
+    """Writes checkpoints in a thread on rank 0, at most one at a time; a failed one is tried again `retries` times.
+
+    A save is `saver.save(Snapshot(step, saver.to_host_copy(files), facts))`. An error of the writer is raised by the
+    next `save`, `poll` or `close`, once; the saver stays usable.
+    """
+
+    def __init__(self, folder: Path, keep: int = 3, retries: int = 0) -> None:
+        check_keep(keep)
+        self._folder, self._keep, self._retries = folder, keep, retries
+        self._parent = _identity(folder.parent)
+        self._failures: deque[str] = deque()
+        self._pool: ThreadPoolExecutor | None = None
+        self._writing: Future[SavedCheckpoint] | None = None
+        self._buffers: list[HostFiles] = []
+        self._in_use: frozenset[int] = frozenset()  # the ids of the tensors that the thread reads
+        self._done: list[SavedCheckpoint] = []
+        self._error: BaseException | None = None
+
+    def to_host_copy(self, files: Mapping[str, Mapping[str, Tensor]]) -> HostFiles:
+        """`to_host_copy` into memory of earlier copies, at most two; if saved, a copy holds until it is written."""
+        self._reap(wait=False)
+        for number, buffers in enumerate(self._buffers):
+            if not any(id(tensor) in self._in_use for tensors in buffers.values() for tensor in tensors.values()):
+                self._buffers[number] = to_host_copy(files, reuse=buffers)
+                return self._buffers[number]
+        self._buffers.append(to_host_copy(files))
+        return self._buffers[-1]
+
+    def save(self, snapshot: Snapshot) -> None:
+        """Has a snapshot written, which must not change until then; waits for an earlier one under way."""
+        self._reap(wait=True)
+        self._raise_error()
+        self._in_use = frozenset(id(tensor) for tensors in snapshot.files.values() for tensor in tensors.values())
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="samestep checkpoint")
+        self._writing = self._pool.submit(self._write, snapshot)
+
+    def poll(self) -> list[SavedCheckpoint]:
+        """The checkpoints that were finished since the last call; does not wait."""
+        self._reap(wait=False)
+        self._raise_error()
+        done, self._done = self._done, []
+        return done
+
+    def failures(self) -> list[str]:
+        """A sentence on each failed attempt since the last call that is followed by another."""
+        return [self._failures.popleft() for _ in range(len(self._failures))]
+
+    def close(self) -> None:
+        """Waits until the last one is written and ends the thread; `poll` still returns it."""
+        self._reap(wait=True)
+        self._buffers = []
+        if self._pool is not None:
+            self._pool.shutdown()
+            self._pool = None
+        self._raise_error()
+
+    def _write(self, snapshot: Snapshot) -> SavedCheckpoint:
+        began, parent = time.monotonic(), self._folder.parent
+
+        def attempt() -> Path:
+            if self._parent not in (None, _identity(parent)):  # a run that was moved away would be made anew
+                raise RunFolderError(f"{parent} is not there any more: it was removed, moved or replaced")
+            return write_checkpoint(self._folder, snapshot, self._keep, replace=True)
+
+        path = retrying(attempt, self._retries, self._failures.append)
+        return SavedCheckpoint(path.name, snapshot.step, time.monotonic() - began)
+
+    def _reap(self, wait: bool) -> None:
+        """Takes the result of the last write if it has ended, or waits until it has."""
+        if self._writing is None or not (wait or self._writing.done()):
+            return
+        self._error = self._writing.exception()
+        if self._error is None:
+            self._done.append(self._writing.result())
+        self._writing, self._in_use = None, frozenset()
+
+    def _raise_error(self) -> None:
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """What tells a folder from another of its name; None if there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+@torch.no_grad()
+def to_host_copy(files: Mapping[str, Mapping[str, Tensor]], reuse: HostFiles | None = None) -> HostFiles:
+    """Copies tensors to host memory, pinned for those of a CUDA device, which are all waited for once.
+
+    Dense tensors keep their strides, others become contiguous. The tensors of `reuse`, an earlier result, are
+    overwritten if dtype, shape and strides are the same.
+    """
+    copies: HostFiles = {}
+    devices: set[torch.device] = set()
+    for file, tensors in files.items():
+        memory = (reuse or {}).get(file, {})
+        copies[file] = {}
+        for name, tensor in tensors.items():
+            copies[file][name] = _host_memory(tensor, memory.get(name)).copy_(tensor, non_blocking=tensor.is_cuda)
+            if tensor.is_cuda:
+                devices.add(tensor.device)
+    for device in devices:
+        torch.cuda.current_stream(device).synchronize()
+    return copies
+
+
+def _host_memory(tensor: Tensor, earlier: Tensor | None) -> Tensor:
+    """Memory for a copy: the earlier one if it fits."""
+    if dense_strides(tensor) == tensor.stride():
+        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    else:
+        made = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    if earlier is not None and _form(earlier) == _form(made):
+        return earlier
+    return torch.empty_strided(made.shape, made.stride(), dtype=made.dtype, device="cpu", pin_memory=tensor.is_cuda)
+
+
+def _form(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.dtype, tensor.shape, tensor.stride()
+
+
+# Sharded states: every rank writes its local shards at the same time, and rank 0 completes the folder.
+
+
+@torch.no_grad()
+def with_rows(state: Snapshot, over: Communicator, is_writer: bool) -> Snapshot:
+    """A state whose local shards are rows (slices of dim 0), which files of shards hold; else without local shards.
+
+    Columns are exchanged for rows. If they begin within rows (ZeRO-1), all tensors are gathered, one at a time, in
+    the host memory of the rank that writes. A collective call of the ranks that share the state.
+    """
+    files: dict[str, dict[str, Any]] = {
+        file: {name: t.in_order(over) if isinstance(t, LocalShard) else t for name, t in tensors.items()}
+        for file, tensors in state.files.items()
+    }
+    if all(_has_rows(shard) for of_file in split_files(files)[1].values() for shard in of_file.values()):
+        return replace(state, files=files)
+    for tensors in files.values():
+        for name, value in list(tensors.items()):
+            whole = unsharded(value, over)  # a collective call: also on ranks that do not keep it
+            if is_writer:
+                tensors[name] = whole.cpu() if isinstance(value, LocalShard) else whole
+            else:
+                del tensors[name]
+    return replace(state, files=files)
+
+
+def has_local_shards(state: Snapshot) -> bool:
+    """Whether ranks write files of shards of a state; the same on all ranks."""
+    return bool(split_files(state.files)[1])
+
+
+def write_sharded(
+    communicator: Communicator,
+    over: Communicator,
+    folder: Path,
+    state: Snapshot,
+    keep: int = 3,
+    replaces: bool = False,
+) -> Path:
+    """Writes a checkpoint in a collective call, which returns when it is complete."""
+    check_keep(keep)
+    state = with_rows(state, over, communicator.rank == 0)
+    whole, shards = split_files(state.files)
+    begun = on_main(communicator, lambda: begin_checkpoint(folder, state.step, replaces))
+    name = json.loads(share_text(communicator, json.dumps(None if begun is None else begun.name)))
+    temporary = None if name is None else folder / name
+    try:
+        parts = {} if temporary is None else _write_parts(communicator, over, temporary, shards)
+        snapshot = replace(state, files=whole)
+        path = on_main(
+            communicator, lambda: str(complete_checkpoint(folder, snapshot, temporary, parts, keep, replaces))
+        )
+        return folder / Path(share_text(communicator, path or "")).name
+    finally:
+        if communicator.rank == 0 and temporary is not None:
+            remove_entry(temporary)
+
+
+@torch.no_grad()
+def _write_parts(
+    communicator: Communicator, over: Communicator, temporary: Path, shards: Mapping[str, Mapping[str, LocalShard]]
+) -> dict[str, Written]:
+    """Writes this rank's files of shards; the files of all ranks by name."""
+    rank, ranks = over.rank, over.world_size
+    writes = communicator.rank < ranks  # ranks of the first group are the first ones
+    mine, error = [], None
+    try:
+        if writes and not temporary.is_dir():
+            raise RunFolderError(
+                f"rank {communicator.rank} does not see {temporary}, which rank 0 has made: every rank writes its part "
+                "of the state there; give a folder on a file system that all of them share, by run_dir (--run-dir)"
+            )
+        with writing(temporary):
+            for file, own in shards.items() if writes else ():
+                mine.append(write_part(temporary / part_name(file, rank, ranks), own, rank))
+    except RunFolderError as failure:
+        error = failure
+    raise_together(communicator, error)
+    words = [word for written in mine for word in _as_words(written)] if writes else [0] * _WORDS * len(shards)
+    rows = communicator.gather_words(words)[:ranks]
+    return {
+        part_name(file, other, ranks): _from_words(row[_WORDS * number : _WORDS * (number + 1)])
+        for other, row in enumerate(rows)
+        for number, file in enumerate(shards)
+    }
+
+
+def _has_rows(shard: LocalShard) -> bool:
+    """Whether every rank has whole rows."""
+    row = max(1, shard.shape[1:].numel())
+    return shard.sharding.blocks == 1 and all(cut % row == 0 for cut in shard.sharding.cuts)
+
+
+def _as_words(written: Written) -> list[int]:
+    digest = bytes.fromhex(written.sha256)
+    return [written.size, *(int.from_bytes(digest[k : k + 8], "big", signed=True) for k in range(0, 32, 8))]
+
+
+def _from_words(words: list[int]) -> Written:
+    digest = b"".join(word.to_bytes(8, "big", signed=True) for word in words[1:])
+    return Written(words[0], digest.hex())

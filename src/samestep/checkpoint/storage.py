@@ -1,0 +1,346 @@
+"""The storage of checkpoints: folders of safetensors and JSON, written whole or not at all, and verified when read.
+
+    checkpoints/step-00001200/model.safetensors  optimizer.safetensors  …  state.json  manifest.json
+                              model.shard-00001-of-00004.safetensors  …    of a sharded state
+    checkpoints/latest                           the name of the one written last, for people
+    checkpoints/best                             that of the best by a metric, which is not removed
+
+A checkpoint is made under a temporary name: each file is written and synced to the disk, then the manifest with their
+checksums, then the folder is renamed. However the writer ends, a folder called `step-…` is complete; if the disk
+changes it later, it no longer fits its manifest. The manifest lists the files of all ranks.
+
+One that replaces another of its step takes two renames, since portable ones replace no folder: in between, the other
+one is `step-….replaced`, which readers take for it, and the next writer names it back.
+"""
+
+import errno
+import json
+import re
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from samestep.checkpoint.manifest import (
+    MANIFEST_FILE,
+    MAX_FACTS_BYTES,
+    Manifest,
+    Written,
+    manifest_bytes,
+    parse_json,
+    read_manifest,
+    read_verified,
+    verify,
+    write_sealed,
+)
+from samestep.checkpoint.packing import SUFFIX, is_part, parts_by_file, read_parts, read_tensors, write_sealed_tensors
+from samestep.checkpoint.paths import FACTS_FILE
+from samestep.errors import CheckpointError, UsageError
+from samestep.files import read_small, remove_entry, remove_leftovers, sync_folder, temporary_name, writing
+
+LATEST_FILE, BEST_FILE = "latest", "best"
+_REPLACED = ".replaced"
+_NAME = re.compile(rf"step-(\d{{8,}})(?:{re.escape(_REPLACED)})?", re.ASCII)
+_OCCUPIED = {errno.ENOTEMPTY, errno.EEXIST, errno.EACCES}  # EACCES: Windows, where a rename replaces no folder
+_RENAMES = 3
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The state of a run at a step boundary.
+
+    Attributes:
+        step: how many updates the state has seen.
+        files: tensors by name, for each file: {"model": …} is model.safetensors. To be written they are in host memory;
+            of sharded tensors a rank has local shards.
+        facts: JSON, for state.json.
+        is_best: whether `best` names it once it is written.
+    """
+
+    step: int
+    files: Mapping[str, Mapping[str, Any]]
+    facts: Any
+    is_best: bool = False
+
+
+Check = Callable[[Snapshot], None]
+
+
+@dataclass(frozen=True)
+class Found:
+    """The newest checkpoint that is good.
+
+    Attributes:
+        path: its folder.
+        snapshot: its content, verified.
+        skipped: a sentence on each newer one that was not good, the newest first.
+    """
+
+    path: Path
+    snapshot: Snapshot
+    skipped: tuple[str, ...]
+
+
+def checkpoint_name(step: int) -> str:
+    """The name of a checkpoint's folder: step-00001200."""
+    return f"step-{step:08d}"
+
+
+def is_checkpoint_name(name: str) -> bool:
+    """Whether a folder of this name is a checkpoint."""
+    return _NAME.fullmatch(name) is not None
+
+
+def write_checkpoint(folder: Path, snapshot: Snapshot, keep: int = 3, replace: bool = False) -> Path:
+    """Writes a checkpoint, whole or not at all, and removes older ones.
+
+    A good one of the same step is kept unless `replace` says that other content takes its place, such as the record of
+    an evaluation. Other good ones are removed only when the new one is complete, and only if they are older.
+    """
+    check_keep(keep)
+    temporary = begin_checkpoint(folder, snapshot.step, replace)
+    try:
+        return complete_checkpoint(folder, snapshot, temporary, {}, keep, replace)
+    finally:
+        if temporary is not None:
+            remove_entry(temporary)
+
+
+def begin_checkpoint(folder: Path, step: int, replace: bool) -> Path | None:
+    """Makes the temporary folder of a checkpoint; None if a good one of this step is kept."""
+    target = folder / checkpoint_name(step)
+    with writing(target):
+        if not folder.is_dir():
+            folder.mkdir(parents=True, exist_ok=True)
+            sync_folder(folder.parent)
+        remove_leftovers(folder)
+        for aside in folder.glob(f"step-*{_REPLACED}/"):
+            home = aside.with_suffix("")
+            _discard(aside) if home.is_dir() else aside.rename(home)
+        if not replace and verify_checkpoint(target) is None:
+            return None
+        temporary = temporary_name(folder, target.name)
+        temporary.mkdir()
+    return temporary
+
+
+def complete_checkpoint(
+    folder: Path, snapshot: Snapshot, temporary: Path | None, parts: Mapping[str, Written], keep: int, replace: bool
+) -> Path:
+    """Writes the other files beside `parts`, renames the folder of `begin_checkpoint`, and removes older checkpoints.
+
+    The caller of `begin_checkpoint` removes the temporary folder, if it is still there.
+    """
+    target = folder / checkpoint_name(snapshot.step)
+    with writing(target):
+        if temporary is not None:
+            _fill(temporary, snapshot, parts)
+            _move_into_place(temporary, target, replace)
+        point_to(folder, LATEST_FILE, target.name)
+        if snapshot.is_best:
+            point_to(folder, BEST_FILE, target.name)
+        _remove_older(folder, snapshot.step, keep)
+    return target
+
+
+def check_keep(keep: int) -> None:
+    """Raises a `UsageError` unless at least one checkpoint is to be kept."""
+    if keep < 1:
+        raise UsageError(f"got keep={keep}; it must be 1 or more, the newest checkpoint (--keep)")
+
+
+def verify_checkpoint(path: Path) -> str | None:
+    """Reads a whole checkpoint against its checksums; a sentence if it is not good."""
+    try:
+        for name, written in _checked_manifest(path).files.items():
+            verify(path / name, written)
+    except (CheckpointError, OSError) as error:
+        return _sentence(path, error)
+    return None
+
+
+def read_checkpoint(path: Path, only: str | None = None, check: Check | None = None) -> Snapshot:
+    """Reads a checkpoint, or one of its files of tensors, from bytes whose checksums were verified.
+
+    Raises a `CheckpointError` if it is not good, or if `check` raises one.
+    """
+    try:
+        return _read(path, only, check)
+    except (CheckpointError, OSError, MemoryError) as error:
+        message = f"{_sentence(path, error)}; take another checkpoint, or a copy of this one"
+        raise CheckpointError(message) from error
+
+
+def newest_checkpoint(
+    folder: Path,
+    before: int | None = None,
+    tell: Callable[[str], None] | None = None,
+    check: Check | None = None,
+    only: str | None = None,
+) -> Found | None:
+    """The newest good checkpoint, at most of step `before`, read as by `read_checkpoint`.
+
+    `tell` gets a sentence on each newer one that is skipped.
+    """
+    skipped: list[str] = []
+    for step, path in reversed(list_checkpoints(folder)):
+        if before is not None and step > before:
+            continue
+        try:
+            return Found(path, _read(path, only, check), tuple(skipped))
+        except (CheckpointError, OSError, MemoryError) as error:
+            skipped.append(_sentence(path, error))
+            if tell is not None:
+                tell(skipped[-1])
+    return None
+
+
+def list_checkpoints(folder: Path) -> list[tuple[int, Path]]:
+    """Steps and folders of all checkpoints, good or not, the oldest first."""
+    try:
+        return _listed(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be read: {error.strerror or error}; make it readable") from error
+
+
+def located(path: Path) -> Path:
+    """The folder of a checkpoint, which may be set aside by a writer that was killed while it replaced it."""
+    aside = path.with_suffix(_REPLACED)
+    return aside if aside.is_dir() and not path.is_dir() else path
+
+
+def _listed(folder: Path) -> list[tuple[int, Path]]:
+    paths = sorted(folder.iterdir(), reverse=True)  # one in its place comes after the one that it replaces
+    matches = [(_NAME.fullmatch(path.name), path) for path in paths]
+    return sorted({int(match[1]): path for match, path in matches if match and path.is_dir()}.items())
+
+
+def _read(path: Path, only: str | None, check: Check | None) -> Snapshot:
+    manifest = _checked_manifest(path)
+    files: dict[str, dict[str, Any]] = {}
+    facts = None
+    for name, written in manifest.files.items():
+        if name == FACTS_FILE:
+            facts = _read_facts(path / name, written)
+        elif not name.endswith(SUFFIX):
+            verify(path / name, written)
+        elif not is_part(name) and only in (None, file := name.removesuffix(SUFFIX)):
+            files[file] = read_tensors(path / name, written)
+    for file, names in parts_by_file(manifest.files).items():
+        if only in (None, file):
+            files[file] = {**files.get(file, {}), **read_parts(path, names, manifest.files)}
+    snapshot = Snapshot(manifest.step, files, facts)
+    if check is not None:
+        check(snapshot)
+    return snapshot
+
+
+def _read_facts(path: Path, written: Written) -> Any:
+    if written.size > MAX_FACTS_BYTES:
+        raise CheckpointError(f"{path.name} has {written.size} bytes, and can have {MAX_FACTS_BYTES} at most")
+    data = read_verified(path, written)
+    try:
+        return parse_json(data)
+    except ValueError as error:
+        raise CheckpointError(f"{FACTS_FILE} cannot be read: {error}") from error
+
+
+def _checked_manifest(path: Path) -> Manifest:
+    """The manifest, whose step must be that in the folder's name, if there is one."""
+    if not path.is_dir():
+        raise CheckpointError("there is no such folder")
+    manifest = read_manifest(path)
+    match = _NAME.fullmatch(path.name)
+    if match and int(match[1]) != manifest.step:
+        raise CheckpointError(f"it holds step {manifest.step}, which is not what its name says")
+    return manifest
+
+
+def _sentence(path: Path, error: Exception) -> str:
+    reason: object = error
+    if isinstance(error, MemoryError):
+        reason = "it does not fit in this machine's memory"
+    elif isinstance(error, OSError):
+        file = "" if error.filename is None else f"{Path(error.filename).name}: "
+        reason = f"{file}{error.strerror or error}"
+    return f"{path} is no good checkpoint: {reason}"
+
+
+def _fill(folder: Path, snapshot: Snapshot, parts: Mapping[str, Written]) -> None:
+    """Writes all files that are not there yet, the manifest last."""
+    files = dict(parts)
+    for name, tensors in snapshot.files.items():
+        files[f"{name}{SUFFIX}"] = write_sealed_tensors(folder / f"{name}{SUFFIX}", tensors)
+    facts = json.dumps(snapshot.facts, allow_nan=False, separators=(",", ":")).encode()
+    files[FACTS_FILE] = write_sealed(folder / FACTS_FILE, facts)
+    write_sealed(folder / MANIFEST_FILE, manifest_bytes(Manifest(snapshot.step, files)))
+    sync_folder(folder)
+
+
+def _differ(path: Path, other: Path) -> bool:
+    """Whether two checkpoints have other files, by their manifests."""
+    return _checked_manifest(path).files != _checked_manifest(other).files
+
+
+def _move_into_place(temporary: Path, target: Path, replace: bool) -> None:
+    """Renames a complete checkpoint; a good one that is there is kept, unless it is replaced by another content."""
+    aside = target.with_suffix(_REPLACED)
+    for attempt in range(_RENAMES):
+        try:
+            temporary.rename(target)
+            break
+        except OSError as error:
+            if error.errno not in _OCCUPIED or not target.is_dir() or attempt == _RENAMES - 1:
+                raise
+        if verify_checkpoint(target) is None and not (replace and _differ(temporary, target)):
+            break  # another process was faster
+        target.rename(aside)
+    sync_folder(target.parent)
+    _discard(aside)
+
+
+def point_to(folder: Path, file: str, name: str) -> None:
+    """Makes `latest` or `best` name a checkpoint; raises a `RunFolderError` if it cannot be written."""
+    temporary = temporary_name(folder, file)
+    try:
+        with writing(folder / file):
+            write_sealed(temporary, f"{name}\n".encode())
+            temporary.replace(folder / file)
+    finally:
+        remove_entry(temporary)
+
+
+def _remove_older(folder: Path, step: int, keep: int) -> None:
+    """Removes checkpoints before `step` beyond `keep`; the best one, and those that are not complete, do not count."""
+    kept = 1
+    best = ""
+    with suppress(OSError):
+        best = read_small(folder / BEST_FILE).decode(errors="replace").strip()
+    for other, path in reversed(_listed(folder)):
+        if other >= step or path.name == best:
+            continue
+        if kept >= keep:
+            _discard(path)
+        elif _is_complete(path):
+            kept += 1
+
+
+def _is_complete(path: Path) -> bool:
+    """Whether all files are there with the right sizes, without reading them."""
+    try:
+        return all((path / name).stat().st_size == file.size for name, file in _checked_manifest(path).files.items())
+    except (CheckpointError, OSError):
+        return False
+
+
+def _discard(path: Path) -> None:
+    """Removes a checkpoint, renamed first, so that a half removed one never looks like a checkpoint."""
+    trash = temporary_name(path.parent, path.name)
+    try:
+        path.rename(trash)
+    except OSError:  # another process removes it, or the next write tries again
+        return
+    remove_entry(trash)

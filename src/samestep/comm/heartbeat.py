@@ -1,0 +1,397 @@
+"""Heartbeats and events: the page of memory and the pipe by which the supervisor and its workers know of each other.
+
+The channel from a worker to its supervisor: events, one JSON object a line over an inherited pipe.
+
+Every write is at most PIPE_BUF bytes, which POSIX makes atomic (`write`, "Pipe or FIFO"): several threads and forked
+children of a worker may send without a lock. A longer event travels in parts, which the reader joins.
+
+Events: `progress` (epoch, epochs, step, steps, loss, samples_per_second), `line` (text), `beat` (step), `result`
+(value), `saved` (path), `failed` (type, message, traceback, user_error, exit_code, peer_lost).
+
+Heartbeats: a page of memory that the supervisor shares with its workers, read and written without a system call.
+
+Workers post their phase and the time; the supervisor posts the quorum of workers that make up the run, and the request
+to stop. No process waits for another or wakes one: reading the page costs less than a microsecond, so it is read many
+times a step.
+
+Layout, little-endian:
+
+    0     u64  number of the quorum that is in force; it moves after the quorum itself is written
+    8     u64  the signal by which the run is requested to stop; 0 for none
+    16    u64  number of lines that the supervisor has shown
+    24    u32  length and u32 CRC-32 of the quorum's JSON, which follows at 32:
+               {"number": 3, "slots": [0, 2, 5], "lost": [{"slot": 1, "cause": "SIGKILL", …}]}
+    16384 64 bytes a slot: u64 time of the last beat (monotonic, ns), u64 step, u32 phase, u32 flags, u64 quorum joined
+"""
+
+import json
+import mmap
+import os
+import select
+import stat
+import struct
+import tempfile
+import threading
+import time
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from samestep.errors import PeerLostError
+
+EVENTS_VARIABLE = "SAMESTEP_EVENTS_FD"
+PATIENCE_SECONDS = 5.0
+MAX_OPEN_PARTS = 64
+MAX_READS = 64
+
+_DROPPABLE = frozenset({"progress", "beat"})
+_PIPE_BUF = getattr(select, "PIPE_BUF", 512)
+_ENVELOPE_SIZE = 120
+
+Event = dict[str, Any]
+
+
+class Channel:
+    """The write end of a worker's pipe, which becomes non-blocking: a stopped supervisor must not stop the training."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        os.set_blocking(fd, False)
+
+    @classmethod
+    def from_environment(cls, variables: Mapping[str, str] | None = None) -> "Channel | None":
+        """The channel to the supervisor that started this process; None without one."""
+        value = (os.environ if variables is None else variables).get(EVENTS_VARIABLE, "")
+        if not value.isdigit():
+            return None
+        try:
+            # A program started by the worker inherits the variable, but not the pipe.
+            is_pipe = stat.S_ISFIFO(os.fstat(int(value)).st_mode)
+        except OSError:
+            return None
+        return cls(int(value)) if is_pipe else None
+
+    def send(self, event: str, **fields: Any) -> None:
+        """Sends one event.
+
+        `progress` and `beat` are dropped while the pipe is full; the others wait for at most `PATIENCE_SECONDS`. The
+        end of the supervisor is no error here.
+        """
+        deadline = time.monotonic() + (0.0 if event in _DROPPABLE else PATIENCE_SECONDS)
+        for line in _lines({"event": event, **fields}):
+            if not self._write(line, deadline):
+                return
+
+    def _write(self, line: bytes, deadline: float) -> bool:
+        """Writes one line, whole or not at all."""
+        while True:
+            try:
+                os.write(self.fd, line)
+                return True
+            except BlockingIOError:
+                remaining = deadline - time.monotonic()
+                if remaining <= 0:
+                    return False
+                # poll, unlike select, takes descriptors above 1023; POLLOUT may be set with less than a line free.
+                poll = select.poll()
+                poll.register(self.fd, select.POLLOUT)
+                poll.poll(min(remaining, 0.1) * 1000)
+                time.sleep(0.001)
+            except OSError:
+                return False
+
+
+class EventParser:
+    """Parses the bytes of one pipe, as they come, into events; skips lines that are not an event."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._parts: dict[str, list[str]] = {}
+
+    def feed(self, data: bytes) -> list[Event]:
+        """The events that `data` completes."""
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        return [event for line in lines if (event := self._parse(line)) is not None]
+
+    def _parse(self, line: bytes) -> Event | None:
+        """One line: an event, or a part of one."""
+        value = _decode(line)
+        if value is None or "part" not in value:
+            return value
+        name, text = str(value["part"]), str(value.get("text", ""))
+        pieces = self._parts.setdefault(name, [])
+        pieces.append(text)
+        if value.get("last"):
+            del self._parts[name]
+            return _decode("".join(pieces).encode())
+        if len(self._parts) > MAX_OPEN_PARTS:  # of a worker that was killed between two parts
+            del self._parts[next(iter(self._parts))]
+        return None
+
+
+def read_events(fd: int, parser: EventParser) -> list[Event] | None:
+    """The events in a non-blocking pipe now; None at its end."""
+    events: list[Event] = []
+    for _ in range(MAX_READS):  # not until it is empty: a worker that never stops sending would block the supervisor
+        try:
+            data = os.read(fd, 65_536)
+        except BlockingIOError:
+            return events
+        except OSError:  # the pipe was closed under us, by another thread of the supervisor
+            return events or None
+        if not data:
+            return events or None
+        events += parser.feed(data)
+    return events
+
+
+def _lines(event: Event) -> list[bytes]:
+    """The lines, each at most PIPE_BUF bytes, that carry an event."""
+    text = json.dumps(event)
+    if len(text) < _PIPE_BUF:
+        return [text.encode() + b"\n"]
+    # Unique among the writers of the pipe, whose parts may lie between each other.
+    name = f"{threading.get_native_id():x}.{time.monotonic_ns():x}"
+    size = (_PIPE_BUF - _ENVELOPE_SIZE) // 2  # JSON within JSON: quotes and backslashes double
+    pieces = [text[start : start + size] for start in range(0, len(text), size)]
+    last = len(pieces) - 1
+    return [
+        json.dumps({"part": name, "last": index == last, "text": piece}).encode() + b"\n"
+        for index, piece in enumerate(pieces)
+    ]
+
+
+def _decode(line: bytes) -> Event | None:
+    """A JSON object, or None for anything else."""
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
+T = TypeVar("T")
+
+PAGE_VARIABLE = "SAMESTEP_HEARTBEAT_FD"
+SLOT_VARIABLE = "SAMESTEP_SLOT"
+WORK = {"forward": "compute", "backward": "compute", "files": "checkpoint"}
+"""What seconds in a phase count as; in others, the phase itself."""
+PHASES = (
+    *("start", "script", "data", "forward", "backward", "exchange", "update", "checkpoint", "evaluate"),
+    *("files", "regroup", "end"),
+)
+STOPS_ON_REQUEST = 1  # flags: finishes its step and exits when the page has a request to stop
+HEALS = 2  # goes on with the others after the loss of one
+READY_TO_JOIN = 4  # started late, and waits for a quorum that includes it
+LEAVES_EARLY = 8  # exits with success on a request to stop, before all is done
+SHOWS_LIFE = 16  # does not heal, but its beats show whether it hangs
+IS_LATER = 32  # in a run that its program made after another one, which no worker that is started late reaches
+
+MAX_SLOTS = 1024
+MAX_LOST = 20
+WRITING_LOOKS = 10_000  # at a quorum that is being written, with a millisecond between them
+_QUORUM_SIZE = 16_384
+_SLOT_SIZE = 64
+_NUMBER, _STOP, _SHOWN, _LENGTH = struct.Struct("<Q"), struct.Struct("<Q"), struct.Struct("<Q"), struct.Struct("<II")
+_SLOT = struct.Struct("<QQIIQ")
+_HEADER_SIZE = 32
+_CODES = {name: code for code, name in enumerate(PHASES)}
+
+
+@dataclass(frozen=True)
+class Quorum:
+    """The workers that make up a run from some moment on.
+
+    Attributes:
+        number: counted from 0, the workers that the run began with.
+        slots: the workers in the order of their ranks; a worker keeps its slot, but not its rank.
+        lost: the workers lost so far, the newest last, `MAX_LOST` at most: each with "slot", "rank" (in its last
+            quorum), "device", "cause" ("SIGKILL", "exit code 3", "hang", an exception's type), "phase" and "step".
+        joined: the slots that joined when it was taken up; noted by workers, not on the page.
+    """
+
+    number: int
+    slots: tuple[int, ...]
+    lost: tuple[Mapping[str, Any], ...] = ()
+    joined: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Beat:
+    """A worker's last post."""
+
+    seconds: float  # its time, on the clock of `time.monotonic`; 0 before the first
+    step: int  # that the worker is in
+    phase: str  # one of `PHASES`
+    flags: int  # `STOPS_ON_REQUEST`, `HEALS`, `READY_TO_JOIN`, `LEAVES_EARLY` and `SHOWS_LIFE`, or-ed
+    quorum: int  # the number of the quorum that it works in
+
+
+class HeartbeatPage:
+    """The page, in the file of a descriptor that the supervisor makes and its workers inherit."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self._memory = mmap.mmap(fd, 0)
+
+    @classmethod
+    def create(cls, slots: int) -> "HeartbeatPage":
+        """A new page whose first quorum holds the slots 0 … slots - 1."""
+        # A file, since forked and spawned workers inherit a descriptor alike; without a name, so none is left behind.
+        if hasattr(os, "memfd_create"):
+            fd = os.memfd_create("samestep-page", os.MFD_CLOEXEC)
+        else:
+            with tempfile.TemporaryFile() as file:
+                fd = os.dup(file.fileno())
+        os.ftruncate(fd, _QUORUM_SIZE + MAX_SLOTS * _SLOT_SIZE)
+        page = cls(fd)
+        page.announce(tuple(range(slots)), 0)
+        return page
+
+    @classmethod
+    def from_environment(cls, variables: Mapping[str, str] | None = None) -> "tuple[HeartbeatPage, int] | None":
+        """The page of the supervisor that started this process, and this worker's slot; None without one."""
+        env = os.environ if variables is None else variables
+        fd, slot = env.get(PAGE_VARIABLE, ""), env.get(SLOT_VARIABLE, "")
+        if not fd.isdigit() or not slot.isdigit():
+            return None
+        try:
+            # A program started by the worker inherits the variables, but not the descriptor.
+            return (cls(int(fd)), int(slot)) if os.fstat(int(fd)).st_size >= _QUORUM_SIZE else None
+        except (OSError, ValueError):
+            return None
+
+    @property
+    def number(self) -> int:
+        """The number of the quorum in force."""
+        number: int = _NUMBER.unpack_from(self._memory, 0)[0]
+        return number
+
+    @property
+    def stop(self) -> int:
+        """The signal by which the run is requested to stop; 0 for none."""
+        signum: int = _STOP.unpack_from(self._memory, 8)[0]
+        return signum
+
+    def ask_to_stop(self, signum: int) -> None:
+        """Posts the request to stop after the step under way."""
+        self._write(8, _STOP.pack(signum))
+
+    @property
+    def shown(self) -> int:
+        """The number of lines that the supervisor has shown."""
+        number: int = _SHOWN.unpack_from(self._memory, 16)[0]
+        return number
+
+    def note_shown(self) -> None:
+        """Counts one more line as shown."""
+        self._write(16, _SHOWN.pack(self.shown + 1))
+
+    def announce(
+        self, slots: tuple[int, ...], number: int | None = None, lost: Sequence[Mapping[str, Any]] = ()
+    ) -> Quorum:
+        """Posts a new quorum."""
+        quorum = Quorum(self.number + 1 if number is None else number, slots, tuple(lost[-MAX_LOST:]))
+        text = json.dumps({"number": quorum.number, "slots": slots, "lost": quorum.lost}).encode()
+        assert len(text) <= _QUORUM_SIZE - _HEADER_SIZE, "MAX_SLOTS fits on the page"
+        # The number moves last, and the checksum covers the rest: a reader in between finds one wrong, and retries.
+        self._memory[_HEADER_SIZE : _HEADER_SIZE + len(text)] = text
+        self._write(24, _LENGTH.pack(len(text), zlib.crc32(text)))
+        self._write(0, _NUMBER.pack(quorum.number))
+        return quorum
+
+    def quorum(self) -> Quorum:
+        """The quorum in force."""
+        # A lock could be held by a process that was killed; a checksum cannot.
+        for _ in range(WRITING_LOOKS):
+            length, checksum = _LENGTH.unpack_from(self._memory, 24)
+            text = self._memory[_HEADER_SIZE : _HEADER_SIZE + length]
+            if length > 0 and zlib.crc32(text) == checksum:
+                value = json.loads(text)
+                if value["number"] == self.number:
+                    return Quorum(value["number"], tuple(value["slots"]), tuple(value["lost"]))
+            time.sleep(0.001)  # it is being written
+        raise PeerLostError("the supervisor of the run has ended in the middle of an announcement")
+
+    def post(self, slot: int, phase: str, step: int, flags: int, quorum: int) -> None:
+        """Posts a worker's beat."""
+        beat = (time.monotonic_ns(), step, _CODES[phase], flags, quorum)
+        self._write(_QUORUM_SIZE + slot * _SLOT_SIZE, _SLOT.pack(*beat))
+
+    def beat(self, slot: int) -> Beat:
+        """A worker's last post."""
+        when, step, phase, flags, quorum = _SLOT.unpack_from(self._memory, _QUORUM_SIZE + slot * _SLOT_SIZE)
+        return Beat(when / 1e9, step, PHASES[min(phase, len(PHASES) - 1)], flags, quorum)
+
+    def _write(self, start: int, data: bytes) -> None:
+        # Not `struct.pack_into`, which first fills the place with zeros that other processes could see.
+        self._memory[start : start + len(data)] = data
+
+    def close(self) -> None:
+        """Unmaps the memory and closes the descriptor."""
+        self._memory.close()
+        os.close(self.fd)
+
+
+class Heartbeat:
+    """Posts this worker's phase, if there is a page, and adds up the seconds of the phases.
+
+    Attributes:
+        on_phase: called with the phase that ends and the one that begins, for a profile; None without one.
+    """
+
+    def __init__(self, page: HeartbeatPage | None = None, slot: int = 0) -> None:
+        self.page = page
+        self.slot = slot
+        had = HEALS | SHOWS_LIFE | IS_LATER  # the flags of any run before this one
+        self.flags = 0 if page is None or not page.beat(slot).flags & had else IS_LATER
+        self.quorum = 0
+        self.step = 0
+        self.phase = "start"
+        self.on_phase: Callable[[str, str], None] | None = None
+        self._stop = 0
+        self._since = time.perf_counter()
+        self._seconds: dict[str, float] = {}
+        self.enter("start")
+
+    @property
+    def stop_asked(self) -> int:
+        """The signal by which the run is to stop, as far as this worker has received it; 0 for none."""
+        return self._stop or (0 if self.page is None else self.page.stop)
+
+    def ask_to_stop(self, signum: int) -> None:
+        """Requests that the run stops after the step under way; may be called from a signal handler."""
+        self._stop = signum
+
+    def enter(self, phase: str) -> str:
+        """Begins a phase, one of `PHASES`, and returns the one before; in the same phase it only posts a beat."""
+        now = time.perf_counter()
+        before = self.phase
+        kind = WORK.get(before, before)
+        self._seconds[kind] = self._seconds.get(kind, 0.0) + now - self._since
+        self.phase, self._since = phase, now
+        # At every phase, not on a timer thread: a beat shows that the training goes on, not only the process.
+        if self.page is not None:
+            self.page.post(self.slot, phase, self.step, self.flags, self.quorum)
+        if self.on_phase is not None and phase != before:
+            self.on_phase(before, phase)
+        return before
+
+    def call(self, phase: str, action: Callable[[], T]) -> T:
+        """Calls a function in a phase, and returns to the one before; not if it fails: messages name the phase."""
+        before = self.enter(phase)
+        value = action()
+        self.enter(before)
+        return value
+
+    def set_flags(self, flags: int) -> None:
+        """Posts flags of this worker, such as `HEALS`."""
+        self.flags = flags
+        self.enter(self.phase)
+
+    def take_seconds(self) -> dict[str, float]:
+        """Host seconds in "data", "compute", "exchange", "update", "checkpoint" … since the last call."""
+        self.enter(self.phase)
+        seconds, self._seconds = self._seconds, {}
+        return seconds

@@ -1,0 +1,372 @@
+"""The segment of shared memory of one host's ranks, and the ring of places in it for the operations of one rank.
+
+The operations of one rank in shared memory: the layout of their bytes, and the places in use.
+
+An operation is, in words of 8 bytes: its number, with the kind of call in the upper bits; a row of starts and one of
+sizes, in bytes, by the rank that they are for, counted from the end of the header; a row of marks, 1 once that rank has
+read its part. The header is padded to a multiple of 64 bytes, a cache line, then come the bytes.
+
+It lies in its rank's outbox until all ranks have read it, at the lowest free place: so the memory in use stays at the
+most that was under way, and what only a few large operations took lies behind that of the others, and can be released.
+
+The segment: memory that the ranks of one host share, without a name that could be left behind.
+
+Rank 0 makes a file without a name (memfd_create) and publishes its process id, descriptor and a nonce; the others open
+it through /proc and map it. It is gone with the last process that maps it, however that ends. It is sparse: memory is
+used only where something was written, until that is released (madvise(2), MADV_REMOVE).
+
+Memory ordering: x86-64 makes plain stores visible to other cores in program order, and reorders no load with a later
+load or store (Intel 64 and IA-32 Architectures Software Developer's Manual, volume 3A, "Memory Ordering"; string
+instructions and non-temporal stores are ordered before the word that follows, as the C library fences the latter). So a
+rank that sees a new count of posted operations also sees their bytes, and one that sees a mark may overwrite what was
+read, without fences, which Python does not have. Other processors promise less, so there is no segment on them.
+
+Layout, in words of 8 bytes, native:
+
+    0      the nonce; number of ranks; bytes of an outbox
+    then, a multiple of 4,096 bytes a rank: process id, number of operations posted, whether it has gone; at 512 words,
+           the ring of `RING` places: operation n's place in its outbox is at n % `RING`
+    then, an outbox a rank
+
+A waiting rank sleeps on a word of the segment by Linux's `futex` system call: futex(2), FUTEX_WAIT and FUTEX_WAKE
+without FUTEX_PRIVATE_FLAG, since the word is shared between processes. ctypes releases the interpreter's lock for the
+call. The kernel reports whether another rank's process has ended: pidfd_open(2).
+"""
+
+import ctypes
+import functools
+import mmap
+import os
+import platform
+import secrets
+import select
+import struct
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+from mmap import PAGESIZE
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+ALIGNMENT = 64
+PATIENCE = 1024  # operations: more than in most steps, which would have to fault the memory in again
+
+
+class Layout(NamedTuple):
+    """An operation's layout in shared memory."""
+
+    rows: tuple[int, ...]  # the words after the number
+    size: int  # bytes after the header
+    copies: tuple[tuple[int, int, int], ...]  # of each: offset after the header, offset in the tensor, bytes
+    own_start: int  # offset in the tensor of the part for this rank itself, which is not copied
+
+
+# Cached, since a step makes the same exchanges as the one before: the layouts cost as much as a small exchange.
+@functools.lru_cache(1024)
+def exchange_layout(sizes: tuple[int, ...], width: int, rank: int) -> Layout:
+    """The layout of a part for each rank."""
+    sent = [size * width for size in sizes]
+    before, own = sum(sent[:rank]), sent[rank]
+    after = sum(sent) - before - own
+    sent[rank] = 0
+    starts = list(accumulate(sent, initial=0))[:-1]
+    copies = ((0, 0, before), (before, before + own, after))
+    return Layout((*starts, *sent, *_marks(len(sizes), rank)), before + after, copies, before)
+
+
+def gather_layout(world_size: int, rank: int, start: int, size: int) -> Layout:
+    """The layout of the same bytes for every rank."""
+    return Layout((*[0] * world_size, *[size] * world_size, *_marks(world_size, rank)), size, ((0, start, size),), 0)
+
+
+@functools.lru_cache(1024)
+def receive_layout(sizes: tuple[int, ...], width: int) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    """The number of received elements, and start and size in bytes of each rank's part."""
+    sent = tuple(size * width for size in sizes)
+    return sum(sizes), tuple(accumulate(sent, initial=0))[:-1], sent
+
+
+@functools.cache
+def header(world_size: int) -> struct.Struct:
+    """The format of the header: the number and the rows."""
+    words = 1 + 3 * world_size
+    return struct.Struct(f"={words}Q{-8 * words % ALIGNMENT}x")
+
+
+def _marks(world_size: int, rank: int) -> list[int]:
+    """The marks of a new operation: its own rank does not read it."""
+    return [int(other == rank) for other in range(world_size)]
+
+
+class Block(NamedTuple):
+    """The place of an operation: its first byte in the outbox, the byte after its last, the operation's number."""
+
+    start: int
+    end: int
+    number: int
+
+
+class Outbox:
+    """The places in use, of `size` bytes; `is_read` is whether all ranks have read a block, so that its place is free.
+
+    An operation may be posted once the one `ring` before it is read, whose place in the ring it takes.
+    """
+
+    def __init__(self, size: int, ring: int, is_read: Callable[[Block], bool]) -> None:
+        self.size = size
+        self._ring = ring
+        self._is_read = is_read
+        self.blocks: list[Block] = []  # by place
+        self._reach = self._reached = 0  # the end of the farthest operation, and the last one that went so far
+
+    def oldest(self) -> Block:
+        """The operation that has been under way for the longest time; there is one if `place` found no place."""
+        return min(self.blocks, key=lambda block: block.number)
+
+    def place(self, length: int, number: int) -> Block | None:
+        """The lowest free place for an operation; None if there is none."""
+        self.blocks = blocks = [block for block in self.blocks if not self._is_read(block)]
+        if blocks and number - self.oldest().number >= self._ring:
+            return None
+        # First fit. Best fit, or a ring of bytes, would touch more pages: each touched page stays in memory.
+        length += -length % ALIGNMENT
+        start = index = 0
+        for block in blocks:
+            if block.start - start >= length:
+                break
+            start = block.end
+            index += 1
+        if start + length > self.size:
+            return None
+        placed = Block(start, start + length, number)
+        blocks.insert(index, placed)
+        if placed.end >= self._reach:
+            self._reach, self._reached = placed.end, number
+        return placed
+
+    def unused(self, number: int) -> range:
+        """Whole pages that were taken, and not by the last operations up to this one; each is returned once."""
+        if number - self._reached < PATIENCE:
+            return range(0)
+        unused = range(-(-self.blocks[-1].end // PAGESIZE) * PAGESIZE, self._reach)
+        self._reach, self._reached = self.blocks[-1].end, number
+        return unused
+
+
+RING = 16_384
+"""Operations that may be under way between two ranks."""
+OUTBOX_SIZES = tuple(gigabytes << 30 for gigabytes in (64, 16, 4, 1))
+"""Bytes of address space a rank: the first of them that can be mapped."""
+
+PAGE = 4096
+WORD = 8
+_RANK_SIZE = PAGE + RING * WORD
+_SYSCALL_X86_64 = 202
+_WAIT, _WAKE, _ALL = 0, 1, 2**31 - 1
+
+
+class NoSegmentError(Exception):
+    """This process cannot share memory with the others; the message has the reason."""
+
+
+class Lane(NamedTuple):
+    """The places of one rank in the segment."""
+
+    pid: int  # the word with its process id; 0 until it has connected
+    posted: int  # the word with the number of operations it has posted
+    gone: int  # the word that is 1 once it has left
+    ring: int  # the first word of its ring
+    outbox: int  # the first byte of its outbox
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A mapped segment."""
+
+    world_size: int  # the number of ranks
+    outbox_size: int  # bytes of each rank's outbox
+    lanes: tuple[Lane, ...]  # the places of each rank
+    memory: mmap.mmap  # all of it
+    words: memoryview  # the same, by words of 8 bytes
+    address: int  # of its first byte
+
+    def wait(self, word: int, value: int, seconds: float) -> None:
+        """Sleeps while a word's lower half is `value`, until `wake`; at most so many seconds, perhaps less."""
+        whole = int(seconds)
+        limit = _Timespec(whole, int((seconds - whole) * 1e9))
+        # The kernel compares and sleeps in one step: a rank that posts just before the call is not missed.
+        address = self.address + word * WORD
+        _syscall()(_SYSCALL_X86_64, address, _WAIT, value & 0xFFFFFFFF, ctypes.addressof(limit), None, 0)
+
+    def wake(self, word: int) -> None:
+        """Wakes all ranks that sleep on a word."""
+        _syscall()(_SYSCALL_X86_64, self.address + word * WORD, _WAKE, _ALL, None, None, 0)
+
+    def write(self, at: int, tensor: Tensor, start: int, size: int) -> None:
+        """Copies bytes of a contiguous tensor to byte `at` of the segment."""
+        if size and tensor.is_cpu:
+            ctypes.memmove(self.address + at, tensor.data_ptr() + start, size)
+        elif size:
+            self._bytes(at, size).copy_(_bytes_of(tensor, start, size))
+
+    def read(self, at: int, tensor: Tensor, start: int, size: int) -> None:
+        """Copies bytes at byte `at` of the segment to a place in a contiguous tensor."""
+        if size and tensor.is_cpu:
+            ctypes.memmove(tensor.data_ptr() + start, self.address + at, size)
+        elif size:
+            _bytes_of(tensor, start, size).copy_(self._bytes(at, size))
+
+    def view(self, at: int, size: int, dtype: torch.dtype) -> Tensor:
+        """The bytes at byte `at` as a tensor."""
+        if not size:
+            return torch.empty(0, dtype=dtype)
+        return torch.frombuffer(self.memory, dtype=dtype, count=size // dtype.itemsize, offset=at)
+
+    def _bytes(self, at: int, size: int) -> Tensor:
+        return self.view(at, size, torch.uint8)
+
+
+def copy(target: Tensor, at: int, tensor: Tensor, start: int, size: int) -> None:
+    """Copies bytes of a contiguous tensor to a place in another of the same device."""
+    # By memmove, like all copies here: views and copies of torch cost several microseconds a piece.
+    if size and tensor.is_cpu:
+        ctypes.memmove(target.data_ptr() + at, tensor.data_ptr() + start, size)
+    elif size:
+        _bytes_of(target, at, size).copy_(_bytes_of(tensor, start, size))
+
+
+def _bytes_of(tensor: Tensor, start: int, size: int) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)[start : start + size]
+
+
+def create(world_size: int) -> tuple[Segment, int, str]:
+    """Makes a segment; returns it, its descriptor and its address for `join`."""
+    check_machine()
+    nonce = secrets.randbits(63) | 1  # not 0, which new memory holds
+    try:
+        fd = os.memfd_create("samestep-transport", os.MFD_CLOEXEC)
+    except OSError as error:
+        raise NoSegmentError(f"memory without a name cannot be had: {error}") from error
+    reason = ""
+    for outbox_size in OUTBOX_SIZES:
+        try:
+            os.ftruncate(fd, _total_size(world_size, outbox_size))
+            segment = _mapped(fd, world_size, outbox_size)
+        except (OSError, ValueError, OverflowError) as error:  # a limit on address space (ulimit -v), for one
+            reason = str(error)
+            continue
+        # Before the address is published: a rank that joins compares these words.
+        segment.words[:3] = memoryview(_words(nonce, world_size, outbox_size)).cast("Q")
+        return segment, fd, f"{os.getpid()} {fd} {nonce}"
+    os.close(fd)
+    raise NoSegmentError(f"{OUTBOX_SIZES[-1] >> 30} GiB of address space a rank cannot be had: {reason}")
+
+
+def join(address: str, world_size: int) -> Segment:
+    """Opens the segment that rank 0 has made."""
+    check_machine()
+    pid, number, nonce = (int(word) for word in address.split())
+    path = f"/proc/{pid}/fd/{number}"
+    try:
+        # In another container the process id is another process's, so the descriptor may be anything.
+        if not os.readlink(path).startswith("/memfd:samestep-transport"):
+            raise NoSegmentError("rank 0's memory is not found: it runs on another host or in another container")
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise NoSegmentError(f"rank 0's memory cannot be opened: {error}") from error
+    try:
+        head = os.pread(fd, 3 * WORD, 0)
+        outbox_size = int.from_bytes(head[2 * WORD :], sys.byteorder)
+        size = _total_size(world_size, outbox_size)
+        if head != _words(nonce, world_size, outbox_size) or os.fstat(fd).st_size != size:
+            raise NoSegmentError("rank 0's memory is not found: what is in its place is another run's")
+        return _mapped(fd, world_size, outbox_size)
+    except (OSError, ValueError, OverflowError) as error:
+        raise NoSegmentError(f"rank 0's memory cannot be mapped: {error}") from error
+    finally:
+        os.close(fd)
+
+
+def check_machine() -> None:
+    """Checks that this is Linux on x86-64, and that the kernel can report the end of a process."""
+    machine = platform.machine()
+    if sys.platform != "linux" or machine not in ("x86_64", "AMD64"):
+        raise NoSegmentError(f"it needs Linux on x86-64, this is {platform.system()} on {machine}")
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except OSError as error:
+        raise NoSegmentError(f"the kernel does not tell when another rank ends (pidfd_open): {error}") from error
+
+
+def _words(*values: int) -> bytes:
+    return b"".join(value.to_bytes(WORD, sys.byteorder) for value in values)
+
+
+def _total_size(world_size: int, outbox_size: int) -> int:
+    return PAGE + world_size * (_RANK_SIZE + outbox_size)
+
+
+def _mapped(fd: int, world_size: int, outbox_size: int) -> Segment:
+    """Maps a segment; it is unmapped once no object refers to it."""
+    memory = mmap.mmap(fd, _total_size(world_size, outbox_size))
+    memory.madvise(mmap.MADV_DONTDUMP)  # a core file would be as long as the address space
+    # Mapped from a file, so that ranks which do not descend from rank 0 can map it as well; sparse, so that 64 GiB of
+    # address space a rank cost nothing until they are written to.
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    lanes = tuple(_lane(rank, world_size, outbox_size) for rank in range(world_size))
+    return Segment(world_size, outbox_size, lanes, memory, memoryview(memory).cast("Q"), address)
+
+
+def _lane(rank: int, world_size: int, outbox_size: int) -> Lane:
+    # A page a rank: no two ranks write to the same cache line.
+    word = (PAGE + rank * _RANK_SIZE) // WORD
+    outbox = PAGE + world_size * _RANK_SIZE + rank * outbox_size
+    return Lane(word, word + 1, word + 2, word + PAGE // WORD, outbox)
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_int64), ("nanoseconds", ctypes.c_int64))
+
+
+@functools.cache
+def _syscall() -> Callable[..., int]:
+    """The C library's `syscall`, for the arguments of `futex`."""
+    function = ctypes.CDLL(None).syscall
+    function.restype = ctypes.c_long
+    function.argtypes = (
+        *(ctypes.c_long, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32),
+        *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint32),
+    )
+    return function
+
+
+class Peers:
+    """The processes of other ranks, by rank their process ids."""
+
+    def __init__(self, pids: Mapping[int, int]) -> None:
+        self._fds: dict[int, int | None] = {}
+        for rank, pid in pids.items():
+            try:
+                # A descriptor stays with its process, while the kernel may give the id of an ended one to another.
+                self._fds[rank] = os.pidfd_open(pid)
+            except ProcessLookupError:
+                self._fds[rank] = None
+
+    def has_ended(self, rank: int) -> bool:
+        """Whether a rank's process has ended, for any reason; one that is stopped has not."""
+        fd = self._fds.get(rank)
+        if fd is None:
+            return True
+        poll = select.poll()
+        poll.register(fd, select.POLLIN)
+        return bool(poll.poll(0))
+
+    def close(self) -> None:
+        """Closes the descriptors."""
+        for fd in self._fds.values():
+            if fd is not None:
+                os.close(fd)
+        self._fds = {}

@@ -1,1 +1,0 @@
-"""The shared-memory transport among CPU ranks of one host."""

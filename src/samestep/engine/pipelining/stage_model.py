@@ -1,0 +1,309 @@
+"""A model in stages: this rank's parameters, gradients and module buffers, and the evaluation of the whole model."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from samestep.comm.membership import Membership
+from samestep.core.tree import Block
+from samestep.data.batch import flattened
+from samestep.data.randomness import Generators
+from samestep.engine.buffers import BufferMerge, is_mean_buffer
+from samestep.engine.config import Pipeline
+from samestep.engine.gradients import GradientSum
+from samestep.engine.norms import ShardedNorm
+from samestep.engine.observer import StepObserver
+from samestep.engine.parameters import named_parameters
+from samestep.engine.pipelining.p2p import PIPE, PointToPoint, connect_stages, owners_of_stages, packed, unpacked
+from samestep.engine.pipelining.stages import Stage, cut, parts_of
+from samestep.engine.sharded_state import ShardedState, Sharding, check_contiguous, check_dimension, check_elementwise
+
+
+class PipelinedModel:
+    """Cuts a model into stages, and frees the parameters of the stages of other ranks.
+
+    Parameters of other stages have no elements afterwards, and neither has the optimizers' state of them.
+
+    Attributes:
+        owners: of each stage, the rank along "pipe" that has it.
+        stages: all of them; those of other ranks have buffers, but no parameters.
+        own: the numbers of this rank's stages.
+        names: of the parameters of each stage.
+        foreign: the names of the parameters of other ranks, by their ids.
+        p2p: between the ranks along "pipe".
+        whole: runs all stages, as the model; all ranks that execute the same microbatches call it.
+    """
+
+    def __init__(
+        self, membership: Membership, model: nn.Module, optimizers: Sequence[Optimizer], options: Pipeline
+    ) -> None:
+        check_elementwise(optimizers, membership.communicator.device, by_rows=False)
+        named_parameters(model, optimizers)
+        pipe = membership.along(PIPE)
+        self.model = model
+        self.options = options
+        num_stages = pipe.world_size * options.stages_per_rank
+        self.owners = owners_of_stages(options.schedule, pipe.world_size, options.stages_per_rank)
+        self.stages = [
+            Stage(parts) for parts in cut(model, parts_of(model), options, num_stages, membership.communicator)
+        ]
+        self.own = [number for number, owner in enumerate(self.owners) if owner == pipe.rank]
+        parameters = dict(model.named_parameters())
+        names = {id(parameter): name for name, parameter in parameters.items()}
+        self.names = [[names[id(parameter)] for parameter in stage.parameters()] for stage in self.stages]
+        homes = {name: self.owners[number] for number, own in enumerate(self.names) for name in own}
+        shardings = {}
+        for name, parameter in parameters.items():
+            check_dimension(name, parameter, "pipeline")
+            check_contiguous(name, parameter, "keep the whole model on each device (strategy='replicate')")
+            # One rank has all elements: a sharding like any other, so that checkpoints and digests need
+            # no special case.
+            cuts = (0,) * (homes[name] + 1) + (parameter.numel(),) * (pipe.world_size - homes[name])
+            shardings[name] = Sharding(parameter.shape, cuts)
+        for name, parameter in parameters.items():
+            if homes[name] != pipe.rank:
+                # In place: the module keeps its structure and names, and its memory is freed.
+                parameter.data = torch.empty(0, dtype=parameter.dtype, device=membership.communicator.device)
+        self.foreign = {id(p): name for name, p in parameters.items() if homes[name] != pipe.rank}
+        self.state = ShardedState(parameters, shardings, has_whole_parameters=False, communicator=pipe)
+        self.state.hand_over(optimizers, names, pipe.rank)
+        assert membership.mesh is not None, "a pipeline has a mesh"
+        self.p2p = connect_stages(membership.communicator, membership.mesh, membership.timeout)
+        self.whole = Whole(membership, model, self.stages, self.owners, self.p2p)
+
+
+class Whole(nn.Module):
+    """The model for evaluation: its stages run one after another, each on its rank, without a schedule."""
+
+    def __init__(
+        self,
+        membership: Membership,
+        model: nn.Module,
+        stages: Sequence[Stage],
+        owners: Sequence[int],
+        p2p: PointToPoint,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self._rank = membership.rank
+        self._p2p = p2p
+        self._stages = tuple(stages)  # a tuple registers no modules: those of the model would be listed twice
+        self._owners = tuple(owners)
+        self._generators = Generators(membership.communicator.device)
+
+    def forward(self, value: Any) -> Any:
+        """The model's output, on every rank that executes the same microbatches."""
+        try:
+            output = self._through_stages(value)
+        except BaseException as error:
+            self._p2p.fail(f"rank {self._rank}, which has another stage, failed: {error}")
+            raise
+        self._p2p.settle()
+        return output
+
+    def _through_stages(self, value: Any) -> Any:
+        p2p, holder = self._p2p, 0
+        for stage, owner in zip(self._stages, self._owners, strict=True):
+            # Only ranks that have two adjacent stages keep the value; else it travels, with the
+            # generators.
+            if p2p.rank == owner:
+                value = stage(value if holder == owner else unpacked(self._generators, *p2p.receive(holder)))
+            elif p2p.rank == holder:
+                p2p.send(owner, *packed(self._generators, value))
+            holder = owner
+        if p2p.rank != holder:
+            return unpacked(self._generators, *p2p.receive(holder))
+        # Metrics are computed on every rank, as with other strategies.
+        for target in range(p2p.world_size):
+            if target != holder:
+                p2p.send(target, *packed(self._generators, value))
+        return value
+
+
+class PipelinedGradientSum:
+    """Sums the gradients of this rank's stages; in `parameters`, those of other ranks' stages have no elements."""
+
+    is_sharded = True
+    inputs: tuple[Tensor, ...] = ()
+
+    def __init__(
+        self,
+        pipelined: PipelinedModel,
+        trainable: dict[str, nn.Parameter],
+        membership: Membership,
+        bucket_bytes: int,
+        observer: StepObserver,
+    ) -> None:
+        self._data = membership.data
+        # The sum of a stage without trainable parameters.
+        self._zero = torch.zeros((), device=membership.data.device)
+        self.parameters = list(trainable.values())
+        self._index = {name: index for index, name in enumerate(trainable)}
+        self._sums: dict[int, GradientSum] = {}
+        self._places: dict[int, list[int]] = {}
+        self.stage_parameters: dict[int, list[nn.Parameter]] = {}
+        for stage in pipelined.own:
+            names = [name for name in pipelined.names[stage] if name in trainable]
+            self.stage_parameters[stage] = [trainable[name] for name in names]
+            self._places[stage] = [self._index[name] for name in names]
+            if names:
+                # Without overlap: the schedule, not the order of microbatches, decides which backward is the last.
+                self._sums[stage] = GradientSum(
+                    self.stage_parameters[stage], names, membership.data, bucket_bytes, False, observer
+                )
+        shardings = [pipelined.state.shardings[name] for name in trainable]
+        self._norm = ShardedNorm(
+            membership.along("pipe"), shardings, [parameter.dtype for parameter in self.parameters]
+        )
+
+    @property
+    def used(self) -> list[bool]:
+        """For each parameter whether a microbatch of this rank used it."""
+        used = [False] * len(self.parameters)
+        for stage, gradients in self._sums.items():
+            for place, is_used in zip(self._places[stage], gradients.used, strict=True):
+                used[place] = is_used
+        return used
+
+    @property
+    def flats(self) -> list[Tensor]:
+        """After `finish` the sums over all microbatches, of this rank's stages."""
+        return [flat for gradients in self._sums.values() for flat in gradients.flats]
+
+    def begin(self, blocks_by_rank: Sequence[Sequence[Block]]) -> None:
+        """Starts a step; the blocks are those of the ranks of `membership.data`."""
+        # Ranks with the same stages lie along "data": the trees are those of data parallelism, one set per
+        # stage.
+        self.forget()
+        for gradients in self._sums.values():
+            gradients.begin(blocks_by_rank)
+
+    def forget(self) -> None:
+        """Drops the parameters' gradients."""
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def expect(self, microbatch: int, is_last: bool, is_empty: bool = False) -> None:
+        """Does nothing: the schedule decides which backward is the last."""
+
+    def push(self, microbatch: int, loss: Tensor) -> Tensor:
+        """Not for a pipeline, which pushes the gradients of a stage."""
+        raise AssertionError("a pipeline pushes by stage")
+
+    def push_stage(self, stage: int, microbatch: int) -> Tensor:
+        """Pushes the `.grad` of a stage's parameters on its tree after the backward of a microbatch."""
+        return self._sums[stage].push(microbatch, self._zero) if stage in self._sums else self._zero
+
+    def start(self) -> None:
+        """Starts the exchange of every bucket, unless there is one rank along "data"."""
+        for gradients in self._sums.values() if self._data.world_size > 1 else ():
+            gradients.start()
+
+    def finish(self) -> None:
+        """Waits for the sums over all microbatches."""
+        for gradients in self._sums.values():
+            gradients.finish()
+
+    def norm(self) -> Tensor:
+        """The 2-norm of all sums on all ranks, of the same blocks as on one."""
+        # The norm is made of blocks of whole parameters, in the order of the model, whichever rank has them.
+        flat = [parameter.detach().reshape(-1) for parameter in self.parameters]  # empty, of other ranks
+        for stage, gradients in self._sums.items():
+            for number, view in gradients.views():
+                flat[self._places[stage][number]] = view.reshape(-1)
+        return self._norm.of(flat)
+
+    def assign(self, used: Sequence[bool]) -> None:
+        """Gives each parameter that any microbatch used its gradient; the others get None."""
+        for parameter, is_used in zip(self.parameters, used, strict=True):
+            # Those of other ranks get gradients without elements: all optimizers then have state of the same names.
+            parameter.grad = torch.empty_like(parameter) if is_used and not parameter.numel() else None
+        for stage, gradients in self._sums.items():
+            gradients.assign([used[place] for place in self._places[stage]])
+
+    def abandon(self) -> None:
+        """Drops the sums of a step that failed."""
+        for gradients in self._sums.values():
+            gradients.abandon()
+        self.forget()
+
+    def remove_hooks(self) -> None:
+        """Does nothing: there are none."""
+
+
+class StageBuffers:
+    """Merges the buffers of this rank's stages as `BufferMerge` does, and gives every rank those of all stages.
+
+    They are small, and a checkpoint holds all of them.
+    """
+
+    def __init__(self, pipelined: PipelinedModel, membership: Membership) -> None:
+        self._pipelined = pipelined
+        self._pipe = membership.along("pipe")
+        self._merges = {stage: BufferMerge(pipelined.stages[stage], membership.data) for stage in pipelined.own}
+        self._touched: Sequence[bool] = ()
+
+    @property
+    def touched(self) -> list[bool]:
+        """For each stage, whether this rank's microbatches changed its running statistics, and other buffers."""
+        merges = (self._merges.get(stage) for stage in range(len(self._pipelined.stages)))
+        return [flag for merge in merges for flag in ([False, False] if merge is None else merge.touched)]
+
+    def begin(self, step: int) -> None:
+        """Saves the buffers at the start of a step."""
+        for merge in self._merges.values():
+            merge.begin(step)
+
+    def collect(self, stage: int, microbatch: int, num_samples: int) -> None:
+        """Collects a stage's buffers after the forward of a microbatch, and restores those of the step's start."""
+        self._merges[stage].collect(microbatch, num_samples)
+
+    def check_start(self, stage: int) -> None:
+        """Checks that a backward has not changed the buffers of a stage."""
+        self._merges[stage].check_start()
+
+    def abandon(self) -> None:
+        """Restores the buffers of the step's start after a microbatch that failed."""
+        for merge in self._merges.values():
+            merge.abandon()
+
+    def exchange(self, touched: Sequence[bool], blocks_by_rank: Sequence[Sequence[Block]], num_samples: int) -> None:
+        """Merges over the ranks that have the same stages; nothing is written to the model yet."""
+        self._touched = touched
+        for stage, merge in self._merges.items():
+            merge.exchange(touched[2 * stage : 2 * stage + 2], blocks_by_rank, num_samples)
+
+    def write(self, ok: Tensor | None) -> None:
+        """Writes the merged values of all stages to the model."""
+        for merge in self._merges.values():
+            merge.write(ok)
+        for number, stage in enumerate(self._pipelined.stages):
+            has_means, has_others = self._touched[2 * number : 2 * number + 2]
+            owner = self._pipelined.owners[number]
+            places = [(module, key) for module in stage.modules() for key in module._buffers]
+            if has_means:
+                self._broadcast(owner, [place for place in places if is_mean_buffer(*place)])
+            if has_others:
+                self._share(owner, [place for place in places if not is_mean_buffer(*place)])
+
+    def _broadcast(self, owner: int, places: Sequence[tuple[nn.Module, str]]) -> None:
+        """Sends buffers to all ranks along the pipeline, in one message: their shapes and dtypes never change."""
+        tensors = [module._buffers[key] for module, key in places]
+        rows = [flattened(tensor).view(torch.uint8) for tensor in tensors if tensor is not None]
+        sent = torch.cat(rows)
+        # All ranks keep the running statistics of all stages, so that any of them can evaluate, and write
+        # whole checkpoints.
+        self._pipe.broadcast(sent, owner)
+        if self._pipe.rank != owner:
+            for row, raw in zip(rows, sent.split([row.numel() for row in rows]), strict=True):
+                row.copy_(raw)
+
+    def _share(self, owner: int, places: Sequence[tuple[nn.Module, str]]) -> None:
+        """Sends buffers to all ranks along the pipeline, which may have none yet, or of other shapes."""
+        # A forward may have made such a buffer, or changed its shape: the owner's list of buffers decides.
+        there = self._pipe.gather_words([module._buffers[key] is not None for module, key in places])[owner]
+        for (module, key), is_there in zip(places, there, strict=True):
+            module._buffers[key] = self._pipe.share(module._buffers[key], owner) if is_there else None

@@ -1,0 +1,466 @@
+"""The ordered process group: a `torch.distributed` backend that adds along the tree over the ranks.
+
+    samestep.register_backend()
+    torch.distributed.init_process_group("samestep")
+
+A sum over V ranks is bitwise the sum along the tree (`core.tree`) whose leaves are the ranks, whatever machines and
+devices they run on, and however a caller cuts its tensors into buckets. Ranks of one machine exchange through shared
+memory; otherwise, and from rank to rank (`send`, `recv`), gloo carries the bytes.
+
+Tensors of a GPU go through host memory.
+"""
+
+import sys
+import zlib
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from samestep.callsite import calling_frame, script_line
+from samestep.comm.connecting import connect_process_group
+from samestep.comm.transport import Connection, LocalTransport, Transport, close_at_exit
+from samestep.errors import DeterminismError, PeerLostError, SamestepError, UsageError
+from samestep.launcher.device_token import lent_token
+from samestep.logical import collectives
+from samestep.logical.collectives import Operation
+from samestep.logical.work_queue import NO_TIMEOUT, QueuedWork, WorkQueue
+
+NAME = "samestep"
+DEVICES = ["cpu", "cuda"]
+SUM = Operation("SUM")
+
+
+class GroupError(PeerLostError, dist.DistBackendError):
+    """A collective failed: `ranks` are the ranks that did not take part; also torch's error for that."""
+
+
+def register_backend() -> None:
+    """Makes `torch.distributed.init_process_group("samestep")` possible, for tensors of CPUs and of GPUs.
+
+    Sums are taken along the tree over the ranks: tier `bitwise`, whatever devices and machines the ranks run on.
+    """
+    if NAME not in dist.Backend.backend_list:
+        dist.Backend.register_backend(NAME, _make_group, extended_api=True, devices=DEVICES)
+
+
+def _make_group(options: Any, _: Any) -> "OrderedProcessGroup":
+    """The group of which torch describes rank, size, store and timeout."""
+    rank, size = options.group_rank, options.group_size
+    ranks = tuple(options.global_ranks_in_group) or tuple(range(size))
+    if size == 1:
+        return OrderedProcessGroup(LocalTransport(), None, options, ranks)
+    return OrderedProcessGroup(*connect_process_group(options.store, rank, ranks, options.timeout), options, ranks)
+
+
+_Base: Any = dist.ProcessGroup  # its annotations have further forms of each call, which torch.distributed does not use
+
+
+class OrderedProcessGroup(_Base):  # type: ignore[misc]  # for the same reason
+    """The collectives of one rank of a group. All ranks call the same ones in the same order.
+
+    Its methods have the names by which `torch.distributed` calls them, from Python and from C++, in torch 2.10 to 2.15.
+    """
+
+    supports_splitting = supports_coalescing = supports_time_estimate = False
+    _device_types = tuple(map(torch.device, DEVICES))  # asked for by distributed checkpoints, for one
+
+    def __init__(self, transport: Transport, gloo: Any, options: Any, ranks: tuple[int, ...]) -> None:
+        super().__init__(transport.rank, transport.world_size)
+        self._transport = transport
+        self._gloo = gloo
+        self._store = options.store
+        self._ranks = ranks
+        self._timeout = options.timeout
+        self._queue = WorkQueue(f"samestep {options.group_id}")
+        self._failure: Exception | None = None
+        self._names: dict[str, str] = {}
+        self._end = close_at_exit(self._close)
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> QueuedWork:
+        """Overwrites each tensor with the fold over all ranks."""
+        tensors = _listed(tensors)
+        operation = self._operation(opts, tensors)
+        if tensors[0].is_sparse:
+            return self._call(lambda transport: self._reduce_sparse(transport, tensors, operation), tensors, opts)
+
+        def run(transport: Transport) -> None:
+            for values in _by_dtype(tensors):
+                collectives.all_reduce(transport, values.host, operation)
+                values.write()
+
+        return self._call(run, tensors, opts)
+
+    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> QueuedWork:
+        """As `allreduce`; tensors of one dtype travel together."""
+        return self.allreduce(tensors, opts)
+
+    def reduce(self, tensors: Any, opts: Any) -> QueuedWork:
+        """Overwrites the root's tensor with the fold over all ranks."""
+        tensors = _listed(tensors)
+        operation = self._operation(opts, tensors)
+
+        def run(transport: Transport) -> None:
+            for tensor in tensors:
+                values = _Flat([tensor])
+                collectives.reduce(transport, values.host, opts.rootRank, operation)
+                if transport.rank == opts.rootRank:
+                    values.write()
+
+        return self._call(run, tensors, opts)
+
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> QueuedWork:
+        """Writes the fold of the tensors for this rank; a list of one for each rank, for each output."""
+        operation = self._operation(opts, outputs)
+
+        def run(transport: Transport) -> None:
+            for output, parts in zip(outputs, inputs, strict=True):
+                values, sizes = _Flat([output]), [part.numel() for part in parts]
+                collectives.reduce_scatter(transport, _Flat(parts).host, sizes, values.host, operation)
+                values.write()
+
+        return self._call(run, outputs, opts, also=[part for parts in inputs for part in parts])
+
+    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> QueuedWork:
+        """Writes, for each input, the fold of the part for this rank: one of equally many."""
+        ranks = self._transport.world_size
+        for output, parts in zip(outputs, inputs, strict=True):
+            _check_sizes("a reduce-scatter", parts.numel(), output.numel() * ranks)
+        return self.reduce_scatter(outputs, [_chunks(parts, ranks) for parts in inputs], opts)
+
+    def reduce_scatter_single(self, output: Tensor, parts: Tensor, opts: Any = None) -> QueuedWork:
+        """As `reduce_scatter_single_coalesced`, of one."""
+        return self.reduce_scatter_single_coalesced([output], [parts], opts)
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> QueuedWork:
+        """Writes the tensors of all ranks; a list of one for each rank, for each input."""
+        for into, ours in zip(outputs, inputs, strict=True):
+            _check_sizes("an all-gather", len(into), self._transport.world_size)
+            for tensor in into:
+                _check_sizes("an all-gather", tensor.numel(), ours.numel())
+
+        def run(transport: Transport) -> None:
+            for into, ours in zip(outputs, inputs, strict=True):
+                received = transport.gather(_Flat([ours]).host).wait()
+                _Flat(into, received).write()
+
+        return self._call(run, outputs, opts, also=inputs)
+
+    def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> QueuedWork:
+        """Writes the tensors of all ranks; a list of one for each input, for each rank."""
+        return self.allgather([list(by_rank) for by_rank in zip(*outputs, strict=True)], inputs, opts)
+
+    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> QueuedWork:
+        """Writes, for each input, the tensors of all ranks, one after another."""
+        ranks = self._transport.world_size
+        for output, ours in zip(outputs, inputs, strict=True):
+            _check_sizes("an all-gather", output.numel(), ours.numel() * ranks)
+        return self.allgather([_chunks(output, ranks) for output in outputs], inputs, opts)
+
+    def all_gather_single(self, output: Tensor, ours: Tensor, opts: Any = None) -> QueuedWork:
+        """As `all_gather_single_coalesced`, of one."""
+        return self.all_gather_single_coalesced([output], [ours], opts)
+
+    def broadcast(self, tensors: Any, opts: Any) -> QueuedWork:
+        """Overwrites the tensors with those of the root."""
+        tensors = _listed(tensors)
+
+        def run(transport: Transport) -> None:
+            for tensor in tensors:
+                values = _Flat([tensor])
+                transport.broadcast(values.host, opts.rootRank)
+                if transport.rank != opts.rootRank:
+                    values.write()
+
+        return self._call(run, tensors, opts)
+
+    def gather(self, outputs: Any, inputs: Any, opts: Any) -> QueuedWork:
+        """Writes the tensors of all ranks on the root; a list of one for each rank, for each input."""
+
+        def run(transport: Transport) -> None:
+            for index, ours in enumerate(inputs):
+                received = collectives.gather(transport, _Flat([ours]).host, opts.rootRank)
+                if received is not None:
+                    _check_sizes("a gather", sum(tensor.numel() for tensor in outputs[index]), received.numel())
+                    _Flat(outputs[index], received).write()
+
+        return self._call(run, outputs, opts, also=inputs)
+
+    def scatter(self, outputs: Any, inputs: Any, opts: Any) -> QueuedWork:
+        """Writes this rank's tensor of the root's; a list of one for each rank, for each output."""
+
+        def run(transport: Transport) -> None:
+            for index, output in enumerate(outputs):
+                parts = _Flat(inputs[index]).host if transport.rank == opts.rootRank else None
+                values = _Flat([output])
+                collectives.scatter(transport, parts, opts.rootRank, values.host)
+                values.write()
+
+        return self._call(run, outputs, opts, also=[part for parts in inputs for part in parts])
+
+    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> QueuedWork:
+        """Sends the r-th tensor to rank r, and writes those of all ranks; they may differ in length."""
+
+        def run(transport: Transport) -> None:
+            sizes = [[tensor.numel() for tensor in tensors] for tensors in (inputs, outputs)]
+            received = transport.exchange(_Flat(inputs).host, *sizes).wait()
+            _Flat(outputs, received).write()
+
+        return self._call(run, outputs, opts, also=inputs)
+
+    def all_to_all_single(
+        self, output: Tensor, parts: Tensor, output_sizes: Any = (), sizes: Any = (), opts: Any = None
+    ) -> QueuedWork:
+        """Sends rows to every rank, and writes those of all ranks; equally many without sizes."""
+        ranks = self._transport.world_size
+        into = _rows(output, output_sizes, ranks)
+        return self.alltoall(into, _rows(parts, sizes, ranks), opts)
+
+    def barrier(self, opts: Any = None) -> QueuedWork:
+        """Is done when every rank has called it, and their operations before it are done."""
+        return self._call(collectives.barrier, [], opts)
+
+    # Until torch 2.12 the callers knew these names.
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+    def send(self, tensors: Sequence[Tensor], rank: int, tag: int) -> dist.Work:
+        """Sends a tensor to a rank."""
+        values = _Flat(tensors)
+        return PeerWork(self, self._peers().send([values.bytes], rank, tag), rank, None)
+
+    def recv(self, tensors: Sequence[Tensor], rank: int, tag: int) -> dist.Work:
+        """Writes the tensor that a rank sends."""
+        values = _Flat(tensors)
+        return PeerWork(self, self._peers().recv([values.bytes], rank, tag), rank, values)
+
+    def recv_anysource(self, tensors: Sequence[Tensor], tag: int) -> dist.Work:
+        """Writes the tensor that some rank sends."""
+        values = _Flat(tensors)
+        return PeerWork(self, self._peers().recv_anysource([values.bytes], tag), None, values)
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """Returns when every rank has called it; rank 0 names those that have not within the timeout."""
+        if self._gloo is not None:
+            self._queue.drain()
+            with lent_token():
+                self._gloo.monitored_barrier(timeout or self._timeout, wait_all_ranks)
+
+    def shutdown(self) -> None:
+        """Ends the group, after the operations that were called."""
+        self._queue.drain()
+        self._close()
+
+    def abort(self) -> None:
+        """Ends the group at once; operations under way fail, here and on the other ranks."""
+        self._close()
+
+    def name(self) -> str:
+        """The name of the backend."""
+        return NAME
+
+    # As torch calls them from C++, where a group that wraps no backend has no name of its own.
+    def setGroupName(self, name: str) -> None:
+        """Sets the name under which torch knows the group."""
+        self._names["name"] = name
+
+    def getGroupName(self) -> str:
+        """The name under which torch knows the group."""
+        return self._names.get("name", "")
+
+    def setGroupDesc(self, description: str) -> None:
+        """Sets the description of the group."""
+        self._names["description"] = description
+
+    def getGroupDesc(self) -> str:
+        """The description of the group."""
+        return self._names.get("description", "")
+
+    getBackendName = name
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        """Whether it has memory of its own for tensors."""
+        return False
+
+    def _get_backend(self, device: torch.device) -> "OrderedProcessGroup":
+        return self
+
+    def _close(self) -> None:
+        self._end.detach()
+        self._queue.close(GroupError("the process group has been destroyed"))
+        self._transport.close()  # ends the wait of an operation under way
+        self._queue.join()
+        self._gloo = None
+
+    def _peers(self) -> Any:
+        if self._gloo is None:
+            raise UsageError("a process group of one rank, or one that was destroyed, has no rank to exchange with")
+        return self._gloo
+
+    def _operation(self, opts: Any, tensors: Sequence[Tensor]) -> Operation:
+        operation = SUM if opts is None else Operation.of(opts.reduceOp)
+        for tensor in tensors:
+            operation.check(tensor.dtype)
+        return operation
+
+    def _reduce_sparse(self, transport: Transport, tensors: Sequence[Tensor], operation: Operation) -> None:
+        with torch.no_grad():
+            for tensor in tensors:
+                tensor.copy_(collectives.all_reduce_sparse(transport, tensor, operation))
+
+    def _call(
+        self, run: Callable[[Transport], Any], outputs: Any, opts: Any, also: Sequence[Tensor] = ()
+    ) -> QueuedWork:
+        """Queues an operation."""
+        limit = self._timeout if opts is None or opts.timeout <= NO_TIMEOUT else opts.timeout
+        written = outputs if not outputs or isinstance(outputs[0], Tensor) else [t for some in outputs for t in some]
+        is_async = opts is None or opts.asyncOp
+        caller, line = sys._getframe(1), script_line()  # now: another thread may run it
+        name, outer = caller.f_code.co_name, calling_frame(caller)
+        # A metric that a script sums must not be added to a gradient of its size, which torch sums within a backward.
+        by = outer is not None and outer.f_code.co_filename == dist.distributed_c10d.__file__
+        kind = zlib.crc32(f"{name} {written[0].dtype if 'reduce' in name else ''} {by}".encode()) >> 17
+        call = name, written, line
+        return self._queue.submit(lambda: self._run(run, limit, kind, call), outputs, [*written, *also], is_async)
+
+    def _run(self, run: Callable[[Transport], Any], timeout: timedelta, kind: int, call: tuple[str, Any, str]) -> None:
+        """Runs an operation whose turn has come. One that fails leaves the ranks at odds, so all later ones fail."""
+        if self._failure is not None:
+            raise self._failure
+        transport = self._transport
+        if isinstance(transport, Connection):
+            transport.limit_waits(timeout)
+            transport.call = kind
+        try:
+            run(transport)
+        except (PeerLostError, DeterminismError) as error:
+            self._failure = self._explained(error, *call)
+            raise self._failure from error
+        except Exception as error:
+            self._failure = error
+            raise
+
+    def _explained(self, error: SamestepError, name: str, tensors: Sequence[Tensor], line: str) -> Exception:
+        """The error of an operation that failed between ranks; if they are out of step, with the call of each rank."""
+        store, calls = self._store, dict.fromkeys([f"rank {rank}" for rank in self._ranks], "another call, or none")
+        is_odd = isinstance(error, DeterminismError)
+        with suppress(RuntimeError):  # the store is gone with the rank that hosts it
+            if is_odd or (is_odd := store.check(["out of step"])):
+                store.set("out of step", "")
+                store.set([*calls][self._transport.rank], f"{name}, {[tuple(t.shape) for t in tensors]}, at {line}")
+                self._transport.close()  # ranks that wait for this one stop waiting, and tell theirs
+                for key in calls:
+                    with suppress(RuntimeError):  # a rank that computes has no call to tell
+                        store.wait([key], timedelta(seconds=2))
+                        calls[key] = store.get(key).decode()
+        if not is_odd:
+            return GroupError(str(error), getattr(error, "ranks", ()))
+        lines = "\n".join(f"  {key}: {text}" for key, text in calls.items())
+        return DeterminismError(
+            f"the ranks are out of step:\n{lines}\nThey may have other batches, but must all call the same collectives "
+            "in the same order, with tensors of the same shapes"
+        )
+
+    def peer_failure(self, rank: int | None, error: Exception) -> GroupError:
+        """The error of an exchange with one rank, or with any."""
+        if rank is None:
+            return GroupError(f"rank {self._ranks[self._transport.rank]} got nothing from any rank: {error}")
+        names = f"rank {self._ranks[self._transport.rank]} waits for rank {self._ranks[rank]}"
+        text = f"{names}, which has died, has ended, or is late: {error}"
+        return GroupError(text, (self._ranks[rank],))
+
+
+class PeerWork(dist.Work):
+    """A tensor on its way to a rank, or from one."""
+
+    def __init__(self, group: OrderedProcessGroup, work: Any, rank: int | None, received: "_Flat | None") -> None:
+        super().__init__()
+        self._group, self._work, self._rank, self._received = group, work, rank, received
+
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
+        """Waits until the tensor has arrived, or may be overwritten."""
+        try:
+            with lent_token():
+                self._work.wait(timeout)
+        except RuntimeError as error:
+            raise self._group.peer_failure(self._rank, error) from error
+        if self._received is not None:
+            self._received.write()
+            self._received = None
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether it has arrived; a GPU's tensor is written when it is waited for."""
+        return bool(self._work.is_completed())
+
+    def _source_rank(self) -> int:
+        return int(self._work._source_rank())
+
+    source_rank = _source_rank
+
+
+class _Flat:
+    """Tensors of one dtype as one flat tensor in host memory: their own memory if possible."""
+
+    def __init__(self, tensors: Sequence[Tensor], host: Tensor | None = None) -> None:
+        # `data`, not `detach`: what is written here must not look like an in-place change to autograd, as with gloo.
+        self._tensors = [tensor.data for tensor in tensors]
+        first = self._tensors[0]
+        self._is_copy = host is not None or len(tensors) > 1 or not first.is_cpu or not first.is_contiguous()
+        if host is not None:
+            self.host = host
+        elif self._is_copy:
+            self.host = torch.cat([tensor.reshape(-1).cpu() for tensor in self._tensors])
+        else:
+            self.host = first.view(-1)
+
+    @property
+    def bytes(self) -> Tensor:
+        """The same memory as bytes: gloo lacks some dtypes."""
+        return self.host.view(torch.uint8)
+
+    def write(self) -> None:
+        """Writes the values to the tensors, unless they have the same memory."""
+        if self._is_copy:
+            sizes = [tensor.numel() for tensor in self._tensors]
+            for tensor, values in zip(self._tensors, self.host.split(sizes), strict=True):
+                tensor.copy_(values.view(tensor.shape))
+
+
+def _by_dtype(tensors: Sequence[Tensor]) -> list[_Flat]:
+    """The tensors, those of one dtype together."""
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        by_dtype.setdefault(tensor.dtype, []).append(tensor)
+    return [_Flat(group) for group in by_dtype.values()]
+
+
+def _listed(tensors: Any) -> Sequence[Tensor]:
+    return [tensors] if isinstance(tensors, Tensor) else tensors
+
+
+def _chunks(tensor: Tensor, ranks: int) -> list[Tensor]:
+    """Views of equal parts of a contiguous tensor."""
+    return list(tensor.data.view(ranks, -1).unbind())
+
+
+def _rows(tensor: Tensor, sizes: Sequence[int], ranks: int) -> list[Tensor]:
+    """Views of so many rows for each rank."""
+    rows = tensor.shape[0] if tensor.ndim else 0
+    if not sizes and rows % ranks:
+        raise UsageError(f"got {rows} rows for {ranks} ranks; needed: a multiple of it, or the numbers of rows")
+    wanted = list(sizes) or [rows // ranks] * ranks
+    _check_sizes("an all-to-all", sum(wanted), rows)
+    return list(tensor.data.split(wanted))
+
+
+def _check_sizes(what: str, got: int, needed: int) -> None:
+    if got != needed:
+        raise UsageError(f"{what} got tensors of {got} in length; needed: {needed}")

@@ -1,0 +1,303 @@
+"""Logical devices: a script that deals with ranks itself runs as V ranks on the devices that there are.
+
+Each rank is a process. It sees V devices, all of which are its own; whatever backend it asks for, its process groups
+are those of `logical.process_group`, which add along the tree of all ranks.
+"""
+
+import atexit
+import functools
+import itertools
+import multiprocessing
+import os
+import random
+import sys
+import tempfile
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from multiprocessing import reduction
+from multiprocessing.process import BaseProcess
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.elastic.utils.distributed import get_free_port
+from torch.utils.data import DataLoader
+
+from samestep.comm.environment import RANK_VARIABLES, Environment, read_environment
+from samestep.core.seeds import derive_seed
+from samestep.devices.inventory import usable_cores
+from samestep.engine.determinism import own_device
+from samestep.launcher.device_token import LOOK_SECONDS, TOKEN_VARIABLE, hold_token, lent_token, shares_device
+from samestep.logical.process_group import NAME, OrderedProcessGroup, register_backend
+from samestep.patch import Patch, applied, late_dynamo, late_patches
+from samestep.scripts.adoption import VISIBLE_DEVICES
+from samestep.scripts.simulated.devices import virtual_devices
+from samestep.scripts.spawning import ON_CPUS, enter_rank, run_native
+from samestep.text import notify
+
+C10D = (c10d.__name__,)  # the module that the names of torch.distributed are from
+MESH = "torch.distributed.device_mesh"  # has some of them, too: a mesh makes the first group if there is none
+NO_DETERMINISTIC = " does not have a deterministic implementation"
+DTENSOR = "torch.distributed.tensor"
+DISPATCH = (f"{DTENSOR}._dispatch",)
+BENCHMARK = "cudnn.benchmark stays off: it chooses kernels by their time, and bits with them"
+FIRST, GROUP, ENDED = "samestep first process", "made a process group", "made none"
+LIBRARIES = ("multiprocessing", "concurrent", "torch.utils", "torch.multiprocessing.pool")  # start loaders, pools
+_told: set[str] = set()
+
+
+def run_logical(
+    kind: str, target: str, argv: Sequence[str], seed: int | None = None, virtual: bool = False, starts: Any = ((), ())
+) -> None:
+    """Runs a script (kind "script") or a module (kind "module") as one logical rank: the entry of workers.
+
+    `starts` are the lines in which it may start its ranks, and the variables of each device for these. It begins in the
+    first worker: if it makes a process group there, the others begin, too, as under torchrun; if not, they end with it.
+    """
+    place, store, (lines, devices) = read_environment(), None, starts
+    if devices:
+        store = dist.TCPStore(place.master_addr, place.master_port, is_master=False)
+        while place.rank and not store.check([FIRST]):  # `wait` would keep signals waiting
+            time.sleep(10 * LOOK_SECONDS)
+        if place.rank and store.get(FIRST).decode() == ENDED:
+            return
+        lines = lines if place.rank else _starting_ranks(target, place, devices, store, seed, virtual)
+    with ExitStack() as stack:
+        _enter_logical(stack, place, virtual, None if place.rank else store)
+        run_native(kind, target, argv, seed, starts=lines)
+
+
+def _enter_logical(stack: ExitStack, place: Environment, virtual: bool, store: dist.Store | None = None) -> None:
+    """Makes this process a logical rank until the stack is closed; with a store it may start the ranks instead."""
+    device = own_device(None, place) if store is None else torch.device(place.device_kind or "cpu", 0)
+    register_backend()
+    torch.set_num_threads(place.num_threads or 1)
+    stack.enter_context(_deterministic())
+    stack.enter_context(applied(late_dynamo()))
+    if virtual:
+        os.environ.setdefault(ON_CPUS, "false")
+        stack.enter_context(virtual_devices(lambda: place.local_world_size, _tell))
+        stack.enter_context(applied(_distributed_tensors()))
+    stack.enter_context(applied([*_process_groups(place.world_size, store), *_loaders(place.world_size)]))
+    if device.type != "cpu":
+        from samestep.scripts.simulated.devices import own_accelerator  # not needed on CPUs
+
+        stack.enter_context(own_accelerator(lambda: place.local_world_size, device, starts=store is not None))
+        if store is None:  # CUDA has read its own
+            os.environ[VISIBLE_DEVICES] = ",".join(map(str, range(place.local_world_size)))
+
+
+@contextmanager
+def _starting_ranks(
+    program: str, place: Environment, devices: Any, store: dist.Store, seed: int | None, virtual: bool
+) -> Iterator[None]:
+    """Makes logical ranks of the processes that the script starts in this one; Python and torch do all else."""
+    first, lock, ranks, starting = os.getpid(), threading.Lock(), itertools.count(), list[_Started]()
+    launchers = {name: os.environ[name] for name in RANK_VARIABLES if name in os.environ and name != "MASTER_ADDR"}
+    start, boot = BaseProcess.start, BaseProcess._bootstrap  # type: ignore[attr-defined]  # what a new process runs
+    prepare, port = multiprocessing.spawn.get_preparation_data, str(get_free_port())
+
+    def start_rank(process: BaseProcess) -> None:
+        target = process._target or type(process)  # type: ignore[attr-defined]  # called by run()
+        is_librarys = str(getattr(target, "__module__", "")).startswith(LIBRARIES)
+        with lock if os.getpid() == first else nullcontext():  # a fork has the lock as it was
+            starting.clear()
+            if not (is_librarys or os.getpid() != first or store.check([FIRST])):
+                index = (number := next(ranks)) % len(devices)
+                # Under python the launcher's variables are not there, unless the script sets them.
+                kept = {name: value for name, value in os.environ.items() if launchers.get(name) != value}
+                own = {"MASTER_PORT": port, **kept, **devices[index], TOKEN_VARIABLE: f"{tokens.fileno()}:{index}"}
+                starting.append(_Started((seed, virtual, replace(place, rank=number), own, tokens)))
+            start(process)
+
+    def forked(process: BaseProcess, *args: Any, **options: Any) -> Any:
+        while starting:
+            _, _, at, variables, _ = starting.pop()
+            os.environ.clear()
+            os.environ.update(variables)
+            random.seed(derive_seed(seed or 0, at.rank))  # a fork has its parent's generators; Python seeds this anew
+        return boot(process, *args, **options)
+
+    multiprocessing.set_forkserver_preload([])  # of the script, which the rank is to come before
+    patches = [
+        Patch(BaseProcess, "start", start_rank),
+        Patch(BaseProcess, "_bootstrap", forked),
+        Patch(multiprocessing.spawn, "get_preparation_data", lambda name: {**prepare(name), "samestep": [*starting]}),
+    ]
+    try:
+        with tempfile.TemporaryFile() as tokens, applied(patches):
+            yield
+        if not next(ranks) and not store.check([FIRST]):
+            notify(f"{program} has started no rank and made no process group: it ran once")
+    finally:
+        store.compare_set(FIRST, "", ENDED)  # if it is not set
+
+
+class _Started(tuple[Any, ...]):
+    """What a new process is to be: it becomes that where this is unpickled, before the script is imported."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _begin, (*self[:-1], reduction.DupFd(self[-1].fileno()))
+
+
+def _begin(seed: int | None, virtual: bool, place: Environment, variables: dict[str, str], tokens: Any) -> None:
+    """Makes this process a logical rank until it ends."""
+    index = variables[TOKEN_VARIABLE].partition(":")[2]
+    os.environ.clear()
+    os.environ.update(variables, **{TOKEN_VARIABLE: f"{tokens.detach()}:{index}"})
+    stack, boot = ExitStack(), BaseProcess._bootstrap  # type: ignore[attr-defined]
+
+    def failing(process: BaseProcess, *args: Any, **options: Any) -> Any:
+        code = boot(process, *args, **options)
+        return os._exit(code) if code else 0  # as a fork: while Python ends, others would fail first, and be named
+
+    _enter_logical(stack, place, virtual)
+    stack.callback(enter_rank(stack, place.rank, seed).clear)
+    stack.enter_context(applied([Patch(BaseProcess, "_bootstrap", failing)]))
+    atexit.register(stack.close)
+
+
+def _process_groups(num_devices: int, store: dist.Store | None) -> list[Patch]:
+    """The functions that make process groups, and those that tell their backend."""
+    asked: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+    process, make, make_group, backend_of = os.getpid(), dist.init_process_group, dist.new_group, dist.get_backend
+
+    @functools.wraps(make)
+    def init_process_group(backend: str | None = None, *args: Any, **options: Any) -> None:
+        if store is not None and os.getpid() == process:
+            store.set(FIRST, GROUP)
+        options.pop("device_id", None)  # of which there may be fewer than the script knows
+        with lent_token():  # held since the first group, if this is another one
+            make(NAME, *args, **options)
+        asked[dist.group.WORLD] = _name_of(backend)
+        if (size := dist.get_world_size()) != num_devices:
+            _tell(f"{size} ranks make a process group, on {num_devices} logical devices (--logical-devices)")
+        hold_token(dist.get_rank())
+
+    @functools.wraps(make_group)
+    def new_group(
+        ranks: Any = None, timeout: Any = None, backend: str | None = None, *args: Any, **options: Any
+    ) -> Any:
+        options.pop("pg_options", None)
+        with lent_token():
+            group = make_group(ranks, timeout, NAME, *args, **options)
+        if isinstance(group, dist.ProcessGroup):
+            asked[group] = _name_of(backend) if backend else get_backend()
+        return group
+
+    @functools.wraps(backend_of)
+    def get_backend(group: Any = None) -> Any:
+        found = backend_of(group)
+        return asked.get(group or dist.group.WORLD, found)
+
+    return [
+        Patch(OrderedProcessGroup, "allreduce", _lending_after_backward(OrderedProcessGroup.allreduce)),
+        Patch(dist, "init_process_group", init_process_group, (*C10D, MESH)),
+        Patch(dist, "new_group", new_group, (*C10D, MESH)),
+        Patch(dist, "get_backend", get_backend, (*C10D, MESH)),
+        Patch(dist, "is_nccl_available", lambda: torch.cuda.is_available(), C10D),
+    ]
+
+
+def _lending_after_backward(inner: Callable[..., Any]) -> Callable[..., Any]:
+    """All-reduces of a backward are waited for at its end, where DistributedDataParallel waits for their futures.
+
+    Its wait, in C++, would keep the token. The engine calls back in the order of the calls, so this wait comes first.
+    """
+    pending: dict[int, list[Any]] = {}
+
+    def wait_for_all(backward: int) -> None:
+        for work in pending.pop(backward):
+            work.wait()
+
+    @functools.wraps(inner)
+    def allreduce(group: Any, *args: Any, **options: Any) -> Any:
+        work, backward = inner(group, *args, **options), torch._C._current_graph_task_id()
+        if backward != -1 and shares_device():
+            if backward not in pending:
+                engine: Any = torch.autograd.Variable._execution_engine
+                engine.queue_callback(functools.partial(wait_for_all, backward))
+            pending.setdefault(backward, []).append(work)
+        return work
+
+    return allreduce
+
+
+def _name_of(backend: str | None) -> str:
+    """The backend that a script takes its group for: its word, or the usual one of its device."""
+    return (backend or ("nccl" if torch.cuda.is_available() else "gloo")).lower()
+
+
+def _distributed_tensors() -> list[Patch]:
+    """DTensor on simulated GPUs looks for shapes and draws as on CPUs, whose generator has no offset for each rank."""
+
+    def shaped(spec: Any) -> torch.Tensor:
+        return torch.empty_strided(spec.shape, spec.stride, dtype=spec.tensor_meta.dtype)
+
+    return late_patches(
+        {
+            f"{DTENSOR}._op_schema": lambda module: [Patch(module, "_rebuild_tensor_from_dtensor_meta", shaped)],
+            f"{DTENSOR}._random": lambda module: [Patch(module, "is_rng_supported_mesh", lambda _: False, DISPATCH)],
+        }
+    )
+
+
+def _loaders(world_size: int) -> list[Patch]:
+    """Says how many loader workers all ranks have, once, if they are more than cores."""
+    inner: Any = DataLoader.__init__
+
+    @functools.wraps(inner)
+    def init(loader: Any, *args: Any, **options: Any) -> None:
+        inner(loader, *args, **options)
+        total, cores = world_size * loader.num_workers, usable_cores()
+        if total > cores:
+            _tell(f"{world_size} ranks with {loader.num_workers} loader workers each are {total} on {cores} cores")
+
+    return [Patch(DataLoader, "__init__", init)]
+
+
+@contextmanager
+def _deterministic() -> Iterator[None]:
+    """Deterministic kernels where there are some; an operation without one is named once, with its module."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # a pass over memory for nothing
+    cudnn: Any = torch.backends.cudnn
+    cudnn.benchmark = False
+    fixed = property(lambda _: False, lambda _, asked: _tell(BENCHMARK) if asked else None)
+    show, named = warnings.showwarning, set()
+
+    def named_once(message: Any, *args: Any, **options: Any) -> None:
+        operation = str(message).partition(NO_DETERMINISTIC)[0]
+        if operation == str(message):
+            show(message, *args, **options)
+        elif operation not in named:
+            named.add(operation)
+            _tell(f"{operation}{NO_DETERMINISTIC}{_in_module(sys._getframe(1))}: bits may differ from run to run")
+
+    with applied([Patch(type(cudnn), "benchmark", fixed), Patch(warnings, "showwarning", named_once)]):
+        yield
+
+
+def _in_module(frame: FrameType | None) -> str:
+    """The innermost module whose forward runs, as the end of a sentence; empty in a backward."""
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, nn.Module):
+            return f", in {type(owner).__name__}"
+        frame = frame.f_back
+    return ""
+
+
+def _tell(text: str) -> None:
+    """Prints a line to rank 0's stderr, once."""
+    if text not in _told and (str(dist.get_rank()) if dist.is_initialized() else os.environ.get("RANK", "0")) == "0":
+        notify(text)
+    _told.add(text)

@@ -1,0 +1,1 @@
+"""`Run`, `Trainer` and what they are made of."""

@@ -1,0 +1,130 @@
+"""Checkpoints in loops of one's own, by collective calls: `Run.save_checkpoint` and `Run.load_checkpoint`.
+
+Rank 0 writes and reads; if the state is sharded each rank writes its local shards.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from samestep.checkpoint.contract import loader_contract, step_contract
+from samestep.checkpoint.digest import Drift
+from samestep.checkpoint.local_shards import is_sharded, whole_tensors
+from samestep.checkpoint.resume import check_state, find_checkpoint, names_checkpoint, receive_state
+from samestep.checkpoint.saver import to_host_copy, write_sharded
+from samestep.checkpoint.state import Steps, capture, restore
+from samestep.checkpoint.storage import Snapshot, check_keep, list_checkpoints, write_checkpoint
+from samestep.comm.exceptions import on_main, share_text
+from samestep.comm.membership import Membership
+from samestep.data.loader import Loader
+from samestep.engine.determinism import check_alike
+from samestep.engine.step import TrainStep
+from samestep.errors import CheckpointError, UsageError
+
+
+def save(
+    membership: Membership,
+    contract: Mapping[str, Any],
+    place: str | Path,
+    step: Steps,
+    loader: Loader | None,
+    rest: Any,
+    keep: int,
+    is_ours: bool,
+    attempts: Callable[[Callable[[], Path]], Path],
+) -> Path:
+    """Writes a checkpoint; see `samestep.Run.save_checkpoint`.
+
+    `is_ours` says whether checkpoints that are in the folder already are of this run; `attempts` calls the function
+    that writes, once or several times, on all ranks alike.
+    """
+    check_keep(keep)
+    folder = Path(place)
+    if names_checkpoint(folder):
+        raise UsageError(f"got {place}, which names one checkpoint; needed: the folder for all of them")
+    steps = _listed(step)
+    values = {
+        "contract": _full_contract(contract, steps, loader),
+        "cursor": None if loader is None else _checked(loader).state_dict(),
+        "rest": rest,
+    }
+
+    def check_ours() -> None:
+        if list_checkpoints(folder) and not is_ours:
+            raise UsageError(
+                f"{folder} holds checkpoints of another run; go on from them by run.load_checkpoint, or choose another "
+                "folder"
+            )
+
+    def write() -> str:
+        check_ours()
+        heartbeat = membership.heartbeat
+        state = heartbeat.call("checkpoint", lambda: capture(steps, values))
+        snapshot = Snapshot(state.step, to_host_copy(whole_tensors(state.files)), state.facts)
+        written = partial(write_checkpoint, folder, snapshot, keep, replace=True)
+        return heartbeat.call("files", lambda: attempts(written)).name
+
+    def attempt() -> str:
+        communicator = membership.communicator
+        if not is_sharded(steps):
+            return share_text(communicator, on_main(communicator, write) or "")
+        on_main(communicator, check_ours)
+        state, over = capture(steps, values), steps[0].state_communicator
+        written = partial(write_sharded, communicator, over, folder, state, keep, replaces=True)
+        return membership.heartbeat.call("files", lambda: attempts(written)).name
+
+    Drift(membership, steps).check()
+    return folder / membership.perform(attempt)
+
+
+def load(
+    membership: Membership,
+    contract: Mapping[str, Any],
+    place: str | Path,
+    step: Steps,
+    loader: Loader | None,
+    allow_contract_change: bool,
+    tell: Callable[[str], None],
+) -> tuple[Path, Any] | None:
+    """Restores a checkpoint; see `samestep.Run.load_checkpoint`. Returns its folder and `rest`, or None without one."""
+    steps = _listed(step)
+    state = receive_state(membership, steps, lambda: find_checkpoint(place, tell))
+    if state is None:
+        tell(f"{place} holds no checkpoint: the run begins at its beginning")
+        return None
+    now = _full_contract(contract, steps, loader)
+    check_state(steps, state, now, allow_contract_change, state.folder, tell)
+    values = state.rest
+    if not values.keys() >= {"cursor", "rest"}:
+        raise CheckpointError(f"{state.name} was not written by run.save_checkpoint; resume it by Trainer.fit")
+    if loader is not None:
+        if values["cursor"] is None:
+            raise UsageError(f"{state.name} was saved without a loader; leave loader=… out, or save with it")
+        check_alike("place in the data", values["cursor"], _checked(loader).state_dict())
+    rest = restore(steps, state.snapshot)
+    if loader is not None:
+        loader.load_state_dict(rest["cursor"])
+    return state.folder or Path(place), rest["rest"]
+
+
+def _full_contract(contract: Mapping[str, Any], steps: list[TrainStep], loader: Loader | None) -> dict[str, Any]:
+    """The contract of a run with those of its steps and its loader."""
+    of_steps: dict[str, Any] = {"steps": {str(number): step_contract(each) for number, each in enumerate(steps)}}
+    if len(steps) == 1:
+        of_steps = step_contract(steps[0])
+    return {**contract, **of_steps, **({} if loader is None else loader_contract(loader))}
+
+
+def _listed(step: Steps) -> list[TrainStep]:
+    return [step] if isinstance(step, TrainStep) else list(step)
+
+
+def _checked(loader: Any) -> Loader:
+    """The loader; raises a `UsageError` for one of the user's own, which has no cursor."""
+    if not isinstance(loader, Loader):
+        raise UsageError(
+            f"got {type(loader).__name__} as loader, which does not know its place in the data; needed: one of "
+            "run.loader(…), or loader=None and what you need to go on in rest"
+        )
+    return loader

@@ -1,0 +1,57 @@
+"""Signals: the first Ctrl-C, SIGTERM or SIGHUP lets the step under way end, the second ends the program at once."""
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import Any
+
+from samestep.comm.environment import read_environment
+from samestep.comm.heartbeat import STOPS_ON_REQUEST
+from samestep.comm.membership import Membership
+
+HANGUP = getattr(signal, "SIGHUP", None)  # Windows has none
+
+
+@contextmanager
+def stopping_on_request(membership: Membership) -> Iterator[None]:
+    """Lets a request to stop wait for the end of the step; see `Membership.stop`.
+
+    Under a supervisor the request comes by its heartbeat page. Else it is a signal, in the main thread, unless the
+    program handles that signal itself. Nested calls change nothing.
+    """
+    heartbeat = membership.heartbeat
+    if heartbeat.page is not None:
+        before = heartbeat.flags
+        heartbeat.set_flags(before | STOPS_ON_REQUEST)
+        try:
+            yield
+        finally:
+            heartbeat.set_flags(heartbeat.flags & ~STOPS_ON_REQUEST | before & STOPS_ON_REQUEST)
+        return
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    ends: Any = signal.SIG_DFL
+    defaults = ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, ends), (HANGUP, ends))
+    ours = {signum: old for signum, old in defaults if signum is not None and signal.getsignal(signum) == old}
+    speaks = read_environment().local_rank == 0  # of all ranks that a terminal's Ctrl-C reaches
+
+    def request(signum: int, _frame: FrameType | None) -> None:
+        # The system's, which also ends what hangs; but of a terminal that is closed come two: the shell's and its own.
+        signal.signal(signum, signal.SIG_IGN if signum == HANGUP else ours[signum])
+        heartbeat.ask_to_stop(signum)
+        if speaks and sys.__stderr__ is not None:  # else descriptor 2 was closed, and is that of another file by now
+            with suppress(OSError, ValueError):  # not print, which may be under way
+                os.write(sys.__stderr__.fileno(), b"samestep: stopping after this step; once more to end at once\n")
+
+    for signum in ours:
+        signal.signal(signum, request)
+    try:
+        yield
+    finally:
+        for signum, old in ours.items():
+            signal.signal(signum, old)

@@ -1,0 +1,1 @@
+"""Run folders and ledgers: their writer and their reader."""

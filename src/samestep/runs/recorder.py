@@ -1,0 +1,381 @@
+"""The recorder: writes contract, ledger, metrics and loggers' scalars of a run, on the rank that is rank 0.
+
+Loggers of a run's scalars, called once a step.
+
+A logger is any object with the two methods of `Logger`; there is no base class. Every rank makes one, and only rank 0
+calls it, so it opens what it writes to at its first call. Weights & Biases, for example:
+
+    class WandbLogger:
+        def __init__(self, **options):
+            self.options, self.run = options, None
+
+        def log(self, step, scalars):
+            if self.run is None:
+                import wandb
+                self.run = wandb.init(**self.options)
+            self.run.log(dict(scalars), step=step)
+
+        def close(self):
+            if self.run is not None:
+                self.run.finish()
+
+Tags are those of TensorBoard, `loss/train`, `loss/eval`, `accuracy/eval`. Both loggers here write each call to the
+file at once and from the calling thread, so that a full disk is an error of the step that met it.
+"""
+
+import hashlib
+import itertools
+import json
+import math
+import os
+import socket
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from typing import IO, Any, Protocol, runtime_checkable
+
+import psutil
+import torch
+from torch import Tensor
+
+from samestep.checkpoint.contract_diff import Change
+from samestep.checkpoint.digest import as_hex
+from samestep.checkpoint.paths import (
+    CONTRACT_FILE,
+    LEDGER_FILE,
+    METRICS_FILE,
+    PICTURE_FILE,
+    RESULT_FILE,
+    TENSORBOARD_FOLDER,
+)
+from samestep.comm.heartbeat import Quorum
+from samestep.comm.membership import Membership
+from samestep.data.batch import Batch
+from samestep.data.randomness import Generators
+from samestep.engine.losses import describe
+from samestep.engine.result import StepResult
+from samestep.errors import UsageError
+from samestep.extras import is_installed, missing
+from samestep.files import append_whole, make_folder, open_unbuffered, write_json
+from samestep.runs.ledger import TIMED_KINDS, LedgerWriter, ledger_entry, lines_backwards, mend_last_line, read_losses
+from samestep.text import notify
+
+
+@runtime_checkable
+class Logger(Protocol):
+    """Takes the scalars of a run."""
+
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Records scalars by tag, measured after `step` optimizer updates; non-finite ones are recorded as such."""
+
+    def close(self) -> None:
+        """Ends the record; a second call does nothing."""
+
+
+class Aside:
+    """The user's loggers as one; their draws leave the global generators unchanged, since only rank 0 calls them."""
+
+    def __init__(self, loggers: Sequence[Logger], generators: Generators) -> None:
+        for logger in loggers:
+            if isinstance(logger, type) or not isinstance(logger, Logger):
+                raise UsageError(
+                    f"got {describe(logger)} as a logger; needed: an object with log(step, scalars) and close()"
+                )
+        self._loggers, self._generators, self._calls = loggers, generators, 0
+
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Has each logger record the scalars."""
+        self._calls += 1
+        with self._generators.aside(self._calls):
+            for logger in self._loggers:
+                logger.log(step, scalars)
+
+    def close(self) -> None:
+        """Closes each logger, even if another fails to."""
+        self._calls += 1
+        with self._generators.aside(self._calls), ExitStack() as stack:
+            for logger in self._loggers:
+                stack.callback(logger.close)
+
+
+class JsonlLogger:
+    """Appends a JSON object a line, `{"step": 12, "loss/train": 0.31}`, to a file such as `metrics.jsonl`.
+
+    NaN and infinities, which JSON lacks, are written as the strings "nan", "inf" and "-inf". After a resume a step may
+    occur twice: the later line counts.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        """Opens the file, and makes its folder if there is none."""
+        self._path = Path(path)
+        make_folder(self._path.parent)
+        self._file = open_unbuffered(self._path, "a+b")
+        mend_last_line(self._file, self._path, lambda _: False)  # cuts off a line that a crash left unfinished
+
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Writes one line."""
+        if "step" in scalars:
+            raise UsageError("got a scalar named 'step', as every line has one; needed: another name, such as 'step/…'")
+        values = {tag: float(value) for tag, value in scalars.items()}
+        line = {"step": int(step)} | {tag: v if math.isfinite(v) else str(v) for tag, v in values.items()}
+        append_whole(self._file, self._path, (json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n").encode())
+
+    def last_value(self, tag: str) -> float | None:
+        """The last value of a tag in the file; None if there is none."""
+        for line in lines_backwards(self._file, self._path):
+            if f'"{tag}": '.encode() in line:
+                return float(json.loads(line)[tag])
+        return None
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+
+class TensorBoardLogger:
+    """Writes scalars as TensorBoard events into a new file of a folder such as `tensorboard/`."""
+
+    def __init__(self, folder: str | os.PathLike[str], purge_step: int | None = None) -> None:
+        """Makes the folder if there is none, and an event file in it."""
+        if not is_installed("tensorboard"):
+            raise UsageError(missing("tensorboard", "an event file"))
+        # Not torch's SummaryWriter: it writes from a thread, where a full disk ends in a traceback and lost events.
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        self._event, self._summary, self._record_writer = Event, Summary, RecordWriter
+        self._path, self._file = _new_event_file(Path(folder))
+        try:
+            self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
+            if purge_step is not None:
+                start = SessionLog(status=SessionLog.START)
+                self._write(Event(wall_time=time.time(), step=purge_step, session_log=start))
+        except BaseException:
+            self.close()
+            raise
+
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Writes one event with all the scalars."""
+        values = [self._summary.Value(tag=tag, simple_value=float(value)) for tag, value in scalars.items()]
+        self._write(self._event(wall_time=time.time(), step=int(step), summary=self._summary(value=values)))
+
+    def close(self) -> None:
+        """Closes the event file."""
+        self._file.close()
+
+    def _write(self, event: Any) -> None:
+        record = BytesIO()
+        self._record_writer(record).write(event.SerializeToString())
+        append_whole(self._file, self._path, record.getvalue())
+
+
+def _new_event_file(folder: Path) -> tuple[Path, IO[bytes]]:
+    """A new file named as TensorBoard wants it; files sort by time, which is the order they are read in."""
+    make_folder(folder)
+    stem = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
+    path = next(path for number in itertools.count() if not (path := folder / f"{stem}.{number}").exists())
+    return path, open_unbuffered(path, "xb")
+
+
+TIMING_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class StepNote:
+    """The record of a step, which every rank keeps so that any of them can write it down."""
+
+    result: StepResult
+    batch: Batch | None  # of a loader of the run, without its samples
+    rates: list[float]  # the learning rate of each parameter group, as used
+    world_size: int
+    digest: Tensor | None  # the checksum of the state after the step
+    seconds: Mapping[str, float]  # host seconds of this rank by kind since the step before
+
+    def entry(self) -> dict[str, Any]:
+        """The ledger's line."""
+        digest = None if self.digest is None else as_hex(int(self.digest))
+        return ledger_entry(self.result, self.batch, self.rates, self.world_size, digest, self.seconds)
+
+    def scalars(self) -> dict[str, float]:
+        """The scalars for loggers."""
+        beside = {f"{name}/train": value for name, value in self.result.scalars.items()}
+        scalars = {"loss/train": self.result.loss, **beside, "grad_norm": self.result.grad_norm}
+        return {**scalars, "lr": self.rates[0]} if self.rates else scalars
+
+
+class Recorder:
+    """Writes ledger, metrics and TensorBoard events into `folder`, if there is one, and to the user's loggers.
+
+    `purge_step` is the first step, as loggers count, that a resumed run records again; `contract` is None for a rank
+    that takes over: it goes on after the last step in the ledger, which is the last of a step's records to be written.
+    Raises a `RunFolderError` if the folder cannot be written to.
+    """
+
+    def __init__(
+        self,
+        membership: Membership,
+        folder: Path | None,
+        loggers: Sequence[Logger],
+        purge_step: int | None = None,
+        contract: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._membership, self._folder = membership, folder
+        self._loggers = list(loggers)
+        self._ledger: LedgerWriter | None = None
+        self._timed_steps, self._timed_at = 0, time.monotonic()
+        self._known_deaths: set[int] = set()
+        self._seconds: dict[str, float] = defaultdict(float)
+        self._metrics: JsonlLogger | None = None
+        self._last: int | None = None  # the last step that the writer before has recorded
+        if folder is None:
+            return
+        try:
+            if contract is not None:
+                # First: a folder with other files of a run, and without this one, could never be resumed.
+                write_json(folder / CONTRACT_FILE, {**relaunch(), **contract})
+                (folder / RESULT_FILE).unlink(missing_ok=True)  # a run that goes on has not ended after all
+            self._ledger = LedgerWriter(folder / LEDGER_FILE)
+            if contract is None:
+                self._known_deaths, self._last = self._ledger.recorded_deaths(), self._ledger.last_step()
+                purge_step = 1 if self._last is None else self._last + 2  # loggers count the updates
+            if is_installed("tensorboard"):
+                self._loggers.append(TensorBoardLogger(folder / TENSORBOARD_FOLDER, purge_step))
+            self._metrics = JsonlLogger(folder / METRICS_FILE)
+            self._loggers.append(self._metrics)  # the last one: what it has, all have
+            if contract is not None:  # once a run: a rank that takes over does not repeat it
+                for module, file in (("tensorboard", "TensorBoard's event file"), ("matplotlib", PICTURE_FILE)):
+                    if not is_installed(module):
+                        notify(missing(module, file))
+        except BaseException:
+            self.close()
+            raise
+
+    def begin(self, step: int, resumed_from: str | None, changes: Sequence[Change]) -> None:
+        """Records the start of the run, or its resume after `step` updates with the contract's changes since then."""
+        where = {"world_size": self._membership.world_size, "device_kind": self._membership.communicator.device.type}
+        if resumed_from is None:
+            self.event("start", 0, **where)
+            return
+        self.event("resume", step, **{"from": resumed_from}, **where)
+        if changes:
+            self.event("contract_change", step, fields=[[each.field, each.before, each.after] for each in changes])
+
+    def step(self, note: StepNote) -> None:
+        """Records a step."""
+        self.log(note.result.step + 1, note.scalars())
+        if self._ledger is not None:
+            self._ledger.write(note.entry())  # after the loggers: a step in the ledger is owed to none of them
+        for kind, seconds in note.seconds.items():
+            self._seconds[kind] += seconds
+        self._timed_steps += 1
+        if time.monotonic() - self._timed_at >= TIMING_SECONDS:
+            self._log_times(note.result.step + 1)
+
+    def catch_up(self, notes: Iterable[StepNote]) -> None:
+        """Records the steps that the previous writer did not get to."""
+        for note in notes:
+            if self._last is None or note.result.step > self._last:
+                self.step(note)
+
+    def has_epoch(self, epoch: int) -> bool:
+        """Whether an epoch is recorded."""
+        return self._metrics is not None and epoch <= (self._metrics.last_value("epoch") or 0)
+
+    def event(self, name: str, step: int, /, **fields: Any) -> None:
+        """Writes an event to the ledger, at once."""
+        if self._ledger is not None:
+            self._ledger.write_event(name, step, **fields)
+
+    def healed(self, step: int, quorum: Quorum, seconds: float) -> None:
+        """Records that a quorum does a step again, after workers were lost or joined."""
+        about = {"world_size": len(quorum.slots), "seconds": seconds}
+        lost = [loss for loss in quorum.lost if loss["slot"] not in self._known_deaths]
+        for loss in lost:
+            self._known_deaths.add(loss["slot"])
+            self.event("death", step, **{key: value for key, value in loss.items() if key != "step"})
+        if lost or not quorum.joined:  # connections may break although no worker is lost
+            self.event("heal", step, **about, lost=[loss["rank"] for loss in lost])
+        if quorum.joined:
+            self.event("join", step, **about)
+
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Passes scalars to all loggers."""
+        for logger in self._loggers:
+            logger.log(step, scalars)
+
+    def draw(self, evals: Mapping[int, float], name: str) -> None:
+        """Draws the losses so far, with those of evaluations by the updates done."""
+        if self._folder is None or not is_installed("matplotlib"):
+            return
+        from samestep.runs.curves import Curve, draw_losses, loss_series  # at the end of a run only
+
+        self.flush()
+        losses = read_losses(self._folder / LEDGER_FILE)
+        if losses:
+            draw_losses(self._folder / PICTURE_FILE, [name], loss_series(0, Curve.of(losses), Curve.of(evals)))
+
+    def flush(self) -> None:
+        """Writes the gathered lines of the ledger."""
+        if self._ledger is not None:
+            self._ledger.flush()
+
+    def close(self) -> None:
+        """Closes the ledger and the loggers, each of them even if another fails to."""
+        with ExitStack() as stack:
+            for each in (*self._loggers, self._ledger):
+                if each is not None:
+                    stack.callback(each.close)
+            self._ledger, self._loggers = None, []
+
+    def _log_times(self, step: int) -> None:
+        """Logs host seconds a step since the last call, and memory."""
+        kinds = (*TIMED_KINDS, "checkpoint")
+        scalars = {f"seconds/{kind}": self._seconds[kind] / self._timed_steps for kind in kinds}
+        scalars["memory/host_bytes"] = float(psutil.Process().memory_info().rss)
+        device = self._membership.communicator.device
+        if device.type == "cuda":
+            scalars["memory/device_bytes"] = float(torch.cuda.max_memory_allocated(device))
+        self.log(step, scalars)
+        self._seconds.clear()
+        self._timed_steps, self._timed_at = 0, time.monotonic()
+
+
+def relaunch() -> dict[str, Any]:
+    """The command that starts this program again on one device, under any launcher, and its working folder.
+
+    "command" is such as ["python", "train.py", "--epochs", "3"] or ["python", "-m", "package.train"]; None for a
+    function that a notebook or another program gave to `samestep.launch`. "script_sha256" is that of the file it runs.
+    """
+    try:
+        working_folder = os.getcwd()
+    except FileNotFoundError:  # it was removed
+        working_folder = None
+    file = getattr(sys.modules.get("__main__"), "__file__", None)
+    return {"command": _command(), "working_folder": working_folder, "script_sha256": file and file_sha256(Path(file))}
+
+
+def file_sha256(path: Path) -> str | None:
+    """The SHA-256 of a file; None if it cannot be read, or is a pipe, whose content has gone into Python."""
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
+    except OSError:
+        return None
+
+
+def _command() -> list[str] | None:
+    main = sys.modules.get("__main__")
+    spec = getattr(main, "__spec__", None)
+    arguments = sys.argv[1:]
+    if spec is not None:
+        name = spec.name.removesuffix(".__main__")
+        return None if name.partition(".")[0] == "samestep" else ["python", "-m", name, *arguments]
+    file = getattr(main, "__file__", None)
+    if file is None or Path(file).suffix != ".py":
+        return None
+    return ["python", sys.argv[0] or file, *arguments]

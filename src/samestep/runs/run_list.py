@@ -1,0 +1,229 @@
+"""Finding runs below a folder, with the state and the progress of each, damaged or not.
+
+Only the lines that are needed of each file are parsed, so that a folder of long runs is listed at once.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from samestep.checkpoint.manifest import MAX_FACTS_BYTES
+from samestep.checkpoint.paths import (
+    CHECKPOINT_FOLDER,
+    CONTRACT_FILE,
+    FACTS_FILE,
+    LEDGER_FILE,
+    METRICS_FILE,
+    RESULT_FILE,
+    is_locked,
+)
+from samestep.errors import DataError
+from samestep.files import load_json, read_lines, read_object, read_small, reason
+from samestep.runs.ledger import from_line, is_whole, number
+
+RECENT_SECONDS = 120.0
+_SMALLER_IS_BETTER = ("loss", "error", "perplexity", "wrong", "mse", "mae", "rmse", "nll", "bpb", "ppl")
+_STATE_EVENTS = ("start", "resume", "stop", "end")
+
+State = Literal["finished", "running", "running?", "stopped", "crashed"]
+
+
+@dataclass
+class RunStatus:
+    """The state and the progress of a run.
+
+    It is "stopped" if a signal stopped it after a checkpoint, "running" if it neither stopped nor finished and a
+    process holds its lock, and else "crashed". If the file system has no locks, it is "running?" if something was
+    written in the last two minutes.
+    """
+
+    path: Path
+    state: State = "crashed"
+    recipe: str | None = None  # the recipe's name, or the script's
+    steps: int = 0  # updates done
+    epochs: int = 0
+    epochs_planned: int | None = None
+    loss: float | None = None  # of the last epoch that ended, else of the last step
+    metric: tuple[str, float] | None = None  # name and best value of the metric that an evaluation measures
+    world_sizes: tuple[int, ...] = ()  # numbers of devices, in the order in which the run had them
+    changed: float = 0.0  # when something was last written, in seconds since 1970
+    size_bytes: int = 0
+    checkpoint: str | None = None  # the newest one
+    problems: tuple[str, ...] = ()  # files that cannot be read, as sentences
+
+
+def find_runs(folder: Path) -> list[RunStatus]:
+    """The runs in a folder and in the folders right below it, newest first; a folder that is a run is the only one."""
+    if not folder.is_dir():
+        raise DataError(f"no folder {folder}; name one with runs in it, such as runs")
+    if is_run(folder):
+        return [run_status(folder)]
+    runs = [run_status(entry) for entry in sorted(_folders(folder)) if is_run(entry)]
+    return sorted(runs, key=lambda run: run.changed, reverse=True)
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a folder has a contract or a ledger, as every run leaves them."""
+    return any((folder / name).is_file() for name in (CONTRACT_FILE, LEDGER_FILE))
+
+
+def read_contract(folder: Path) -> dict[str, Any] | None:
+    """The contract of a run; None if there is none that can be read."""
+    try:
+        return read_object(folder / CONTRACT_FILE)
+    except (OSError, ValueError):
+        return None
+
+
+def run_status(folder: Path) -> RunStatus:
+    """The state and the progress of a run; files that cannot be read are left out, and named."""
+    problems: list[str] = []
+    contract, _ = try_object(folder / CONTRACT_FILE, problems), try_object(folder / RESULT_FILE, problems)
+    planned = contract.get("epochs")
+    run = RunStatus(folder, recipe=_recipe(contract), epochs_planned=planned if isinstance(planned, int) else None)
+    last_event = None
+    try:
+        last_event, damaged = _read_ledger(folder / LEDGER_FILE, run)
+        if damaged:
+            problems.append(f"{LEDGER_FILE}: damaged lines: {len(damaged)} (line {damaged[0]} first)")
+    except OSError as error:
+        problems += _problem(LEDGER_FILE, error)
+    try:
+        _read_metrics(folder / METRICS_FILE, run)
+    except OSError as error:
+        problems += _problem(METRICS_FILE, error)
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):
+                status = os.stat(os.path.join(parent, name), follow_symlinks=False)
+                run.size_bytes += status.st_size
+                run.changed = max(run.changed, status.st_mtime)
+    run.state = _state(folder, last_event, run.changed)
+    run.checkpoint = newest_checkpoint(folder)
+    run.problems = tuple(problems)
+    return run
+
+
+def _problem(name: str, error: Exception) -> list[str]:
+    """A sentence about a file that cannot be read; a run may be without it."""
+    return (
+        []
+        if isinstance(error, FileNotFoundError) and name != CONTRACT_FILE
+        else [f"{name} cannot be read: {reason(error)}"]
+    )
+
+
+def _folders(folder: Path) -> Iterator[Path]:
+    with suppress(OSError):
+        yield from (entry for entry in folder.iterdir() if not entry.name.startswith(".") and entry.is_dir())
+
+
+def try_object(path: Path, problems: list[str]) -> dict[str, Any]:
+    """The JSON object in a file; empty, with a problem, if it cannot be read."""
+    try:
+        return read_object(path)
+    except (OSError, ValueError) as error:
+        problems += _problem(path.name, error)
+        return {}
+
+
+def _read_ledger(path: Path, run: RunStatus) -> tuple[Any, list[int]]:
+    """Reads all events and of the steps the first and the last; returns the last event, and damaged lines' numbers."""
+    first = last = b""
+    last_event, damaged, sizes = None, [], list[Any]()
+    for place, line in enumerate(read_lines(path), 1):
+        if not line.endswith(b"\n") or not (line := line.strip()):
+            continue
+        if not is_whole(line):
+            damaged.append(place)
+        elif b'"event"' in line:
+            event = from_line(line) or {}
+            sizes.append(event.get("world_size"))
+            last_event = event["event"] if event.get("event") in _STATE_EVENTS else last_event
+        else:
+            first, last = first or line, line
+    step = from_line(last) or {}
+    if not any(isinstance(size, int) for size in sizes):
+        sizes = [entry.get("world_size") for entry in (from_line(first) or {}, step)]
+    sizes = [size for size in sizes if isinstance(size, int)]
+    run.world_sizes = tuple(size for index, size in enumerate(sizes) if index == 0 or size != sizes[index - 1])
+    if isinstance(step.get("step"), int):
+        run.steps, run.loss = step["step"] + 1, number(step.get("loss"))
+    return last_event, damaged
+
+
+def _read_metrics(path: Path, run: RunStatus) -> None:
+    """Reads the lines that end an epoch: its number and the metrics of the evaluation."""
+    evals: dict[str, list[float]] = {}
+    for entry in read_objects(path, lambda line: b'"epoch"' in line or b'/eval"' in line):
+        for tag, value in entry.items():
+            if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
+                continue
+            if tag == "epoch":
+                run.epochs = int(value)
+            elif tag == "loss/train_epoch":
+                run.loss = float(value)
+            elif tag.endswith("/eval"):
+                evals.setdefault(tag.removesuffix("/eval"), []).append(float(value))
+    name = next((name for name in evals if name != "loss"), next(iter(evals), None))
+    if name is not None:
+        best = min if any(part in name.lower() for part in _SMALLER_IS_BETTER) else max
+        run.metric = (name, best(evals[name]))
+
+
+def read_objects(path: Path, wanted: Callable[[bytes], bool] = bool) -> Iterator[dict[str, Any]]:
+    """The JSON objects of a file with one a line, of the wanted lines; those that are none are skipped."""
+    for line in filter(wanted, read_lines(path)):
+        with suppress(ValueError):
+            value = load_json(line)
+            if isinstance(value, dict):
+                yield value
+
+
+def _recipe(contract: dict[str, Any]) -> str | None:
+    """The recipe, else the script among the words of the command."""
+    if isinstance(contract.get("recipe"), str):
+        return str(contract["recipe"])
+    command = contract.get("command")
+    words = [word for word in command if isinstance(word, str)] if isinstance(command, list) else []
+    return next((Path(word).name for word in words if word.endswith(".py")), None)
+
+
+def _state(folder: Path, last_event: Any, changed: float) -> State:
+    """The state by the ledger's last event, else by a result that is as new as the ledger, else by the lock."""
+    if last_event == "stop":
+        return "stopped"
+    if last_event == "end" or _time(folder / RESULT_FILE) >= max(_time(folder / LEDGER_FILE), 1.0):
+        return "finished"
+    locked = is_locked(folder)
+    if locked is None:
+        return "running?" if time.time() - changed < RECENT_SECONDS else "crashed"
+    return "running" if locked else "crashed"
+
+
+def _time(path: Path) -> float:
+    """When a file was last written, in seconds since 1970; 0 if it does not exist."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def newest_checkpoint(folder: Path) -> str | None:
+    """The name of the whole checkpoint of the highest step in a run's folder; None without one."""
+    names = [entry.name for entry in _folders(folder / CHECKPOINT_FOLDER) if entry.name.startswith("step-")]
+    return max(names, key=lambda name: (len(name), name), default=None)
+
+
+def checkpoint_contract(checkpoint: Path) -> dict[str, Any]:
+    """The contract under which a checkpoint was written; empty if its files have none."""
+    try:
+        contract = load_json(read_small(checkpoint / FACTS_FILE, MAX_FACTS_BYTES))["run"]["rest"]["contract"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return {}
+    return contract if isinstance(contract, dict) else {}

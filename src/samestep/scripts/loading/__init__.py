@@ -1,1 +1,0 @@
-"""Loading of the batches of a script's DataLoader, once for all ranks."""

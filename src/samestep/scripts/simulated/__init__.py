@@ -1,0 +1,1 @@
+"""Simulated CUDA devices of single-process scripts, in host memory."""

@@ -1,1 +1,0 @@
-"""The run: contract, training loop, evaluation, metrics, checkpoints and logs."""

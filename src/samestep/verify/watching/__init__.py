@@ -1,1 +1,0 @@
-"""The wraps and hooks by which a probe records a program in a worker."""
