@@ -840,7 +840,8 @@ def _trainer(p):
     if "average" in p.hooks:
         fits += "\nwith average.applied(model):\n    averaged = weights(model)"
     if p.best:
-        measured = f"{how['eval_data']}, metrics={how['metrics']}, forward=forward"
+        batches = ", collate_fn=collated" if "fit: collate_fn=collated" in p.options else ""
+        measured = f"{how['eval_data']}, metrics={how['metrics']}, forward=forward{batches}"
         again = f"assert trainer.evaluate({measured}) == trainer.best.eval"
         fits += f"\nif folder and trainer.best:\n    with trainer.best_weights():\n        {again}"
     return _dedent("""
