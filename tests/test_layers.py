@@ -135,7 +135,7 @@ def test_a_module_imports_only_from_its_own_and_earlier_layers(path):
 
 
 def test_every_folder_is_a_layer():
-    folders = {path.name for path in ROOT.iterdir() if path.is_dir() and path.name != "__pycache__"}
+    folders = {path.parent.name for path in ROOT.glob("*/__init__.py")}
     assert folders | FILES == set(LAYERS)
 
 

@@ -259,7 +259,7 @@ def striking_writes(faults):
             file.write(data[: len(data) // 2])
         return kind
 
-    before(checkpoint_module, "_point", lambda folder, file, name: f"point {file}")
+    before(checkpoint_module, "point_to", lambda folder, file, name: f"point {file}")
     before(checkpoint_module, "write_sealed_tensors", lambda path, tensors: f"write {path.stem}")
     before(checkpoint_module, "_discard", lambda path: "discard")
     before(saver_module.CheckpointSaver, "save", lambda saver, snapshot: "save")

@@ -18,6 +18,7 @@ from unittest.mock import patch
 
 import drawn_scripts
 import grammar
+import psutil
 import simulated_collectives
 import simulated_membership
 import simulated_processes
@@ -400,7 +401,7 @@ class Refused(Exception):
 
 def held(temporary):
     """What this process holds: threads, children, descriptors, mapped shared memory, and files in a folder."""
-    children = " ".join(place.read_text() for place in Path("/proc/self/task").glob("*/children")).split()
+    children = [str(child.pid) for child in psutil.Process().children()]
     maps = Path("/proc/self/maps").read_text()
     links = {link: os.readlink(link) for link in Path("/proc/self/fd").iterdir() if os.path.lexists(link)}
     return {

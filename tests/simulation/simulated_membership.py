@@ -91,7 +91,8 @@ class Turns:
         self.tasks = [self.running]
 
     def monotonic(self):
-        assert self.now < MOST_SECONDS, "the run does not end"
+        # For the supervisor: a rank reads the time while it ends, too.
+        assert self.now < MOST_SECONDS or self.running is not self.tasks[0], "the run does not end"
         return self.now
 
     perf_counter = monotonic

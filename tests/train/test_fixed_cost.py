@@ -77,7 +77,7 @@ def test_observers_that_have_seen_enough_leave(tmp_path):
     run = Run(2, 2)
     with Trainer(run, model, torch.optim.SGD(model.parameters(), 0.01), loss_fn, run_dir=tmp_path / "run") as trainer:
         trainer.fit(torch.ones(2 * LAST_STEP, 2), 1)
-        files = ("train/fixed_cost.py", "train/determinism.py", "train/hooks.py")
+        files = ("run/fixed_cost.py", "engine/determinism.py", "run/hooks.py")
         assert own_calls(lambda: trainer.step(torch.ones(2, 2)), *files) == {}
         # A twin: one that joins is seen.
         trainer.step.observers = Observers([FixedCost()])
