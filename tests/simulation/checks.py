@@ -430,7 +430,7 @@ def run_script(text):
                 _run_script(text)
                 for _ in range(5):  # a thread that has said its last word may still be ending
                     if not (left := held(Path(folder)) - before):
-                        return
+                        return None
                     gc.collect()
                     time.sleep(0.05)
     raise AssertionError(f"left behind: {sorted(left)}")
