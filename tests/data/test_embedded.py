@@ -29,16 +29,16 @@ def test_the_tables_are_those_of_scikit_learn_and_the_digits_are_scaled_bilinear
     result = run("""
 import torch
 from sklearn.datasets import load_diabetes, load_digits
-from samestep.data import embedded
+from samestep.data import named
 
-images, labels = embedded.digits()
+images, labels = named.digits()
 scans = torch.from_numpy(load_digits().images).unsqueeze(1)
 scaled = torch.nn.functional.interpolate(scans, size=(28, 28), mode="bilinear", align_corners=False) * 255 / 16
 # Half a step of rounding to bytes, and a little for the roundings of float64 before it.
 assert (images - scaled).abs().max() <= 0.5 + 1e-9
 assert labels.tolist() == load_digits().target.tolist()
 
-features, target = embedded.diabetes()
+features, target = named.diabetes()
 table = load_diabetes(scaled=False)
 assert torch.equal(features, torch.from_numpy(table.data).float())
 assert torch.equal(target, torch.from_numpy(table.target).float().unsqueeze(1))
@@ -49,9 +49,9 @@ assert torch.equal(target, torch.from_numpy(table.target).float().unsqueeze(1))
 def test_reading_them_neither_imports_scikit_learn_nor_changes_the_environment():
     result = run("""
 import os, sys
-from samestep.data import embedded
+from samestep.data import named
 before = dict(os.environ)
-embedded.digits(), embedded.diabetes()
+named.digits(), named.diabetes()
 assert "sklearn" not in sys.modules
 assert "scipy" not in sys.modules
 assert dict(os.environ) == before

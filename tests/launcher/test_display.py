@@ -17,9 +17,9 @@ display.close()
 
 EPOCHS = """
 import types
-from samestep.launcher import display
-display.time = types.SimpleNamespace(monotonic=iter([100, 160, 100 + 3667]).__next__)
-bar = display.Display(quiet=False, lines_to="stdout")
+from samestep.launcher import monitor
+monitor.time = types.SimpleNamespace(monotonic=iter([100, 160, 100 + 3667]).__next__)
+bar = monitor.Display(quiet=False, lines_to="stdout")
 bar.progress(dict(epoch=1, epochs=2, step=3, steps=3))
 bar.progress(dict(epoch=2, epochs=2, step=1, steps=3))
 bar.close()

@@ -15,10 +15,16 @@ from samestep.engine import sharded_model
 pytestmark = cpu_only("the processes are forks of this one, which has used no GPU")
 
 
+@pytest.fixture(autouse=True)
+def no_process_is_left():
+    before = multiprocessing.active_children()  # of other tests
+    yield
+    assert not {*multiprocessing.active_children()} - {*before}
+
+
 @pytest.mark.parametrize("seed", [1, 2])
 def test_what_some_seeds_draw_over_processes_holds(seed):
     assert Search().smallest("processes", seed, examples=3) is None
-    assert not multiprocessing.active_children()
 
 
 def draws(self, attempt, real=Membership._heal):
@@ -48,4 +54,3 @@ def test_a_defect_over_processes_fails_the_program_that_shows_it(monkeypatch, na
     monkeypatch.setattr(*broken)
     with pytest.raises(AssertionError):
         run_script(script(case))
-    assert not multiprocessing.active_children()
