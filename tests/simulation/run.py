@@ -22,6 +22,7 @@ from checks import Refused, cases, run_script, script
 
 KINDS = ("programs", "faults", "collectives", "scripts", "membership", "processes")
 EXAMPLES = 10  # of a seed
+FEW_EXAMPLES = {"scripts": 3, "processes": 3}  # which start processes
 GATE_SEEDS = 6  # from 1 on: a faster machine runs no others
 SHRINKING_SECONDS = 60
 
@@ -58,11 +59,11 @@ class Search:
             self.failures[text] = self.known[text]
             raise AssertionError("fails")
 
-    def smallest(self, kind, seed, examples=EXAMPLES):
+    def smallest(self, kind, seed, examples=None):
         """The smallest failing script that a seed leads to, and its error; None if all hold."""
         self.failed_at, self.failures = None, {}
         profile = hypothesis.settings(
-            max_examples=examples,
+            max_examples=examples or FEW_EXAMPLES.get(kind, EXAMPLES),
             deadline=None,
             database=None,
             report_multiple_bugs=False,
