@@ -165,7 +165,7 @@ def carry_out(calls_by_rank, how):
 def check_calls(calls, ranks, odd=None, at=0):
     """Fails at the first call of which the ordered group and gloo have written other bits.
 
-    If an `odd` call is given, the last rank makes it instead of another at a place, and all must be told.
+    If an `odd` call is given, the last rank makes it instead of another at a place, and the error of all must say so.
     """
     if odd is not None:
         theirs = [replace(call, members=0) for call in calls] + [Call("barrier"), Call("all_reduce", "float64", (3,))]

@@ -292,10 +292,9 @@ class Membership:
         """Ends the fit, after an epoch, if any rank asks for it; a collective call."""
 
         def agree() -> None:
+            # In the operation: what the advanced ranks have agreed on takes the place of what is repeated.
             if any(asks for (asks,) in self.communicator.gather_words([int(self.asks_end)])):
-                self.stop = (
-                    END_OF_FIT  # here: what the advanced ranks have agreed on takes the place of what is repeated
-                )
+                self.stop = END_OF_FIT
 
         self.perform(agree)
 
