@@ -8,7 +8,7 @@ export NO_MKDOCS_2_WARNING := 1
 # names of tests.
 PYTEST := PYTHONHASHSEED=0 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 ON_GPUS := SAMESTEP_TEST_DEVICE=cuda FAKE_CUDA_DEVICES=8 PYTHONPATH=$(CURDIR)/tests/fake_cuda/site
-WITH_DEVICES := $(addprefix tests/,comm data engine pipelining scripts sharding tensor_parallel train)
+WITH_DEVICES := $(addprefix tests/,checkpoint comm data engine pipelining run runs scripts sharding tensor_parallel)
 USABLE := .venv/.usable
 READY := .venv/.ready
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt

@@ -44,7 +44,7 @@ SMOKE = {
     "comm/test_shared.py::test_all_that_ranks_say_to_each_other_is_the_same_over_gloo",
     # A SIGKILL is healed; a run goes on from a checkpoint on other devices.
     "healing/test_loops.py::test_a_loop_of_ones_own_goes_on_with_the_same_bits[gan]",
-    "train/test_resume.py::test_real_processes_resume_in_the_run_s_own_folder[3-2-5]",
+    "checkpoint/test_resume.py::test_real_processes_resume_in_the_run_s_own_folder[3-2-5]",
     # An existing script; a breaker that verify names.
     "scripts/test_patterns.py::test_processes_do_not_change_the_bits_or_the_prints[draws-3]",
     "verify/test_verify.py::test_batch_norm_is_found_named_confirmed_and_told",
@@ -72,7 +72,7 @@ SMOKE_ON_GPUS = {  # on fake GPUs these too: the sums over NCCL, and each strate
     "test_a_run_resumed_in_mid_epoch_ends_as_the_one_that_was_not[sharded 2 - sharded 3]",
     "tensor_parallel/test_tensor_bits.py::test_more_ranks_along_data_give_the_same_bits[heads and features]",
 }
-SLOW_ON_GPUS = {"train/test_trainer.py::test_mlp_learns_the_prices_of_houses"}  # a minute on fake ones, seconds on CPUs
+SLOW_ON_GPUS = {"run/test_trainer.py::test_mlp_learns_the_prices_of_houses"}  # a minute on fake ones, seconds on CPUs
 if DEVICE == "cuda":
     SMOKE |= SMOKE_ON_GPUS
 

@@ -24,11 +24,11 @@ MUTANTS = {  # name: (file, text, its replacement), …, the file of the test an
     ),
     "every rank on the first GPU": (
         ("engine/determinism.py", "index = environment.local_rank % max(", "index = 0 * max("),
-        "train/test_own_device.py",
+        "run/test_own_device.py",
     ),
     "a device that is not made current": (
         ("engine/determinism.py", 'if device.type == "cuda":', "if False:"),
-        "train/test_own_device.py",
+        "run/test_own_device.py",
     ),
     "an event on the current device's stream": (
         ("engine/step.py", "event.record(torch.cuda.current_stream(scalars_on))", "event.record()"),
@@ -84,7 +84,7 @@ MUTANTS = {  # name: (file, text, its replacement), …, the file of the test an
     ),
     "CPU threads of a GPU rank by the cores": (
         ("engine/determinism.py", "torch.set_num_threads(threads)", "pass"),
-        "train/test_own_device.py",
+        "run/test_own_device.py",
     ),
     "BatchNorm's statistics by the mode that a loss leaves": (
         (
