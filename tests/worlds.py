@@ -26,7 +26,7 @@ PRELOADED = [
         "torch.distributed.tensor.parallel",
         "samestep.run.trainer",
         "samestep.recipes.training",
-        "samestep.scripts.script",
+        "samestep.scripts.single_process",
     ),
     *("sklearn.datasets", "matplotlib.pyplot", "torch.utils.tensorboard"),
 ]

@@ -1,6 +1,6 @@
 """Patches of torch, Python and other libraries, put in and taken out together.
 
-`script.adopted` applies those of these modules, in this order; nothing else is patched:
+`single_process.patched` applies those of these modules, in this order; nothing else is patched:
 
 | module | patches |
 |---|---|

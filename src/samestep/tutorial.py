@@ -32,7 +32,7 @@ from samestep.core.microbatches import microbatch_bounds
 from samestep.data.batch import checksum, settle
 from samestep.data.nested import leaves, map_tensors, num_samples, take_rows
 from samestep.errors import DataError, DeviceError, UsageError
-from samestep.scripts.adoption import Adoption, active, num_visible
+from samestep.scripts.shared_script import SharedScript, active, num_visible
 from samestep.scripts.wrapped import regions
 from samestep.scripts.wrapped.chunks import deal
 from samestep.text import counted
@@ -73,14 +73,14 @@ class TutorialState:
 
 
 def replicate_params(
-    params: Any, devices: Sequence[DeviceLike] | int, *, adoption: Adoption | None = None
+    params: Any, devices: Sequence[DeviceLike] | int, *, script: SharedScript | None = None
 ) -> list[Any]:
     """Copies parameters to every logical device that this process holds.
 
     Args:
         params: tensors or `nn.Parameter`s in a list, or in nested lists, tuples and dicts.
         devices: one entry a logical device, or how many there are. `--logical-devices` overrides their number.
-        adoption: of this process; that of the running script if None.
+        script: of this process; that of the running script if None.
 
     Returns:
         A copy of `params`, of the same nesting, for each local logical device: leaf tensors in memory of their own,
@@ -91,8 +91,8 @@ def replicate_params(
         DeviceError: an entry of `devices` is no device, or an accelerator where there is none.
         DeterminismError: the ranks hold different parameters.
     """
-    adoption = _found(adoption, "replicate_params")
-    layout = _layout(devices, adoption)
+    script = _found(script, "replicate_params")
+    layout = _layout(devices, script)
     if isinstance(params, nn.Module) and not isinstance(params, nn.ParameterList | nn.ParameterDict):
         raise UsageError(f"got the module {type(params).__name__} as params; give list(model.parameters())")
     source = params
@@ -109,10 +109,10 @@ def replicate_params(
             "the forward"
         )
     state = f"{counted(layout.num_microbatches, 'device')}, {counted(len(tensors), 'tensor')}"
-    _compare("replicate_params", "the ranks hold different parameters", state, source, adoption)
-    adoption.tutorial = TutorialState(layout)
+    _compare("replicate_params", "the ranks hold different parameters", state, source, script)
+    script.tutorial = TutorialState(layout)
     with torch.no_grad():
-        copies = [_place(source, layout.index_of(logical), adoption) for logical in layout.held_by(adoption.rank)]
+        copies = [_place(source, layout.index_of(logical), script) for logical in layout.held_by(script.rank)]
     for tensor in leaves(copies):
         if isinstance(tensor, Tensor) and (tensor.is_floating_point() or tensor.is_complex()):
             tensor.requires_grad_()
@@ -120,7 +120,7 @@ def replicate_params(
 
 
 def split_and_load(
-    batch: Any, devices: Sequence[DeviceLike] | int, even_split: bool = True, *, adoption: Adoption | None = None
+    batch: Any, devices: Sequence[DeviceLike] | int, even_split: bool = True, *, script: SharedScript | None = None
 ) -> list[Any]:
     """Cuts a global batch into V microbatches, and copies those of this process to their devices.
 
@@ -130,7 +130,7 @@ def split_and_load(
         devices: as for `replicate_params`.
         even_split: refuse a batch that V does not divide; else the first microbatches hold one sample more, and the
             last ones may be empty.
-        adoption: of this process; that of the running script if None.
+        script: of this process; that of the running script if None.
 
     Returns:
         For each local logical device its microbatch, of the same nesting as `batch`, always a copy.
@@ -142,8 +142,8 @@ def split_and_load(
         DeviceError: as for `replicate_params`.
         DeterminismError: the ranks got different batches.
     """
-    adoption = _found(adoption, "split_and_load")
-    layout = _layout(devices, adoption)
+    script = _found(script, "split_and_load")
+    layout = _layout(devices, script)
     length = _check_batch(batch)
     if even_split and length % layout.num_microbatches:
         raise UsageError(
@@ -151,19 +151,19 @@ def split_and_load(
             "evenly; use split_and_load(batch, devices, even_split=False), or batches of a multiple of that size"
         )
     state = f"{counted(layout.num_microbatches, 'device')}, {counted(length, 'sample')}"
-    _compare("split_and_load", "the ranks got different batches", state, batch, adoption)
-    adoption.tutorial = TutorialState(layout, _random_state(adoption))
+    _compare("split_and_load", "the ranks got different batches", state, batch, script)
+    script.tutorial = TutorialState(layout, _random_state(script))
     bounds = [*microbatch_bounds(length, layout.num_microbatches), length]
 
     def part(logical: int) -> Any:
         rows = take_rows(batch, bounds[logical], bounds[logical + 1], length)
-        return _place(rows, layout.index_of(logical), adoption)
+        return _place(rows, layout.index_of(logical), script)
 
     with torch._C.DisableTorchFunction():
-        return [part(logical) for logical in layout.held_by(adoption.rank)]
+        return [part(logical) for logical in layout.held_by(script.rank)]
 
 
-def allreduce(tensors: Sequence[Any], *, adoption: Adoption | None = None) -> None:
+def allreduce(tensors: Sequence[Any], *, script: SharedScript | None = None) -> None:
     """Makes every tensor the sum over all logical devices, in place; tier `bitwise`.
 
     Args:
@@ -171,26 +171,26 @@ def allreduce(tensors: Sequence[Any], *, adoption: Adoption | None = None) -> No
             tensors each (`[[p.grad for p in replica] for replica in replicas]`), which travel together and so faster.
             Before the first `replicate_params` or `split_and_load` nothing is divided: every process holds the whole
             list, and sums it.
-        adoption: of this process; that of the running script if None.
+        script: of this process; that of the running script if None.
 
     Raises:
         UsageError: not one entry a local logical device, entries that do not match, None or a sparse tensor among
             them.
         DeterminismError: the ranks reduce tensors of other shapes or dtypes.
     """
-    adoption = _found(adoption, "allreduce")
+    script = _found(script, "allreduce")
     rows = _rows(tensors)
-    state: TutorialState | None = adoption.tutorial
-    communicator = adoption.communicator
+    state: TutorialState | None = script.tutorial
+    communicator = script.communicator
     if state is None:
-        _compare("allreduce", "the ranks hold different tensors", f"a list of {len(rows)}", rows, adoption)
+        _compare("allreduce", "the ranks hold different tensors", f"a list of {len(rows)}", rows, script)
         alone = LocalTransport()
         communicator = replace(communicator, transport=alone, control=alone)
         layout = Layout((range(len(rows)),), (HOST,) * len(rows))
     else:
         layout = state.layout
-        if state.generators is not None and state.generators != _random_state(adoption):
-            adoption.notice(
+        if state.generators is not None and state.generators != _random_state(script):
+            script.notice(
                 "random numbers were drawn between split_and_load and allreduce (by dropout, for one): they depend on "
                 "the number of processes, and so will the result; samestep.DataParallel seeds each microbatch alike"
             )
@@ -204,7 +204,7 @@ def allreduce(tensors: Sequence[Any], *, adoption: Adoption | None = None) -> No
         )
     forms = ", ".join(f"{tensor.dtype} {list(tensor.shape)}" for tensor in rows[0])
     forms = f"{layout.num_microbatches} devices, {forms}"
-    _compare("allreduce", "the ranks reduce different tensors", forms, None, adoption)
+    _compare("allreduce", "the ranks reduce different tensors", forms, None, script)
     with torch._C.DisableTorchFunction(), torch.no_grad():
         likes = [tensor.to(communicator.device) for tensor in rows[0]]
         columns = [[row[index] for row in rows] for index in range(len(likes))]  # a ghost's are not read
@@ -214,30 +214,30 @@ def allreduce(tensors: Sequence[Any], *, adoption: Adoption | None = None) -> No
             torch._foreach_copy_(row, totals)
 
 
-def _found(adoption: Adoption | None, verb: str) -> Adoption:
-    """The adoption of a call, which must be at a point that all ranks pass."""
-    adoption = adoption or active()
-    if adoption.world_size > 1 and not adoption.may_meet():
+def _found(script: SharedScript | None, verb: str) -> SharedScript:
+    """The script of a call, which must be at a point that all ranks pass."""
+    script = script or active()
+    if script.world_size > 1 and not script.may_meet():
         raise UsageError(
             f"{verb} was called inside a wrapped forward, in another thread or in a child process, where the ranks "
             "cannot meet; call it from the script's main thread, outside the forward"
         )
-    return adoption
+    return script
 
 
-def _layout(devices: Sequence[DeviceLike] | int, adoption: Adoption) -> Layout:
+def _layout(devices: Sequence[DeviceLike] | int, script: SharedScript) -> Layout:
     """The assignment of logical devices to ranks."""
     if isinstance(devices, int) and not isinstance(devices, bool):
-        named = [index % max(num_visible(adoption), 1) for index in range(devices)]
+        named = [index % max(num_visible(script), 1) for index in range(devices)]
     elif isinstance(devices, Iterable) and not isinstance(devices, str):
         named = [_index_of(entry) for entry in devices]
     else:
         raise UsageError(f"got devices={devices!r}; give a list of devices, such as [0, 1], or their number")
     if not named:
         raise UsageError(f"got devices={devices!r}; at least one device is needed")
-    num_microbatches = adoption.num_microbatches or len(named)
+    num_microbatches = script.num_microbatches or len(named)
     indices = tuple(named[microbatch * len(named) // num_microbatches] for microbatch in range(num_microbatches))
-    return Layout(deal(num_microbatches, adoption.world_size), indices)
+    return Layout(deal(num_microbatches, script.world_size), indices)
 
 
 def _index_of(entry: Any) -> int:
@@ -258,12 +258,12 @@ def _index_of(entry: Any) -> int:
     return device.index or 0
 
 
-def _place(value: Any, index: int, adoption: Adoption) -> Any:
+def _place(value: Any, index: int, script: SharedScript) -> Any:
     """A copy of all tensors of a value on this rank's device, which plays the accelerator of that index."""
-    device = torch.device("cpu") if index == HOST else adoption.communicator.device
-    with torch._C.DisableTorchFunction():  # virtual devices are not involved
+    device = torch.device("cpu") if index == HOST else script.communicator.device
+    with torch._C.DisableTorchFunction():  # simulated devices are not involved
         settled = settle(map_tensors(torch.clone, value), device)
-        return map_tensors(lambda tensor: adoption.mark(tensor, index), settled)
+        return map_tensors(lambda tensor: script.mark(tensor, index), settled)
 
 
 def _check_batch(batch: Any) -> int:
@@ -311,21 +311,21 @@ def _rows(tensors: Any) -> list[list[Tensor]]:
     return rows
 
 
-def _random_state(adoption: Adoption) -> int:
+def _random_state(script: SharedScript) -> int:
     """A checksum of the random generators that a microbatch's forward would draw from."""
     states = [torch.default_generator.get_state()]
-    device = adoption.communicator.device
+    device = script.communicator.device
     if device.type != "cpu":
         states.append(torch.get_device_module(device).get_rng_state())
     return zlib.crc32(b"".join(state.numpy().tobytes() for state in states))
 
 
-def _compare(verb: str, why: str, state: str, value: Any, adoption: Adoption) -> None:
+def _compare(verb: str, why: str, state: str, value: Any, script: SharedScript) -> None:
     """Raises if the ranks call a function on different values; None compares the state alone."""
-    if adoption.world_size == 1:
+    if script.world_size == 1:
         return
     with torch._C.DisableTorchFunction():
         words = [zlib.crc32(state.encode()), 0 if value is None else checksum(value)]
-    rows = adoption.meet(verb, words)
+    rows = script.meet(verb, words)
     if any(row[:2] != rows[0][:2] for row in rows):
-        adoption.raise_diverged(why, state if value is None else f"{state}, checksum {words[1]:016x}")
+        script.raise_diverged(why, state if value is None else f"{state}, checksum {words[1]:016x}")

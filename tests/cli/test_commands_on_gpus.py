@@ -139,7 +139,7 @@ def test_a_profile_names_the_phases_and_leaves_a_trace_of_each_rank(recorded, fo
     assert sorted(path.name for path in (folder / "a" / "profile").iterdir()) == ["rank-0.json", "rank-1.json"]
 
 
-def test_an_unchanged_script_prints_the_same_on_gpus_as_on_virtual_ones_of_the_cpu(tmp_path):
+def test_an_unchanged_script_prints_the_same_on_gpus_as_on_simulated_ones_of_the_cpu(tmp_path):
     words = ("--logical-devices", 4, EXAMPLES / "house_prices.py", "--epochs", 20, "--out", "curves")
     said = [on(4, "run", "--devices", devices, *words, cwd=tmp_path).stdout for devices in ("cuda:3", "0,1", "cpu:3")]
     assert "test RMSE" in said[0]

@@ -99,7 +99,7 @@ def test_four_ranks_print_and_save_the_same_on_any_number_of_devices(on_one, nam
 
 @pytest.mark.parametrize("name", ["accelerate", _slow("trainer")])
 def test_as_scripts_for_one_process_they_are_shared_out_with_the_same_bits(tmp_path, name):
-    options = ("--adopt", "--seed", "1")
+    options = ("--single-process", "--seed", "1")
     one, three = (outcome(tmp_path, name, (), devices, *options, **AS_OURS) for devices in (1, 3))
     assert one == three
     assert "4 processes" not in one[0]

@@ -286,7 +286,7 @@ def followed(folder, devices, *words):
 def test_a_recipe_for_four_gpus_runs_on_cpus_with_the_bits_of_any_number_and_the_numbers_of_gloo(tmp_path):
     runs = {count: followed(tmp_path / str(count), f"cpu:{count}") for count in (1, 3)}
     printed, state = runs[1]
-    assert printed[-1] == "nccl cuda:0 virtual CUDA device (CPU)"
+    assert printed[-1] == "nccl cuda:0 simulated CUDA device (CPU)"
     assert all(run[0] == printed for run in runs.values())
     assert all(torch.equal(run[1][name], value) for run in runs.values() for name, value in state.items())
     _, expected = followed(tmp_path / "gloo", None, "cpu")
@@ -466,7 +466,9 @@ def test_what_a_script_leaves_unseeded_has_a_seed_by_rank_on_any_devices(tmp_pat
     assert drawn[0] == drawn[3]
     assert said == ["NumPy and Python's random"]
     (tmp_path / "draws_nothing.py").write_text("import rich.default_styles\n")
-    assert run("--devices", "cpu:2", "--adopt", "draws_nothing.py") == ([], []), "an import is no draw of the script's"
+    assert run("--devices", "cpu:2", "--single-process", "draws_nothing.py") == ([], []), (
+        "an import is no draw of the script's"
+    )
 
 
 AGAIN = """

@@ -135,8 +135,8 @@ def test_a_script_that_starts_ranks_itself_is_refused_by_its_text_where_it_canno
 
 
 @pytest.mark.parametrize(("source", "devices"), [(SPAWNING, "cpu:1"), (PROCESSES, "cpu:2")], ids=["spawn", "process"])
-def test_a_script_that_starts_ranks_itself_under_no_adopt_is_told_where_it_does(tmp_path, source, devices):
-    done = run_script(tmp_path, source, devices, "--no-adopt")
+def test_a_script_that_starts_ranks_itself_under_multi_process_is_told_where_it_does(tmp_path, source, devices):
+    done = run_script(tmp_path, source, devices, "--multi-process")
     assert done.returncode == 2, done.stderr
     assert f"train.py starts its ranks itself (train.py, line {line_of_start(source)})" in done.stderr
     assert f"has started {devices[-1]} of them already: give samestep run --logical-devices V" in done.stderr
@@ -486,7 +486,7 @@ def lines_about(done):
 def test_processes_that_nothing_connects_are_told_so_once_at_the_first_backward(tmp_path):
     (line,) = lines_about(run_script(tmp_path, ALONE.format(before=""), "cpu:2"))
     assert line.startswith("samestep: train.py has started no process group before its first backward: each of the 2")
-    assert "samestep run --adopt" in line
+    assert "samestep run --single-process" in line
     assert "--devices cpu:1" in line
 
 

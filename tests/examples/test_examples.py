@@ -126,8 +126,8 @@ def test_simple_gpu_says_where_it_trains_and_learns(tmp_path):
     assert list(torch.load(tmp_path / "net.pt")) == ["hidden.weight", "hidden.bias", "output.weight", "output.bias"]
 
 
-def test_ddp_native_is_one_process_where_nobody_started_more(tmp_path):
-    said = run_script("ddp_native", ["--epochs", 3, "--save", "net.pt"], tmp_path)
+def test_ddp_is_one_process_where_nobody_started_more(tmp_path):
+    said = run_script("ddp", ["--epochs", 3, "--save", "net.pt"], tmp_path)
     learns(said, 3)
     assert numbers(said, "accuracy")[-1] > 0.7
     assert numbers(said, "processes") == [1, 1, 1]

@@ -137,7 +137,7 @@ def test_a_transformer_divided_over_two_devices_learns_to_the_same_bits_on_four(
 
 @pytest.mark.slow
 def test_the_command_leaves_a_script_with_processes_of_its_own_alone(tmp_path):
-    said = command(tmp_path, "run", "--devices", "cpu:2", FOLDER / "ddp_native.py", "--epochs", 2, "--save", "net.pt")
+    said = command(tmp_path, "run", "--devices", "cpu:2", FOLDER / "ddp.py", "--epochs", 2, "--save", "net.pt")
     losses = re.findall(r"loss ([\d.]+), test accuracy [\d.]+, processes 2\n", said)
     assert len(losses) == 2
     assert float(losses[1]) < float(losses[0])

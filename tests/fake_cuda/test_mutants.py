@@ -76,7 +76,7 @@ MUTANTS = {  # name: (file, text, its replacement), …, the file of the test an
     ),
     "generators that escape the map of devices": (
         ("scripts/simulated/devices.py", "return plain(read(device))", "return plain(device)"),
-        "scripts/test_virtual_cuda.py -k names_four_gpus",
+        "scripts/test_simulated_cuda.py -k names_four_gpus",
     ),
     "texts of out-of-memory that are not known": (
         ("engine/diagnosis.py", '"CUBLAS_STATUS_ALLOC_FAILED|', '"CUBLAS_STATUS_UNKNOWN|'),

@@ -355,7 +355,7 @@ def all_cases():
         "replay": (replay,),
         "command house_prices": (commanded, 3, "house_prices", EXAMPLES["house_prices"][0], words.NUM_CHUNKS),
         "command wrap": (commanded, 2, "simple_gpu", *EXAMPLES["simple_gpu"][:1], words.NUM_CHUNKS + words.WRAP),
-        "command ddp": (commanded, 2, "ddp_native", ["--epochs", 2, "--samples", 200], ()),
+        "command ddp": (commanded, 2, "ddp", ["--epochs", 2, "--samples", 200], ()),
         "command train lenet": (train_command, (1, 3), "lenet", "--epochs", 1, "--global-batch-size", 256),
         "command train mlp": (train_command, (2,), "mlp", *MLP_OPTIONS),
     }

@@ -290,7 +290,7 @@ run.print("done", len(pauses))
 def test_rank_0_may_use_files_for_longer_than_the_timeouts(starter, launcher, kind):
     starter.script("slow_disk.py", SLOW_DISK)
     if launcher == "samestep":
-        process = starter.start("--no-adopt", "--devices", "cpu:2", "--hang-seconds", "2", "slow_disk.py", kind)
+        process = starter.start("--multi-process", "--devices", "cpu:2", "--hang-seconds", "2", "slow_disk.py", kind)
     else:
         options = ("--log-dir", "logs", "--nproc-per-node", "2")  # without a folder torchrun leaves one behind
         process = starter.start_program(torch.distributed.run.__file__, *options, "slow_disk.py", kind)
@@ -320,7 +320,7 @@ run.print("done")
 
 def test_a_worker_that_waits_for_a_pipe_to_be_read_does_not_hang(starter):
     starter.script("prints.py", PRINTS)
-    process = starter.start("--no-adopt", "--devices", "cpu:2", "--hang-seconds", "1", "prints.py")
+    process = starter.start("--multi-process", "--devices", "cpu:2", "--hang-seconds", "1", "prints.py")
     starter.wait_for("step-0-of-0")
     time.sleep(5.0)  # the pipe is not read for longer than the timeout
     stdout, stderr = process.communicate(timeout=120)
@@ -382,6 +382,6 @@ run.print("done")
 def test_a_process_that_stops_or_hangs_is_found_from_its_start_on(starter, kind, code, said):
     starter.script("stops.py", STOPS)
     restarts = ("--max-restarts", "1") if kind == "restarted" else ()
-    ended = starter.run("--no-adopt", "--devices", "cpu:2", "--hang-seconds", "2", *restarts, "stops.py", kind)
+    ended = starter.run("--multi-process", "--devices", "cpu:2", "--hang-seconds", "2", *restarts, "stops.py", kind)
     assert (ended.returncode, ended.stdout) == (code, "" if code else "done\n"), ended.stderr
     assert said in ended.stderr

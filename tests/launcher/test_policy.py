@@ -69,7 +69,7 @@ def test_the_command_refuses_it_too_and_starts_nothing(starter):
 @pytest.mark.parametrize("start_method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_a_script_that_heals_goes_on_under_the_command(starter, start_method):
     starter.script("member.py", MEMBER.format(fault="os._exit(3)"))
-    done = starter.run("--no-adopt", "--devices", "cpu:3", "--start-method", start_method, "member.py")
+    done = starter.run("--multi-process", "--devices", "cpu:3", "--start-method", start_method, "member.py")
     assert (done.returncode, done.stdout) == (0, "0 2\n")
     first, second = done.stderr.splitlines()
     assert first == "samestep: rank 1 on CPU worker 1 exited with code 3 in step 17 (forward); 2 devices go on"
@@ -87,7 +87,7 @@ def test_workers_hash_strings_alike_unless_the_user_sets_the_variable(monkeypatc
 def test_a_stopped_worker_is_ended_with_its_stack_in_the_log(starter):
     starter.script("member.py", MEMBER.format(fault="os.kill(os.getpid(), 19)"))
     options = ["--hang-seconds", "1", "--log-dir", "logs", "--start-method", "spawn"]
-    done = starter.run("--no-adopt", "--devices", "cpu:3", *options, "member.py")
+    done = starter.run("--multi-process", "--devices", "cpu:3", *options, "member.py")
     assert (done.returncode, done.stdout) == (0, "0 2\n")
     assert "rank 1 on CPU worker 1 showed no sign of life" in done.stderr
     log = (starter.folder / "logs" / "rank-1.log").read_text()

@@ -112,7 +112,7 @@ print([parameter.sum().item().hex() for parameter in model.parameters()])
 
 
 @pytest.mark.parametrize("devices", ["cpu:1", "cpu:2"])
-def test_an_adopted_script_has_the_same_bits_whenever_torch_dynamo_is_imported(starter, devices):
+def test_a_single_process_script_has_the_same_bits_whenever_torch_dynamo_is_imported(starter, devices):
     """Here "optimizer" is a name in the text; without it nothing shows the optimizer before it is built."""
     starter.script("early.py", LATE)
     starter.script("late.py", LATE.replace("optimizers", "them").replace("optimizer", "it"))
@@ -177,7 +177,8 @@ UNASKED = """
     from samestep.launcher.job import TRAINING
     from samestep.verify.verdict import PRELOAD
 
-    for name in ("torch.distributed", *TRAINING, *PRELOAD, "samestep.recipes.training", "samestep.scripts.script"):
+    own = "samestep.recipes.training", "samestep.scripts.single_process"
+    for name in ("torch.distributed", *TRAINING, *PRELOAD, *own):
         importlib.import_module(name)
     import torch
 

@@ -256,7 +256,7 @@ def test_a_request_during_an_evaluation_stops_what_is_left_and_a_complete_run_ha
     starter, epoch, code, last, said
 ):
     starter.script("evaluates.py", EVALUATES)
-    process = starter.start("--no-adopt", "--devices", "cpu:2", "evaluates.py", epoch)
+    process = starter.start("--multi-process", "--devices", "cpu:2", "evaluates.py", epoch)
     wait_until_up(starter, 2)
     process.send_signal(signal.SIGTERM)
     assert process.stderr.readline() == "samestep: stopping after this step; once more to end at once\n"
@@ -297,7 +297,7 @@ open(f"left-{run.rank}-after-{step.num_steps}", "w").close()
 @pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_loop_of_one_s_own_that_asks_is_told_and_leaves_after_its_step(starter, num_ranks):
     starter.script("own_loop.py", OWN_LOOP)
-    process = starter.start("--no-adopt", "--devices", f"cpu:{num_ranks}", "own_loop.py")
+    process = starter.start("--multi-process", "--devices", f"cpu:{num_ranks}", "own_loop.py")
     wait_until_up(starter, num_ranks)
     process.send_signal(signal.SIGTERM)
     _, stderr = process.communicate(timeout=60)

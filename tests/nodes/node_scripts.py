@@ -89,7 +89,7 @@ dist.destroy_process_group()
 """
 """A script with DistributedDataParallel; it says where its ranks are."""
 
-NATIVE = """
+MULTI_PROCESS = """
 import os, time
 import torch, torch.distributed as dist
 from torch import nn

@@ -8,7 +8,7 @@ import time
 from contextlib import suppress
 
 import pytest
-from node_scripts import ENDS_FIRST, FAILING, NATIVE, PARALLEL, RANKS, SMALL, TRAINER
+from node_scripts import ENDS_FIRST, FAILING, MULTI_PROCESS, PARALLEL, RANKS, SMALL, TRAINER
 
 from samestep.cli.options import NodeOptions, WorkerOptions, chosen_devices, chosen_torchrun
 from samestep.comm.environment import torchrun_defaults
@@ -202,7 +202,7 @@ def test_a_machine_that_waits_for_the_others_ends_upon_a_signal_and_leaves_no_fo
 
 def test_a_machine_whose_host_has_ended_says_so_and_ends_with_1(nodes):
     script = nodes.script(ENDS_FIRST)
-    options = ["run", "--no-adopt", "--nnodes", "2", "--rdzv-endpoint", nodes.endpoint, "--devices", "cpu:1"]
+    options = ["run", "--multi-process", "--nnodes", "2", "--rdzv-endpoint", nodes.endpoint, "--devices", "cpu:1"]
     first = nodes.start(*options, "--rdzv-conf", "is_host=true", script, FIRST="1")
     second = nodes.start(*options, "--rdzv-conf", "is_host=false", script)
     first, second = nodes.end_of(first), nodes.end_of(second)
@@ -253,7 +253,7 @@ def test_a_recipe_on_several_machines_needs_a_run_folder(nodes):
 
 
 @pytest.mark.slow
-def test_an_adopted_script_is_shared_out_over_nodes_with_the_same_bits(nodes):
+def test_a_single_process_script_is_shared_out_over_nodes_with_the_same_bits(nodes):
     script = nodes.script(PARALLEL)
     options = ["--logical-devices", "4", "--seed", "0"]
     one = nodes.run("run", "--devices", "cpu:1", *options, script)
@@ -356,7 +356,7 @@ def test_a_machine_with_a_number_that_has_gone_is_named_and_waited_for_once(node
 
 @pytest.mark.slow
 def test_a_script_with_process_groups_of_its_own_is_restarted_after_a_worker_was_killed(nodes):
-    script = nodes.script(NATIVE)
+    script = nodes.script(MULTI_PROCESS)
     one = nodes.run("run", "--devices", "cpu:2", script)
     (nodes.folder / "state.pt").unlink()
     options = ["run", "--nnodes", "2", "--rdzv-endpoint", nodes.endpoint, "--max-restarts", "1", "--devices", "cpu:1"]

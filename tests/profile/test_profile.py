@@ -23,7 +23,7 @@ from samestep.runs.ledger import to_line
 PROGRAM = str(Path(__file__).with_name("profile_programs.py"))
 SAMESTEP = [sys.executable, "-m", "samestep"]
 PHASES = ("data", "forward", "backward", "exchange", "update")
-ADOPTED = """
+SINGLE_PROCESS = """
     import torch
     from torch import nn
     from torch.utils.data import DataLoader
@@ -168,8 +168,8 @@ def test_a_script_leaves_its_trace_when_the_environment_asks_for_it(tmp_path):
 
 
 @pytest.mark.slow
-def test_an_adopted_script_is_profiled_and_prints_what_it_printed(tmp_path):
-    (tmp_path / "script.py").write_text(textwrap.dedent(ADOPTED))
+def test_a_single_process_script_is_profiled_and_prints_what_it_printed(tmp_path):
+    (tmp_path / "script.py").write_text(textwrap.dedent(SINGLE_PROCESS))
     words = ("run", "--devices", "cpu:2", "--logical-devices", 2, "--seed", 1)
     plain = command(*SAMESTEP, *words, "script.py", cwd=tmp_path)
     done = command(*SAMESTEP, *words, "--profile", "script.py", cwd=tmp_path)

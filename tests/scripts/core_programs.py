@@ -11,7 +11,7 @@ from worlds import device_of
 from samestep.engine.forward_backward import backward_on_this_thread
 from samestep.errors import SamestepError
 from samestep.patch import Patch, applied
-from samestep.scripts.adoption import Adoption
+from samestep.scripts.shared_script import SharedScript
 from samestep.scripts.wrapped import regions
 from samestep.scripts.wrapped.forward import chunked_forward
 
@@ -137,13 +137,13 @@ def left_sum(communicator, ranges, likes, pieces):
     return totals
 
 
-def own_join(adoption, ranges, items, pieces):
+def own_join(script, ranges, items, pieces):
     """Puts zeros where the other ranks' pieces belong."""
     wholes = []
     for item, column in zip(items, pieces, strict=True):
-        place = {"dtype": item.dtype, "device": adoption.communicator.device}
+        place = {"dtype": item.dtype, "device": script.communicator.device}
         rows = [torch.zeros(item.piece_shape(chunk), **place) for chunk in range(ranges[-1].stop)]
-        for chunk, piece in zip(ranges[adoption.rank], column, strict=True):
+        for chunk, piece in zip(ranges[script.rank], column, strict=True):
             rows[chunk] = piece.detach()
         wholes.append(item.joined(rows))
     return wholes
@@ -212,14 +212,14 @@ def converted(forward, device, num_rows):
 
 def on_ranks(communicator, program, num_microbatches, args, breaker=None):
     """Runs a program of this module with the forwards shared out; its result and the chunks that ran here."""
-    adoption = Adoption(communicator)
+    script = SharedScript(communicator)
 
     def forward(module, *inputs):
-        return chunked_forward(adoption, module, inputs, {}, num_microbatches=num_microbatches)
+        return chunked_forward(script, module, inputs, {}, num_microbatches=num_microbatches)
 
     with applied([BREAKERS[breaker]] if breaker else []), backward_on_this_thread(communicator.device):
         result = globals()[program](forward, communicator.device, *args)
-    return result, adoption.chunks_run
+    return result, script.chunks_run
 
 
 def plainly(program, *args):
@@ -229,17 +229,17 @@ def plainly(program, *args):
 
 def moody(communicator, case, num_microbatches, num_rows):
     """The result or error of chunks that return different structures, and whether the next forward works."""
-    adoption, device = Adoption(communicator), communicator.device
+    script, device = SharedScript(communicator), communicator.device
     module, other = Moody(case).to(device), Moody("named").to(device)
     x = torch.zeros(num_rows, WIDTH, device=device)
     x[-1, 0] = MARK
     answer: Any = None
     try:
-        result = chunked_forward(adoption, module, (x,), {}, num_microbatches=num_microbatches)
+        result = chunked_forward(script, module, (x,), {}, num_microbatches=num_microbatches)
         answer = type(result).__name__, [type(entry).__name__ for entry in result]
     except SamestepError as error:
         answer = type(error).__name__, str(error)
-    after = chunked_forward(adoption, other, (x,), {}, num_microbatches=num_microbatches)
+    after = chunked_forward(script, other, (x,), {}, num_microbatches=num_microbatches)
     return answer, after.left.tolist() == (x @ module.weight).tolist()
 
 
@@ -264,13 +264,13 @@ class Restless(nn.Module):
 
 def restless(communicator):
     """The results and the leftovers of a forward that writes attributes, also when it fails."""
-    adoption, module = Adoption(communicator), Restless().to(communicator.device)
+    script, module = SharedScript(communicator), Restless().to(communicator.device)
     names, children = set(vars(module.layer)), list(module._modules)
     x = torch.ones(4, WIDTH, device=communicator.device)
     values = []
     for fail in (False, True, False):
         with contextlib.suppress(ArithmeticError):
-            values.append(chunked_forward(adoption, module, (x, fail), {}, num_microbatches=4))
+            values.append(chunked_forward(script, module, (x, fail), {}, num_microbatches=4))
     plain = torch.cat([module.layer(row) for row in x.split(1)])  # four rows at once may be rounded otherwise
     return {
         "the first call, in every chunk": [torch.equal(value, plain) for value in values],

@@ -28,8 +28,8 @@ import torch
 
 from samestep.patch import applied
 from samestep.scripts import output, seeding
-from samestep.scripts.adoption import Adoption
 from samestep.scripts.files import patches as file_patches
+from samestep.scripts.shared_script import SharedScript
 
 LIBRARY = """
 import os, shutil, tempfile, time, urllib.request, torch, threading, numpy, random
@@ -93,7 +93,7 @@ def library():
 
 def in_script(communicator, name, *args):
     """Runs a function of this file, by name, under the patches of `files`."""
-    with applied(file_patches.patches(Adoption(communicator))):
+    with applied(file_patches.patches(SharedScript(communicator))):
         return globals()[name](communicator, *args)
 
 
@@ -383,10 +383,10 @@ def elsewhere(communicator, folder):
 
 def in_a_chunk(communicator, folder):
     """Writes while a chunk of a wrapped forward runs."""
-    adoption = Adoption(communicator)
-    with applied(file_patches.patches(adoption)):
+    script = SharedScript(communicator)
+    with applied(file_patches.patches(script)):
         for chunk in range(communicator.rank + 1):  # not equally many
-            with adoption.chunk(chunk), open(f"{folder}/log", "a") as file:
+            with script.chunk(chunk), open(f"{folder}/log", "a") as file:
                 file.write(f"rank {communicator.rank}\n")
                 os.path.exists(f"{folder}/log")
     return
@@ -397,7 +397,7 @@ def saves_and_loads(communicator, folder):
     before, path = list(sys.meta_path), list(sys.path)
     for name in [name for name in sys.modules if name.partition(".")[0] in ("safetensors", "torchvision")]:
         del sys.modules[name]
-    with applied(file_patches.patches(Adoption(communicator))):
+    with applied(file_patches.patches(SharedScript(communicator))):
         importlib.util.find_spec("safetensors.torch")  # looks, and imports nothing
         from safetensors.torch import load_file, save_file
 
@@ -460,8 +460,8 @@ def draws(communicator):
 
 def seeds(communicator, seed):
     """Draws after the start, and after seeds that differ between processes."""
-    adoption = Adoption(communicator)
-    with applied(seeding.patches(adoption)), seeding.seeded(adoption, seed):
+    script = SharedScript(communicator)
+    with applied(seeding.patches(script)), seeding.seeded(script, seed):
         found = [_draws()]
         for given in (lambda: communicator.rank, lambda: time.time_ns() % 2**31):
             torch.manual_seed(given())
@@ -483,8 +483,8 @@ def seeds(communicator, seed):
 
 def states(communicator):
     """States that are restored: those of rank 0."""
-    adoption = Adoption(communicator)
-    with applied(seeding.patches(adoption)), seeding.seeded(adoption, 1):
+    script = SharedScript(communicator)
+    with applied(seeding.patches(script)), seeding.seeded(script, 1):
         generator = np.random.RandomState(communicator.rank)
         np.random.set_state(generator.get_state())
         random.setstate(random.Random(communicator.rank).getstate())
@@ -492,17 +492,17 @@ def states(communicator):
         return _draws()
 
 
-def unadopted_seeds(communicator):
+def unpatched_seeds(communicator):
     """The same without any patch, for the twin."""
-    with seeding.seeded(Adoption(communicator), 1):
+    with seeding.seeded(SharedScript(communicator), 1):
         np.random.seed(communicator.rank)
         return np.random.rand(), np.random.default_rng().random()
 
 
 def forwards_since(communicator):
     """How many forwards count after each call that seeds torch, and each that does not."""
-    adoption, counts = Adoption(communicator), {}
-    with applied(seeding.patches(adoption)), seeding.seeded(adoption, 1):
+    script, counts = SharedScript(communicator), {}
+    with applied(seeding.patches(script)), seeding.seeded(script, 1):
         for name, call in {
             "torch.manual_seed": lambda: torch.manual_seed(1),
             "torch.random.manual_seed": lambda: torch.random.manual_seed(1),
@@ -511,17 +511,17 @@ def forwards_since(communicator):
             "random.seed": lambda: random.seed(1),
             "np.random.seed": lambda: np.random.seed(1),
         }.items():
-            adoption.num_since_reseed = 5
+            script.num_since_reseed = 5
             call()
-            counts[name] = adoption.num_since_reseed
+            counts[name] = script.num_since_reseed
     return counts
 
 
 def said_seeds(communicator, how):
     """The output on stderr of a script that seeds and draws in one of these ways."""
-    adoption, stderr = Adoption(communicator), io.StringIO()
+    script, stderr = SharedScript(communicator), io.StringIO()
     seed = 7 if how == "given" else None
-    with redirect_stderr(stderr), applied(seeding.patches(adoption)), seeding.seeded(adoption, seed):
+    with redirect_stderr(stderr), applied(seeding.patches(script)), seeding.seeded(script, seed):
         if how in ("torch alone", "as the run"):
             torch.manual_seed(0)
         if how == "library":
@@ -541,10 +541,10 @@ def said_seeds(communicator, how):
 
 def in_chunks(communicator):
     """Generators that are made inside of chunks, whose seeds are the same on all ranks; no rank waits."""
-    adoption, found = Adoption(communicator), []
-    with applied(seeding.patches(adoption)), seeding.seeded(adoption, 1):
+    script, found = SharedScript(communicator), []
+    with applied(seeding.patches(script)), seeding.seeded(script, 1):
         for chunk in range(communicator.rank + 1):
-            with adoption.chunk(chunk):
+            with script.chunk(chunk):
                 random.seed(9)
                 torch.manual_seed(9)
                 found.append((np.random.default_rng().random(), random.Random().random(), torch.rand(1).item()))
@@ -553,12 +553,12 @@ def in_chunks(communicator):
 
 def streams(communicator):
     """The output in a chunk of a handler that was set up before it."""
-    adoption = Adoption(communicator)
+    script = SharedScript(communicator)
     stdout, stderr = io.StringIO(), io.StringIO()
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = stdout, stderr
     try:
-        with output.script_streams(adoption):
+        with output.script_streams(script):
             handler = logging.StreamHandler()
             print("before")
             with output.captured() as said:

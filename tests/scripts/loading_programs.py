@@ -27,7 +27,7 @@ from torch.utils.data.datapipes.iter import IterableWrapper
 
 from samestep.patch import Patch, applied
 from samestep.scripts import loading, output
-from samestep.scripts.adoption import Adoption
+from samestep.scripts.shared_script import SharedScript
 
 Pair = namedtuple("Pair", "image label")
 
@@ -218,19 +218,19 @@ def plain(program, *args):
     return program(None, *args)
 
 
-class Adopted:
+class SharedLoaders:
     """Splits a program's loaders over the ranks for a block; does nothing without a communicator."""
 
     def __init__(self, communicator, breaker=""):
-        self.adoption = None if communicator is None else Adoption(communicator)
+        self.script = None if communicator is None else SharedScript(communicator)
         self._breaker = breaker
         self._stack = ExitStack()
 
     def __enter__(self):
-        if self.adoption is not None:
-            self._stack.enter_context(output.script_streams(self.adoption))
-            hidden = Patch(torch.distributed, "is_initialized", lambda: False)  # as it is from adopted scripts
-            self._stack.enter_context(applied([hidden, *loading.patches(self.adoption), *BREAKERS[self._breaker]]))
+        if self.script is not None:
+            self._stack.enter_context(output.script_streams(self.script))
+            hidden = Patch(torch.distributed, "is_initialized", lambda: False)  # as it is from single-process scripts
+            self._stack.enter_context(applied([hidden, *loading.patches(self.script), *BREAKERS[self._breaker]]))
         torch.manual_seed(1)
         np.random.seed(2)
         random.seed(3)
@@ -241,7 +241,7 @@ class Adopted:
 
     @property
     def notices(self):
-        return sorted(notice.split(": ", 1)[1] for notice in self.adoption._noticed)
+        return sorted(notice.split(": ", 1)[1] for notice in self.script._noticed)
 
 
 def form(value):
@@ -273,7 +273,7 @@ def states(loader=None):
 def two_epochs(communicator, name, folder, breaker=""):
     """Every batch and generator of an epoch that is left early and of a whole one; the notices; children left."""
     seen, children = [], len(psutil.Process().children())
-    with Adopted(communicator, breaker) as adopted:
+    with SharedLoaders(communicator, breaker) as shared:
         loader = cases(folder)[name]()
         for last in (1, 10**6):
             for number, batch in enumerate(loader):
@@ -284,12 +284,12 @@ def two_epochs(communicator, name, folder, breaker=""):
             seen.append(states(loader))
         seen.append(getattr(loader.sampler, "num_passes", None))
         del loader
-        return seen, len(psutil.Process().children()) - children, adopted.notices if communicator else None
+        return seen, len(psutil.Process().children()) - children, shared.notices if communicator else None
 
 
 def nested(communicator, folder):
     """Two loaders zipped, one nested in itself, and some iterators side by side."""
-    with Adopted(communicator):
+    with SharedLoaders(communicator):
         first = DataLoader(Computed(folder, 10), batch_size=2, shuffle=True)
         second = DataLoader(Computed(folder, 10, change=augment), batch_size=3, shuffle=True, num_workers=2)
         seen = [(form(one), form(two), states()) for one, two in zip(first, second, strict=False)]
@@ -302,7 +302,7 @@ def nested(communicator, folder):
 
 def broken(communicator, folder):
     """The error that the script meets, and the batches before and after it."""
-    with Adopted(communicator):
+    with SharedLoaders(communicator):
         loader = DataLoader(Computed(folder, change=fail), batch_size=4, num_workers=2)
         return _until_end(iter(loader))
 
@@ -310,7 +310,7 @@ def broken(communicator, folder):
 def broken_stream(communicator, num_workers, kind):
     """The same of a stream."""
     made = {"KeyError": KeyError("gone"), "LocalError": LocalError("this", "that"), "LockedError": LockedError()}
-    with Adopted(communicator):
+    with SharedLoaders(communicator):
         return _until_end(iter(DataLoader(BrokenStream(made[kind]), batch_size=None, num_workers=num_workers)))
 
 
@@ -341,7 +341,7 @@ def _until_end(iterator):
 def timed_out(communicator, folder):
     """A worker process that takes longer than it may."""
     seen = []
-    with Adopted(communicator):
+    with SharedLoaders(communicator):
         try:
             for batch in DataLoader(Computed(folder, change=delay), batch_size=4, num_workers=2, timeout=1):
                 seen.append(form(batch))
@@ -352,10 +352,10 @@ def timed_out(communicator, folder):
 
 def elsewhere(communicator, folder):
     """A loader iterated in a chunk, and an iterator that is taken there."""
-    with Adopted(communicator) as adopted:
+    with SharedLoaders(communicator) as shared:
         loader = DataLoader(Computed(folder), batch_size=4)
         iterator = iter(DataLoader(Computed(folder), batch_size=4, num_workers=1))
-        with adopted.adoption.chunk(0):
+        with shared.script.chunk(0):
             inside = [form(batch) for batch in loader]
             try:
                 next(iterator)
@@ -366,7 +366,7 @@ def elsewhere(communicator, folder):
 
 def kept_apart(communicator, folder):
     """Each rank's share by a distributed sampler, which is the script's own way."""
-    with Adopted(communicator):
+    with SharedLoaders(communicator):
         sampler = torch.utils.data.DistributedSampler(
             range(22), num_replicas=communicator.world_size, rank=communicator.rank, shuffle=False
         )
@@ -375,7 +375,7 @@ def kept_apart(communicator, folder):
 
 def abandoned(communicator, folder, breaker=""):
     """Children while an iterator is held, and after it is gone, by break, by an exception and by `del`."""
-    with Adopted(communicator, breaker):
+    with SharedLoaders(communicator, breaker):
         counts, before = [], len(psutil.Process().children())
         loader = DataLoader(Computed(folder), batch_size=4, num_workers=4)
         iterator = iter(loader)

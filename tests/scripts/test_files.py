@@ -19,14 +19,14 @@ from worlds import World
 
 from samestep.comm.communicator import Communicator
 from samestep.comm.transport import LocalTransport
-from samestep.scripts.adoption import Adoption
 from samestep.scripts.files import patches as file_patches
 from samestep.scripts.files.opening import open_discard
 from samestep.scripts.files.rank0_files import Caller, kind_of
+from samestep.scripts.shared_script import SharedScript
 
 
 def script(worlds, n, name, folder, *args):
-    """The results of a function of the programs on all ranks, under adoption."""
+    """The results of a function of the programs on all ranks, as `samestep run` does."""
     return worlds(n).run(programs.in_script, name, str(folder), *args)
 
 
@@ -59,7 +59,7 @@ def test_only_rank_0_writes_whatever_the_way(worlds, tmp_path, n):
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["d"]
 
 
-def test_without_adoption_every_rank_would_write(worlds, tmp_path):
+def test_without_patches_every_rank_would_write(worlds, tmp_path):
     with pytest.raises(AssertionError, match="FileExistsError"):
         worlds(2).run(programs.bare, "writes", str(tmp_path))
 
@@ -84,7 +84,7 @@ def test_a_reader_waits_for_rank_0_and_takes_its_path(worlds, tmp_path):
     assert all("0" in path.name for path in tmp_path.iterdir()), list(tmp_path.iterdir())
 
 
-def test_without_adoption_names_with_a_clock_differ(worlds, tmp_path):
+def test_without_patches_names_with_a_clock_differ(worlds, tmp_path):
     worlds(3).run(programs.bare, "late_writer", str(tmp_path))
     assert sorted(path.name for path in tmp_path.glob("at-*")) == ["at-0.txt", "at-1.txt", "at-2.txt"]
 
@@ -258,7 +258,7 @@ def test_a_download_happens_once_also_for_libraries(worlds, tmp_path):
     assert sorted(asked) == ["/hub", "/late", "/library", "/model.pt", "/script"]
 
 
-def test_without_adoption_every_rank_would_download(worlds, tmp_path):
+def test_without_patches_every_rank_would_download(worlds, tmp_path):
     with serving() as (url, asked):
         worlds(2).run(programs.bare, "downloads", str(tmp_path), url)
     assert asked.count("/script") == 2
@@ -272,7 +272,7 @@ def test_a_rank_that_finds_a_file_complete_and_never_asks_for_it_is_not_waited_f
 
 def test_one_rank_alone_needs_no_patch():
     transport = LocalTransport()
-    assert file_patches.patches(Adoption(Communicator(torch.device("cpu"), transport, transport))) == []
+    assert file_patches.patches(SharedScript(Communicator(torch.device("cpu"), transport, transport))) == []
 
 
 def test_a_sink_knows_its_name_and_position_and_takes_what_a_file_takes(tmp_path):

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import io_programs as programs
 import pytest
-from adopting import run
+from script_runs import run
 
 from samestep.scripts import output
 from samestep.scripts.output import STDERR, STDOUT, ScriptStream
@@ -142,7 +142,7 @@ RESULT = [(warning.filename == __file__, warning.lineno) for warning in kept]
 
 
 @pytest.mark.parametrize("n", [1, 2])
-def test_warnings_name_the_lines_that_they_name_without_adoption_and_each_once(worlds, tmp_path, n):
+def test_warnings_name_the_lines_that_they_name_under_python_and_each_once(worlds, tmp_path, n):
     script = tmp_path / "warns.py"
     script.write_text(WARNING)
     for outcome in run(worlds, n, script, cwd=tmp_path):

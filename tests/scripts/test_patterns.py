@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from adopting import Bits, run, run_reference
+from script_runs import Bits, run, run_reference
 from worlds import DEVICE, cpu_only
 
 FOLDER = Path(__file__).parent / "patterns"
@@ -136,7 +136,7 @@ def test_processes_do_not_change_the_bits_or_the_prints(worlds, tmp_path, alone,
         check_chunks(outcomes, alone(name))
 
 
-@cpu_only("the reference is on virtual devices, whose random numbers are other ones")
+@cpu_only("the reference is on simulated devices, whose random numbers are other ones")
 @pytest.mark.parametrize("name", [name for name in PATTERNS if PATTERNS[name].in_reference])
 def test_one_process_computes_to_the_bit_what_the_reference_does(worlds, tmp_path, alone, name):
     pattern, ours = PATTERNS[name], alone(name)

@@ -4,14 +4,14 @@ from textwrap import dedent
 
 import pytest
 import torch
-from adopting import Bits, run
+from script_runs import Bits, run
 from torch import nn
 from worlds import DEVICE
 
 from samestep.comm.communicator import Communicator
 from samestep.comm.transport import LocalTransport
 from samestep.errors import UsageError
-from samestep.scripts.adoption import Adoption
+from samestep.scripts.shared_script import SharedScript
 from samestep.scripts.wrapped import compare
 from samestep.scripts.wrapping import shared_out
 
@@ -524,7 +524,7 @@ RESULT["state"] = model.state_dict()
 
 def alone():
     transport = LocalTransport()
-    return Adoption(Communicator(torch.device("cpu"), transport, transport), 4)
+    return SharedScript(Communicator(torch.device("cpu"), transport, transport), 4)
 
 
 class Tokens(nn.Module):
@@ -569,15 +569,15 @@ def test_the_comparison_leaves_no_trace():
 
     def trained(compared):
         torch.manual_seed(5)
-        adoption, model, seen = alone(), Net(), []
+        script, model, seen = alone(), Net(), []
         model.register_forward_hook(lambda *_: seen.append(1))
-        with shared_out(adoption, None):
+        with shared_out(script, None):
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             for step in range(2):
                 if step or compared:
                     model(torch.ones(8, 6)).sum().backward()
                     optimizer.step()
-        return adoption.chunks_run, len(seen), model.norm.num_batches_tracked.item(), torch.rand(2).tolist()
+        return script.chunks_run, len(seen), model.norm.num_batches_tracked.item(), torch.rand(2).tolist()
 
     torch.manual_seed(5)
     Net()

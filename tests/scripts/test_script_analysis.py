@@ -60,11 +60,11 @@ def read(folder, text, **others):
         ("if __name__ == '__main__':\n    import ray", "imports ray"),
     ],
 )
-def test_a_script_that_deals_with_ranks_is_native(folder, text, reason):
+def test_a_script_that_deals_with_ranks_is_a_multi_process_one(folder, text, reason):
     reading = read(folder, text)
-    assert reading.kind == "native"
+    assert reading.kind == "multi-process"
     assert reason in reading.reason
-    assert "--adopt" not in reading.reason
+    assert "--single-process" not in reading.reason
 
 
 MAKES = "import torch.distributed as dist, torch.multiprocessing as mp\ndef rank(i):\n  dist.init_process_group()\n"
@@ -92,7 +92,7 @@ MAKES = "import torch.distributed as dist, torch.multiprocessing as mp\ndef rank
 )
 def test_a_script_that_starts_ranks_itself_is_told_from_one_that_starts_other_processes(folder, text, sign):
     reading = read(folder, MAKES + text)
-    assert reading.kind == "native"
+    assert reading.kind == "multi-process"
     assert [place.endswith(sign) for place in reading.starts] == ([True] if sign else [])
     assert not reading.reads_ranks
     assert read(folder, f"{MAKES}{text}\nimport os\nos.environ.get('RANK')").reads_ranks
@@ -124,8 +124,8 @@ def test_a_function_of_another_module_starts_ranks(folder):
         "try:\n    import horovod\nexcept ImportError:\n    horovod = None",
     ],
 )
-def test_a_script_for_one_process_is_adopted(folder, text):
-    assert read(folder, text).kind == "adopted"
+def test_a_script_for_one_process_is_a_single_process_one(folder, text):
+    assert read(folder, text).kind == "single-process"
 
 
 def test_the_reason_says_what_will_be_shared_out(folder):
@@ -139,7 +139,7 @@ def test_the_reason_says_what_will_be_shared_out(folder):
     )
 
 
-def test_a_script_that_has_both_is_native_and_told_how_to_share_its_wrapper_out(folder):
+def test_a_script_that_has_both_is_a_multi_process_one_and_told_how_to_share_its_wrapper_out(folder):
     text = """
     import torch, torch.distributed as dist
     if args.distributed:
@@ -149,9 +149,9 @@ def test_a_script_that_has_both_is_native_and_told_how_to_share_its_wrapper_out(
         model = torch.nn.DataParallel(model)
     """
     reading = read(folder, text)
-    assert reading.kind == "native"
+    assert reading.kind == "multi-process"
     assert "line 4, calls init_process_group" in reading.reason
-    assert "DataParallel (train.py, line 7), which samestep run --adopt shares out instead" in reading.reason
+    assert "DataParallel (train.py, line 7), which samestep run --single-process shares out instead" in reading.reason
 
 
 def test_modules_of_the_scripts_own_folder_count_however_they_are_imported(folder):
@@ -163,24 +163,24 @@ def test_modules_of_the_scripts_own_folder_count_however_they_are_imported(folde
         "from package import ranks",
         "import package.ranks as r",
     ):
-        assert read(folder, text).kind == "native", text
+        assert read(folder, text).kind == "multi-process", text
     folder({"package/__init__.py": "from . import ranks"})
-    assert read(folder, "import package.other").kind == "native"
+    assert read(folder, "import package.other").kind == "multi-process"
     folder({"package/__init__.py": "", "package/deep/__init__.py": "", "package/deep/own.py": "from ..ranks import x"})
     reading = reads_as(folder({"train.py": "from package.deep import own"}) / "train.py")
     assert reading.reason.startswith("ranks.py, line 1, imports accelerate")
-    assert read(folder, "import elsewhere, torch").kind == "adopted"
+    assert read(folder, "import elsewhere, torch").kind == "single-process"
     assert where.is_dir()
 
 
 def test_what_an_imported_module_does_as_a_script_does_not_count(folder):
     others = {"tool.py": "if __name__ == '__main__':\n    import ray\nelse:\n    x = 1"}
-    assert read(folder, "import tool", **others).kind == "adopted"
+    assert read(folder, "import tool", **others).kind == "single-process"
 
 
 def test_a_module_of_ones_own_is_no_framework(folder):
-    assert read(folder, "import composer", **{"composer.py": "notes = 1"}).kind == "adopted"
-    assert read(folder, "from composer import Trainer", **{"composer.py": "import ray"}).kind == "native"
+    assert read(folder, "import composer", **{"composer.py": "notes = 1"}).kind == "single-process"
+    assert read(folder, "from composer import Trainer", **{"composer.py": "import ray"}).kind == "multi-process"
 
 
 @pytest.mark.parametrize("content", [b"def f(:\n", b"\xff\xfe\x00", b"x = 1\x00", b"(" * 5000, None])
@@ -189,14 +189,14 @@ def test_what_cannot_be_parsed_is_left_to_python(tmp_path, content):
     if content is not None:
         path.write_bytes(content)
     reading = reads_as(path)
-    assert reading.kind == "adopted"
+    assert reading.kind == "single-process"
     assert "Python will say why" in reading.reason
 
 
 def test_a_source_in_another_encoding_is_read_without_a_word(tmp_path, recwarn):
     path = tmp_path / "train.py"
     path.write_bytes("# -*- coding: latin-1 -*-\nname = 'é\\d'\nimport ray\n".encode("latin-1"))
-    assert reads_as(path).kind == "native"
+    assert reads_as(path).kind == "multi-process"
     assert not recwarn.list
 
 
@@ -218,9 +218,9 @@ def test_a_module_is_found_as_python_finds_it_and_is_not_imported(folder, monkey
     )
     monkeypatch.chdir(where)
     assert reads_as("package", is_module=True).reason.startswith("work.py, line 1, imports accelerate")
-    assert reads_as("package.quiet", is_module=True).kind == "adopted"
-    assert reads_as("single", is_module=True).kind == "native"
-    assert reads_as("nowhere.at.all", is_module=True).kind == "adopted"
+    assert reads_as("package.quiet", is_module=True).kind == "single-process"
+    assert reads_as("single", is_module=True).kind == "multi-process"
+    assert reads_as("nowhere.at.all", is_module=True).kind == "single-process"
 
 
 def test_an_installed_module_is_not_judged_by_the_libraries_around_it(folder, monkeypatch, tmp_path):
@@ -230,8 +230,8 @@ def test_an_installed_module_is_not_judged_by_the_libraries_around_it(folder, mo
     empty = tmp_path / "empty"
     empty.mkdir()
     monkeypatch.chdir(empty)
-    assert reads_as("tool", is_module=True).kind == "adopted"
-    assert reads_as("tool.start", is_module=True).kind == "native"
+    assert reads_as("tool", is_module=True).kind == "single-process"
+    assert reads_as("tool.start", is_module=True).kind == "multi-process"
 
 
 LIBRARY = {
@@ -301,7 +301,7 @@ LIBRARY = {
 def test_functions_of_libraries_count_as_far_as_the_script_calls_them(folder, monkeypatch, text, reason):
     monkeypatch.syspath_prepend(str(folder(LIBRARY) / "lib"))
     reading = read(folder, text)
-    assert (reading.kind == "native") == bool(reason), reading.reason
+    assert (reading.kind == "multi-process") == bool(reason), reading.reason
     assert reason in reading.reason
 
 
@@ -313,7 +313,7 @@ def test_reading_does_not_import_torch(folder):
         "print(json.dumps([kind, 'torch' in sys.modules, 'numpy' in sys.modules]))"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert json.loads(run.stdout) == ["native", False, False]
+    assert json.loads(run.stdout) == ["multi-process", False, False]
 
 
 @pytest.mark.parametrize(
@@ -361,7 +361,7 @@ def test_the_microbatches_of_a_script_are_read_where_they_are_written_out(folder
 def test_a_script_is_one_for_gpus_if_it_names_them(folder, text, is_named):
     own = {"own.py": "def place(x):\n    return x.cuda()"}
     assert read(folder, f"import os\nrank = os.environ['RANK']\n{text}\n", **own).names_gpus == is_named
-    assert read(folder, text, **own).names_gpus == is_named, "under --no-adopt"
+    assert read(folder, text, **own).names_gpus == is_named, "under --multi-process"
 
 
 @pytest.mark.parametrize(

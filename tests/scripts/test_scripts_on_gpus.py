@@ -1,4 +1,4 @@
-"""Unchanged scripts and examples on real devices instead of virtual ones: one to four GPUs give the same bits."""
+"""Unchanged scripts and examples on real devices instead of simulated ones: one to four GPUs give the same bits."""
 
 import pickle
 import re
@@ -74,7 +74,7 @@ def test_an_example_has_the_same_lines_and_bits_on_every_number_of_gpus(on_gpus,
 
 
 @pytest.mark.parametrize("name", ["arguments", "by_hand", "device_count_guard"])
-def test_a_script_that_draws_nothing_on_its_devices_has_the_bits_of_virtual_ones(worlds, on_gpus, tmp_path, name):
+def test_a_script_that_draws_nothing_on_its_devices_has_the_bits_of_simulated_ones(worlds, on_gpus, tmp_path, name):
     expected = run_pattern(worlds, 1, name, tmp_path)[0]
     found = on_gpus[name, 1][0]
     assert {path for path, value in expected.result.items() if found.result.get(path) != value} == set()

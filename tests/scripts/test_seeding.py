@@ -38,8 +38,8 @@ def test_restored_states_are_those_of_rank_0(worlds):
     assert draws[1] == np.random.RandomState(0).rand()
 
 
-def test_without_adoption_seeds_differ(worlds):
-    first, second = worlds(2).run(programs.unadopted_seeds)
+def test_without_patches_seeds_differ(worlds):
+    first, second = worlds(2).run(programs.unpatched_seeds)
     assert first[0] != second[0]
     assert first[1] != second[1]
 

@@ -21,7 +21,7 @@ from tutorial_programs import (
 from samestep.comm.communicator import Communicator
 from samestep.comm.transport import LocalTransport
 from samestep.errors import DataError, DeviceError, UsageError
-from samestep.scripts.adoption import Adoption
+from samestep.scripts.shared_script import SharedScript
 from samestep.tutorial import allreduce, replicate_params, split_and_load
 
 SIZES = [32, 32, 13, 32, 3]  # an odd batch, and one that leaves the fourth device without a sample
@@ -30,7 +30,7 @@ WORLDS = (1, 2, 3, 4)
 
 def alone(**fields):
     transport = LocalTransport()
-    return Adoption(Communicator(torch.device("cpu"), transport, transport), **fields)
+    return SharedScript(Communicator(torch.device("cpu"), transport, transport), **fields)
 
 
 @pytest.mark.parametrize("together", [True, False])
@@ -112,7 +112,7 @@ def test_a_verb_inside_a_wrapped_forward_is_refused(worlds):
 
 def test_replicas_are_leaves_in_memory_of_their_own_with_equal_bits():
     source = {"w": nn.Parameter(torch.tensor([math.nan, -0.0])), "more": [torch.ones(2, 3).T, torch.arange(3)]}
-    replicas = replicate_params(source, 3, adoption=alone())
+    replicas = replicate_params(source, 3, script=alone())
     assert len(replicas) == 3
     pointers = {t.data_ptr() for r in [source, *replicas] for t in (r["w"], *r["more"])}
     assert len(pointers) == 4 * 3
@@ -128,11 +128,11 @@ def test_replicas_are_leaves_in_memory_of_their_own_with_equal_bits():
 def test_parameters_may_come_from_a_module():
     model = nn.Linear(3, 2)
     for params in (model.parameters(), list(model.parameters()), nn.ParameterList(model.parameters())):
-        ((weight, bias),) = replicate_params(params, 1, adoption=alone())
+        ((weight, bias),) = replicate_params(params, 1, script=alone())
         assert torch.equal(weight, model.weight)
         assert torch.equal(bias, model.bias)
     with pytest.raises(UsageError, match=r"got the module Linear as params; give list\(model.parameters\(\)\)"):
-        replicate_params(model, 2, adoption=alone())
+        replicate_params(model, 2, script=alone())
 
 
 @pytest.mark.parametrize(
@@ -140,39 +140,39 @@ def test_parameters_may_come_from_a_module():
 )
 def test_parameters_that_cannot_be_replicated_are_refused(params, said):
     with pytest.raises(UsageError, match=said):
-        replicate_params([torch.ones(2)] * 2 if params == "tied" else params, 2, adoption=alone())
+        replicate_params([torch.ones(2)] * 2 if params == "tied" else params, 2, script=alone())
 
 
 def test_the_script_is_told_on_which_device_each_copy_is():
     marks = []
-    adoption = alone(num_devices=4, mark=lambda tensor, index: marks.append(index) or tensor)
-    replicate_params([torch.ones(2)], [2, 0, "cpu"], adoption=adoption)
+    script = alone(num_devices=4, mark=lambda tensor, index: marks.append(index) or tensor)
+    replicate_params([torch.ones(2)], [2, 0, "cpu"], script=script)
     assert marks == [2, 0, -1]
     marks.clear()
-    split_and_load((torch.ones(6, 1), torch.ones(6)), 3, adoption=adoption)
+    split_and_load((torch.ones(6, 1), torch.ones(6)), 3, script=script)
     assert marks == [0, 0, 1, 1, 2, 2]
 
 
 def test_the_number_of_microbatches_that_was_asked_for_overrides_the_number_of_devices():
-    adoption = alone(num_microbatches=4)
-    assert [len(part) for part in split_and_load(torch.ones(8, 1), ["cpu"] * 2, adoption=adoption)] == [2] * 4
-    assert len(replicate_params([torch.ones(1)], 1, adoption=adoption)) == 4
+    script = alone(num_microbatches=4)
+    assert [len(part) for part in split_and_load(torch.ones(8, 1), ["cpu"] * 2, script=script)] == [2] * 4
+    assert len(replicate_params([torch.ones(1)], 1, script=script)) == 4
 
 
 @pytest.mark.parametrize(("length", "sizes"), [(10, [3, 3, 2, 2]), (2, [1, 1, 0, 0]), (8, [2, 2, 2, 2])])
 def test_an_uneven_batch_is_split_only_where_that_is_asked_for(length, sizes):
     x = torch.arange(float(length)).view(-1, 1)
-    parts = split_and_load(x, 4, even_split=False, adoption=alone())
+    parts = split_and_load(x, 4, even_split=False, script=alone())
     assert [len(part) for part in parts] == sizes
     assert torch.equal(torch.cat(parts), x)
     if len(set(sizes)) > 1:
         with pytest.raises(UsageError, match=rf"got {length} samples for 4 devices.*even_split=False"):
-            split_and_load(x, 4, adoption=alone())
+            split_and_load(x, 4, script=alone())
 
 
 def test_microbatches_are_copies_that_keep_the_nesting():
     batch = {"x": torch.ones(4, 3), "names": list("abcd"), "scale": torch.tensor(2.0)}
-    first, second = split_and_load(batch, 2, adoption=alone())
+    first, second = split_and_load(batch, 2, script=alone())
     assert second["names"] == ["c", "d"]
     first["x"].zero_()
     first["scale"].zero_()
@@ -192,7 +192,7 @@ def test_microbatches_are_copies_that_keep_the_nesting():
 )
 def test_batches_that_cannot_be_split_are_refused(batch, error, said):
     with pytest.raises(error, match=said):
-        split_and_load(batch, 2, adoption=alone())
+        split_and_load(batch, 2, script=alone())
 
 
 @pytest.mark.parametrize(
@@ -208,13 +208,13 @@ def test_batches_that_cannot_be_split_are_refused(batch, error, said):
 )
 def test_devices_that_mean_nothing_are_refused(devices, error, said):
     with pytest.raises(error, match=said):
-        replicate_params([torch.ones(1)], devices, adoption=alone())
+        replicate_params([torch.ones(1)], devices, script=alone())
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
 def test_an_accelerator_that_is_not_there_is_refused():
     with pytest.raises(DeviceError, match=r"asked for cuda:1, torch .* sees no accelerator"):
-        replicate_params([torch.ones(1)], ["cuda:0", "cuda:1"][1:], adoption=alone())
+        replicate_params([torch.ones(1)], ["cuda:0", "cuda:1"][1:], script=alone())
 
 
 @pytest.mark.parametrize(
@@ -234,28 +234,28 @@ def test_an_accelerator_that_is_not_there_is_refused():
     ],
 )
 def test_what_cannot_be_reduced_is_refused(tensors, said):
-    adoption = alone()
-    replicate_params([torch.ones(1)], 2, adoption=adoption)
+    script = alone()
+    replicate_params([torch.ones(1)], 2, script=script)
     with pytest.raises(UsageError, match=said):
-        allreduce(tensors, adoption=adoption)
+        allreduce(tensors, script=script)
 
 
 def test_the_last_call_says_how_many_devices_there_are():
-    adoption = alone()
+    script = alone()
     for num_devices in (1, 3, 2):
-        replicate_params([torch.ones(1)], num_devices, adoption=adoption)
+        replicate_params([torch.ones(1)], num_devices, script=script)
         values = [torch.ones(()) for _ in range(num_devices)]
-        allreduce(values, adoption=adoption)
+        allreduce(values, script=script)
         assert [value.item() for value in values] == [num_devices] * num_devices
 
 
 @pytest.mark.parametrize("draws", [True, False])
 def test_random_numbers_drawn_for_a_microbatch_are_remarked_on(capsys, draws):
-    adoption = alone()
-    parts = split_and_load(torch.ones(4, 2), 2, adoption=adoption)
+    script = alone()
+    parts = split_and_load(torch.ones(4, 2), 2, script=script)
     if draws:
         parts = [nn.functional.dropout(part) for part in parts]
     for _ in range(2):
-        allreduce([part.sum() for part in parts], adoption=adoption)
+        allreduce([part.sum() for part in parts], script=script)
     said = capsys.readouterr().err
     assert said.count("random numbers were drawn between split_and_load and allreduce") == draws

@@ -4,7 +4,7 @@ from textwrap import dedent
 
 import pytest
 import torch
-from adopting import Bits, run
+from script_runs import Bits, run
 from torch import nn
 from worlds import DEVICE, cpu_only
 
@@ -12,8 +12,8 @@ from samestep.comm.communicator import Communicator
 from samestep.comm.transport import LocalTransport
 from samestep.errors import UsageError
 from samestep.scripts import wrapping
-from samestep.scripts.adoption import Adoption
 from samestep.scripts.parallel import DataParallel
+from samestep.scripts.shared_script import SharedScript
 from samestep.scripts.wrapping import shared_out
 
 STEPS = 3
@@ -107,7 +107,7 @@ def train(worlds, tmp_path):
 
 def alone(device="cpu"):
     transport = LocalTransport()
-    return Adoption(Communicator(torch.device(device), transport, transport), 4)
+    return SharedScript(Communicator(torch.device(device), transport, transport), 4)
 
 
 @pytest.mark.parametrize(
@@ -191,10 +191,10 @@ def test_a_compiled_module_goes_by_the_name_of_either():
     model = nn.Linear(6, 3)
     fast = torch.compile(model, backend="eager")
     for name in ("model", "fast", "Linear"):
-        adoption = alone()
-        with shared_out(adoption, name):
+        script = alone()
+        with shared_out(script, name):
             fast(torch.ones(8, 6))
-        assert len(adoption.chunks_run) == 4, name
+        assert len(script.chunks_run) == 4, name
 
 
 def test_with_one_microbatch_the_module_is_simply_called(train):
@@ -243,14 +243,14 @@ def test_a_text_that_can_be_no_name_is_refused(name):
 
 
 def test_modules_inside_a_chunk_are_called_without_a_look_at_the_stack(monkeypatch):
-    adoption = alone()
+    script = alone()
     looked = []
     real = wrapping.is_meant
     monkeypatch.setattr(wrapping, "is_meant", lambda *args: looked.append(args) or real(*args))
     model = nn.Sequential(nn.Linear(6, 3), nn.ReLU(), nn.Linear(3, 3))
-    with shared_out(adoption, "model"):
+    with shared_out(script, "model"):
         model(torch.ones(8, 6))
-    assert len(adoption.chunks_run) == 4
+    assert len(script.chunks_run) == 4
     assert len(looked) == 1
 
 

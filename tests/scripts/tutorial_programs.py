@@ -4,7 +4,7 @@ import torch
 
 from samestep.core.tree import Block, TreeSum
 from samestep.errors import SamestepError
-from samestep.scripts.adoption import Adoption
+from samestep.scripts.shared_script import SharedScript
 from samestep.scripts.wrapped.chunks import deal
 from samestep.tutorial import allreduce, replicate_params, split_and_load
 
@@ -41,11 +41,11 @@ def bits(tensors):
 
 def train(communicator, devices, sizes, together=True, even_split=False, breaker=None):
     """A few steps of hand-written SGD: the losses, the parameters' bits, and the rows that this rank had."""
-    adoption, device = Adoption(communicator), communicator.device
-    replicas = replicate_params(parameters(device), devices, adoption=adoption)
+    script, device = SharedScript(communicator), communicator.device
+    replicas = replicate_params(parameters(device), devices, script=script)
     losses, rows = [], []
     for batch in data(sizes, device):
-        parts = split_and_load(batch, devices, even_split, adoption=adoption)
+        parts = split_and_load(batch, devices, even_split, script=script)
         rows.append([len(part["x"]) for part in parts])
         totals = []
         for replica, part in zip(replicas, parts, strict=True):
@@ -54,13 +54,13 @@ def train(communicator, devices, sizes, together=True, even_split=False, breaker
             totals.append(total.detach())
         gradients = [[p.grad for p in replica] for replica in replicas]
         if breaker is not None:
-            BREAKERS[breaker](gradients, adoption)
+            BREAKERS[breaker](gradients, script)
         elif together:
-            allreduce(gradients, adoption=adoption)
+            allreduce(gradients, script=script)
         else:
             for column in zip(*gradients, strict=True):
-                allreduce(column, adoption=adoption)
-        allreduce(totals, adoption=adoption)
+                allreduce(column, script=script)
+        allreduce(totals, script=script)
         losses.append(totals[0].item().hex())
         assert all(bits([total]) == bits(totals[:1]) for total in totals)
         with torch.no_grad():
@@ -72,18 +72,18 @@ def train(communicator, devices, sizes, together=True, even_split=False, breaker
     return {"losses": losses, "bits": bits(replicas[0]), "rows": rows}
 
 
-def left_fold(gradients, adoption):
+def left_fold(gradients, script):
     """Adds this rank's gradients one after another before they are reduced: a sum of another order."""
     for column in zip(*gradients, strict=True):
         total = column[0].clone()
         for other in column[1:]:
             total += other
-        total = adoption.communicator.transport.add(total.view(-1)).wait().view(total.shape)
+        total = script.communicator.transport.add(total.view(-1)).wait().view(total.shape)
         for gradient in column:
             gradient.copy_(total)
 
 
-def local_mean(gradients, adoption):
+def local_mean(gradients, script):
     """Leaves the other ranks out."""
     for column in zip(*gradients, strict=True):
         total = torch.stack(list(column)).mean(0) * 4
@@ -97,15 +97,15 @@ BREAKERS = {"left fold": left_fold, "local mean": local_mean}
 def sum_values(communicator, num_devices, dtype_name, shape):
     """The sum of tensors that the rank makes for each of its logical devices; and the tree sum of all."""
     dtype = getattr(torch, dtype_name)
-    adoption = Adoption(communicator)
-    replicate_params([torch.zeros(1)], num_devices, adoption=adoption)
+    script = SharedScript(communicator)
+    replicate_params([torch.zeros(1)], num_devices, script=script)
     generator = torch.Generator().manual_seed(6)
     numbers = [torch.randn(shape, generator=generator) * 100 for _ in range(num_devices)]
     everyone = [value.to(communicator.device, dtype) for value in numbers]
     mine = deal(num_devices, communicator.world_size)[communicator.rank]
     ghost = torch.full(shape, 7, dtype=dtype, device=communicator.device)
     ours = [everyone[k].clone() for k in mine] or [ghost]
-    allreduce(ours, adoption=adoption)
+    allreduce(ours, script=script)
     counter = TreeSum(torch.add)
     for k, value in enumerate(everyone):
         counter.push(Block(k, 1), value)
@@ -115,29 +115,29 @@ def sum_values(communicator, num_devices, dtype_name, shape):
 def reduce_what_everyone_holds(communicator):
     """A list of three that the script made itself, before anything was divided."""
     values = [torch.full((2,), float(10**k)) for k in range(3)]
-    allreduce(values, adoption=Adoption(communicator))
+    allreduce(values, script=SharedScript(communicator))
     return [value.tolist() for value in values]
 
 
 def error_of(communicator, case):
     """The error that a rank gets; cases are named by their mistake."""
-    adoption = Adoption(communicator)
+    script = SharedScript(communicator)
     rank = communicator.rank
     try:
         if case == "parameters":
-            replicate_params([torch.full((3,), float(rank))], 4, adoption=adoption)
+            replicate_params([torch.full((3,), float(rank))], 4, script=script)
         elif case == "batches":
-            split_and_load(torch.full((4, 2), float(rank)), 4, adoption=adoption)
+            split_and_load(torch.full((4, 2), float(rank)), 4, script=script)
         elif case == "lengths":
-            split_and_load(torch.zeros(4 + 4 * rank, 2), 4, adoption=adoption)
+            split_and_load(torch.zeros(4 + 4 * rank, 2), 4, script=script)
         elif case == "tensors":
-            replicate_params([torch.zeros(1)], 4, adoption=adoption)
-            allreduce([torch.zeros(2 + rank)] * 2, adoption=adoption)
+            replicate_params([torch.zeros(1)], 4, script=script)
+            allreduce([torch.zeros(2 + rank)] * 2, script=script)
         elif case == "undivided":
-            allreduce([torch.full((3,), float(rank))] * 2, adoption=adoption)
+            allreduce([torch.full((3,), float(rank))] * 2, script=script)
         elif case == "chunk":
-            with adoption.chunk(0):
-                replicate_params([torch.zeros(1)], 4, adoption=adoption)
+            with script.chunk(0):
+                replicate_params([torch.zeros(1)], 4, script=script)
     except SamestepError as error:
         return type(error).__name__, str(error)
     return None

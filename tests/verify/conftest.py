@@ -23,11 +23,11 @@ def pool():
 
 @pytest.fixture
 def runner_of(pool):
-    """`runner_of(path, *arguments, devices=…, adopt=…, logical=…)`: a runner for a script."""
+    """`runner_of(path, *arguments, devices=…, single_process=…, logical=…)`: a runner for a script."""
     with ExitStack() as stack:
 
-        def make(path, *arguments, devices=("cpu:1", "cpu:2"), adopt=None, logical=None):
-            program = Program("script", str(path), tuple(map(str, arguments)), adopt, str(path), logical)
+        def make(path, *arguments, devices=("cpu:1", "cpu:2"), single_process=None, logical=None):
+            program = Program("script", str(path), tuple(map(str, arguments)), single_process, str(path), logical)
             selections = {name: select(name) for name in devices}
             return stack.enter_context(ProgramRunner(program, selections, hang_seconds=60.0, pool=pool))
 
@@ -36,10 +36,10 @@ def runner_of(pool):
 
 @pytest.fixture
 def verdict_on(runner_of):
-    """`verdict_on(path, *arguments, devices=…, steps=…, tier=…, adopt=…, logical=…)`: a verdict."""
+    """`verdict_on(path, *arguments, devices=…, steps=…, tier=…, single_process=…, logical=…)`: a verdict."""
 
-    def reach(path, *arguments, devices=("cpu:1", "cpu:2"), steps=4, tier=None, adopt=None, logical=None):
-        runner = runner_of(path, *arguments, devices=devices, adopt=adopt, logical=logical)
+    def reach(path, *arguments, devices=("cpu:1", "cpu:2"), steps=4, tier=None, single_process=None, logical=None):
+        runner = runner_of(path, *arguments, devices=devices, single_process=single_process, logical=logical)
         return reach_verdict(runner, devices, steps, tier)
 
     return reach

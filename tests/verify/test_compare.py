@@ -342,8 +342,8 @@ def test_ranks_that_all_do_everything_prove_nothing():
     def all_microbatches(line):
         line["microbatches"] = [[0, microbatch] for microbatch in range(4)]
 
-    shared, repeated = recording(2, "adopted"), changed(recording(2, "adopted"), all_microbatches)
-    assert list(refusals([recording(1, "adopted"), shared])) == []
-    assert "was computed 2 times" in next(refusals([recording(1, "adopted"), repeated]))
-    none = changed(recording(2, "adopted"), lambda line: line.update(microbatches=[]))
-    assert "no work was shared out" in next(refusals([recording(1, "adopted"), none]))
+    shared, repeated = recording(2, "single-process"), changed(recording(2, "single-process"), all_microbatches)
+    assert list(refusals([recording(1, "single-process"), shared])) == []
+    assert "was computed 2 times" in next(refusals([recording(1, "single-process"), repeated]))
+    none = changed(recording(2, "single-process"), lambda line: line.update(microbatches=[]))
+    assert "no work was shared out" in next(refusals([recording(1, "single-process"), none]))

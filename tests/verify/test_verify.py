@@ -17,7 +17,7 @@ from samestep.verify.causes.evidence import Evidence
 HERE = Path(__file__).resolve().parent
 BREAKERS = HERE / "breakers"
 EXAMPLES = HERE.parents[1] / "examples"
-ADOPTED = {"num_microbatches": 4, "seed": 0, "wrap": None, "virtual": True}
+SINGLE_PROCESS = {"num_microbatches": 4, "seed": 0, "wrap": None, "simulated": True}
 
 PARALLEL = """
     import torch, torch.distributed as dist
@@ -64,12 +64,17 @@ def test_distributed_data_parallel_as_it_should_be_is_equal_up_to_rounding(verdi
 
 
 @pytest.mark.parametrize(
-    ("path", "adopt", "family", "samples"),
-    [(BREAKERS / "api_clean.py", None, "api", 36), (BREAKERS / "adopted_clean.py", ADOPTED, "adopted", 33)],
-    ids=("api", "adopted"),
+    ("path", "single_process", "family", "samples"),
+    [
+        (BREAKERS / "api_clean.py", None, "api", 36),
+        (BREAKERS / "single_process_clean.py", SINGLE_PROCESS, "single-process", 33),
+    ],
+    ids=("api", "single-process"),
 )
-def test_a_program_of_samestep_and_an_adopted_script_are_equal_to_the_bit(verdict_on, path, adopt, family, samples):
-    verdict = verdict_on(path, adopt=adopt, steps=3)
+def test_a_program_of_samestep_and_a_single_process_script_are_equal_to_the_bit(
+    verdict_on, path, single_process, family, samples
+):
+    verdict = verdict_on(path, single_process=single_process, steps=3)
     assert verdict.agrees
     assert (verdict.family, verdict.reached, verdict.compared.samples) == (family, "bitwise", samples)
 
@@ -193,16 +198,16 @@ PLAIN = """
 
 
 @pytest.mark.parametrize(
-    ("text", "adopt", "refusal"),
+    ("text", "single_process", "refusal"),
     [
         (parallel(lr="0.0"), None, "no parameter changed"),
         ("print('nothing to do')", None, "no optimizer took a step"),
-        (PLAIN.replace("model(", "model.forward("), ADOPTED, "--wrap"),
+        (PLAIN.replace("model(", "model.forward("), SINGLE_PROCESS, "--wrap"),
     ],
     ids=("nothing is learned", "no step", "nothing is shared out"),
 )
-def test_agreement_of_runs_in_which_nothing_happens_is_refused(verdict_on, script, text, adopt, refusal):
-    verdict = verdict_on(script(text), adopt=adopt)
+def test_agreement_of_runs_in_which_nothing_happens_is_refused(verdict_on, script, text, single_process, refusal):
+    verdict = verdict_on(script(text), single_process=single_process)
     assert verdict.difference is None
     assert not verdict.agrees
     assert refusal in verdict.refusals[0]
@@ -346,7 +351,7 @@ def test_a_program_that_fails_is_an_error_with_its_own_words(verdict_on, script)
 
 def test_a_program_that_starts_its_ranks_itself_is_told_so_at_once(verdict_on, script):
     with pytest.raises(WorkerError, match="starts its ranks itself"):
-        verdict_on(script("import torch.multiprocessing as mp\nmp.spawn(print, nprocs=2)"), adopt=None)
+        verdict_on(script("import torch.multiprocessing as mp\nmp.spawn(print, nprocs=2)"), single_process=None)
 
 
 def test_a_learning_rate_scaled_by_the_devices_is_named_in_programs_of_samesteps_own_too(verdict_on, script):
@@ -459,6 +464,6 @@ def test_recipes_and_examples_are_equal_to_the_bit(command, monkeypatch, tmp_pat
 
 @pytest.mark.slow
 def test_the_example_of_distributed_data_parallel_is_equal_up_to_rounding(command):
-    code, output = command("--devices", "cpu:1,cpu:2", "--steps", 6, EXAMPLES / "ddp_native.py")
+    code, output = command("--devices", "cpu:1,cpu:2", "--steps", 6, EXAMPLES / "ddp.py")
     assert code == 0, output
     assert "agrees      allclose" in output

@@ -152,10 +152,10 @@ class ScriptOptions:
         metavar="NAME[:DIM]",
         panel=SCRIPT,
     )
-    adopt: bool | None = option(
+    single_process: bool | None = option(
         "Run SCRIPT as if alone, and share its DataParallel out; or leave ranks to it, as torchrun does. By default "
         "SCRIPT is read to find out.",
-        flags=("--adopt/--no-adopt",),
+        flags=("--single-process/--multi-process",),
         show_default=False,
         panel=SCRIPT,
     )

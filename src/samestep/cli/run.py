@@ -45,9 +45,9 @@ def run(
 ) -> None:
     """Runs SCRIPT in one process a device, as `python SCRIPT ARGS` would. Options go before SCRIPT.
 
-    A script for one process (plain, or with nn.DataParallel) is adopted: every process runs all of it, and the chunks
+    In a single-process script (plain, or with nn.DataParallel) every process runs all of it, and the chunks
     of its wrapped forward, or of that of the module which its optimizer trains, are shared out, with the same bits on
-    any number of devices. With --devices cpu:N it finds N virtual CUDA devices. A script that deals with ranks itself
+    any number of devices. With --devices cpu:N it finds N simulated CUDA devices. A script that deals with ranks itself
     (init_process_group, samestep.Run) finds the variables that torchrun sets; with --logical-devices V it is run as V
     ranks, with the same bits on any number of devices.
     """
@@ -74,10 +74,10 @@ def run(
     most = script.logical_devices or (reading.num_microbatches if reading.own else None)
     selection = select(spec, cpu_workers=AUTO_CPU_WORKERS if most is None else cpu_workers_for(most, num_nodes))
     are_several = spec.startswith("cpu") or selection.count > 1 or torchrun is not None
-    is_virtual = selection.kind == "cpu" and (are_several or script.logical_devices is not None)
+    is_simulated = selection.kind == "cpu" and (are_several or script.logical_devices is not None)
     each = [selection.only(index).environment for index in range(selection.count)] if torchrun is None else []
-    job, logical = _as_read(replace(job, preload=reading.preload), script, reading, is_virtual, each)
-    if script.adopt is None and reading.is_both:
+    job, logical = _as_read(replace(job, preload=reading.preload), script, reading, is_simulated, each)
+    if script.single_process is None and reading.is_both:
         notify(f"{program[0]}: {reading.reason}")
     folder = profile_dir or (Path(PROFILE_FOLDER) if profile else None)
     if folder is not None:
@@ -103,33 +103,37 @@ def run(
     raise typer.Exit(outcome.exit_code)
 
 
-def _as_read(job: Job, script: ScriptOptions, reading: "Reading", virtual: bool, places: Any) -> tuple[Job, int | None]:
+def _as_read(
+    job: Job, script: ScriptOptions, reading: "Reading", simulated: bool, places: Any
+) -> tuple[Job, int | None]:
     """The job that runs a script as it was read, and how many ranks there are if not one a device."""
     from samestep.errors import UsageError
 
     logical = script.logical_devices
-    if script.adopt if script.adopt is not None else reading.kind == "adopted":
-        asked = {"num_microbatches": logical, "seed": script.seed, "wrap": script.wrap, "virtual": virtual}
-        return _called(job, "samestep.scripts.script", "run_adopted", asked), None
+    if script.single_process if script.single_process is not None else reading.kind == "single-process":
+        asked = {"num_microbatches": logical, "seed": script.seed, "wrap": script.wrap, "simulated": simulated}
+        return _called(job, "samestep.scripts.single_process", "run_single_process", asked), None
     if script.wrap is not None:
-        raise UsageError(f"--wrap is for scripts of one process, and {reading.reason}; leave it out, or give --adopt")
+        raise UsageError(
+            f"--wrap is for scripts of one process, and {reading.reason}; leave it out, or give --single-process"
+        )
     if script.seed is not None and reading.own:
         raise UsageError(
             f"got --seed {script.seed} for a script that uses samestep itself ({reading.own}), which seeds every "
             f"generator: set samestep.Run(seed={script.seed}) in the script"
         )
-    starts = list(reading.starts) if script.adopt is None else []
+    starts = list(reading.starts) if script.single_process is None else []
     if logical is None or not places:
-        reading.refuse_own_ranks(script.adopt)
+        reading.refuse_own_ranks(script.single_process)
     if logical is None:
         more = {"seed": script.seed, "leaves_seeds": bool(reading.own), "starts": starts}
-        return _called(job, "samestep.scripts.spawning", "run_native", more), None
+        return _called(job, "samestep.scripts.spawning", "run_multi_process", more), None
     reading.check_logical_devices(logical)
-    of_ranks = {"virtual": virtual and reading.names_gpus, "starts": (starts, places if starts else [])}
+    of_ranks = {"simulated": simulated and reading.names_gpus, "starts": (starts, places if starts else [])}
     return _called(job, "samestep.logical.ranks", "run_logical", {"seed": script.seed, **of_ranks}), logical
 
 
 def _called(job: Job, module: str, function: str, options: dict[str, Any]) -> Job:
-    """The job that runs another one's script by a function of adoption."""
+    """The job that runs another one's script as a single-process or a multi-process one."""
     kwargs = {"kind": job.kind, "target": job.target, "argv": list(job.argv), **options}
     return Job("function", f"{module}:{function}", kwargs=kwargs, log_dir=job.log_dir, preload=(*job.preload, module))

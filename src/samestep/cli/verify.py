@@ -30,11 +30,11 @@ TIERS = {
 }
 FAMILIES = {
     "api": "uses samestep.Run",
-    "adopted": "written for one process; its wrapped forwards were shared out",
+    "single-process": "written for one process; its wrapped forwards were shared out",
     "ddp": "deals with its ranks itself",
 }
 LABEL_WIDTH = 11
-NOT_A_RECIPES = frozenset({"--devices", "--steps", "--tier", "--wrap", "--adopt", "--no-adopt", "--json"})
+NOT_A_RECIPES = frozenset({"--devices", "--steps", "--tier", "--wrap", "--single-process", "--multi-process", "--json"})
 """Own options that a recipe does not have, or that verify gives it."""
 
 
@@ -115,7 +115,7 @@ def verify(
     _check_order(context, program, script.module)
     selections = _selections(devices)
     options = {"logical_devices": script.logical_devices, "seed": script.seed, "wrap": script.wrap}
-    chosen = _program(program, script.module, script.adopt, options, selections)
+    chosen = _program(program, script.module, script.single_process, options, selections)
     with (
         ProgramRunner(
             chosen, selections, num_threads=num_threads, start_method=start_method, hang_seconds=hang_seconds
@@ -181,7 +181,7 @@ def _selections(devices: str | None) -> "dict[str, Selection]":
 def _program(
     program: list[str],
     module: bool,
-    adopt: bool | None,
+    single_process: bool | None,
     options: dict[str, Any],
     selections: "dict[str, Selection]",
 ) -> "Program":
@@ -194,8 +194,10 @@ def _program(
     name, *arguments = program
     given = [f"--{option.replace('_', '-')}" for option, value in options.items() if value is not None]
     if name in NAMES and not module and not Path(name).is_file():
-        if given or adopt:
-            raise UsageError(f"got {', '.join(given) or '--adopt'} before a recipe; a recipe's own options go after it")
+        if given or single_process:
+            raise UsageError(
+                f"got {', '.join(given) or '--single-process'} before a recipe; a recipe's own options go after it"
+            )
         return Program("module", "samestep", ("train", name, *arguments, "--run-dir", "{folder}"), None, name)
     kind: Literal["module", "script"] = "module" if module else "script"
     if not module and not Path(name).suffix and not Path(name).exists():
@@ -203,20 +205,20 @@ def _program(
     Job(kind, name)  # checks that it is there
     reading = reads_as(name, is_module=module)
     on_cpus = all(selection.kind == "cpu" for selection in selections.values())
-    if not (adopt if adopt is not None else reading.kind == "adopted"):
+    if not (single_process if single_process is not None else reading.kind == "single-process"):
         reading.check_logical_devices(options["logical_devices"])
-        reading.refuse_own_ranks(adopt)
+        reading.refuse_own_ranks(single_process)
         if given not in ([], ["--logical-devices"]):
             raise UsageError(f"got {', '.join(given)}, for scripts of one process; this one deals with ranks itself")
-        virtual = on_cpus and reading.names_gpus
-        return Program(kind, name, tuple(arguments), None, name, options["logical_devices"], virtual)
-    adoption = {
+        simulated = on_cpus and reading.names_gpus
+        return Program(kind, name, tuple(arguments), None, name, options["logical_devices"], simulated)
+    script = {
         "num_microbatches": options["logical_devices"] or max(selection.count for selection in selections.values()),
         "seed": 0 if options["seed"] is None else options["seed"],
         "wrap": options["wrap"],
-        "virtual": on_cpus,
+        "simulated": on_cpus,
     }
-    return Program(kind, name, tuple(arguments), adoption, name)
+    return Program(kind, name, tuple(arguments), script, name)
 
 
 @contextmanager

@@ -227,10 +227,10 @@ def report_exception(error: BaseException) -> dict[str, Any]:
 
 
 def _without_own_frames(found: traceback.TracebackException) -> traceback.TracebackException:
-    """A traceback and those of its causes, without frames of the launcher and of adopted scripts' machinery."""
+    """A traceback and those of its causes, without frames of the launcher and of single-process scripts' machinery."""
     # They stay if the exception arose in the exchange of a wrapped forward, or in what verify watches: it is our own.
     if not (found.stack and found.stack[-1].filename.startswith(EXCHANGE)):
-        # torch's dispatch to a mode is in a traceback only because of virtual devices.
+        # torch's dispatch to a mode is in a traceback only because of simulated devices.
         dispatch = f"torch{os.sep}overrides.py"
         kept = [f for f in found.stack if not f.filename.startswith(HIDDEN) and not f.filename.endswith(dispatch)]
         found.stack = traceback.StackSummary.from_list(kept)

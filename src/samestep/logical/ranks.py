@@ -38,9 +38,9 @@ from samestep.engine.determinism import own_device
 from samestep.launcher.device_token import LOOK_SECONDS, TOKEN_VARIABLE, hold_token, lent_token, shares_device
 from samestep.logical.process_group import NAME, OrderedProcessGroup, register_backend
 from samestep.patch import Patch, applied, late_dynamo, late_patches
-from samestep.scripts.adoption import VISIBLE_DEVICES
-from samestep.scripts.simulated.devices import virtual_devices
-from samestep.scripts.spawning import ON_CPUS, enter_rank, run_native
+from samestep.scripts.shared_script import VISIBLE_DEVICES
+from samestep.scripts.simulated.devices import simulated_devices
+from samestep.scripts.spawning import ON_CPUS, enter_rank, run_multi_process
 from samestep.text import notify
 
 C10D = (c10d.__name__,)  # the module that the names of torch.distributed are from
@@ -55,7 +55,12 @@ _told: set[str] = set()
 
 
 def run_logical(
-    kind: str, target: str, argv: Sequence[str], seed: int | None = None, virtual: bool = False, starts: Any = ((), ())
+    kind: str,
+    target: str,
+    argv: Sequence[str],
+    seed: int | None = None,
+    simulated: bool = False,
+    starts: Any = ((), ()),
 ) -> None:
     """Runs a script (kind "script") or a module (kind "module") as one logical rank: the entry of workers.
 
@@ -69,22 +74,22 @@ def run_logical(
             time.sleep(10 * LOOK_SECONDS)
         if place.rank and store.get(FIRST).decode() == ENDED:
             return
-        lines = lines if place.rank else _starting_ranks(target, place, devices, store, seed, virtual)
+        lines = lines if place.rank else _starting_ranks(target, place, devices, store, seed, simulated)
     with ExitStack() as stack:
-        _enter_logical(stack, place, virtual, None if place.rank else store)
-        run_native(kind, target, argv, seed, starts=lines)
+        _enter_logical(stack, place, simulated, None if place.rank else store)
+        run_multi_process(kind, target, argv, seed, starts=lines)
 
 
-def _enter_logical(stack: ExitStack, place: Environment, virtual: bool, store: dist.Store | None = None) -> None:
+def _enter_logical(stack: ExitStack, place: Environment, simulated: bool, store: dist.Store | None = None) -> None:
     """Makes this process a logical rank until the stack is closed; with a store it may start the ranks instead."""
     device = own_device(None, place) if store is None else torch.device(place.device_kind or "cpu", 0)
     register_backend()
     torch.set_num_threads(place.num_threads or 1)
     stack.enter_context(_deterministic())
     stack.enter_context(applied(late_dynamo()))
-    if virtual:
+    if simulated:
         os.environ.setdefault(ON_CPUS, "false")
-        stack.enter_context(virtual_devices(lambda: place.local_world_size, _tell))
+        stack.enter_context(simulated_devices(lambda: place.local_world_size, _tell))
         stack.enter_context(applied(_distributed_tensors()))
     stack.enter_context(applied([*_process_groups(place.world_size, store), *_loaders(place.world_size)]))
     if device.type != "cpu":
@@ -97,7 +102,7 @@ def _enter_logical(stack: ExitStack, place: Environment, virtual: bool, store: d
 
 @contextmanager
 def _starting_ranks(
-    program: str, place: Environment, devices: Any, store: dist.Store, seed: int | None, virtual: bool
+    program: str, place: Environment, devices: Any, store: dist.Store, seed: int | None, simulated: bool
 ) -> Iterator[None]:
     """Makes logical ranks of the processes that the script starts in this one; Python and torch do all else."""
     first, lock, ranks, starting = os.getpid(), threading.Lock(), itertools.count(), list[_Started]()
@@ -115,7 +120,7 @@ def _starting_ranks(
                 # Under python the launcher's variables are not there, unless the script sets them.
                 kept = {name: value for name, value in os.environ.items() if launchers.get(name) != value}
                 own = {"MASTER_PORT": port, **kept, **devices[index], TOKEN_VARIABLE: f"{tokens.fileno()}:{index}"}
-                starting.append(_Started((seed, virtual, replace(place, rank=number), own, tokens)))
+                starting.append(_Started((seed, simulated, replace(place, rank=number), own, tokens)))
             start(process)
 
     def forked(process: BaseProcess, *args: Any, **options: Any) -> Any:
@@ -148,7 +153,7 @@ class _Started(tuple[Any, ...]):
         return _begin, (*self[:-1], reduction.DupFd(self[-1].fileno()))
 
 
-def _begin(seed: int | None, virtual: bool, place: Environment, variables: dict[str, str], tokens: Any) -> None:
+def _begin(seed: int | None, simulated: bool, place: Environment, variables: dict[str, str], tokens: Any) -> None:
     """Makes this process a logical rank until it ends."""
     index = variables[TOKEN_VARIABLE].partition(":")[2]
     os.environ.clear()
@@ -159,7 +164,7 @@ def _begin(seed: int | None, virtual: bool, place: Environment, variables: dict[
         code = boot(process, *args, **options)
         return os._exit(code) if code else 0  # as a fork: while Python ends, others would fail first, and be named
 
-    _enter_logical(stack, place, virtual)
+    _enter_logical(stack, place, simulated)
     stack.callback(enter_rank(stack, place.rank, seed).clear)
     stack.enter_context(applied([Patch(BaseProcess, "_bootstrap", failing)]))
     atexit.register(stack.close)

@@ -315,8 +315,7 @@ def replay(
     if folder.is_dir() and not holds_run(folder):
         raise UsageError(
             f"{folder} holds no run: there is no {CONTRACT_FILE} in it. A replay needs the folder of samestep train, "
-            "or of samestep.Trainer(…, run_dir=…); adopted scripts and loops of your own record neither contract nor "
-            "ledger"
+            "or of samestep.Trainer(…, run_dir=…); existing scripts and loops of your own record no contract"
         )
     record = recorded(folder)
     launcher = read_environment().launcher

@@ -1,4 +1,4 @@
-"""Backward passes of an adopted script: exchange points, errors that all ranks raise, and the check of the roots.
+"""Backward passes of a single-process script: exchange points, errors that all ranks raise, and the check of the roots.
 
 While gradients pass through the chunks of a region, activation checkpointing may run parts of a chunk again: it must
 not write to the module's buffers, and nothing nested in it is split over the ranks.
@@ -25,7 +25,7 @@ from samestep.data.batch import checksum
 from samestep.engine.forward_backward import backward_on_this_thread
 from samestep.errors import DeterminismError
 from samestep.patch import Patch
-from samestep.scripts.adoption import Adoption
+from samestep.scripts.shared_script import SharedScript
 
 OK, RAISED = 0, 1
 CHECKED = 3
@@ -40,39 +40,37 @@ class Backward:
     state: int  # checksum of torch's generators when it began
 
 
-def begin_backward(adoption: Adoption, guard: Callable[[], Callable[[], None]] | None) -> None:
+def begin_backward(script: SharedScript, guard: Callable[[], Callable[[], None]] | None) -> None:
     """Marks the start of the chunks' backward; called at the end of the region, where gradients enter it."""
-    if adoption.backward is None:
-        adoption.backward = Backward(
-            guard() if guard is not None else None, generator_state(adoption.generators.of_torch)
-        )
-        adoption.in_chunk = True
+    if script.backward is None:
+        script.backward = Backward(guard() if guard is not None else None, generator_state(script.generators.of_torch))
+        script.in_chunk = True
 
 
-def end_backward(adoption: Adoption) -> bool:
+def end_backward(script: SharedScript) -> bool:
     """Marks the end of the chunks' backward; returns whether it drew random numbers."""
-    backward: Backward | None = adoption.backward
+    backward: Backward | None = script.backward
     if backward is None:
         return False
-    adoption.backward = None
-    adoption.in_chunk = False
+    script.backward = None
+    script.in_chunk = False
     if backward.put_back is not None:
         backward.put_back()
-    return backward.state != generator_state(adoption.generators.of_torch)
+    return backward.state != generator_state(script.generators.of_torch)
 
 
-def meet_in_backward(adoption: Adoption, error: BaseException | None = None) -> None:
+def meet_in_backward(script: SharedScript, error: BaseException | None = None) -> None:
     """Synchronizes the ranks when their chunks' gradients are complete; an error of one rank is raised on all."""
-    drew = end_backward(adoption)
-    if not adoption.is_own_thread():
+    drew = end_backward(script)
+    if not script.is_own_thread():
         raise DeterminismError(
             f"backward was called on the thread {threading.current_thread().name}; the ranks can meet only on the "
             "script's main thread: call it there"
         )
-    rows = adoption.meet("the backward of a wrapped forward", [OK if error is None else RAISED, int(drew)])
+    rows = script.meet("the backward of a wrapped forward", [OK if error is None else RAISED, int(drew)])
     failed = [rank for rank, row in enumerate(rows) if row[0] == RAISED]
     if failed:
-        raise_together(adoption, error, failed[0], "the backward of a wrapped forward")
+        raise_together(script, error, failed[0], "the backward of a wrapped forward")
     if any(row[1] for row in rows):
         raise DeterminismError(
             "random numbers were drawn in the backward of a wrapped forward (by a hook, by a custom Function, or by "
@@ -81,15 +79,15 @@ def meet_in_backward(adoption: Adoption, error: BaseException | None = None) -> 
         )
 
 
-def raise_together(adoption: Adoption, error: BaseException | None, rank: int, where: str) -> NoReturn:
+def raise_together(script: SharedScript, error: BaseException | None, rank: int, where: str) -> NoReturn:
     """Raises the error of rank `rank` on all ranks; elsewhere as a copy raised from a `PeerLostError`."""
-    own = error if adoption.rank == rank else None
-    if adoption.world_size > 1:
-        data = adoption.share("the failure of a wrapped forward", None if own is None else packed(own), rank)
+    own = error if script.rank == rank else None
+    if script.world_size > 1:
+        data = script.share("the failure of a wrapped forward", None if own is None else packed(own), rank)
         if own is None:
             raise blamed(unpacked(data), rank, f"rank {rank} raised it in {where}")
     assert own is not None, "the failed rank has an error to raise"
-    adoption.own_failure = own
+    script.own_failure = own
     raise own
 
 
@@ -98,47 +96,47 @@ def generator_state(generators: Sequence[torch.Generator] = (torch.default_gener
     return zlib.crc32(b"".join(generator.get_state().numpy().tobytes() for generator in generators))
 
 
-def patches(adoption: Adoption) -> list[Patch]:
+def patches(script: SharedScript) -> list[Patch]:
     """Patches of `torch.autograd.backward` and `grad`: check the roots, and raise a rank's error on all ranks."""
     calls = count(1)
 
-    backward, grad, device = torch.autograd.backward, torch.autograd.grad, adoption.communicator.device
+    backward, grad, device = torch.autograd.backward, torch.autograd.grad, script.communicator.device
 
     def checked_backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        if adoption.at_first_backward is not None and adoption.may_meet():
-            look, adoption.at_first_backward = adoption.at_first_backward, None
+        if script.at_first_backward is not None and script.may_meet():
+            look, script.at_first_backward = script.at_first_backward, None
             look(sys._getframe(1))
-        _check_roots(adoption, calls, tensors)
-        with backward_on_this_thread(device), _errors_shared(adoption):
+        _check_roots(script, calls, tensors)
+        with backward_on_this_thread(device), _errors_shared(script):
             return backward(tensors, *args, **kwargs)
 
     def checked_grad(outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        _check_roots(adoption, calls, outputs)
-        with backward_on_this_thread(device), _errors_shared(adoption):
+        _check_roots(script, calls, outputs)
+        with backward_on_this_thread(device), _errors_shared(script):
             return grad(outputs, *args, **kwargs)
 
     return [Patch(torch.autograd, "backward", checked_backward), Patch(torch.autograd, "grad", checked_grad)]
 
 
 @contextmanager
-def _errors_shared(adoption: Adoption) -> Iterator[None]:
+def _errors_shared(script: SharedScript) -> Iterator[None]:
     """Raises an error of the script's backward on all ranks; leaves alone one nested in another or in a chunk."""
-    if not adoption.may_meet():
+    if not script.may_meet():
         yield
         return
     try:
         yield
     except (Exception, SystemExit) as error:
-        if adoption.backward is not None:  # the other ranks wait at the end of this rank's chunks
-            meet_in_backward(adoption, error)
+        if script.backward is not None:  # the other ranks wait at the end of this rank's chunks
+            meet_in_backward(script, error)
         raise
     finally:
-        end_backward(adoption)
+        end_backward(script)
 
 
-def _check_roots(adoption: Adoption, calls: Iterator[int], roots: Any) -> None:
+def _check_roots(script: SharedScript, calls: Iterator[int], roots: Any) -> None:
     """Compares the roots of the first few backward passes, and of every 50th later one."""
-    if adoption.world_size == 1 or adoption.num_forwards == 0 or not adoption.may_meet():
+    if script.world_size == 1 or script.num_forwards == 0 or not script.may_meet():
         return
     number = next(calls)
     if number > CHECKED and number % CHECKED_EVERY:
@@ -146,8 +144,8 @@ def _check_roots(adoption: Adoption, calls: Iterator[int], roots: Any) -> None:
     tensors = [roots] if isinstance(roots, Tensor) else list(roots)
     with torch._C.DisableTorchFunction():
         own = checksum([tensor for tensor in tensors if isinstance(tensor, Tensor)])
-        if len({row[0] for row in adoption.meet("a backward", [own])}) > 1:
-            adoption.raise_diverged(
+        if len({row[0] for row in script.meet("a backward", [own])}) > 1:
+            script.raise_diverged(
                 "the ranks call backward on different values: the loss uses something that a rank has from its own "
                 "chunks only, such as activations collected by a hook or an attribute inside a wrapped forward "
                 "(return them from the forward instead)",

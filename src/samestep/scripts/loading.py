@@ -60,7 +60,7 @@ from samestep.data.fetch import SeededSamples
 from samestep.engine.side_effects import Watch
 from samestep.errors import DeterminismError
 from samestep.patch import Patch
-from samestep.scripts.adoption import Adoption
+from samestep.scripts.shared_script import SharedScript
 from samestep.scripts.simulated.cuda import TAG
 
 LARGE_BYTES = 2**19  # pieces from this size on travel alone, without a copy on the way
@@ -219,13 +219,13 @@ def packed_outcome(kind: Kind, value: Any, extra: Any = None) -> Outcome:
         return Outcome(Kind.REPEAT, value, extra, pack((None, extra)))
 
 
-def broadcast(adoption: Adoption, what: str, outcome: Outcome | None, source: int) -> Outcome:
+def broadcast(script: SharedScript, what: str, outcome: Outcome | None, source: int) -> Outcome:
     """Gives every rank the outcome of rank `source`; it is None on other ranks."""
     ours = None if outcome is None else outcome.packed
     kind = Kind.NOTHING if outcome is None else outcome.kind
     flat = torch.empty(0, dtype=torch.uint8, device="cpu") if ours is None else ours.flat
-    rows, flats = adoption.gather(what, [kind], flat)
-    control = adoption.communicator.control
+    rows, flats = script.gather(what, [kind], flat)
+    control = script.communicator.control
     if outcome is not None and ours is not None:
         for piece in ours.large:
             control.broadcast(piece, source)
@@ -238,16 +238,16 @@ def broadcast(adoption: Adoption, what: str, outcome: Outcome | None, source: in
     return Outcome(kind, unpacked(value) if kind is Kind.ERROR else value, extra)
 
 
-def raise_error(adoption: Adoption, error: BaseException, source: int) -> NoReturn:
+def raise_error(script: SharedScript, error: BaseException, source: int) -> NoReturn:
     """Raises the error of rank `source` on this rank too, there with a note of the rank."""
-    if adoption.rank == source:
+    if script.rank == source:
         raise error
     raise blamed(error, source, f"rank {source} met it while it loaded a batch for all ranks")
 
 
-def check_place(adoption: Adoption) -> None:
+def check_place(script: SharedScript) -> None:
     """Raises a `DeterminismError` if not all ranks are sure to ask for the next batch here."""
-    if not adoption.may_meet():
+    if not script.may_meet():
         raise DeterminismError(
             "an iterator that the script made of a DataLoader is asked for a batch on another thread, in another "
             "process or inside a wrapped forward, where the ranks cannot share it; call iter(loader) there too"
@@ -258,10 +258,10 @@ class Rank0Iterator:
     """An iterator over batches that rank 0 loads."""
 
     def __init__(
-        self, loader: DataLoader[Any], adoption: Adoption, start: Callable[[DataLoader[Any]], Iterator[Any]]
+        self, loader: DataLoader[Any], script: SharedScript, start: Callable[[DataLoader[Any]], Iterator[Any]]
     ) -> None:
         self._loader = loader
-        self._adoption = adoption
+        self._script = script
         self._watch = Watch(_own_generators(loader))
         self._before = self._watch.states()
         self._start = start
@@ -282,13 +282,13 @@ class Rank0Iterator:
         """The next batch."""
         if self._is_on_all_ranks:
             return self._next()
-        check_place(self._adoption)
+        check_place(self._script)
         outcome = self._run_on_rank0("a batch from rank 0", self._next)
         if outcome.kind is Kind.END:
             raise StopIteration
         batch = outcome.value if outcome.kind is Kind.VALUE else self._load_on_all_ranks(outcome)
         self._num_given += 1
-        if self._adoption.rank > 0 and self._loader.pin_memory and torch.accelerator.is_available():
+        if self._script.rank > 0 and self._loader.pin_memory and torch.accelerator.is_available():
             return pin_memory(batch)
         return batch
 
@@ -302,20 +302,20 @@ class Rank0Iterator:
     def _run_on_rank0(self, what: str, action: Callable[[], Any]) -> Outcome:
         """Runs an action on rank 0; all ranks get its outcome, and the generators as it left them."""
         outcome = None
-        if self._adoption.rank == 0:
+        if self._script.rank == 0:
             before = self._watch.states()
-            with self._adoption.on_this_rank():
+            with self._script.on_this_rank():
                 outcome = attempt(action, lambda: self._watch.states() if self._watch.have_moved(before) else None)
-        outcome = broadcast(self._adoption, what, outcome, 0)
+        outcome = broadcast(self._script, what, outcome, 0)
         if outcome.kind is Kind.ERROR:
             self._set_generators(outcome)
-            raise_error(self._adoption, outcome.value, 0)
+            raise_error(self._script, outcome.value, 0)
         if outcome.kind is not Kind.REPEAT:
             self._set_generators(outcome)
         return outcome
 
     def _set_generators(self, outcome: Outcome) -> None:
-        if outcome.extra is not None and self._adoption.rank > 0:
+        if outcome.extra is not None and self._script.rank > 0:
             self._watch.put_states(outcome.extra)
 
     def _load_on_all_ranks(self, outcome: Outcome) -> Any:
@@ -326,11 +326,11 @@ class Rank0Iterator:
                 "tensors, arrays or other values that pickle from the dataset and collate_fn"
             )
         self._is_on_all_ranks = True
-        if self._adoption.rank == 0:
+        if self._script.rank == 0:
             return outcome.value
         now = self._watch.states()
         self._watch.put_states(self._before)
-        with self._adoption.on_this_rank():
+        with self._script.on_this_rank():
             self._begin()
             self._watch.put_states(now)
             return self._next()
@@ -350,17 +350,17 @@ _END = object()
 class SplitWorkersIterator(_MultiProcessingDataLoaderIter):
     """Torch's iterator with worker processes, most of which run on other ranks."""
 
-    def __init__(self, loader: DataLoader[Any], adoption: Adoption, is_known_sampler: bool) -> None:
-        self._adoption = adoption
+    def __init__(self, loader: DataLoader[Any], script: SharedScript, is_known_sampler: bool) -> None:
+        self._script = script
         self._is_known_sampler = is_known_sampler
         self._acknowledged: deque[Any] = deque()
-        super().__init__(_SplitLoader(loader, adoption, self._acknowledged))
+        super().__init__(_SplitLoader(loader, script, self._acknowledged))
 
     def _next_index(self) -> Any:
         if self._is_known_sampler:
             return super()._next_index()  # type: ignore[no-untyped-call]  # torch does not annotate it
         index = next(self._sampler_iter, _END)
-        found = self._adoption.share("the indices of a batch", [] if index is _END else [index])
+        found = self._script.share("the indices of a batch", [] if index is _END else [index])
         if not found:
             raise StopIteration
         return found[0]
@@ -371,19 +371,19 @@ class SplitWorkersIterator(_MultiProcessingDataLoaderIter):
         return super()._get_data()  # type: ignore[no-untyped-call]  # torch does not annotate it
 
     def _next_data(self) -> Any:
-        check_place(self._adoption)
+        check_place(self._script)
         number = self._rcvd_idx
         if number >= self._send_idx:
             if not self._persistent_workers:
                 self._shutdown_workers()
             raise StopIteration
         worker = self._task_info[number][0]
-        source = worker % self._adoption.world_size
-        is_ours = source == self._adoption.rank
+        source = worker % self._script.world_size
+        is_ours = source == self._script.rank
         made = self._made(number) if is_ours else None
-        outcome = broadcast(self._adoption, "a batch from a data worker", made, source)
+        outcome = broadcast(self._script, "a batch from a data worker", made, source)
         if outcome.kind is Kind.ERROR:
-            raise_error(self._adoption, outcome.value, source)
+            raise_error(self._script, outcome.value, source)
         if outcome.kind is Kind.REPEAT:
             raise DeterminismError(
                 "a data worker made a batch that cannot be sent to the other ranks; return tensors, arrays or other "
@@ -410,8 +410,8 @@ class SplitWorkersIterator(_MultiProcessingDataLoaderIter):
         try:
             data = self._process_data(data, worker)  # type: ignore[no-untyped-call]  # torch does not annotate it
         except Exception as error:
-            raise_error(self._adoption, error, source)
-        if self._pin_memory and source != self._adoption.rank:
+            raise_error(self._script, error, source)
+        if self._pin_memory and source != self._script.rank:
             return pin_memory(data, self._pin_memory_device)
         return data
 
@@ -419,10 +419,10 @@ class SplitWorkersIterator(_MultiProcessingDataLoaderIter):
 class _SplitLoader:
     """A loader as its iterator sees it, with a multiprocessing context that starts this rank's workers only."""
 
-    def __init__(self, loader: DataLoader[Any], adoption: Adoption, acknowledged: deque[Any]) -> None:
+    def __init__(self, loader: DataLoader[Any], script: SharedScript, acknowledged: deque[Any]) -> None:
         self._loader = loader
         self.multiprocessing_context = _Context(
-            loader.multiprocessing_context or torch.multiprocessing, adoption, acknowledged
+            loader.multiprocessing_context or torch.multiprocessing, script, acknowledged
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -432,9 +432,9 @@ class _SplitLoader:
 class _Context:
     """A multiprocessing context: the first queue is common to all workers, then each has a queue and a process."""
 
-    def __init__(self, context: Any, adoption: Adoption, acknowledged: deque[Any]) -> None:
+    def __init__(self, context: Any, script: SharedScript, acknowledged: deque[Any]) -> None:
         self._context = context
-        self._adoption = adoption
+        self._script = script
         self._acknowledged = acknowledged
         self._num_queues = 0
         self._num_processes = 0
@@ -457,7 +457,7 @@ class _Context:
         return _absent_process()
 
     def _is_ours(self, worker: int) -> bool:
-        return worker % self._adoption.world_size == self._adoption.rank
+        return worker % self._script.world_size == self._script.rank
 
 
 def _absent_queue(acknowledged: deque[Any]) -> SimpleNamespace:
@@ -488,43 +488,43 @@ _SAMPLERS = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRand
 _original_iterator = DataLoader._get_iterator
 
 
-def patches(adoption: Adoption) -> list[Patch]:
+def patches(script: SharedScript) -> list[Patch]:
     """The patch of `DataLoader.__iter__`."""
     original = DataLoader.__iter__
 
     def iterate(loader: DataLoader[Any]) -> Iterator[Any]:
         """Iterates over the batches of a loader, the same on all ranks."""
-        if adoption.world_size == 1:
+        if script.world_size == 1:
             return by_rows(loader, original(loader))
         if is_distributed(loader):
             return original(loader)
-        if not adoption.may_meet():
+        if not script.may_meet():
             return loader._get_iterator() if isinstance(loader._iterator, SplitWorkersIterator) else original(loader)
         line = script_line() or "a DataLoader"
 
         def say(text: str) -> None:
-            adoption.notice(f"{line}: {text}")
+            script.notice(f"{line}: {text}")
 
         if reason := why_rank0(loader):
             say(f"batches loaded by rank 0: {reason}")
-            return Rank0Iterator(loader, adoption, original)
+            return Rank0Iterator(loader, script, original)
         if loader.num_workers > 0:
-            return _split_workers(adoption, loader, say, original)
-        say(f"every rank loads all batches; with num_workers above 0, {adoption.world_size} ranks share the work out")
+            return _split_workers(script, loader, say, original)
+        say(f"every rank loads all batches; with num_workers above 0, {script.world_size} ranks share the work out")
         return by_rows(loader, original(loader))
 
     return [Patch(DataLoader, "__iter__", iterate)]
 
 
-def _split_workers(adoption: Adoption, loader: DataLoader[Any], say: Any, original: Any) -> Iterator[Any]:
+def _split_workers(script: SharedScript, loader: DataLoader[Any], say: Any, original: Any) -> Iterator[Any]:
     """Iterates with workers split over the ranks; persistent ones of an earlier epoch go on."""
     if loader._iterator is not None and not isinstance(loader._iterator, SplitWorkersIterator):
         return original(loader)  # type: ignore[no-any-return]
     if loader._iterator is not None and loader.persistent_workers:
         loader._iterator._reset(loader)
         return loader._iterator
-    say(f"{loader.num_workers} data workers split over {adoption.world_size} ranks")
-    iterator = SplitWorkersIterator(loader, adoption, is_known_sampler(loader))
+    say(f"{loader.num_workers} data workers split over {script.world_size} ranks")
+    iterator = SplitWorkersIterator(loader, script, is_known_sampler(loader))
     if loader.persistent_workers:
         loader._iterator = iterator
     return iterator

@@ -15,7 +15,7 @@ from typing import Any, TextIO, cast
 
 from samestep.callsite import calling_frame, is_own_file
 from samestep.patch import Patch, applied
-from samestep.scripts.adoption import Adoption
+from samestep.scripts.shared_script import SharedScript
 
 STDOUT = 1
 STDERR = 2
@@ -68,7 +68,7 @@ class ScriptStream:
         return next(self._stream)
 
 
-def patches(_: Adoption) -> list[Patch]:
+def patches(_: SharedScript) -> list[Patch]:
     """Warnings that name a changed function of ours name the line that called it, and once each."""
     show: Any = vars(warnings)["_showwarnmsg"]  # which `warnings` calls, also from C
     shown: set[tuple[Any, ...]] = set()
@@ -115,9 +115,9 @@ def without_warnings() -> Iterator[None]:
 
 
 @contextmanager
-def script_streams(adoption: Adoption) -> Iterator[None]:
+def script_streams(script: SharedScript) -> Iterator[None]:
     """Replaces `sys.stdout` and `sys.stderr` by streams that can be captured; does nothing on one rank."""
-    if adoption.world_size == 1:
+    if script.world_size == 1:
         yield
         return
     before = sys.stdout, sys.stderr

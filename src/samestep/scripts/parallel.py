@@ -15,7 +15,7 @@ from torch.nn import parallel as torch_parallel
 from samestep.core.microbatches import check_num_microbatches
 from samestep.errors import UsageError
 from samestep.patch import Patch
-from samestep.scripts.adoption import Adoption, active, num_visible
+from samestep.scripts.shared_script import SharedScript, active, num_visible
 from samestep.scripts.wrapped.forward import chunked_forward, given_forward
 
 OVERRIDABLE = ("scatter", "gather", "replicate", "parallel_apply")
@@ -74,7 +74,7 @@ class DataParallel(nn.DataParallel[Any]):
 
 
 class Replica:
-    """The result of `torch.nn.parallel.replicate` in an adopted script: only an argument for `parallel_apply`."""
+    """The result of `torch.nn.parallel.replicate` in a single-process script: only an argument for `parallel_apply`."""
 
     _module: nn.Module
     _device: int
@@ -115,7 +115,7 @@ def data_parallel(
     return _data_parallel(active(), module, inputs, device_ids, output_device, dim, module_kwargs)
 
 
-def patches(adoption: Adoption) -> list[Patch]:
+def patches(script: SharedScript) -> list[Patch]:
     """Patches of torch's DataParallel, in place: subclasses, earlier imports and pickles keep working."""
 
     def init(
@@ -127,31 +127,31 @@ def patches(adoption: Adoption) -> list[Patch]:
     ) -> None:
         super(nn.DataParallel, self).__init__()
         self.module = module
-        _set_devices(adoption, self, device_ids, output_device, dim)
+        _set_devices(script, self, device_ids, output_device, dim)
 
     by_parts = nn.DataParallel.forward
 
     def forward(self: Any, *inputs: Any, **kwargs: Any) -> Any:
         if _overridden(self):
             return by_parts(self, *inputs, **kwargs)
-        return _forward(adoption, self, inputs, kwargs, None, "tensors")
+        return _forward(script, self, inputs, kwargs, None, "tensors")
 
-    functional = partial(_data_parallel, adoption)
+    functional = partial(_data_parallel, script)
     return [
         Patch(nn.DataParallel, "__init__", init),
         Patch(nn.DataParallel, "forward", forward),
         Patch(torch_parallel, "data_parallel", functional, aliases=("torch.nn.parallel.data_parallel",)),
-        *_parts(adoption),
+        *_parts(script),
     ]
 
 
-def _parts(adoption: Adoption) -> list[Patch]:
+def _parts(script: SharedScript) -> list[Patch]:
     """Patches of the functions of replicas; scattering and gathering are torch's own."""
 
     def replicate(network: nn.Module, devices: Sequence[int | torch.device], detach: bool = False) -> list[Replica]:
         if detach and torch.is_grad_enabled():
             raise UsageError("got replicate(…, detach=True); needed: call it inside torch.no_grad() instead")
-        adoption.wraps_itself = True
+        script.wraps_itself = True
         return [Replica(network, _index(device)) for device in devices]
 
     def parallel_apply(
@@ -170,7 +170,7 @@ def _parts(adoption: Adoption) -> list[Patch]:
             (tuple(entry) if isinstance(entry, list | tuple) else (entry,), keywords or {})
             for entry, keywords in zip(inputs, kwargs_tup or [{}] * len(modules), strict=True)
         ]
-        return given_forward(adoption, modules[0]._module, calls, [module._device for module in modules])
+        return given_forward(script, modules[0]._module, calls, [module._device for module in modules])
 
     def refuse(self: nn.Module) -> NoReturn:
         raise UsageError(
@@ -187,37 +187,37 @@ def _parts(adoption: Adoption) -> list[Patch]:
 
 
 def _set_devices(
-    adoption: Adoption,
+    script: SharedScript,
     wrapper: Any,
     device_ids: Sequence[int | torch.device] | None,
     output_device: int | torch.device | None,
     dim: int,
 ) -> None:
     """Gives a wrapper the attributes that torch's own has."""
-    count = num_visible(adoption)
+    count = num_visible(script)
     ids = list(range(count)) if device_ids is None else [_index(device) for device in device_ids]
     wrapper.device_ids = ids
     if not ids:
         return
-    adoption.wraps_itself = True
+    script.wraps_itself = True
     wrapper.dim = dim
     wrapper.output_device = ids[0] if output_device is None else _index(output_device)
-    kind = adoption.communicator.device.type
-    wrapper.src_device_obj = torch.device("cuda", ids[0]) if kind == "cpu" else adoption.communicator.device
+    kind = script.communicator.device.type
+    wrapper.src_device_obj = torch.device("cuda", ids[0]) if kind == "cpu" else script.communicator.device
 
 
 def _forward(
-    adoption: Adoption, wrapper: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any], asked: int | None, scatter: str
+    script: SharedScript, wrapper: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any], asked: int | None, scatter: str
 ) -> Any:
     """The forward of a wrapper, torch's or ours."""
     if not wrapper.device_ids:  # made where there was no device, as in torch
         return wrapper.module(*inputs, **kwargs)
     return chunked_forward(
-        adoption,
+        script,
         wrapper.module,
         inputs,
         kwargs,
-        num_microbatches=adoption.num_microbatches or asked or len(wrapper.device_ids),
+        num_microbatches=script.num_microbatches or asked or len(wrapper.device_ids),
         dim=wrapper.dim,
         scatter=scatter,
         device_ids=wrapper.device_ids,
@@ -231,7 +231,7 @@ def _overridden(wrapper: nn.DataParallel[Any]) -> list[str]:
 
 
 def _data_parallel(
-    adoption: Adoption,
+    script: SharedScript,
     module: nn.Module,
     inputs: Any,
     device_ids: Sequence[int | torch.device] | None = None,
@@ -241,16 +241,16 @@ def _data_parallel(
 ) -> Any:
     """The functional form, torch's or ours."""
     args = inputs if isinstance(inputs, tuple) else () if inputs is None else (inputs,)
-    ids = list(range(num_visible(adoption))) if device_ids is None else [_index(device) for device in device_ids]
+    ids = list(range(num_visible(script))) if device_ids is None else [_index(device) for device in device_ids]
     if not ids:
         raise UsageError("got device_ids=[] (or there is no device); give one id a chunk, or None for all devices")
-    adoption.wraps_itself = True
+    script.wraps_itself = True
     return chunked_forward(
-        adoption,
+        script,
         module,
         args,
         module_kwargs or {},
-        num_microbatches=adoption.num_microbatches or len(ids),
+        num_microbatches=script.num_microbatches or len(ids),
         dim=dim,
         device_ids=ids,
         output_device=ids[0] if output_device is None else _index(output_device),

@@ -58,13 +58,15 @@ WITHOUT_DYNAMO = frozenset({"__main__", "numpy", "samestep", "torch"})
 class Reading:
     """How `samestep run` runs a script."""
 
-    # "native" scripts deal with ranks themselves and find torchrun's environment; "adopted" ones are written for
-    # one process, and their wrapped forwards are shared out
-    kind: Literal["adopted", "native"]
+    # "multi-process" scripts deal with ranks themselves and find torchrun's environment; "single-process" ones are
+    # written for one process, and their wrapped forwards are shared out
+    kind: Literal["single-process", "multi-process"]
     reason: str  # the sign by which it was recognised
-    is_both: bool = False  # whether a native script also has a DataParallel, which --adopt would share out
+    is_both: bool = (
+        False  # whether a multi-process script also has a DataParallel, which --single-process would share out
+    )
     own: str = ""  # the sign of a script that uses samestep's own Run, Trainer or launch
-    starts: tuple[str, ...] = ()  # where a native script starts its ranks itself
+    starts: tuple[str, ...] = ()  # where a multi-process script starts its ranks itself
     reads_ranks: bool = False  # whether it also reads torchrun's variables
     num_microbatches: int | None = None  # of its own runs, if that is written out
     names_gpus: bool = False  # whether it names GPUs: ranks on CPU workers then find simulated ones
@@ -79,13 +81,13 @@ class Reading:
                 f"samestep.Run(num_microbatches={count}) in the script if you mean their number"
             )
 
-    def refuse_own_ranks(self, adopt: bool | None) -> None:
+    def refuse_own_ranks(self, single_process: bool | None) -> None:
         """Raises for a script that starts its ranks itself, and does not read torchrun's variables, where it cannot."""
-        if self.starts and adopt is None and not (self.reads_ranks or self.own):
+        if self.starts and single_process is None and not (self.reads_ranks or self.own):
             raise UsageError(
                 f"{self.starts[0]}: the script starts its ranks itself, which needs samestep run --logical-devices V "
                 "on one machine, V being their number; then they have the same bits on any number of devices. verify "
-                "does not follow such ranks: compare what runs save. --no-adopt runs the script once a device"
+                "does not follow such ranks: compare what runs save. --multi-process runs the script once a device"
             )
 
 
@@ -140,7 +142,7 @@ class Source:
 class Evidence:
     """The first sign of each kind in the files read so far, in words."""
 
-    native: str = ""
+    ranks: str = ""
     wrapper: str = ""
     own: str = ""
     names_gpus: bool = False
@@ -258,23 +260,23 @@ def reads_as(target: str | Path, *, is_module: bool = False) -> Reading:
     main, folder = _module(str(target)) if is_module else (Path(target), Folder(Path(target).resolve().parent))
     first = None if main is None else _parse(main, folder, is_main=True)
     if first is None:
-        return Reading("adopted", f"{target} cannot be parsed; Python will say why")
+        return Reading("single-process", f"{target} cannot be parsed; Python will say why")
     evidence, num_files = Evidence(), 0
     for source in _sources(first, folder):
         num_files += 1
         _look(source, folder, evidence)
     preload = tuple(name for name in TRAINING if name in evidence.preload)
     found: dict[str, Any] = {"preload": preload, "names_gpus": evidence.names_gpus}
-    if evidence.native:
-        reason = f"{evidence.native}, so it deals with its ranks itself"
+    if evidence.ranks:
+        reason = f"{evidence.ranks}, so it deals with its ranks itself"
         if evidence.wrapper:
-            reason += f"; it also has {evidence.wrapper}, which samestep run --adopt shares out instead"
+            reason += f"; it also has {evidence.wrapper}, which samestep run --single-process shares out instead"
         facts = (bool(evidence.wrapper), evidence.own, evidence.starts, evidence.reads_ranks)
-        return Reading("native", reason, *facts, stated_microbatches(evidence.calls), **found)
+        return Reading("multi-process", reason, *facts, stated_microbatches(evidence.calls), **found)
     if evidence.wrapper:
-        return Reading("adopted", f"it has {evidence.wrapper}, and starts no process group", **found)
+        return Reading("single-process", f"it has {evidence.wrapper}, and starts no process group", **found)
     files = "its file" if num_files == 1 else f"any of its {num_files} files"
-    return Reading("adopted", f"nothing in {files} deals with ranks", **found)
+    return Reading("single-process", f"nothing in {files} deals with ranks", **found)
 
 
 def _sources(first: Source, folder: Folder) -> Iterator[Source]:
@@ -360,11 +362,11 @@ def _look(source: Source, folder: Folder, evidence: Evidence) -> None:
     aliases = source.aliases
     optional = _optional_imports(source)
     for node in source.nodes:
-        if not evidence.native or not evidence.own:
-            libraries = None if evidence.native else evidence.libraries
-            sign = _native_sign(node, aliases, folder, node in optional, libraries)
+        if not evidence.ranks or not evidence.own:
+            libraries = None if evidence.ranks else evidence.libraries
+            sign = _rank_sign(node, aliases, folder, node in optional, libraries)
             if sign:
-                evidence.native = evidence.native or f"{_place(source, node)}, {sign}"
+                evidence.ranks = evidence.ranks or f"{_place(source, node)}, {sign}"
             if sign.startswith(OWN_SIGNS):
                 evidence.own = evidence.own or f"{_place(source, node)}, {sign}"
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -391,7 +393,7 @@ def _look(source: Source, folder: Folder, evidence: Evidence) -> None:
             evidence.names_gpus = any(isinstance(word, str) and GPU.fullmatch(word) is not None for word in words)
 
 
-def _native_sign(
+def _rank_sign(
     node: ast.AST, aliases: dict[str, str], folder: Folder, is_optional: bool, libraries: Libraries | None
 ) -> str:
     """How a node shows that a script deals with ranks; empty if it does not."""

@@ -23,8 +23,8 @@ from torch.utils.data import get_worker_info
 from samestep.core.seeds import derive_seed
 from samestep.data.randomness import seed_process
 from samestep.patch import Patch, applied
-from samestep.scripts.adoption import Adoption
 from samestep.scripts.files.rank0_files import Caller, origin
+from samestep.scripts.shared_script import SharedScript
 from samestep.text import notify
 
 UNSEEDED = 0x0E_ED
@@ -38,7 +38,7 @@ STATES: dict[str, Callable[[], bytes]] = {
 
 
 class Seeds:
-    """The seeds of a run, and what the script draws from without a seed of its own; `Adoption.seeding`."""
+    """The seeds of a run, and what the script draws from without a seed of its own; `SharedScript.seeding`."""
 
     def __init__(self, seed: int, may_draw: Callable[[], bool]) -> None:
         self.seed = seed  # this rank's
@@ -67,17 +67,17 @@ class Seeds:
 
 
 @contextmanager
-def seeded(adoption: Adoption, seed: int | None) -> Iterator[None]:
+def seeded(script: SharedScript, seed: int | None) -> Iterator[None]:
     """Seeds the generators of torch, NumPy and Python for a block that all ranks run alike."""
     states = torch.get_rng_state(), np.random.get_state(), random.getstate()  # noqa: NPY002
     of_numpy = mtrand.get_bit_generator()
-    before = adoption.seeding
+    before = script.seeding
     try:
-        with _watched(seed or 0, seed or 0, adoption.may_meet, adoption.notice if seed is None else None) as seeds:
-            adoption.seeding = seeds
+        with _watched(seed or 0, seed or 0, script.may_meet, script.notice if seed is None else None) as seeds:
+            script.seeding = seeds
             yield
     finally:
-        adoption.seeding = before
+        script.seeding = before
         torch.set_rng_state(states[0])
         mtrand.set_bit_generator(of_numpy)  # the script may have chosen another
         np.random.set_state(states[1])  # noqa: NPY002
@@ -102,7 +102,7 @@ def seeded_rank(rank: int, seed: int | None) -> Iterator[None]:
 @contextmanager
 def _watched(own: int, seed: int, may_draw: Callable[[], bool], tell: Callable[[str], None] | None) -> Iterator[Seeds]:
     """Seeds this process; tells at the end of the block what was drawn without a seed of the script's."""
-    with torch._C.DisableTorchFunction():  # virtual devices do not matter here
+    with torch._C.DisableTorchFunction():  # simulated devices do not matter here
         seed_process(own)
         seeds = Seeds(own, may_draw)
     setters = (
@@ -157,7 +157,7 @@ def _setting(seeds: Seeds, owner: Any, name: str, generator: str, alias: str) ->
     return Patch(owner, name, replacement, aliases=(alias,))
 
 
-def patches(adoption: Adoption) -> list[Patch]:
+def patches(script: SharedScript) -> list[Patch]:
     """Patches that keep the script's seeds equal on all ranks.
 
     | place | called by the script |
@@ -179,37 +179,37 @@ def patches(adoption: Adoption) -> list[Patch]:
     @functools.wraps(save)
     def get_rng_state() -> torch.Tensor:
         state = save()
-        state.num_forwards = adoption.num_since_reseed  # type: ignore[attr-defined]  # tensors take attributes
+        state.num_forwards = script.num_since_reseed  # type: ignore[attr-defined]  # tensors take attributes
         return state
 
     return [
         Patch(torch, "get_rng_state", get_rng_state, aliases=("torch.random",)),
-        _shared_seed(adoption, torch, "manual_seed", "torch.random"),
-        _shared_seed(adoption, torch, "set_rng_state", "torch.random"),
-        _shared_seed(adoption, cuda, "manual_seed", "torch.cuda.random"),
-        _shared_seed(adoption, cuda, "manual_seed_all", "torch.cuda.random"),
-        _shared_seed(adoption, random, "seed"),
-        _shared_seed(adoption, random, "setstate"),
-        _shared_seed(adoption, np.random, "seed", "numpy.random.mtrand"),
-        _shared_seed(adoption, np.random, "set_state", "numpy.random.mtrand"),
-        *_made_by_chance(lambda: adoption.seeding, in_chunk=lambda: adoption.in_chunk),
+        _shared_seed(script, torch, "manual_seed", "torch.random"),
+        _shared_seed(script, torch, "set_rng_state", "torch.random"),
+        _shared_seed(script, cuda, "manual_seed", "torch.cuda.random"),
+        _shared_seed(script, cuda, "manual_seed_all", "torch.cuda.random"),
+        _shared_seed(script, random, "seed"),
+        _shared_seed(script, random, "setstate"),
+        _shared_seed(script, np.random, "seed", "numpy.random.mtrand"),
+        _shared_seed(script, np.random, "set_state", "numpy.random.mtrand"),
+        *_made_by_chance(lambda: script.seeding, in_chunk=lambda: script.in_chunk),
     ]
 
 
-def _shared_seed(adoption: Adoption, owner: Any, name: str, *aliases: str) -> Patch:
+def _shared_seed(script: SharedScript, owner: Any, name: str, *aliases: str) -> Patch:
     """A function that sets a generator to a seed or a state: those of rank 0."""
     original: Callable[..., Any] = getattr(owner, name)
 
     @functools.wraps(original)
     def replacement(*args: Any, **kwargs: Any) -> Any:
-        if not adoption.may_meet():
+        if not script.may_meet():
             return original(*args, **kwargs)
         if origin(sys._getframe(2))[0] is Caller.SCRIPT:  # frame 1 is that of `_setting`
-            args, kwargs = adoption.share(f"a call of {name}", (args, kwargs))
+            args, kwargs = script.share(f"a call of {name}", (args, kwargs))
         result = original(*args, **kwargs)
         if owner in (torch, torch.cuda):
             state = next(iter((*args, *kwargs.values())), None) if name == "set_rng_state" else None
-            adoption.num_since_reseed = getattr(state, "num_forwards", 0)
+            script.num_since_reseed = getattr(state, "num_forwards", 0)
         return result
 
     return Patch(owner, name, replacement, aliases=aliases)

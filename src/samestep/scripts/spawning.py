@@ -43,7 +43,7 @@ Place = tuple[str, str, str]
 Started = list[tuple[BaseProcess, str]]
 
 
-def run_native(
+def run_multi_process(
     kind: str, target: str, argv: Sequence[str], seed: int | None = None, leaves_seeds: bool = False, starts: Any = ()
 ) -> None:
     """Runs a script that deals with ranks itself: the entry of `samestep run`'s workers.
@@ -171,7 +171,7 @@ def _mend_alone(world_size: str) -> str:
     if {"lightning", "pytorch_lightning", "lightning_fabric"} & sys.modules.keys():
         mend = f'give Lightning strategy="ddp" and devices={world_size}'
     else:
-        mend = "samestep run --adopt shares one training out, or start a process group in the script"
+        mend = "samestep run --single-process shares one training out, or start a process group in the script"
     return (
         f": each of the {world_size} processes trains on its own, and all write the same files; {mend}, or run one "
         f"process (--devices {one})"

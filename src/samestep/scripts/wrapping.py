@@ -31,7 +31,7 @@ from samestep.data.nested import leaves
 from samestep.engine.diagnosis import explain_lone_sample
 from samestep.errors import UsageError
 from samestep.patch import Patch, applied
-from samestep.scripts.adoption import Adoption
+from samestep.scripts.shared_script import SharedScript
 
 if TYPE_CHECKING:
     from samestep.scripts.wrapped.chunks import Chunks
@@ -182,7 +182,7 @@ class Known:
 class Plain:
     """State of a plain script: which modules are shared out, and how."""
 
-    adoption: Adoption
+    script: SharedScript
     wrap: Wrap | None  # the module that the user named
     num_microbatches: int
     optimizers: weakref.WeakSet[Optimizer] = field(default_factory=weakref.WeakSet)
@@ -202,7 +202,7 @@ class Plain:
         """Whether a call that this frame makes is to be split."""
         if self.wrap is not None:
             return is_meant(module, self.wrap, frame)
-        if self.depth or self.adoption.wraps_itself:
+        if self.depth or self.script.wraps_itself:
             return False
         return module in self.roots or (torch.is_grad_enabled() and self._is_root(module))
 
@@ -228,14 +228,14 @@ def _has_most(own: set[int], optimizer: Optimizer) -> bool:
 
 
 @contextmanager
-def shared_out(adoption: Adoption, name: str | None) -> Iterator[None]:
+def shared_out(script: SharedScript, name: str | None) -> Iterator[None]:
     """Splits calls of the module of that name over the ranks; without a name, of the roots that optimizers train.
 
     A call counts for a name where the module's class has it, or where a frame of the script's own on the stack has a
     variable of that name (local, or global) that is this very module.
     """
-    plain = Plain(adoption, _parsed(name), adoption.num_microbatches or adoption.num_devices)
-    adoption.at_first_backward = functools.partial(_at_first_backward, plain)
+    plain = Plain(script, _parsed(name), script.num_microbatches or script.num_devices)
+    script.at_first_backward = functools.partial(_at_first_backward, plain)
     if name is None and plain.num_microbatches == 1:
         yield
         return
@@ -275,38 +275,38 @@ def _parsed(name: str | None) -> Wrap | None:
 
 def _at_first_backward(plain: Plain, frame: FrameType) -> None:
     """Says at the first backward if nothing is shared out yet."""
-    adoption, wrap = plain.adoption, plain.wrap
+    script, wrap = plain.script, plain.wrap
     if wrap is not None:
         if not wrap.is_met:
-            adoption.notice(never_met(wrap, "so far the script has called"))
+            script.notice(never_met(wrap, "so far the script has called"))
     elif _is_shareless(plain):
-        adoption.notice(_hint(plain.num_microbatches, frame))
+        script.notice(_hint(plain.num_microbatches, frame))
 
 
 def _at_end(plain: Plain) -> None:
     """Raises for a name that was never called; says if no forward needed gradients."""
-    adoption = plain.adoption
+    script = plain.script
     if plain.wrap is not None:
         if not plain.wrap.is_met:
             raise UsageError(never_met(plain.wrap))
-    elif plain.num_called and adoption.at_first_backward is not None and _is_shareless(plain):
-        adoption.notice(f"{_script()} computed no gradients: no forward was shared out, every process ran all of them")
+    elif plain.num_called and script.at_first_backward is not None and _is_shareless(plain):
+        script.notice(f"{_script()} computed no gradients: no forward was shared out, every process ran all of them")
 
 
 def _is_shareless(plain: Plain) -> bool:
     """Whether no forward was shared out so far, although the user asked for several microbatches or devices."""
-    adoption = plain.adoption
-    return plain.num_microbatches > 1 and not (adoption.num_forwards or adoption.tutorial or plain.is_explained)
+    script = plain.script
+    return plain.num_microbatches > 1 and not (script.num_forwards or script.tutorial or plain.is_explained)
 
 
 def _sharing_call(plain: Plain, original: Callable[..., Any]) -> Callable[..., Any]:
     """The replacement of `nn.Module.__call__`."""
-    adoption = plain.adoption
+    script = plain.script
 
     def call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        if adoption.in_chunk:
+        if script.in_chunk:
             return _in_chunk(plain, original, module, args, kwargs)
-        if not adoption.may_meet():
+        if not script.may_meet():
             return original(module, *args, **kwargs)
         plain.num_called += 1
         frame = sys._getframe(1)
@@ -353,7 +353,7 @@ def _share(
     from samestep.scripts.wrapped.chunks import advice, cut
     from samestep.scripts.wrapped.compare import HOOKS, holds_tensors
 
-    adoption = plain.adoption
+    script = plain.script
     trains = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in module.parameters())
     foreign = [leaf for leaf in leaves([args, kwargs]) if not isinstance(leaf, (torch.Tensor, *PLAIN))]
     if foreign and not trains:  # a cache, say, that the forward fills
@@ -362,7 +362,7 @@ def _share(
     if opaque:
         name = described(module, frame)
         raise UsageError(_refusal(name, f"every microbatch gets a whole {opaque[0]}, whose tensors are not cut"))
-    with torch._C.DisableTorchFunction():  # virtual devices do not matter here
+    with torch._C.DisableTorchFunction():  # simulated devices do not matter here
         chunks = cut(args, kwargs, plain.num_microbatches, plain.dim, "batch")
     num_rows = sum(chunks.num_rows(chunk) for chunk in range(chunks.num_chunks))
     if chunks.num_chunks <= 1 or not num_rows or not any(leaf.sizes for leaf in chunks.leaves):
@@ -370,7 +370,7 @@ def _share(
             plain.is_explained = True
             got = "a batch of 1 row" if num_rows == 1 else "no batch"
             advised = advice(chunks.leaves, chunks.template, plain.dim)
-            adoption.notice(
+            script.notice(
                 f"{described(module, frame)} got {got}, and is not shared out: every process computes it"
                 f"{advised and '. '}{advised}"
             )
@@ -388,7 +388,7 @@ def _share(
             plain.running = module
             try:
                 result = chunked_forward(
-                    adoption,
+                    script,
                     module,
                     args,
                     kwargs,
@@ -437,7 +437,7 @@ def _compared(plain: Plain, module: nn.Module, chunks: "Chunks", trains: bool, f
     name = described(module, frame) if plain.wrap is None else plain.wrap.name
     if child := hooked(module):
         plain.is_explained = True
-        plain.adoption.notice(f"{name} is called whole on every rank: a hook of the script's is on its {child}")
+        plain.script.notice(f"{name} is called whole on every rank: a hook of the script's is on its {child}")
         return None
     tensors = tuple((leaf.value.ndim, leaf.value.dtype, bool(leaf.sizes)) for leaf in chunks.leaves)
     form = (module.training, trains, _form(chunks.template), tensors)
@@ -449,9 +449,9 @@ def _compared(plain: Plain, module: nn.Module, chunks: "Chunks", trains: bool, f
             return before
     found: Comparison | None = None
     try:
-        found = compare(plain.adoption, module, chunks, plain.dim)
+        found = compare(plain.script, module, chunks, plain.dim)
     except Unlike as reason:
-        if plain.adoption.wraps_itself:
+        if plain.script.wraps_itself:
             return None
         where, advice = f"a microbatch of {name}", "cut batches into fewer microbatches (--logical-devices)"
         lone = reason.__cause__ and explain_lone_sample(reason.__cause__, module, where, advice)
@@ -459,13 +459,13 @@ def _compared(plain: Plain, module: nn.Module, chunks: "Chunks", trains: bool, f
             raise lone from None
         if isinstance(reason, Written):
             plain.is_explained = True
-            plain.adoption.notice(f"{name} is called whole on every rank: {reason}")
+            plain.script.notice(f"{name} is called whole on every rank: {reason}")
             forms[form] = Known(None)
             return None
         if trains:
             raise UsageError(_refusal(name, str(reason))) from None
-        plain.adoption.notice(f"{name} is called whole without gradients: {reason}")
-    if plain.adoption.wraps_itself:  # by a function that the comparison has called
+        plain.script.notice(f"{name} is called whole without gradients: {reason}")
+    if plain.script.wraps_itself:  # by a function that the comparison has called
         return None
     if known is None or known.comparison is None or found is None:
         forms[form] = Known(found)
@@ -475,7 +475,7 @@ def _compared(plain: Plain, module: nn.Module, chunks: "Chunks", trains: bool, f
         found = known.comparison
     if plain.wrap is None and module not in plain.roots:
         plain.roots.add(module)
-        plain.adoption.notice(_announcement(plain, module, name))
+        plain.script.notice(_announcement(plain, module, name))
     return found
 
 
@@ -494,7 +494,7 @@ def _device_index(plain: Plain, module: nn.Module, chunks: "Chunks") -> int | No
     """The device on which the script has a module: its first tensor's, or its first input's; -1 is the host."""
     tensors = itertools.chain(module.parameters(), module.buffers(), (leaf.value for leaf in chunks.leaves))
     device = next((tensor.device for tensor in tensors), torch.device("cpu"))
-    own = plain.adoption.communicator.device.type
+    own = plain.script.communicator.device.type
     if device.type != "cpu":
         return device.index or 0
     if own == "cpu":
@@ -512,7 +512,7 @@ def _announcement(plain: Plain, module: nn.Module, name: str) -> str:
     """The line that says which module is shared out, and how."""
     count = plain.num_microbatches
     text = f"{name}, which an optimizer trains, is shared out in {count} microbatches"
-    if plain.adoption.num_microbatches is None:
+    if plain.script.num_microbatches is None:
         text += f", one a device; --logical-devices {count} gives the same bits on any number of devices"
     if any(isinstance(child, _BatchNorm) and child.training for child in module.modules()):
         text += "; BatchNorm normalises by each microbatch, and its running statistics are the mean over them"

@@ -30,9 +30,9 @@ from samestep.errors import UsageError
 from samestep.logical.ranks import run_logical
 from samestep.patch import applied
 from samestep.scripts import parallel
-from samestep.scripts.adoption import Adoption
-from samestep.scripts.script import run_adopted
-from samestep.scripts.spawning import run_native
+from samestep.scripts.shared_script import SharedScript
+from samestep.scripts.single_process import run_single_process
+from samestep.scripts.spawning import run_multi_process
 from samestep.scripts.wrapped import forward
 from samestep.verify.causes.table import CAUSES, Recorder
 from samestep.verify.recording import JsonlWriter
@@ -79,7 +79,7 @@ def run_probed(
     kind: str,
     target: str,
     argv: Sequence[str],
-    adopt: Mapping[str, Any] | None,
+    single_process: Mapping[str, Any] | None,
     logical: Mapping[str, Any] | None,
     folder: str,
     steps: int,
@@ -96,9 +96,9 @@ def run_probed(
     recorder = Recorder()
     writer = JsonlWriter(str(Path(folder) / f"rank-{rank}.jsonl"))
     ending = Ending(folder, rank, world_size, writer)
-    modules = Modules(writer, in_microbatches=adopt is not None, world_size=world_size)
+    modules = Modules(writer, in_microbatches=single_process is not None, world_size=world_size)
     watch = Steps(writer, Batches(), Metrics(), modules, recorder.facts, ending.end, steps, detail=detail, nudge=nudge)
-    watcher = StepWatcher(watch, "ddp" if adopt is None else "adopted")
+    watcher = StepWatcher(watch, "ddp" if single_process is None else "single-process")
     writer.write("start", rank=rank, world_size=world_size, family=watcher.family, threads=torch.get_num_threads())
     reason = "program"
     with ExitStack() as stack:
@@ -110,12 +110,12 @@ def run_probed(
             if cause.key in neutral:
                 stack.enter_context(cause.neutralise())
         try:
-            if adopt is not None:
-                run_adopted(kind, target, argv, **adopt)
+            if single_process is not None:
+                run_single_process(kind, target, argv, **single_process)
             elif logical is not None:
                 run_logical(kind, target, argv, seed=0, **logical)
             else:
-                run_native(kind, target, argv, leaves_seeds=True)
+                run_multi_process(kind, target, argv, leaves_seeds=True)
         except WatchedEnough:
             reason = "steps"
         finally:
@@ -192,28 +192,28 @@ def _wraps(watch: Steps) -> list[Wrap]:
         return inner(this)
 
     @contextmanager
-    def chunk(inner: Any, adoption: Adoption, number: int) -> Iterator[None]:
-        watch.microbatches.append([adoption.num_forwards, number])
+    def chunk(inner: Any, script: SharedScript, number: int) -> Iterator[None]:
+        watch.microbatches.append([script.num_forwards, number])
         watch.modules.microbatch = number
         try:
-            with inner(adoption, number):
+            with inner(script, number):
                 yield
         finally:
             watch.modules.microbatch = -1
 
-    def chunked_forward(inner: Any, adoption: Adoption, module: Any, args: Any, kwargs: Any, **options: Any) -> Any:
-        if not adoption.in_chunk and torch.is_grad_enabled():
+    def chunked_forward(inner: Any, script: SharedScript, module: Any, args: Any, kwargs: Any, **options: Any) -> Any:
+        if not script.in_chunk and torch.is_grad_enabled():
             with torch._C.DisableTorchFunction(), torch.no_grad():
                 tensors = [leaf for leaf in leaves([*args, *kwargs.values()]) if isinstance(leaf, Tensor)]
                 watch.inputs += [bits(tensor) for tensor in tensors]
                 dim = options.get("dim", 0)
                 watch.num_rows += next((tensor.shape[dim] for tensor in tensors if tensor.ndim > dim), 0)
-        return inner(adoption, module, args, kwargs, **options)
+        return inner(script, module, args, kwargs, **options)
 
     return [
         Wrap(torch.autograd, "backward", backward),
         Wrap(autocast, "__enter__", enter),
-        Wrap(Adoption, "chunk", chunk),
+        Wrap(SharedScript, "chunk", chunk),
         Wrap(forward, "chunked_forward", chunked_forward, (parallel.__name__,)),
     ]
 

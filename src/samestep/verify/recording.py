@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 Line = Mapping[str, Any]
-_open, _write, _close = os.open, os.write, os.close  # in an adopted script these names are patched
+_open, _write, _close = os.open, os.write, os.close  # in a single-process script these names are patched
 
 
 class JsonlWriter:
@@ -86,7 +86,7 @@ class Recording:
 
     @property
     def family(self) -> str:
-        """The kind of program: "api", "adopted" or "ddp"."""
+        """The kind of program: "api", "single-process" or "ddp"."""
         found = [line["family"] for line in self.lines("end")] or [line["family"] for line in self.lines("start")]
         return found[0] if found else "ddp"
 
@@ -99,7 +99,7 @@ class Recording:
         lines = [steps[step] for steps in self.steps]
         if self.family != "ddp":
             lines = lines[:1]
-        if self.family == "adopted" or any(line["ids"] is None for line in lines):
+        if self.family == "single-process" or any(line["ids"] is None for line in lines):
             return None
         return Counter(number for line in lines for number in line["ids"])
 

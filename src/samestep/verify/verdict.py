@@ -61,10 +61,12 @@ class Program:
     kind: str  # "script" or "module"
     target: str  # the file, or the module's name
     argv: tuple[str, ...]  # "{folder}" in an argument stands for a new folder of each run
-    adopt: Mapping[str, Any] | None  # options of adoption; None for a program that deals with ranks itself
+    single_process: (
+        Mapping[str, Any] | None
+    )  # options of a single-process script; None for a program that deals with ranks itself
     label: str  # its name in messages
     logical_devices: int | None = None  # the ranks that it runs as on any devices; None for one a device
-    virtual: bool = False  # whether those ranks find simulated GPUs
+    simulated: bool = False  # whether those ranks find simulated GPUs
 
 
 @dataclass(frozen=True)
@@ -181,8 +183,8 @@ class ProgramRunner(AbstractContextManager["ProgramRunner"]):
             "kind": program.kind,
             "target": program.target,
             "argv": [text.replace("{folder}", str(folder / "run")) for text in program.argv],
-            "adopt": None if program.adopt is None else dict(program.adopt),
-            "logical": None if program.logical_devices is None else {"virtual": program.virtual},
+            "single_process": None if program.single_process is None else dict(program.single_process),
+            "logical": None if program.logical_devices is None else {"simulated": program.simulated},
             "folder": str(folder),
             "steps": spec.steps,
             "detail": spec.detail,
@@ -342,7 +344,7 @@ class Verdict:
     """The result of a comparison; the object that `--json` prints."""
 
     program: str  # its name in messages
-    family: str  # "api", "adopted" or "ddp"
+    family: str  # "api", "single-process" or "ddp"
     devices: tuple[str, ...]
     required: Tier
     reached: Tier | None  # the highest tier at which all runs agree

@@ -2,9 +2,9 @@
 
 The outputs and gradients of all modules in one step, in a form in which runs can be compared.
 
-If the unit of computation is a microbatch (the API, adopted scripts), a microbatch's modules give the same bits on any
-rank: calls are identified by (microbatch, call). Else the ranks' batches differ in size, so each sample's own row of an
-output is summarized, and identified by the content of its row of the model's input.
+If the unit of computation is a microbatch (the API, single-process scripts), a microbatch's modules give the same bits
+on any rank: calls are identified by (microbatch, call). Else the ranks' batches differ in size, so each sample's own
+row of an output is summarized, and identified by the content of its row of the model's input.
 """
 
 import gc

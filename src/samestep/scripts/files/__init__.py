@@ -1,1 +1,1 @@
-"""Files, commands and input of an adopted script: rank 0 writes, runs and asks once, for all ranks."""
+"""Files, commands and input of a single-process script: rank 0 writes, runs and asks once, for all ranks."""

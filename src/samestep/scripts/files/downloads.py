@@ -76,13 +76,13 @@ class MachineLock:
 
 def make_lock(rank0_files: Rank0Files) -> MachineLock:
     """Creates the lock of each machine; all ranks call it."""
-    adoption = rank0_files.adoption
-    name = adoption.share("a name for a lock", f"samestep-{uuid.uuid4().hex}")
+    script = rank0_files.script
+    name = script.share("a name for a lock", f"samestep-{uuid.uuid4().hex}")
     if sys.platform == "win32":
         return MachineLock(None)
     path = os.path.join(tempfile.gettempdir(), name)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
-    adoption.meet("a lock that all have open")
+    script.meet("a lock that all have open")
     with suppress(FileNotFoundError):  # another rank of this machine was first
         os.unlink(path)
     return MachineLock(descriptor)

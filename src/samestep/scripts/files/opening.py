@@ -68,7 +68,7 @@ def _open(rank0_files: Rank0Files) -> Any:
             return _open_shared(rank0_files, original, (path, file, mode), options, opener)
         if way is Mode.RANK0_ONLY:
             rank0_files.mark_unfinished(path)
-            if rank0_files.adoption.rank > 0:
+            if rank0_files.script.rank > 0:
                 return _open_discarding(rank0_files, original, (path, file, mode), options, 0)
         return original(file, mode, **options, closefd=closefd, opener=opener)
 
@@ -91,7 +91,7 @@ def _open_shared(
     if not opened:
         opened.append(_open_discarding(rank0_files, original, asked, options, start))
     if _keeps(mode):  # all ranks have copied the file before rank 0 changes it
-        rank0_files.adoption.meet("a file opened for reading and writing")
+        rank0_files.script.meet("a file opened for reading and writing")
     return opened[0]
 
 
@@ -138,13 +138,13 @@ def _os_open(rank0_files: Rank0Files) -> Any:
         opened: list[int] = []
         if way is Mode.SHARED:
             rank0_files.run("os.open", lambda: opened.append(original(path, flags, mode, dir_fd=dir_fd)), (where,))
-        elif rank0_files.adoption.rank == 0:
+        elif rank0_files.script.rank == 0:
             opened.append(original(path, flags, mode, dir_fd=dir_fd))
         rank0_files.mark_unfinished(where)
         if not opened:
             opened.append(nameless(None if where is None or flags & os.O_TRUNC else rank0_files.rank0_path(where)))
         if way is Mode.SHARED and flags & os.O_RDWR:
-            rank0_files.adoption.meet("a file opened for reading and writing")
+            rank0_files.script.meet("a file opened for reading and writing")
         return opened[0]
 
     return replacement
@@ -161,7 +161,7 @@ def h5py_patches(rank0_files: Rank0Files, module: ModuleType) -> list[Patch]:
         def opened(name: Any) -> None:
             original(self, name, mode, driver, *args, **kwargs)
 
-        path, frame, rank = path_of(name), sys._getframe(1), rank0_files.adoption.rank
+        path, frame, rank = path_of(name), sys._getframe(1), rank0_files.script.rank
         if path is not None and mode == "r":
             with rank0_files.reading(path, frame) as where:
                 opened(name if where == path else where)
@@ -172,7 +172,7 @@ def h5py_patches(rank0_files: Rank0Files, module: ModuleType) -> list[Patch]:
             opened(name)
             return
         if way is Mode.SHARED:
-            rank0_files.adoption.meet("a file of h5py")  # files opened before are closed on all ranks by now
+            rank0_files.script.meet("a file of h5py")  # files opened before are closed on all ranks by now
         with nullcontext() if rank == 0 else tempfile.TemporaryDirectory() as folder:
             copy = None if folder is None else os.path.join(folder, os.path.basename(path))
             if copy is not None and mode in ("r+", "a") and os.path.isfile(source := rank0_files.rank0_path(path)):

@@ -31,9 +31,9 @@ import numpy as np
 import torch
 
 from samestep.patch import Patch, PatchesOf, late_patches
-from samestep.scripts.adoption import Adoption
 from samestep.scripts.files import downloads, opening
 from samestep.scripts.files.rank0_files import Mode, Rank0Files, path_of
+from samestep.scripts.shared_script import SharedScript
 
 QUERIES = (
     *((os.path, name) for name in ("exists", "lexists", "isfile", "isdir", "islink", "getsize", "getmtime")),
@@ -67,11 +67,11 @@ class Write:
     is_optional: bool = False  # the path may be left out, and is the current folder then
 
 
-def patches(adoption: Adoption) -> list[Patch]:
+def patches(script: SharedScript) -> list[Patch]:
     """All patches listed above; none if there is one rank. All ranks call it."""
-    if adoption.world_size == 1:
+    if script.world_size == 1:
         return []
-    rank0_files = Rank0Files(adoption)
+    rank0_files = Rank0Files(script)
     lock = downloads.make_lock(rank0_files)
     return [
         *opening.patches(rank0_files),
@@ -187,7 +187,7 @@ def _writing(rank0_files: Rank0Files, write: Write) -> Patch:
         if write.leaves:
             for suffix in ("", *write.suffixes):
                 rank0_files.mark_unfinished(paths[-1] and paths[-1] + suffix)
-        if rank0_files.adoption.rank == 0:
+        if rank0_files.script.rank == 0:
             with rank0_files.unshared():
                 return original(*args, **kwargs)
         if paths[-1] is not None and write.name in MAKERS:
@@ -348,7 +348,7 @@ class CommandOutput(AbstractContextManager["CommandOutput"]):
 
     def _read(self) -> io.StringIO:
         if self._text is None:
-            shared = self._rank0_files.adoption.may_meet()
+            shared = self._rank0_files.script.may_meet()
             text, self._status = self._rank0_files.run("a read of os.popen", self._all) if shared else self._all()
             self._text = io.StringIO(text)
         return self._text

@@ -25,7 +25,7 @@ import torch
 from samestep.callsite import is_script_file
 from samestep.comm.exceptions import packed, unpacked
 from samestep.comm.heartbeat import Channel
-from samestep.scripts.adoption import Adoption
+from samestep.scripts.shared_script import SharedScript
 
 BURST = 256  # queries of one line between two wrapped forwards that rank 0 answers; each rank answers further ones
 SPECIAL_FOLDERS = ("/dev/", "/proc/", "/sys/")
@@ -112,7 +112,7 @@ class Mode(Enum):
 class Rank0Files:
     """The state of the script's files on one rank. Paths are absolute."""
 
-    adoption: Adoption
+    script: SharedScript
     unfinished: set[str] = field(default_factory=set)  # rank 0 may still be writing these: readers wait
     rank0_paths: dict[str, str] = field(default_factory=dict)  # by this rank's path, rank 0's other one (a clock in it)
     private: set[str] = field(default_factory=set)  # made by a library for this process
@@ -128,7 +128,7 @@ class Rank0Files:
         caller, _ = origin(frame, through_tempfile)
         if caller is Caller.MACHINERY or (caller is Caller.LIBRARY and path is not None and _is_cache(path)):
             return Mode.LOCAL
-        return Mode.SHARED if caller is Caller.SCRIPT and self.adoption.may_meet() else Mode.RANK0_ONLY
+        return Mode.SHARED if caller is Caller.SCRIPT and self.script.may_meet() else Mode.RANK0_ONLY
 
     def note_saved(self, path: str) -> None:
         """Reports a saved model or state to the supervisor, which can restart the script from there."""
@@ -142,7 +142,7 @@ class Rank0Files:
 
     def may_query(self, frame: FrameType | None, path: str | None) -> bool:
         """Whether rank 0 answers a query: one of the script's own, and not one of very many of its line."""
-        if not self.adoption.may_meet() or self.is_local() or (path is not None and self._is_own(path)):
+        if not self.script.may_meet() or self.is_local() or (path is not None and self._is_own(path)):
             return False
         caller, asking = origin(frame)
         if caller is not Caller.SCRIPT or asking is None:
@@ -150,7 +150,7 @@ class Rank0Files:
         if path in self.unfinished:
             return True
         line = (asking.f_code.co_filename, asking.f_lineno)
-        forwards = self.adoption.num_forwards
+        forwards = self.script.num_forwards
         since, count = self.queries.get(line, (forwards, 0))
         self.queries[line] = (forwards, 1) if since != forwards else (since, count + 1)
         return self.queries[line][1] <= BURST
@@ -159,7 +159,7 @@ class Rank0Files:
         self, what: str, call: Callable[[], Any], paths: tuple[str | None, ...] = (), suffixes: tuple[str, ...] = ()
     ) -> Any:
         """As `query`, after a barrier: for operations that change files which another rank may still be reading."""
-        self.adoption.meet(what)
+        self.script.meet(what)
         return self.query(what, call, paths, suffixes)
 
     def query(
@@ -172,19 +172,19 @@ class Rank0Files:
         failure: Exception | None = None
         value: Any = None
         ours = b""
-        if self.adoption.rank == 0:
+        if self.script.rank == 0:
             try:
                 with self.unshared():
                     value = call()
             except Exception as error:  # for all ranks
                 failure = error
             ours = pickle.dumps((_sendable(value), None if failure is None else packed(failure)))
-        rows, answers = self.adoption.gather_bytes(what, [zlib.crc32(repr(paths).encode())], ours)
+        rows, answers = self.script.gather_bytes(what, [zlib.crc32(repr(paths).encode())], ours)
         if any(row[0] != rows[0][0] for row in rows):
-            for own, other in zip(paths, self.adoption.share("the names of files", paths), strict=True):
+            for own, other in zip(paths, self.script.share("the names of files", paths), strict=True):
                 for suffix in ("", *suffixes):
                     self.learn_path(own and own + suffix, other and other + suffix)
-        if self.adoption.rank > 0:
+        if self.script.rank > 0:
             value, error_data = pickle.loads(answers[0])
             if error_data is not None:
                 raise unpacked(error_data)
@@ -200,7 +200,7 @@ class Rank0Files:
         if began:
             self.local_threads.add(thread)
         try:
-            with self.adoption.on_this_rank():
+            with self.script.on_this_rank():
                 yield
         finally:
             if began:
@@ -209,23 +209,23 @@ class Rank0Files:
     @contextmanager
     def reading(self, path: str, frame: FrameType | None) -> Iterator[str]:
         """Yields rank 0's path of a file to read, after rank 0 has written it."""
-        if path not in self.unfinished or self.is_local() or not self.adoption.may_meet():
+        if path not in self.unfinished or self.is_local() or not self.script.may_meet():
             yield self.rank0_path(path)
             return
         if origin(frame)[0] is Caller.MACHINERY:
             yield path
             return
-        where = self.adoption.share("a read of a file that the script wrote", path)
+        where = self.script.share("a read of a file that the script wrote", path)
         self.unfinished.discard(path)
         self.learn_path(path, where)
         try:
             yield where
         finally:
-            self.adoption.meet("the end of a read")  # from now on the file may be removed
+            self.script.meet("the end of a read")  # from now on the file may be removed
 
     def mark_unfinished(self, path: str | None) -> None:
         """Remembers that rank 0 begins to write a file, if all ranks reach this call."""
-        if path is not None and self.adoption.may_meet():
+        if path is not None and self.script.may_meet():
             self.unfinished.add(path)
 
     def add_private(self, path: Any) -> None:

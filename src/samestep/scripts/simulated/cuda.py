@@ -1,9 +1,9 @@
 """torch.cuda and torch.accelerator on simulated devices, which a torch function mode gives to each tensor of a script.
 
-Virtual devices: their registry, and the torch function mode that tracks the device of each tensor of the script.
+Simulated devices: their registry, and the torch function mode that tracks the device of each tensor of the script.
 
-All tensors are CPU tensors. A tensor on a virtual device carries its index as an attribute; the result of a function is
-on the device of its first argument that carries one. A lost mark costs a copy, never a wrong number.
+All tensors are CPU tensors. A tensor on a simulated device carries its index as an attribute; the result of a function
+is on the device of its first argument that carries one. A lost mark costs a copy, never a wrong number.
 """
 
 import functools
@@ -25,10 +25,10 @@ from torch.utils import _device as default_device
 from samestep.callsite import is_script_file
 from samestep.errors import UsageError
 from samestep.patch import Patch
-from samestep.scripts.adoption import MAX_DEVICES
+from samestep.scripts.shared_script import MAX_DEVICES
 
 TAG = "_samestep_device"
-"""The attribute of a tensor or storage that holds the index of its virtual device; absent on the host."""
+"""The attribute of a tensor or storage that holds the index of its simulated device; absent on the host."""
 
 HOST = -1
 CPU = torch.device("cpu")
@@ -37,7 +37,7 @@ Tagged = TypeVar("Tagged")
 
 
 def mark(holder: Tagged, index: int) -> Tagged:
-    """Sets the virtual device of a tensor or storage (-1: the host), and returns it."""
+    """Sets the simulated device of a tensor or storage (-1: the host), and returns it."""
     setattr(holder, TAG, index)
     return holder
 
@@ -52,7 +52,7 @@ class ThreadState(threading.local):
 
 
 class DeviceRegistry:
-    """The virtual devices of one process, of which the script sees as many as `count()`."""
+    """The simulated devices of one process, of which the script sees as many as `count()`."""
 
     def __init__(self, count: Callable[[], int], notice: Callable[[str], None]) -> None:
         self._count = count
@@ -66,7 +66,7 @@ class DeviceRegistry:
         return self._count()
 
     def device(self, index: int) -> torch.device:
-        """The `torch.device` of a virtual device; that of the CPU for the host."""
+        """The `torch.device` of a simulated device; that of the CPU for the host."""
         if index == HOST:
             return CPU
         found = self._devices.get(index)
@@ -99,7 +99,7 @@ class DeviceRegistry:
         if 0 <= index < MAX_DEVICES:
             return index
         raise RuntimeError(
-            f"CUDA error: invalid device ordinal: cuda:{index} was asked for; a virtual device is cuda:0 to "
+            f"CUDA error: invalid device ordinal: cuda:{index} was asked for; a simulated device is cuda:0 to "
             f"cuda:{MAX_DEVICES - 1}, however many the script counts"
         )
 
@@ -114,7 +114,7 @@ _PLAIN_RESULTS = frozenset(
 )
 
 
-class VirtualMode(TorchFunctionMode):
+class SimulatedMode(TorchFunctionMode):
     """Calls the function, or its handler `(function, args, kwargs)`, and marks the result."""
 
     def __init__(self, registry: DeviceRegistry, handlers: dict[Callable[..., Any], Handler]) -> None:
@@ -192,7 +192,7 @@ class VirtualMode(TorchFunctionMode):
 
 
 def found_index(args: Iterable[Any]) -> int | None:
-    """Where the first tensor on a virtual device is, also in lists; else -1 if one is known to be on the host."""
+    """Where the first tensor on a simulated device is, also in lists; else -1 if one is known to be on the host."""
     index = None
     for arg in args:
         if isinstance(arg, (list, tuple)):
@@ -233,7 +233,7 @@ def marked_like(out: Any, args: Iterable[Any]) -> Any:
     return out
 
 
-NAME = "virtual CUDA device (CPU)"
+NAME = "simulated CUDA device (CPU)"
 CAPABILITY = (8, 0)
 
 _HARMLESS = (
@@ -253,7 +253,7 @@ def _always(value: Any) -> Callable[..., Any]:
     return lambda *args, **kwargs: value
 
 
-class VirtualStream:
+class SimulatedStream:
     """A stream without pending work."""
 
     cuda_stream = 0
@@ -270,9 +270,9 @@ class VirtualStream:
     is_capturing = _always(False)
     synchronize = wait_stream = wait_event = _nothing
 
-    def record_event(self, event: "VirtualEvent | None" = None) -> "VirtualEvent":
+    def record_event(self, event: "SimulatedEvent | None" = None) -> "SimulatedEvent":
         """Records now."""
-        event = VirtualEvent(enable_timing=True) if event is None else event
+        event = SimulatedEvent(enable_timing=True) if event is None else event
         event.record(self)
         return event
 
@@ -283,7 +283,7 @@ class VirtualStream:
         return None
 
 
-class VirtualEvent:
+class SimulatedEvent:
     """A moment on the CPU's clock; the arguments are those of `torch.cuda.Event` and change nothing but timing."""
 
     def __init__(self, device: Any = None, enable_timing: bool = False, **_: Any) -> None:
@@ -298,7 +298,7 @@ class VirtualEvent:
     query = _always(True)  # all recorded work is done
     wait = synchronize = _nothing
 
-    def elapsed_time(self, end_event: "VirtualEvent") -> float:
+    def elapsed_time(self, end_event: "SimulatedEvent") -> float:
         """Milliseconds from this event to another."""
         if not (self._timing and end_event._timing):
             raise ValueError("Both events must be created with argument 'enable_timing=True'.")
@@ -312,7 +312,7 @@ TENSOR_TYPES = tuple(
 )
 
 
-class VirtualTensorType(type):
+class SimulatedTensorType(type):
     """The metaclass of `torch.cuda.FloatTensor` and the like, which older scripts construct and convert to."""
 
     host: Any  # the same type on the host, such as `torch.FloatTensor`
@@ -365,7 +365,7 @@ def _device_class(registry: DeviceRegistry, read: Callable[[Any], int]) -> type:
     """A context manager in which another device is current; one without an index changes nothing."""
 
     class device:
-        """Makes a virtual device current for a block."""
+        """Makes a simulated device current for a block."""
 
         def __init__(self, device: Any) -> None:
             self.idx = read(device)
@@ -442,7 +442,7 @@ def _devices(registry: DeviceRegistry) -> Table:
 
 
 def _random(registry: DeviceRegistry) -> Table:
-    """Generators: draws on all virtual devices come from the CPU's generator."""
+    """Generators: draws on all simulated devices come from the CPU's generator."""
     generator = torch.default_generator
 
     def manual_seed(seed: int) -> None:
@@ -492,10 +492,10 @@ def _memory() -> Table:
 def _rest() -> Table:
     """Streams and events, and properties of the build."""
     return {
-        "Stream": VirtualStream,
-        "Event": VirtualEvent,
+        "Stream": SimulatedStream,
+        "Event": SimulatedEvent,
         **dict.fromkeys(("StreamContext", "stream"), nullcontext),
-        **dict.fromkeys(("current_stream", "default_stream"), VirtualStream),
+        **dict.fromkeys(("current_stream", "default_stream"), SimulatedStream),
         **dict.fromkeys(("set_stream", "init", "set_sync_debug_mode"), _nothing),
         **dict.fromkeys(("is_bf16_supported", "is_tf32_supported"), _always(True)),
         "is_current_stream_capturing": _always(False),
@@ -521,7 +521,7 @@ def _accelerator(registry: DeviceRegistry, cuda: Table) -> Table:
         "set_device_index": cuda["set_device"],
         "set_device_idx": cuda["set_device"],
         "device_index": cuda["device"],
-        "current_stream": VirtualStream,
+        "current_stream": SimulatedStream,
         "get_memory_info": cuda["mem_get_info"],
         "get_device_capability": _always({"supported_dtypes": set()}),
         "empty_host_cache": _nothing,
@@ -552,7 +552,7 @@ def refused(name: str, original: Any, why: str) -> Any:
 
 def without_counterpart(owner: Any, names: Iterable[str], known: Callable[[str], bool]) -> list[Patch]:
     """Patches that refuse the functions and classes of a module that are not known to work without a GPU."""
-    why = "has no virtual counterpart; run on a GPU or guard it (torch.cuda.is_available() is True on virtual devices)"
+    why = "is not simulated; run on a GPU, or guard it (torch.cuda.is_available() is True on simulated devices)"
     table = []
     for name in names:
         original = getattr(owner, name, None)
@@ -563,28 +563,28 @@ def without_counterpart(owner: Any, names: Iterable[str], known: Callable[[str],
 
 def _tensor_types() -> list[Patch]:
     """Patches of the tensor types, and of `torch.set_default_tensor_type`."""
-    table = [Patch(torch.cuda, name, _virtual_type(name)) for name in TENSOR_TYPES]
+    table = [Patch(torch.cuda, name, _simulated_type(name)) for name in TENSOR_TYPES]
     set_host_type = torch.set_default_tensor_type
 
     def set_default_tensor_type(wanted: Any, /) -> None:
         set_host_type(host_type(wanted))
-        torch.set_default_device("cuda" if is_virtual_type(wanted) else None)
+        torch.set_default_device("cuda" if is_simulated_type(wanted) else None)
 
     return [*table, Patch(torch, "set_default_tensor_type", set_default_tensor_type)]
 
 
-def _virtual_type(name: str) -> VirtualTensorType:
+def _simulated_type(name: str) -> SimulatedTensorType:
     host = getattr(torch, name)
-    return VirtualTensorType(name, (), {"__module__": "torch.cuda", "host": host, "dtype": host.dtype})
+    return SimulatedTensorType(name, (), {"__module__": "torch.cuda", "host": host, "dtype": host.dtype})
 
 
-def is_virtual_type(wanted: Any) -> bool:
+def is_simulated_type(wanted: Any) -> bool:
     """Whether a type, or the name of one, is on a device."""
-    return isinstance(wanted, VirtualTensorType) or (isinstance(wanted, str) and wanted.startswith("torch.cuda."))
+    return isinstance(wanted, SimulatedTensorType) or (isinstance(wanted, str) and wanted.startswith("torch.cuda."))
 
 
 def host_type(wanted: Any) -> Any:
     """The type on the host that corresponds to a type or the name of one."""
-    if isinstance(wanted, VirtualTensorType):
+    if isinstance(wanted, SimulatedTensorType):
         return wanted.host
     return getattr(torch, wanted.rpartition(".")[2]) if isinstance(wanted, str) else wanted

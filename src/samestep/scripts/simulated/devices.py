@@ -24,22 +24,22 @@ from torch.utils.data import dataloader
 
 from samestep.callsite import is_script_file
 from samestep.patch import Patch, applied
-from samestep.scripts.adoption import MAX_DEVICES
+from samestep.scripts.shared_script import MAX_DEVICES
 from samestep.scripts.simulated import cuda
-from samestep.scripts.simulated.cuda import CPU, HOST, TAG, DeviceRegistry, VirtualMode, mark, marked_like
+from samestep.scripts.simulated.cuda import CPU, HOST, TAG, DeviceRegistry, SimulatedMode, mark, marked_like
 from samestep.scripts.simulated.handlers import handlers
 
 
 @contextmanager
-def virtual_devices(count: Callable[[], int], notice: Callable[[str], None]) -> Iterator[None]:
+def simulated_devices(count: Callable[[], int], notice: Callable[[str], None]) -> Iterator[None]:
     """Simulates `count()` CUDA devices on the CPU, for this thread and threads that it starts.
 
     Tensors stay CPU tensors and carry the index of their device as an attribute, which files never hold. Draws on a
     device come from the CPU's generator. `notice` prints a text once.
     """
     registry = DeviceRegistry(count, notice)
-    modes: list[VirtualMode] = []
-    mode = VirtualMode(registry, handlers(registry, lambda: modes[0]))
+    modes: list[SimulatedMode] = []
+    mode = SimulatedMode(registry, handlers(registry, lambda: modes[0]))
     modes.append(mode)
     default = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
     with applied([*cuda.patches(registry), *_patches(registry, mode)]):
@@ -66,8 +66,8 @@ def _patches(registry: DeviceRegistry, mode: TorchFunctionMode) -> list[Patch]:
         *_autocast(),
         *_checkpointing(),
         *scattering(),
-        Patch(torch, "Stream", cuda.VirtualStream),
-        Patch(torch, "Event", cuda.VirtualEvent),
+        Patch(torch, "Stream", cuda.SimulatedStream),
+        Patch(torch, "Event", cuda.SimulatedEvent),
     ]
 
 
@@ -204,7 +204,7 @@ def _generators() -> Patch:
             return isinstance(instance, plain)
 
     class Generator(plain, metaclass=AnyGenerator):  # type: ignore[misc]
-        """A generator of the CPU, or of a virtual device."""
+        """A generator of the CPU, or of a simulated device."""
 
         def __new__(cls, device: Any = CPU) -> Any:
             asked = torch.device(device)
@@ -251,7 +251,7 @@ def _compiler(registry: DeviceRegistry) -> Patch:
     """`torch.compile` does nothing: it would trace the mode."""
 
     def compile_nothing(model: Any = None, **kwargs: Any) -> Any:
-        registry.notice("torch.compile does nothing on virtual devices: the script runs eagerly")
+        registry.notice("torch.compile does nothing on simulated devices: the script runs eagerly")
         return (lambda function: function) if model is None else model
 
     return Patch(torch, "compile", compile_nothing)

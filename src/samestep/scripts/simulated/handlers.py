@@ -1,4 +1,4 @@
-"""The handlers: torch functions for which a virtual device means more than a mark on the result."""
+"""The handlers: torch functions for which a simulated device means more than a mark on the result."""
 
 from collections.abc import Callable
 from functools import partial
@@ -17,7 +17,7 @@ from samestep.scripts.simulated.cuda import (
     Handler,
     found_index,
     host_type,
-    is_virtual_type,
+    is_simulated_type,
     mark,
 )
 
@@ -156,7 +156,7 @@ def _type(registry: DeviceRegistry, func: Function, args: Args, kwargs: Keywords
         return name.replace("torch.", "torch.cuda.", 1) if index >= 0 else name
     if isinstance(wanted, torch.dtype):
         return move(registry, tensor, index, dtype=wanted)
-    on_device = is_virtual_type(wanted)
+    on_device = is_simulated_type(wanted)
     there = index if index >= 0 else registry.checked(registry.thread.current)
     return move(registry, tensor, there if on_device else HOST, dtype=host_type(wanted).dtype)
 
@@ -190,7 +190,7 @@ def _as_tensor(registry: DeviceRegistry, func: Function, args: Args, kwargs: Key
 
 
 def _named_or_default(registry: DeviceRegistry, kwargs: Keywords, data: Any) -> int | None:
-    """Where a tensor made of `data` is to be; None for devices that are not virtual."""
+    """Where a tensor made of `data` is to be; None for devices that are not simulated."""
     device = kwargs.get("device")
     if device is None and isinstance(data, Tensor):
         return registry.where(data) if data.device.type == "cpu" else None

@@ -54,7 +54,7 @@ class PackedTemplate:
         """The packed sequence of two tensors."""
         lengths = leaves[self.lengths.index].tolist()
         is_sorted = self.is_sorted and lengths == sorted(lengths, reverse=True)
-        with torch._C._EnableTorchFunction():  # it is on the virtual device of its steps
+        with torch._C._EnableTorchFunction():  # it is on the simulated device of its steps
             rows = pad_sequence(leaves[self.steps.index].split(lengths), batch_first=True)
             return pack_padded_sequence(rows, lengths, batch_first=True, enforce_sorted=is_sorted)
 

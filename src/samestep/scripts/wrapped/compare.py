@@ -24,7 +24,7 @@ from samestep.callsite import is_script_file
 from samestep.data.nested import leaves as entries_of
 from samestep.patch import Patch, applied
 from samestep.scripts import output
-from samestep.scripts.adoption import Adoption
+from samestep.scripts.shared_script import SharedScript
 from samestep.scripts.wrapped.chunks import Chunks, advice, is_tensor, put_together, take_apart
 from samestep.scripts.wrapped.regions import describe
 from samestep.scripts.wrapped.replicas import Attributes, OwnGenerators
@@ -150,13 +150,13 @@ def holds_tensors(value: Any, depth: int = OBJECT_DEPTH) -> bool:
     )
 
 
-def compare(adoption: Adoption, module: nn.Module, chunks: Chunks, dim: int) -> Comparison:
+def compare(script: SharedScript, module: nn.Module, chunks: Chunks, dim: int) -> Comparison:
     """Finds the rules by which a module's results are joined; raises `Unlike` if there are none, or `Written`.
 
     Where memory does not hold the results of the whole batch, its first and last microbatch stand for it.
     """
     numbers = range(chunks.num_chunks)
-    with _isolated(adoption, module) as run:
+    with _isolated(script, module) as run:
         try:
             whole, written = run(*_arguments(chunks, numbers))
         except torch.OutOfMemoryError:
@@ -184,7 +184,7 @@ def compare(adoption: Adoption, module: nn.Module, chunks: Chunks, dim: int) -> 
         for column, leaf in zip(columns, leaves, strict=True):
             column.append(leaf)
     candidates = _candidates(module, chunks)
-    with torch._C.DisableTorchFunction():  # virtual devices do not matter here
+    with torch._C.DisableTorchFunction():  # simulated devices do not matter here
         pairs = zip(wholes, columns, strict=True)
         rules = [_rules(leaf, column, candidates, weights, dim) for leaf, column in pairs]
     return Comparison(rules, [leaf.ndim for leaf in wholes])
@@ -308,7 +308,7 @@ def _weighted(stacked: Tensor, weights: Sequence[int], rule: Rule) -> Tensor:
 
 
 @contextmanager
-def _isolated(adoption: Adoption, module: nn.Module) -> Iterator[Callable[..., Any]]:
+def _isolated(script: SharedScript, module: nn.Module) -> Iterator[Callable[..., Any]]:
     """Gives a function that calls the module and leaves no trace: neither attributes, buffers, output nor draws."""
     inner = module._modules.get("_orig_mod") if type(module).__name__ == "OptimizedModule" else None
     model = module if inner is None else inner
@@ -317,7 +317,7 @@ def _isolated(adoption: Adoption, module: nn.Module) -> Iterator[Callable[..., A
     def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         before = [Attributes(child) for child in children]
         buffers = [dict(child._buffers) for child in children]
-        adoption.generators.seed(0)
+        script.generators.seed(0)
         try:
             for child in children:
                 for name in HOOKS:
@@ -335,9 +335,9 @@ def _isolated(adoption: Adoption, module: nn.Module) -> Iterator[Callable[..., A
 
     torch_call: Any = nn.Module._wrapped_call_impl
     with ExitStack() as stack:
-        stack.enter_context(adoption.on_this_rank())
+        stack.enter_context(script.on_this_rank())
         stack.enter_context(OwnGenerators(model).preserved())
-        stack.enter_context(adoption.generators.preserved())
+        stack.enter_context(script.generators.preserved())
         stack.enter_context(applied([Patch(nn.Module, "__call__", torch_call)]))
         stack.enter_context(output.captured())
         stack.enter_context(redirect_stdout(io.StringIO()))

@@ -18,8 +18,8 @@ from samestep.engine.buffers import refuse_sync_batchnorm
 from samestep.engine.diagnosis import explain_lone_sample
 from samestep.errors import DeterminismError, UsageError
 from samestep.scripts import output
-from samestep.scripts.adoption import Adoption
 from samestep.scripts.backward import generator_state, raise_together
+from samestep.scripts.shared_script import SharedScript
 from samestep.scripts.wrapped.chunks import Chunks, Leaf, already_cut, cut, deal
 from samestep.scripts.wrapped.compare import hooked
 from samestep.scripts.wrapped.regions import Item, Region, Results, enter, gather_results
@@ -103,7 +103,7 @@ class Work:
 
 
 def chunked_forward(
-    adoption: Adoption,
+    script: SharedScript,
     module: nn.Module,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
@@ -118,28 +118,28 @@ def chunked_forward(
 
     With one microbatch, inside another wrapped forward, or off the script's main thread the module is simply called.
     """
-    if num_microbatches == 1 or not adoption.may_meet():
+    if num_microbatches == 1 or not script.may_meet():
         return module(*args, **kwargs)
-    with torch._C.DisableTorchFunction():  # virtual devices do not matter here
+    with torch._C.DisableTorchFunction():  # simulated devices do not matter here
         chunks = cut(args, kwargs, num_microbatches, dim, scatter)
-    return _forward(adoption, module, chunks, dim, device_ids, [output_device])
+    return _forward(script, module, chunks, dim, device_ids, [output_device])
 
 
 def given_forward(
-    adoption: Adoption,
+    script: SharedScript,
     module: nn.Module,
     calls: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]],
     device_ids: Sequence[int],
 ) -> list[Any]:
     """Runs a module's forward on chunks that the script cut itself, split over the ranks. Tier `bitwise`."""
-    if not adoption.may_meet():
+    if not script.may_meet():
         return [module(*args, **kwargs) for args, kwargs in calls]
-    results: list[Any] = _forward(adoption, module, already_cut(calls), None, device_ids, device_ids)
+    results: list[Any] = _forward(script, module, already_cut(calls), None, device_ids, device_ids)
     return results
 
 
 def _forward(
-    adoption: Adoption,
+    script: SharedScript,
     module: nn.Module,
     chunks: Chunks,
     dim: int | None,
@@ -152,28 +152,28 @@ def _forward(
             "forward-mode differentiation does not pass a wrapped forward; use reverse mode, or the module"
         )
     if child := hooked(module):
-        adoption.notice(
+        script.notice(
             f"a hook of the script's is on {child} of the wrapped {type(module).__name__}, and sees this rank's "
             "microbatches alone: what it collects depends on the number of devices; return it from the forward"
         )
-    wrapped = _wrapped(adoption, module)
+    wrapped = _wrapped(script, module)
     try:
         with torch._C.DisableTorchFunction():
-            work = _enter(adoption, wrapped, chunks)
-            state, since = generator_state(), adoption.num_since_reseed
+            work = _enter(script, wrapped, chunks)
+            state, since = generator_state(), script.num_since_reseed
         ids = [device_ids[chunk % len(device_ids)] if device_ids else chunk for chunk in range(chunks.num_chunks)]
-        with wrapped.own_generators.preserved(), adoption.generators.preserved():
-            _run_chunks(adoption, module, wrapped, chunks, work, ids, derive_seed(state, CHUNK_STREAM, since))
+        with wrapped.own_generators.preserved(), script.generators.preserved():
+            _run_chunks(script, module, wrapped, chunks, work, ids, derive_seed(state, CHUNK_STREAM, since))
         with torch._C.DisableTorchFunction():
-            headers, parts = _meet(adoption, wrapped, chunks, work, (state, since))
+            headers, parts = _meet(script, wrapped, chunks, work, (state, since))
             leaves = [(header.num_leaves, header.template) for header in headers]
-            return gather_results(adoption, work.results, leaves, parts, work.region, work.token, dim, output_devices)
+            return gather_results(script, work.results, leaves, parts, work.region, work.token, dim, output_devices)
     finally:
         wrapped.release()
 
 
 def _meet(
-    adoption: Adoption, wrapped: Wrapped, chunks: Chunks, work: Work, generator: tuple[int, int]
+    script: SharedScript, wrapped: Wrapped, chunks: Chunks, work: Work, generator: tuple[int, int]
 ) -> tuple[list[Header], list[Tensor]]:
     """Gathers the headers and packed results of all ranks, raises the first error, and merges output and buffers."""
     watched = [0, 0]
@@ -184,26 +184,26 @@ def _meet(
     checked = [*wrapped.buffers.touched, *watched, *generator]
     status = OK if work.error is None else RAISED
     own = Header(status, work.failed_chunk, len(said), *checked, *work.results.words())
-    words, parts = adoption.gather("a wrapped forward", own, work.packed)
+    words, parts = script.gather("a wrapped forward", own, work.packed)
     headers = [Header(*row[: len(own)]) for row in words]
-    adoption.num_forwards += 1
-    adoption.num_since_reseed += 1
+    script.num_forwards += 1
+    script.num_since_reseed += 1
     wrapped.num_forwards += 1
     for name, what in COMPARED.items():
         if len({getattr(header, name) for header in headers}) > 1:
             why, number = f"the {what} of a wrapped forward differ between the ranks", getattr(own, name)
-            adoption.raise_diverged(why, f"{number:x} at {script_line()}")
+            script.raise_diverged(why, f"{number:x} at {script_line()}")
     failed = [(header.failed_chunk, rank) for rank, header in enumerate(headers) if header.status == RAISED]
     failure = min(failed, default=None)
     last_chunk = chunks.num_chunks if failure is None else failure[0]
-    _print_output(adoption, said, [header.output_bytes for header in headers], last_chunk)
+    _print_output(script, said, [header.output_bytes for header in headers], last_chunk)
     if failure is not None:
-        raise_together(adoption, work.error, failure[1], f"chunk {failure[0]} of a wrapped forward")
+        raise_together(script, work.error, failure[1], f"chunk {failure[0]} of a wrapped forward")
     num_rows = sum(map(chunks.num_rows, range(chunks.num_chunks)))
     touched = [[header.means_touched, header.others_touched, num_rows] for header in headers]
-    wrapped.buffers.merge(adoption, touched, rank_blocks(work.region.ranges, chunks.num_chunks))
+    wrapped.buffers.merge(script, touched, rank_blocks(work.region.ranges, chunks.num_chunks))
     if work.lost:
-        adoption.notice(
+        script.notice(
             f"{', '.join(sorted(work.lost)[:5])}: written inside the wrapped forward, and lost after it, as with "
             "torch's DataParallel on several devices; return the value, or register a buffer"
         )
@@ -211,7 +211,7 @@ def _meet(
 
 
 def _run_chunks(
-    adoption: Adoption,
+    script: SharedScript,
     module: nn.Module,
     wrapped: Wrapped,
     chunks: Chunks,
@@ -227,14 +227,14 @@ def _run_chunks(
         for position, chunk in enumerate(work.region.mine):
             work.failed_chunk, index = chunk, ids[chunk]
             chunk_seed = derive_seed(seed, chunk)
-            adoption.generators.seed(chunk_seed)
+            script.generators.seed(chunk_seed)
             wrapped.own_generators.seed(chunk_seed)
-            pieces = [_marked(adoption, column[position], index) for column in work.inputs]
+            pieces = [_marked(script, column[position], index) for column in work.inputs]
             args, kwargs = chunks.arguments(pieces, chunk)
-            stand_ins = {n: adoption.mark(column[position], index) for n, column in work.stand_ins.items()}
-            copied = wrapped.buffers.copied(adoption, chunk, index, chunks.num_rows(chunk), careful)
+            stand_ins = {n: script.mark(column[position], index) for n, column in work.stand_ins.items()}
+            copied = wrapped.buffers.copied(script, chunk, index, chunks.num_rows(chunk), careful)
             swapped = replicas.swapped(stand_ins, work.lost)
-            with _captured(adoption, chunk, work), adoption.chunk(chunk), adoption.on_device(index), copied, swapped:
+            with _captured(script, chunk, work), script.chunk(chunk), script.on_device(index), copied, swapped:
                 before = (in_place_state(replicas.modules), checksum(chunks.template)) if careful else None
                 result = module(*args, **kwargs)
                 if before is not None:
@@ -249,13 +249,13 @@ def _run_chunks(
         with torch._C.DisableTorchFunction():
             # A result that cannot be described or packed is an error of this rank, shared like others.
             work.results.words()
-            work.packed = work.results.packed(adoption.world_size)
+            work.packed = work.results.packed(script.world_size)
     except (Exception, SystemExit) as error:
         work.error = error
         if chunks.num_rows(work.failed_chunk) == 1:
             num_rows = sum(map(chunks.num_rows, range(chunks.num_chunks)))
             where = (
-                f"of the {num_rows} rows of wrapped forward {adoption.num_forwards} chunk {work.failed_chunk} "
+                f"of the {num_rows} rows of wrapped forward {script.num_forwards} chunk {work.failed_chunk} "
                 f"(of {chunks.num_chunks})"
             )
             advice = "cut batches into fewer chunks (--logical-devices)"
@@ -263,9 +263,9 @@ def _run_chunks(
 
 
 @contextmanager
-def _captured(adoption: Adoption, chunk: int, work: Work) -> Iterator[None]:
+def _captured(script: SharedScript, chunk: int, work: Work) -> Iterator[None]:
     """Captures the output of a chunk, to be printed in the chunks' order; one rank is in order anyway."""
-    if adoption.world_size == 1:
+    if script.world_size == 1:
         yield
         return
     with output.captured() as said:
@@ -275,9 +275,9 @@ def _captured(adoption: Adoption, chunk: int, work: Work) -> Iterator[None]:
             work.said += [(chunk, stream, text) for stream, text in said]
 
 
-def _wrapped(adoption: Adoption, module: nn.Module) -> Wrapped:
+def _wrapped(script: SharedScript, module: nn.Module) -> Wrapped:
     """The state of a module, a new one if its children or parameters have changed."""
-    known = adoption.wrapped.get(module)
+    known = script.wrapped.get(module)
     if isinstance(known, Wrapped) and known.hold(module):
         return known
     refuse_sync_batchnorm(module)
@@ -287,7 +287,7 @@ def _wrapped(adoption: Adoption, module: nn.Module) -> Wrapped:
             "wrapping it, as torch's DataParallel demands too"
         )
     wrapped = Wrapped(Replicas(module), Buffers(module), OwnGenerators(module))
-    adoption.wrapped[module] = wrapped
+    script.wrapped[module] = wrapped
     held = wrapped.hold(module)
     assert held, "a module has the children that it has"
     return wrapped
@@ -302,11 +302,11 @@ def _check_arguments(before: int, now: int) -> None:
         )
 
 
-def _enter(adoption: Adoption, wrapped: Wrapped, chunks: Chunks) -> Work:
+def _enter(script: SharedScript, wrapped: Wrapped, chunks: Chunks) -> Work:
     """Cuts the arguments, and makes stand-ins for the parameters."""
-    device, replicas = adoption.communicator.device, wrapped.replicas
-    ranges = deal(chunks.num_chunks, adoption.world_size)
-    mine = ranges[adoption.rank]
+    device, replicas = script.communicator.device, wrapped.replicas
+    ranges = deal(chunks.num_chunks, script.world_size)
+    mine = ranges[script.rank]
     values = [leaf.value.to(device) if isinstance(leaf.value, Tensor) else leaf.value for leaf in chunks.leaves]
     items = [
         _input_item(leaf, value) if isinstance(value, Tensor) else None
@@ -320,7 +320,7 @@ def _enter(adoption: Adoption, wrapped: Wrapped, chunks: Chunks) -> Work:
         like = replicas.parameters[k].detach()
         entering.append(Item("copied", tuple(like.shape), like.dtype, like=like, is_sparse=k in replicas.sparse))
     guard = wrapped.buffers.guard([child for _, child in replicas.modules])
-    region = Region(adoption, ranges, tuple(entering), device, guard)
+    region = Region(script, ranges, tuple(entering), device, guard)
     token: Tensor | None = None
     columns: list[list[Tensor]] = []
     if entering:
@@ -338,9 +338,9 @@ def _enter(adoption: Adoption, wrapped: Wrapped, chunks: Chunks) -> Work:
     return Work(region, token, inputs, stand_ins, Results(device))
 
 
-def _marked(adoption: Adoption, piece: Any, index: int) -> Any:
+def _marked(script: SharedScript, piece: Any, index: int) -> Any:
     """A piece, its tensors on the chunk's device."""
-    return map_tensors(lambda tensor: adoption.mark(tensor, index), piece)
+    return map_tensors(lambda tensor: script.mark(tensor, index), piece)
 
 
 def _input_item(leaf: Leaf, value: Tensor) -> Item:
@@ -349,12 +349,12 @@ def _input_item(leaf: Leaf, value: Tensor) -> Item:
     return Item("cut", tuple(value.shape), value.dtype, leaf.dim, leaf.sizes)
 
 
-def _print_output(adoption: Adoption, said: bytes, sizes: Sequence[int], last_chunk: int) -> None:
+def _print_output(script: SharedScript, said: bytes, sizes: Sequence[int], last_chunk: int) -> None:
     """Prints on rank 0 the output of all chunks, in their order, up to the one that failed."""
     if not any(sizes):
         return
     rows = torch.frombuffer(bytearray(said), dtype=torch.uint8) if said else torch.empty(0, dtype=torch.uint8)
-    gathered = adoption.communicator.gather_rows(rows.view(-1, 1), sizes).view(-1).split(list(sizes))
-    if adoption.rank == 0:
+    gathered = script.communicator.gather_rows(rows.view(-1, 1), sizes).view(-1).split(list(sizes))
+    if script.rank == 0:
         entries = [entry for part in gathered if part.numel() for entry in pickle.loads(bytes(part.tolist()))]
         output.replay([(stream, text) for chunk, stream, text in entries if chunk <= last_chunk])

@@ -35,8 +35,8 @@ from samestep.comm.reduction import finish_all
 from samestep.core.tree import Block, TreeSum, rank_blocks
 from samestep.data.batch import flattened
 from samestep.errors import UsageError
-from samestep.scripts.adoption import Adoption
 from samestep.scripts.backward import begin_backward, meet_in_backward
+from samestep.scripts.shared_script import SharedScript
 from samestep.scripts.wrapped.chunks import is_tensor, put_together, take_apart
 
 BUCKET_BYTES = 25 * 2**20
@@ -89,7 +89,7 @@ class Item:
 class Region:
     """The ranks and chunks of one wrapped forward, and the tensors that cross its border in one direction."""
 
-    adoption: Adoption  # of this process
+    script: SharedScript  # of this process
     ranges: tuple[range, ...]  # the chunks of each rank
     items: tuple[Item, ...]  # one a tensor
     device: torch.device  # where the pieces are
@@ -99,12 +99,12 @@ class Region:
     @property
     def mine(self) -> range:
         """This rank's chunks."""
-        return self.ranges[self.adoption.rank]
+        return self.ranges[self.script.rank]
 
     def select(self, present: Sequence[bool]) -> "Region":
         """The region of some of the items."""
         items = tuple(item for item, here in zip(self.items, present, strict=True) if here)
-        return Region(self.adoption, self.ranges, items, self.device, self.guard)
+        return Region(self.script, self.ranges, items, self.device, self.guard)
 
     def by_item(self, pieces: Sequence[Any]) -> list[list[Any]]:
         """Pieces, given item by item and chunk by chunk, as a list an item."""
@@ -131,7 +131,7 @@ class _Enter(torch.autograd.Function):
     def forward(ctx: Any, region: Region, *wholes: Tensor) -> tuple[Tensor, ...]:
         ctx.region = region
         ctx.set_materialize_grads(False)
-        with torch._C.DisableTorchFunction():  # virtual devices are not involved
+        with torch._C.DisableTorchFunction():  # simulated devices are not involved
             pairs = list(zip(region.items, wholes, strict=True))
             pieces = [item.piece(whole, chunk) for item, whole in pairs for chunk in region.mine]
             token = torch.zeros((), device=region.device)
@@ -140,13 +140,13 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, token_gradient: Tensor | None, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        adoption: Adoption = ctx.region.adoption
+        script: SharedScript = ctx.region.script
         with torch._C.DisableTorchFunction():
             token = torch.zeros((), device=ctx.region.device)
             if torch.is_grad_enabled():  # a second derivative must find its way through both
                 (entered,) = ctx.saved_tensors
                 token = entered if token_gradient is None else entered + token_gradient
-            meet_in_backward(adoption)
+            meet_in_backward(script)
             return (None, *_Leave.apply(ctx.region, None, token, *gradients))  # type: ignore[no-untyped-call]
 
 
@@ -171,7 +171,7 @@ class _Leave(torch.autograd.Function):
         # A second backward, through another result, finds it freed; the nodes inside decide whether that is an error.
         with contextlib.suppress(RuntimeError):
             _ = ctx.saved_tensors
-        begin_backward(region.adoption, region.guard)
+        begin_backward(region.script, region.guard)
         token, *pieces = _Enter.apply(region, *[g for g in gradients if g is not None])  # type: ignore[no-untyped-call]
         by_item = iter(region.by_item(pieces))
         absent = [None] * len(region.mine)
@@ -189,7 +189,7 @@ def exchange(region: Region, pieces: Sequence[Sequence[Tensor | None]]) -> list[
     summed = [index for index, item in enumerate(region.items) if item.kind == "copied"]
     if summed:
         likes = [item.like for index in summed if (item := region.items[index]).like is not None]
-        sums = sum_pieces(region.adoption.communicator, region.ranges, likes, [pieces[index] for index in summed])
+        sums = sum_pieces(region.script.communicator, region.ranges, likes, [pieces[index] for index in summed])
         for index, total in zip(summed, sums, strict=True):
             wholes[index] = total if total is None or not region.items[index].is_sparse else total.to_sparse(1)
     if joined:
@@ -201,7 +201,7 @@ def exchange(region: Region, pieces: Sequence[Sequence[Tensor | None]]) -> list[
             for i in joined
         ]
         items = [region.items[index] for index in joined]
-        for index, whole in zip(joined, join_pieces(region.adoption, region.ranges, items, rows), strict=True):
+        for index, whole in zip(joined, join_pieces(region.script, region.ranges, items, rows), strict=True):
             wholes[index] = whole
     return wholes
 
@@ -214,18 +214,18 @@ def _filled(item: Item, piece: Tensor | None, chunk: int, region: Region) -> Ten
 
 
 def join_pieces(
-    adoption: Adoption, ranges: Sequence[range], items: Sequence[Item], pieces: Sequence[Sequence[Tensor]]
+    script: SharedScript, ranges: Sequence[range], items: Sequence[Item], pieces: Sequence[Sequence[Tensor]]
 ) -> list[Tensor]:
     """Joins "cut" and "stacked" items over all chunks of all ranks."""
     ours = [[piece.detach().resolve_conj().resolve_neg().contiguous() for piece in row] for row in pieces]
-    if adoption.world_size == 1:
+    if script.world_size == 1:
         return [item.joined(row) for item, row in zip(items, ours, strict=True)]
-    data = pack([row[k] for k in range(len(ranges[adoption.rank])) for row in ours], adoption.communicator.device)
+    data = pack([row[k] for k in range(len(ranges[script.rank])) for row in ours], script.communicator.device)
     sizes = [
         sum(packed_size(math.prod(item.piece_shape(chunk)) * item.dtype.itemsize) for chunk in chunks for item in items)
         for chunks in ranges
     ]
-    received = adoption.communicator.gather_rows(data.view(-1, 1), sizes).view(-1)
+    received = script.communicator.gather_rows(data.view(-1, 1), sizes).view(-1)
     rows: list[list[Tensor]] = [[] for _ in items]
     offset = 0
     for chunk in (chunk for chunks in ranges for chunk in chunks):
@@ -349,7 +349,7 @@ class Results:
 
 
 def gather_results(
-    adoption: Adoption,
+    script: SharedScript,
     results: Results,
     words_by_rank: Sequence[Sequence[int]],
     packed_by_rank: Sequence[Tensor],
@@ -366,24 +366,24 @@ def gather_results(
             "strings that differ; return tensors, whose entries are joined"
         )
     num_leaves, template_sum = busy[0]
-    template = _shared_template(adoption, results, template_sum, has_idle=len(busy) < adoption.world_size)
+    template = _shared_template(script, results, template_sum, has_idle=len(busy) < script.world_size)
     if num_leaves == 0:
         return put_together(template, []) if dim is not None else [put_together(template, []) for _ in output_devices]
-    if adoption.world_size == 1:
+    if script.world_size == 1:
         forms = _forms(results.leaves)
         items = [_item(column, dim) for column in zip(*forms, strict=True)]
-        wholes = join_pieces(adoption, region.ranges, items, list(zip(*results.leaves, strict=True)))
+        wholes = join_pieces(script, region.ranges, items, list(zip(*results.leaves, strict=True)))
     else:
         items, forms, wholes = _unpacked(packed_by_rank, dim, region)
     values = _differentiable(results, items, forms, wholes, region, token)
     if dim is not None:
-        return put_together(template, [adoption.mark(value, output_devices[0]) for value in values])
+        return put_together(template, [script.mark(value, output_devices[0]) for value in values])
     columns = [value.split(list(item.sizes)) for item, value in zip(items, values, strict=True)]
     return [
         put_together(
             template,
             [
-                adoption.mark(column[chunk].view(item.shapes[chunk]).clone(), device)
+                script.mark(column[chunk].view(item.shapes[chunk]).clone(), device)
                 for item, column in zip(items, columns, strict=True)
             ],
         )
@@ -452,9 +452,9 @@ def _without(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
     return (len(shape), *shape[:dim], *shape[dim + 1 :])
 
 
-def _shared_template(adoption: Adoption, results: Results, template_sum: int, has_idle: bool) -> Any:
+def _shared_template(script: SharedScript, results: Results, template_sum: int, has_idle: bool) -> Any:
     """The template; ranks without a chunk get it from rank 0, which always has one, when it is first seen."""
-    known = adoption.templates
+    known = script.templates
     if has_idle and template_sum not in known:
         ours = None
         if results.templates:
@@ -462,7 +462,7 @@ def _shared_template(adoption: Adoption, results: Results, template_sum: int, ha
                 ours = pickle.dumps(results.templates[0])
             except Exception:  # a __reduce__ of the script's may raise anything
                 ours = None
-        data = adoption.share("the structure of a result", ours, 0)
+        data = script.share("the structure of a result", ours, 0)
         if data is None:
             raise UsageError(
                 "the wrapped forward returned an object that does not pickle, and some ranks had no chunk of this "
@@ -487,6 +487,6 @@ def _differentiable(
         if token is None:
             token = torch.zeros((), device=region.device, requires_grad=True)
         for index in tracked:  # a node each: a backward from one result must not use up the graph of the others
-            border = Region(region.adoption, region.ranges, (items[index],), region.device, region.guard)
+            border = Region(region.script, region.ranges, (items[index],), region.device, region.guard)
             (values[index],) = leave(border, token, [[row[index] for row in results.leaves]], [wholes[index]])
     return values

@@ -29,7 +29,7 @@ from samestep.engine.buffers import MEAN_BUFFERS, BufferPlace
 from samestep.engine.losses import wide_dtype
 from samestep.engine.side_effects import Watch, plain_attributes, reachable
 from samestep.errors import BufferMergeError, DeterminismError, UsageError
-from samestep.scripts.adoption import Adoption
+from samestep.scripts.shared_script import SharedScript
 
 SMALL_BYTES = 2**20
 
@@ -96,7 +96,7 @@ class Buffers:
 
     @contextmanager
     def copied(
-        self, adoption: Adoption, chunk: int, device_id: int, num_rows: int, all_of_them: bool
+        self, script: SharedScript, chunk: int, device_id: int, num_rows: int, all_of_them: bool
     ) -> Iterator[None]:
         """Runs a chunk with copies in the places of the buffers."""
         means = [place for place in self._means if place.module.training and place.get() is not None]
@@ -106,7 +106,7 @@ class Buffers:
         for place, buffer in originals.items():
             small = buffer.numel() * buffer.element_size() <= SMALL_BYTES
             if small or all_of_them or place.module.training or place in means or place.name in self._changing:
-                place.put(adoption.mark(buffer.detach().clone(), device_id))
+                place.put(script.mark(buffer.detach().clone(), device_id))
         copies = {place: place.get() for place in originals}
         try:
             yield
@@ -121,18 +121,18 @@ class Buffers:
                 place.put(buffer)
 
     def merge(
-        self, adoption: Adoption, rows: Sequence[Sequence[int]], blocks_by_rank: Sequence[Sequence[Block]]
+        self, script: SharedScript, rows: Sequence[Sequence[int]], blocks_by_rank: Sequence[Sequence[Block]]
     ) -> None:
         """Merges the buffers of all chunks into the module."""
         if any(row[0] for row in rows) and rows[0][2]:  # an empty batch has no statistics
-            self._merge_means(adoption, rows[0][2], blocks_by_rank)
+            self._merge_means(script, rows[0][2], blocks_by_rank)
         if rows[0][1]:  # the first chunk is rank 0's
-            ends = adoption.share("the buffers of a wrapped forward", self._ends if adoption.rank == 0 else None, 0)
+            ends = script.share("the buffers of a wrapped forward", self._ends if script.rank == 0 else None, 0)
             for index, end in ends.items():
                 place = self._others[index]
                 target = place.get()
                 if target is None or target.shape != end.shape or target.dtype != end.dtype:
-                    place.put(end.to(adoption.communicator.device))
+                    place.put(end.to(script.communicator.device))
                 else:
                     target.data.copy_(end)
 
@@ -154,11 +154,11 @@ class Buffers:
         if chunk == 0 and end is not None:
             self._ends[index] = end.detach().clone()
 
-    def _merge_means(self, adoption: Adoption, num_rows: int, blocks_by_rank: Sequence[Sequence[Block]]) -> None:
+    def _merge_means(self, script: SharedScript, num_rows: int, blocks_by_rank: Sequence[Sequence[Block]]) -> None:
         """Writes the weighted mean of the running statistics."""
         places = [place for place in self._means if place.module.training]
         width = sum(flat.numel() for place in places if (flat := _flat(place)) is not None)
-        communicator = adoption.communicator
+        communicator = script.communicator
         wide = wide_dtype(communicator.device)
         ours = torch.stack(self._sum.sums) if self._sum.sums else torch.empty(0, width, dtype=wide)
         gathered = communicator.gather_rows(ours.to(communicator.device), [len(blocks) for blocks in blocks_by_rank])

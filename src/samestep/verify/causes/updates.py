@@ -306,9 +306,9 @@ ALONE = Cause(
     "alone",
     "gradients are not exchanged: each device updates by its own",
     "Have the program start a process group: Trainer(strategy='ddp', devices=N) in Lightning, "
-    "DistributedDataParallel in a loop of your own; or, if it is written for one process, adopt it: --adopt. Call the "
-    "model that DistributedDataParallel returns, not its .module; wrap it once all that is ever trained requires its "
-    "gradient; and run the last backward before an update outside of no_sync.",
+    "DistributedDataParallel in a loop of your own; or, if it is written for one process, run it as one: "
+    "--single-process. Call the model that DistributedDataParallel returns, not its .module; wrap it once all that is "
+    "ever trained requires its gradient; and run the last backward before an update outside of no_sync.",
     _suspect_alone,
     _with_exchange,
 )

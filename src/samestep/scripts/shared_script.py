@@ -1,4 +1,4 @@
-"""State of a process that runs an adopted script, and the exchange of small values between its ranks.
+"""State of a process that runs a single-process script, and the exchange of small values between its ranks.
 
 Every rank runs the whole script, so every rank makes the same calls in the same order. Each exchange starts with a
 header of fixed size that names the operation and the line of the script; ranks that have diverged therefore stop with
@@ -47,15 +47,15 @@ MAX_DEVICES = 64  # a script may name any of these, however many it counts: chun
 
 
 @dataclass
-class Adoption:
-    """State of one process of an adopted script."""
+class SharedScript:
+    """State of one process of a single-process script."""
 
     communicator: Communicator
     num_microbatches: int | None = None  # chunks of a wrapped forward; None: `len(device_ids)`, else `num_devices`
     num_devices: int = 1  # logical devices that the script sees
-    # Marks a tensor as lying on a virtual device (-1: the host); the identity on real devices.
+    # Marks a tensor as lying on a simulated device (-1: the host); the identity on real devices.
     mark: Callable[[Tensor, int], Tensor] = lambda tensor, index: tensor
-    # Makes a virtual device current for a block; does nothing on real devices.
+    # Makes a simulated device current for a block; does nothing on real devices.
     on_device: Callable[[int], AbstractContextManager[Any]] = lambda index: nullcontext()
     wraps_itself: bool = False  # whether the script has wrapped or replicated a module
     in_chunk: bool = False  # a chunk of a wrapped forward runs: nothing nested in it is split over the ranks again
@@ -108,7 +108,7 @@ class Adoption:
         All headers have one size, so that ranks which have diverged still understand each other. A few bytes fit into
         the same message; more follow in a second one.
         """
-        with torch._C.DisableTorchFunction():  # neither virtual devices nor the script's default device
+        with torch._C.DisableTorchFunction():  # neither simulated devices nor the script's default device
             own = torch.empty(0, dtype=torch.uint8, device=self.communicator.device) if data is None else data
             padded = [*words, *[0] * (EXTRA_WORDS - len(words))]
             return ([padded], [own]) if self.world_size == 1 else self._exchange(what, own, padded)
@@ -193,25 +193,25 @@ class Adoption:
             yield
 
 
-_ACTIVE: ContextVar[Adoption | None] = ContextVar("adoption", default=None)
+_ACTIVE: ContextVar[SharedScript | None] = ContextVar("script", default=None)
 
 
-def active() -> Adoption:
-    """The adoption of the running script; outside of one, that of this process, which may be a rank of torchrun's."""
+def active() -> SharedScript:
+    """The running script; outside of one, the state of this process, which may be a rank of torchrun's."""
     return _ACTIVE.get() or _of_this_process()
 
 
 @contextmanager
-def activated(adoption: Adoption) -> Iterator[None]:
-    """Makes `active()` return this adoption."""
-    token = _ACTIVE.set(adoption)
+def activated(script: SharedScript) -> Iterator[None]:
+    """Makes `active()` return this script."""
+    token = _ACTIVE.set(script)
     try:
         yield
     finally:
         _ACTIVE.reset(token)
 
 
-def connect_adoption(num_microbatches: int | None = None) -> Adoption:
+def connect_script(num_microbatches: int | None = None) -> SharedScript:
     """Connects this process to the ranks that the environment names, and sets the switches of deterministic kernels."""
     environment = read_environment()
     device = own_device(None, environment)
@@ -221,27 +221,27 @@ def connect_adoption(num_microbatches: int | None = None) -> Adoption:
         atexit.register(communicator.close)
     alone = environment.world_size == 1 and device.type != "cpu"
     num_devices = torch.accelerator.device_count() if alone else environment.world_size
-    return Adoption(communicator, num_microbatches, num_devices=num_devices)
+    return SharedScript(communicator, num_microbatches, num_devices=num_devices)
 
 
 @cache
-def _of_this_process() -> Adoption:
-    adoption = connect_adoption()
-    backward_on_this_thread(adoption.communicator.device)  # not as a context: from now on
-    return adoption
+def _of_this_process() -> SharedScript:
+    script = connect_script()
+    backward_on_this_thread(script.communicator.device)  # not as a context: from now on
+    return script
 
 
-def num_visible(adoption: Adoption) -> int:
+def num_visible(script: SharedScript) -> int:
     """The number of logical devices that the script sees; reads the environment each time.
 
     In this order: the microbatches asked for; the ids in CUDA_VISIBLE_DEVICES, if the script assigned it ("0,4" counts
     two, even on a machine with one); the devices of the run.
     """
-    if adoption.num_microbatches is not None:
-        return adoption.num_microbatches
+    if script.num_microbatches is not None:
+        return script.num_microbatches
     ids = os.environ.get(VISIBLE_DEVICES)
-    if ids is None or ids == adoption.visible_at_start:
-        return adoption.num_devices
+    if ids is None or ids == script.visible_at_start:
+        return script.num_devices
     return count_ids(ids)
 
 

@@ -1,4 +1,4 @@
-"""Tensors on virtual devices say where they are, move as on a GPU, and leave no trace in files."""
+"""Tensors on simulated devices say where they are, move as on a GPU, and leave no trace in files."""
 
 import copy
 import io
@@ -8,14 +8,14 @@ import threading
 import numpy as np
 import pytest
 import torch
+from simulated_programs import devices
 from torch import nn
-from virtual_programs import devices
 
 
 @pytest.fixture(autouse=True)
-def adoption():
-    with devices() as adoption:
-        yield adoption
+def script():
+    with devices() as script:
+        yield script
 
 
 @pytest.mark.parametrize(

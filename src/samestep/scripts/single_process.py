@@ -22,36 +22,36 @@ from samestep.errors import PeerLostError, UsageError
 from samestep.launcher.job import run_module, run_script
 from samestep.patch import Patch, applied, late_dynamo
 from samestep.scripts import backward, loading, output, parallel, seeding, wrapping
-from samestep.scripts.adoption import Adoption, activated, connect_adoption, num_visible
 from samestep.scripts.files import patches as files
 from samestep.scripts.loading import Rank0Iterator
+from samestep.scripts.shared_script import SharedScript, activated, connect_script, num_visible
 from samestep.scripts.simulated.cuda import mark
-from samestep.scripts.simulated.devices import virtual_devices
+from samestep.scripts.simulated.devices import simulated_devices
 from samestep.scripts.wrapped import forward, regions
 
 DELAY_SECONDS = 0.2
 READ_BY_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 DEALS_WITH_RANKS = (
     "the script runs as one for a single process, without these variables; if it deals with ranks, or a library of its "
-    "does, give --no-adopt"
+    "does, give --multi-process"
 )
 
 
-def run_adopted(
+def run_single_process(
     kind: str,
     target: str,
     argv: Sequence[str],
     num_microbatches: int | None = None,
     seed: int | None = None,
     wrap: str | None = None,
-    virtual: bool = False,
+    simulated: bool = False,
 ) -> None:
     """Runs a script (kind "script") or a module (kind "module") as this rank: the entry of `samestep run`'s workers."""
-    adoption, environment = connect_adoption(num_microbatches), read_environment()
+    script, environment = connect_script(num_microbatches), read_environment()
     # The script must find the environment of `python script.py`: no trace of ranks.
     hidden = {name: os.environ.pop(name) for name in RANK_VARIABLES if name in os.environ}
     try:
-        with adopted(adoption, virtual=virtual, seed=seed, wrap=wrap), _profiled(environment):
+        with patched(script, simulated=simulated, seed=seed, wrap=wrap), _profiled(environment):
             if kind == "module":
                 run_module(target, tuple(argv))
             else:
@@ -59,54 +59,54 @@ def run_adopted(
     except (Exception, SystemExit) as error:
         if isinstance(error, KeyError) and error.args and error.args[0] in READ_BY_RANKS:
             error.add_note(f"samestep: {DEALS_WITH_RANKS}")
-        _delay_error(adoption, error)
+        _delay_error(script, error)
         raise
     finally:
         os.environ.update(hidden)
 
 
-def _delay_error(adoption: Adoption, error: BaseException) -> None:
+def _delay_error(script: SharedScript, error: BaseException) -> None:
     """Delays an error that all ranks raise, so that the launcher receives that of rank 0, which has the terminal."""
-    if adoption.rank > 0 and error is not adoption.own_failure and not isinstance(error, PeerLostError):
+    if script.rank > 0 and error is not script.own_failure and not isinstance(error, PeerLostError):
         time.sleep(DELAY_SECONDS)
 
 
 @contextmanager
-def adopted(
-    adoption: Adoption, *, virtual: bool = False, seed: int | None = None, wrap: str | None = None
+def patched(
+    script: SharedScript, *, simulated: bool = False, seed: int | None = None, wrap: str | None = None
 ) -> Iterator[None]:
-    """Runs a block on this thread as an adopted script; without a seed it begins with 0."""
+    """Runs a block on this thread as a single-process script; without a seed it begins with 0."""
     is_script_file(__file__)  # looks up where libraries lie while os.stat is still Python's own
     with ExitStack() as stack:
-        stack.enter_context(activated(adoption))
+        stack.enter_context(activated(script))
         stack.enter_context(applied(late_dynamo()))
-        count = functools.partial(num_visible, adoption)
-        if virtual:
-            stack.enter_context(virtual_devices(count, adoption.notice))
-            patches = [Patch(adoption, "mark", mark), Patch(adoption, "on_device", torch.cuda.device)]
+        count = functools.partial(num_visible, script)
+        if simulated:
+            stack.enter_context(simulated_devices(count, script.notice))
+            patches = [Patch(script, "mark", mark), Patch(script, "on_device", torch.cuda.device)]
             stack.enter_context(applied(patches))
-        elif adoption.communicator.device.type != "cpu":
+        elif script.communicator.device.type != "cpu":
             from samestep.scripts.simulated.devices import own_accelerator  # not needed on CPUs
 
-            stack.enter_context(own_accelerator(count, adoption.communicator.device))
-        stack.enter_context(backward_on_this_thread(adoption.communicator.device))
-        stack.enter_context(output.script_streams(adoption))
+            stack.enter_context(own_accelerator(count, script.communicator.device))
+        stack.enter_context(backward_on_this_thread(script.communicator.device))
+        stack.enter_context(output.script_streams(script))
         for part in (output, parallel, backward, seeding, files, loading):
-            stack.enter_context(applied(part.patches(adoption)))
-        stack.enter_context(applied([*_process_group(adoption), _environment(adoption)]))
-        stack.enter_context(wrapping.shared_out(adoption, wrap))
-        stack.enter_context(seeding.seeded(adoption, seed))
+            stack.enter_context(applied(part.patches(script)))
+        stack.enter_context(applied([*_process_group(script), _environment(script)]))
+        stack.enter_context(wrapping.shared_out(script, wrap))
+        stack.enter_context(seeding.seeded(script, seed))
         yield
 
 
-def _process_group(adoption: Adoption) -> list[Patch]:
+def _process_group(script: SharedScript) -> list[Patch]:
     """Hides the run's process group from the script, and refuses one of its own."""
     if not dist.is_available():
         return []
 
     def refuse(*_: Any, **__: Any) -> NoReturn:
         raise UsageError(
-            "the script starts a process group of its own; run it as torchrun would: samestep run --no-adopt …"
+            "the script starts a process group of its own; run it as torchrun would: samestep run --multi-process …"
         )
 
     def never() -> bool:
@@ -119,7 +119,7 @@ def _process_group(adoption: Adoption) -> list[Patch]:
     ]
 
 
-def _environment(adoption: Adoption) -> Patch:
+def _environment(script: SharedScript) -> Patch:
     """Has a line name the first library that asks for ranks when it is called: it may be one that starts them."""
     owner, torch_files = type(os.environ), f"{Path(dist.__file__).parents[1]}{os.sep}"
     read, readers = owner.__getitem__, list[str]()
@@ -132,7 +132,7 @@ def _environment(adoption: Adoption) -> Patch:
             is_import = any("importlib" in each for each, _ in lines)
             if not (is_import or is_own_file(file) or file.startswith(torch_files)):
                 readers.append(file)
-                adoption.notice(f"{file}, line {line}, reads {name}: {DEALS_WITH_RANKS}")
+                script.notice(f"{file}, line {line}, reads {name}: {DEALS_WITH_RANKS}")
         return read(environment, name)
 
     return Patch(owner, "__getitem__", getitem)
@@ -155,7 +155,7 @@ def _profiled(environment: Environment) -> Iterator[None]:
     patches = (
         _marked(Rank0Iterator, "__next__", "data"),
         _marked(forward, "chunked_forward", "forward", (parallel.__name__,)),
-        _marked(Adoption, "gather", "exchange"),
+        _marked(SharedScript, "gather", "exchange"),
         _marked(regions, "sum_pieces", "exchange"),
         _marked(regions, "join_pieces", "exchange", ("samestep.scripts.wrapped.regions",)),
     )

@@ -1,10 +1,10 @@
-"""Training on virtual devices: the bits of the CPU, with loaders, mixed precision and checkpointing."""
+"""Training on simulated devices: the bits of the CPU, with loaders, mixed precision and checkpointing."""
 
 import pytest
 import torch
+from simulated_programs import devices, lenet, trained
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from virtual_programs import devices, lenet, trained
 
 from samestep.errors import UsageError
 
@@ -17,12 +17,12 @@ from samestep.errors import UsageError
         (torch.optim.AdamW, {"fused": True}),
     ],
 )
-def test_a_training_on_a_virtual_device_has_the_bits_of_the_cpu(optimizer, options):
+def test_a_training_on_a_simulated_device_has_the_bits_of_the_cpu(optimizer, options):
     losses, state = trained("cpu", optimizer, **options)
     with devices():
-        virtual_losses, virtual_state = trained("cuda:1", optimizer, **options)
-    assert virtual_losses == losses
-    assert all(ours.equal(theirs) for ours, theirs in zip(virtual_state, state, strict=True))
+        simulated_losses, simulated_state = trained("cuda:1", optimizer, **options)
+    assert simulated_losses == losses
+    assert all(ours.equal(theirs) for ours, theirs in zip(simulated_state, state, strict=True))
     assert len(set(losses)) == 3
 
 
@@ -96,7 +96,7 @@ def test_scatter_and_gather_by_hand_give_real_chunks_and_gradients():
         assert nn.parallel.gather([torch.tensor(1.0).cuda(k) for k in range(2)], "cpu").tolist() == [1, 1]
         nested = nn.parallel.scatter({"x": x, "n": 3}, [0, 1])
         assert [(part["x"].get_device(), part["n"]) for part in nested] == [(0, 3), (1, 3)]
-        with pytest.raises(UsageError, match=r"torch\.nn\.parallel\.comm\.broadcast has no virtual counterpart"):
+        with pytest.raises(UsageError, match=r"torch\.nn\.parallel\.comm\.broadcast is not simulated"):
             nn.parallel.comm.broadcast(torch.ones(2).cuda(), [0, 2])
 
 
@@ -105,7 +105,7 @@ def test_compiled_models_run_eagerly(capsys):
         model = nn.Linear(2, 2).cuda()
         assert torch.compile(model) is model
         assert torch.compile(mode="max-autotune")(model) is model
-    assert "torch.compile does nothing on virtual devices" in capsys.readouterr().err
+    assert "torch.compile does nothing on simulated devices" in capsys.readouterr().err
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

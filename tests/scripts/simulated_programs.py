@@ -1,4 +1,4 @@
-"""Helpers for the tests of virtual devices."""
+"""Helpers for the tests of simulated devices."""
 
 from contextlib import contextmanager
 from functools import partial
@@ -9,24 +9,24 @@ from torch import nn
 from samestep.comm.communicator import Communicator
 from samestep.comm.transport import LocalTransport
 from samestep.patch import Patch, applied
-from samestep.scripts.adoption import Adoption, num_visible
+from samestep.scripts.shared_script import SharedScript, num_visible
 from samestep.scripts.simulated.cuda import mark
-from samestep.scripts.simulated.devices import virtual_devices
+from samestep.scripts.simulated.devices import simulated_devices
 
 
 def alone(num_devices=4, num_microbatches=None):
-    """An adoption of one process that plays several devices."""
+    """The state of one process that plays several devices."""
     transport = LocalTransport()
     communicator = Communicator(torch.device("cpu"), transport, transport, "ordered")
-    return Adoption(communicator, num_microbatches=num_microbatches, num_devices=num_devices)
+    return SharedScript(communicator, num_microbatches=num_microbatches, num_devices=num_devices)
 
 
 @contextmanager
 def devices(num_devices=4, num_microbatches=None):
-    """Virtual devices for the time of a block; the adoption."""
-    adoption = alone(num_devices, num_microbatches)
-    with virtual_devices(partial(num_visible, adoption), adoption.notice), applied([Patch(adoption, "mark", mark)]):
-        yield adoption
+    """Simulated devices for the time of a block; the script."""
+    script = alone(num_devices, num_microbatches)
+    with simulated_devices(partial(num_visible, script), script.notice), applied([Patch(script, "mark", mark)]):
+        yield script
 
 
 def lenet():

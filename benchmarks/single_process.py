@@ -1,6 +1,6 @@
-"""How fast is an adopted script? LeNet with DataParallel, and without, under `samestep run`, against DDP and Python.
+"""How fast is a single-process script? LeNet with and without DataParallel under `samestep run`, DDP and Python.
 
-    python benchmarks/adopted.py [--rounds 5] [--json FILE]
+    python benchmarks/single_process.py [--rounds 5] [--json FILE]
 
 Every variant runs in processes of its own, one after another, in rounds; what counts is the ratio of the medians of
 the rounds, on the same cores: 2 processes of one thread each, or one process of one thread.
@@ -24,17 +24,17 @@ DATA_PARALLEL, DDP = str(SCRIPTS / "lenet_data_parallel.py"), str(SCRIPTS / "len
 RUN = [sys.executable, "-m", "samestep", "run"]
 VARIANTS = {
     "DDP, 2 processes": [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", DDP],
-    "adopted, 2 processes, 2 microbatches": [*RUN, "--devices", "cpu:2", DATA_PARALLEL],
+    "samestep, 2 processes, 2 microbatches": [*RUN, "--devices", "cpu:2", DATA_PARALLEL],
     "plain, 2 processes, 2 microbatches": [*RUN, "--devices", "cpu:2", DATA_PARALLEL, "plain"],
     "plain Python, 1 process": [sys.executable, DATA_PARALLEL],
-    "adopted, 1 process, 1 microbatch": [*RUN, "--devices", "cpu:1", DATA_PARALLEL],
-    "adopted, 1 process, 2 microbatches": [*RUN, "--devices", "cpu:1", "--logical-devices", "2", DATA_PARALLEL],
+    "samestep, 1 process, 1 microbatch": [*RUN, "--devices", "cpu:1", DATA_PARALLEL],
+    "samestep, 1 process, 2 microbatches": [*RUN, "--devices", "cpu:1", "--logical-devices", "2", DATA_PARALLEL],
 }
 PAIRS = [
-    ("adopted, 2 processes, 2 microbatches", "DDP, 2 processes", 1.15),
+    ("samestep, 2 processes, 2 microbatches", "DDP, 2 processes", 1.15),
     ("plain, 2 processes, 2 microbatches", "DDP, 2 processes", None),
-    ("adopted, 1 process, 1 microbatch", "plain Python, 1 process", 1.05),
-    ("adopted, 1 process, 2 microbatches", "plain Python, 1 process", None),
+    ("samestep, 1 process, 1 microbatch", "plain Python, 1 process", 1.05),
+    ("samestep, 1 process, 2 microbatches", "plain Python, 1 process", None),
 ]
 
 

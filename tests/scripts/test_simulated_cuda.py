@@ -1,4 +1,4 @@
-"""torch.cuda on virtual devices, and in a process with one accelerator, which stands for all that the script names."""
+"""torch.cuda on simulated devices, and in a process whose one accelerator stands for all that the script names."""
 
 import io
 import os
@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from gpus import needs_fake_gpus, run
+from simulated_programs import alone, devices
 from torch import nn
-from virtual_programs import alone, devices
 
 from samestep.errors import UsageError
-from samestep.scripts.adoption import count_ids, num_visible
+from samestep.scripts.shared_script import count_ids, num_visible
 from samestep.scripts.simulated.devices import mapped_device, own_accelerator
 
 
@@ -28,7 +28,7 @@ def test_nothing_remains_after_the_block():
     with devices():  # imports what is imported late
         torch.ones(1).cuda()
     before, count = dict(holders()), torch.cuda.device_count()
-    with devices() as adoption:
+    with devices() as script:
         torch.set_default_device("cuda")
         torch.cuda.set_device(1)
         assert torch.cuda.device_count() == 4
@@ -39,7 +39,7 @@ def test_nothing_remains_after_the_block():
     }
     assert torch.cuda.device_count() == count
     assert torch.ones(1).device.type == "cpu"
-    assert not vars(adoption.mark(torch.ones(1), 3))
+    assert not vars(script.mark(torch.ones(1), 3))
 
 
 def test_devices_are_counted_named_and_chosen():
@@ -146,10 +146,10 @@ def test_a_list_of_ids_counts_as_in_cuda(ids, count):
 
 def test_only_ids_that_the_script_assigned_change_the_count(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
-    with devices(num_devices=3) as adoption:
-        assert num_visible(adoption) == torch.cuda.device_count() == 3
+    with devices(num_devices=3) as script:
+        assert num_visible(script) == torch.cuda.device_count() == 3
         os.environ["CUDA_VISIBLE_DEVICES"] = "0,4"
-        assert num_visible(adoption) == torch.cuda.device_count() == 2
+        assert num_visible(script) == torch.cuda.device_count() == 2
         os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
         assert not torch.cuda.is_available()
         with pytest.raises(RuntimeError, match="No CUDA GPUs are available"):
@@ -209,7 +209,7 @@ SCRIPT = """
     import sys
     import torch
     sys.path.insert(0, sys.argv[1])
-    from virtual_programs import alone
+    from simulated_programs import alone
     from samestep.scripts.simulated.devices import own_accelerator
 
     with own_accelerator(lambda: 4, torch.device("cuda:0")):

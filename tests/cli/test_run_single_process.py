@@ -55,7 +55,7 @@ RAISING = """
     model(torch.tensor([float(word) for word in sys.argv[1:]]))  # there
     print("not reached")
 """
-NATIVE = """
+MULTI_PROCESS = """
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
@@ -104,7 +104,7 @@ def test_what_a_script_raises_on_the_second_process_is_shown_once_with_its_own_l
     path = script(tmp_path, RAISING)
     done = samestep("run", "--devices", "cpu:2", "--logical-devices", 2, "--seed", 1, path, 1, 3, cwd=tmp_path)
     assert done.returncode == 1
-    assert done.stdout == "found []\n[1.0, 2.0]\n", "an adopted script finds no trace of ranks"
+    assert done.stdout == "found []\n[1.0, 2.0]\n", "a single-process script finds no trace of ranks"
     assert done.stderr.count("ValueError: more than two") == 1
     assert done.stderr.count("Traceback") == 1
     assert "PeerLostError" not in done.stderr
@@ -116,7 +116,7 @@ def test_what_a_script_raises_on_the_second_process_is_shown_once_with_its_own_l
     assert len(done.stderr.splitlines()) <= 30, done.stderr
 
 
-def test_a_script_that_is_not_adopted_finds_its_rank(tmp_path):
+def test_a_script_that_is_a_multi_process_one_finds_its_rank(tmp_path):
     source = """
         import os
 
@@ -124,7 +124,7 @@ def test_a_script_that_is_not_adopted_finds_its_rank(tmp_path):
         with open(f"rank-{os.environ['RANK']}.txt", "w") as file:
             print(*(os.environ[name] for name in names), "MASTER_ADDR" in os.environ, file=file)
     """
-    done = samestep("run", "--devices", "cpu:2", "--no-adopt", script(tmp_path, source), cwd=tmp_path)
+    done = samestep("run", "--devices", "cpu:2", "--multi-process", script(tmp_path, source), cwd=tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert [(tmp_path / f"rank-{rank}.txt").read_text() for rank in (0, 1)] == ["0 0 2 True\n", "1 1 2 True\n"]
 
@@ -169,16 +169,16 @@ def test_a_name_to_wrap_that_is_never_called_is_an_error_that_says_what_was(tmp_
 
 
 @pytest.mark.parametrize(
-    "source", [pytest.param(NATIVE, id="native"), pytest.param(PLAIN, id="plain, but not to be adopted")]
+    "source", [pytest.param(MULTI_PROCESS, id="multi-process"), pytest.param(PLAIN, id="plain, with --multi-process")]
 )
 def test_wrap_is_refused_for_scripts_that_deal_with_ranks(tmp_path, refused, source):
-    adopt = ["--no-adopt"] if source is PLAIN else []
+    single_process = ["--multi-process"] if source is PLAIN else []
     path = script(tmp_path, source)
-    said = refused("run", "--devices", "cpu:2", *adopt, "--wrap", "net", path)
+    said = refused("run", "--devices", "cpu:2", *single_process, "--wrap", "net", path)
     assert said.startswith("samestep: error: --wrap is for scripts of one process, and ")
     assert len(said.splitlines()) == 1
-    if source is NATIVE:
-        assert f"train.py, line {line_of(NATIVE, 'init_process_group')}" in said
+    if source is MULTI_PROCESS:
+        assert f"train.py, line {line_of(MULTI_PROCESS, 'init_process_group')}" in said
 
 
 def test_a_seed_is_refused_for_a_program_that_seeds_itself(tmp_path, refused):
@@ -214,7 +214,7 @@ LOST = """
 """
 
 
-def test_a_lost_rank_of_an_adopted_script_ends_it_with_the_name_of_what_it_saved_last(tmp_path):
+def test_a_lost_rank_of_a_single_process_script_ends_it_with_the_name_of_what_it_saved_last(tmp_path):
     script(tmp_path, LOST)
     done = samestep("run", "--devices", "cpu:2", "train.py", cwd=tmp_path)
     assert done.returncode == 128 + 9

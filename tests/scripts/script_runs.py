@@ -1,4 +1,4 @@
-"""Adopting: runs a small script on real processes, as `samestep run` does, or on one device under the reference."""
+"""Runs a small script on real processes, as `samestep run` does, or on one device under the reference."""
 
 import builtins
 import gc
@@ -22,7 +22,7 @@ from torch import nn
 
 from samestep.launcher.job import run_script
 from samestep.patch import Patch, applied
-from samestep.scripts.adoption import Adoption, num_visible
+from samestep.scripts.shared_script import SharedScript, num_visible
 
 FOLDS = {"tree": in_pairs, "left": from_the_left}
 OWNERS = (torch, torch.random, torch.cuda, torch.Tensor, nn.Module, nn.DataParallel, nn.parallel, os, os.path, builtins)
@@ -56,10 +56,10 @@ class Outcome:
 
 
 def run(worlds, n, path, num_microbatches=4, argv=(), *, cwd, seed=None, wrap=None):
-    """Runs a script under adoption on n processes; an `Outcome` a rank."""
+    """Runs a script as `samestep run` does on n processes; an `Outcome` a rank."""
     Path(cwd).mkdir(parents=True, exist_ok=True)
     settings = {"num_microbatches": num_microbatches, "num_devices": n, "seed": seed, "wrap": wrap}
-    return worlds(n).run(run_adopted, str(path), tuple(argv), str(cwd), settings)
+    return worlds(n).run(run_single_process, str(path), tuple(argv), str(cwd), settings)
 
 
 def run_reference(worlds, path, num_microbatches=4, argv=(), *, cwd, num_devices=4, fold="tree"):
@@ -68,34 +68,34 @@ def run_reference(worlds, path, num_microbatches=4, argv=(), *, cwd, num_devices
     return worlds(1).run(run_referenced, str(path), tuple(argv), str(cwd), num_microbatches, num_devices, fold)[0]
 
 
-def run_adopted(communicator, path, argv, cwd, settings):
-    """On one rank: the script under adoption."""
-    from samestep.scripts.script import adopted  # compiles much of torch, which the workers have at hand
+def run_single_process(communicator, path, argv, cwd, settings):
+    """On one rank: the script as `samestep run` does."""
+    from samestep.scripts.single_process import patched  # compiles much of torch, which the workers have at hand
 
-    adoption = Adoption(communicator, settings["num_microbatches"], settings["num_devices"])
-    virtual = communicator.device.type == "cpu"
-    if not virtual:
+    script = SharedScript(communicator, settings["num_microbatches"], settings["num_devices"])
+    simulated = communicator.device.type == "cpu"
+    if not simulated:
         torch.cuda.init()  # before it is looked at what a script leaves changed
         torch.cuda.device_count()
-    context = adopted(adoption, virtual=virtual, seed=settings["seed"], wrap=settings["wrap"])
-    return _run(path, argv, cwd, context, lambda: tuple(adoption.chunks_run))
+    context = patched(script, simulated=simulated, seed=settings["seed"], wrap=settings["wrap"])
+    return _run(path, argv, cwd, context, lambda: tuple(script.chunks_run))
 
 
 def run_referenced(communicator, path, argv, cwd, num_microbatches, num_devices, fold):
     """On the only rank: the script with the reference in the place of torch's DataParallel."""
     counts: list[int] = []
-    context = _referenced(Adoption(communicator, num_microbatches, num_devices), FOLDS[fold], counts)
+    context = _referenced(SharedScript(communicator, num_microbatches, num_devices), FOLDS[fold], counts)
     chunks = lambda: tuple((number, chunk) for number, count in enumerate(counts) for chunk in range(count))  # noqa: E731
     return _run(path, argv, cwd, context, chunks)
 
 
 @contextmanager
-def _referenced(adoption, fold, counts):
-    """Replaces torch's DataParallel by the reference for a block, on virtual devices."""
-    from samestep.scripts.simulated.devices import virtual_devices
+def _referenced(script, fold, counts):
+    """Replaces torch's DataParallel by the reference for a block, on simulated devices."""
+    from samestep.scripts.simulated.devices import simulated_devices
 
-    patches = _substitutes(adoption.num_microbatches, fold, counts)
-    simulated = virtual_devices(partial(num_visible, adoption), adoption.notice)
+    patches = _substitutes(script.num_microbatches, fold, counts)
+    simulated = simulated_devices(partial(num_visible, script), script.notice)
     with _generators_preserved(), simulated, applied(patches):
         yield
 
@@ -173,7 +173,7 @@ def _run(path, argv, cwd, context, chunks):
     gc.collect()
     gc.unfreeze()
     left = sorted(name for name, value in _fingerprint().items() if before.get(name, value) != value)
-    assert not left, f"adoption left these changed: {left}"
+    assert not left, f"the patches left these changed: {left}"
     return Outcome(texts[0], texts[1], result, chunks(), **ended)
 
 
@@ -196,7 +196,7 @@ def _flat(value, path=""):
 
 
 def _fingerprint():
-    """Which objects the places hold that adoption may change."""
+    """Which objects the places hold that patches may change."""
     places = ((owner, name, value) for owner in OWNERS for name, value in list(vars(owner).items()))
     # The first use of a GPU sets `torch.cuda._initialized` for good.
     return {f"{owner.__name__}.{name}": id(value) for owner, name, value in places if name != "_initialized"}

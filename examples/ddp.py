@@ -3,9 +3,9 @@
 The script reads the variables that torchrun sets, so it runs under torchrun, under samestep, and, as one process, under
 python. DDP keeps the processes equal to each other; its numbers do depend on how many there are.
 
-    python examples/ddp_native.py
-    torchrun --nproc-per-node 2 examples/ddp_native.py
-    samestep run --devices cpu:2 examples/ddp_native.py
+    python examples/ddp.py
+    torchrun --nproc-per-node 2 examples/ddp.py
+    samestep run --devices cpu:2 examples/ddp.py
 """
 
 import argparse
