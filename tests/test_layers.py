@@ -36,7 +36,7 @@ LAYERS = (
     "doctor",
     "cli",
 )
-BOTTOM = {"callsite", "errors", "extras", "files", "patch", "text", "version"}
+BOTTOM = {"callsite", "checks", "errors", "extras", "files", "patch", "text", "version"}
 HEAVY = ("torch", "numpy", "matplotlib", "tensorboard", "sklearn")
 FILES = {"errors", "metrics", "tutorial"}  # layers of one module
 MODULES = sorted(path for path in ROOT.rglob("*.py") if path.parent != ROOT or path.stem in FILES)
@@ -49,6 +49,7 @@ NAMED = re.compile(r"(samestep(?:\.\w+)+)(?::[\w.]+)?")  # a module in a string,
 
 # Modules that what must be trusted imports, and the reason why no bit depends on them.
 UNTRUSTED = {
+    "checks": "refuses arguments",
     "devices.device": "has malloc keep freed memory",
     "devices.inventory": "finds devices",
     "devices.selection": "prints a hint on cores that are not used",

@@ -25,7 +25,8 @@ from typing import IO, Any, TypeVar
 
 import psutil
 
-from samestep.errors import DataError, RunFolderError, UsageError
+from samestep.checks import check_number
+from samestep.errors import DataError, RunFolderError
 
 
 def check_regular(path: str | PathLike[str]) -> None:
@@ -108,8 +109,7 @@ def retrying(attempt: Callable[[], T], retries: int, tell: Callable[[str], None]
 
 def check_retries(retries: int) -> None:
     """Raises a `UsageError` unless `retries` is a whole number from 0 on."""
-    if isinstance(retries, bool) or not isinstance(retries, int) or retries < 0:
-        raise UsageError(f"got checkpoint_retries={retries!r}; it must be 0 or more (--checkpoint-retries)")
+    check_number("checkpoint_retries", retries, 0)
 
 
 def make_folder(path: Path) -> None:

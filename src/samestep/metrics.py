@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from samestep.checks import check_number
 from samestep.core.tree import Block, TreeSum
 from samestep.data.nested import map_tensors
 from samestep.engine.losses import Mean, describe, wide_dtype
@@ -281,8 +282,7 @@ def top_k(k: int) -> Metric:
         UsageError: k is not a positive integer; when measured, k is more than C or a shape is not as above.
     """
     name = "accuracy" if k == 1 else f"top_{k}"
-    if not isinstance(k, int) or isinstance(k, bool) or k < 1:
-        raise UsageError(f"top_k needs a whole number from 1 on, got {k!r}")
+    check_number("k", k, 1, option="")
 
     def measure(output: Any, batch: Any) -> Tensor:
         target = target_of(batch)

@@ -132,7 +132,7 @@ def test_a_run_leaves_its_folder_and_says_where_and_another_seed_gives_another_d
         (["lenet", "--num-workers", "-1"], "got num_workers=-1; it must be 0 or more (--num-workers)"),
         (["vgg", "--option", "depth=3"], "no option 'depth'; it has width, dropout"),
         (["gpt", "--option", "layers=some"], "option 'layers' needs a whole number"),
-        (["gpt", "--option", "heads=3"], "a width that is a multiple of the heads"),
+        (["gpt", "--option", "heads=3"], "it must be a multiple of them (-o width, -o heads)"),
         (["lenet", "--data-dir", "nowhere"], "got --data-dir nowhere: there is no such folder"),
         (["mlp", "--data-dir", "."], "mlp reads one CSV file, by --data FILE.csv"),
         (["gpt", "--data", "nothing.txt"], "got --data nothing.txt: there is no such file"),

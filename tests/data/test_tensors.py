@@ -118,7 +118,7 @@ GOLDEN_TAILS = [[0, 5], [0, 8], [5, 6]]
 
 @pytest.mark.parametrize("fraction", [0, 1, -0.5, float("nan")])
 def test_a_split_at_an_impossible_fraction_is_refused(fraction):
-    with pytest.raises(UsageError, match="between 0 and 1"):
+    with pytest.raises(UsageError, match="above 0 and below 1"):
         head_tail(rows(4), fraction)
 
 

@@ -63,7 +63,7 @@ def test_files_that_hold_no_text_are_named(tmp_path):
 @pytest.mark.parametrize(
     ("data", "context", "error", "message"),
     [
-        (torch.zeros(9, dtype=torch.uint8), 0, UsageError, "context must be at least 1"),
+        (torch.zeros(9, dtype=torch.uint8), 0, UsageError, "got context=0; it must be 1 or more"),
         (torch.zeros(1, dtype=torch.uint8), 4, DataError, "a text of 1 bytes has nothing to predict"),
         (torch.zeros(9), 4, DataError, "1-d uint8 tensor"),
         (torch.zeros(3, 3, dtype=torch.uint8), 4, DataError, "1-d uint8 tensor"),

@@ -110,6 +110,7 @@ def estimate(
     """
     from dataclasses import replace
 
+    from samestep.checks import check_choice
     from samestep.errors import UsageError
     from samestep.estimate.costs import read_cluster
     from samestep.estimate.estimate import Request, print_estimate
@@ -128,8 +129,7 @@ def estimate(
         shapes = (about.input_shape, about.input_dtype, about.target_shape, about.target_dtype)
         workload = load_workload(model, (*NAMES, *DECODERS), *shapes)
     if about.optimizer is not None:
-        if about.optimizer not in OPTIMIZERS:
-            raise UsageError(f"got --optimizer {about.optimizer!r}; it is one of {', '.join(OPTIMIZERS)}")
+        check_choice("--optimizer", about.optimizer, OPTIMIZERS)
         workload = replace(workload, optimizer=about.optimizer, settings={})
     batch_size = workload.global_batch_size if global_batch_size is None else global_batch_size
     sizes = dict(layout.mesh or {})

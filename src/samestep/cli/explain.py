@@ -19,14 +19,13 @@ def explain(
     """Shows why results depend on the devices by a CAUSE: its sign, the smallest script that has it, its cure."""
     from rich.markdown import Markdown
 
-    from samestep.errors import UsageError
+    from samestep.checks import check_choice
 
     folder = next(folder for folder in FOLDERS if folder.is_dir())
     text = (folder / "index.md").read_text(encoding="utf-8")
     pages = dict(re.findall(r"^\| \[`(\w+)`\]\(([\w-]+\.md)#", text, re.MULTILINE))
-    if cause is not None and cause not in pages:
-        raise UsageError(f"got {cause!r}; it is one of {', '.join(pages)}")
     if cause is not None:
+        check_choice("CAUSE", cause, pages, option="")
         section = (folder / pages[cause]).read_text(encoding="utf-8").partition(f"\n## {cause}\n")[2]
         text = f"# {cause}\n" + section.partition("\n## ")[0]
     text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text)  # links lead nowhere in a terminal

@@ -102,14 +102,15 @@ def verify(
     Compared are the samples, the loss, the gradient of every parameter and the state after each step. Options go
     before SCRIPT. Exit code 0: they agree as required; 1: they do not, or agreeing proves nothing.
     """
+    from samestep.checks import check_choice
     from samestep.comm.environment import read_environment
     from samestep.errors import UsageError
     from samestep.verify.verdict import ProgramRunner, Stopped
 
     if not program:
         raise UsageError("there is nothing to verify; give a script or a recipe: samestep verify train.py")
-    if tier is not None and tier not in TIERS:
-        raise UsageError(f"got --tier {tier!r}; it is one of {', '.join(TIERS)}")
+    if tier is not None:
+        check_choice("--tier", tier, TIERS)
     if read_environment().launcher != "none":
         raise UsageError("verify starts processes itself; call it without torchrun, srun or mpirun")
     _check_order(context, program, script.module)

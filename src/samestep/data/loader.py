@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, Subset, TensorDataset, default_collate
 
+from samestep.checks import check_number
 from samestep.comm.membership import Membership
 from samestep.core.microbatches import microbatch_bounds
 from samestep.core.order import Cursor, batch_length, num_batches, permute
@@ -67,8 +68,7 @@ class Loader:
         streams: MakeStream | None = None,
         exact_states: bool = False,
     ) -> None:
-        if num_workers < 0:
-            raise UsageError(f"got num_workers={num_workers}; it must be 0 or more (--num-workers)")
+        check_number("num_workers", num_workers, 0)
         if streams is not None:
             _check_streams(streams, dataset, num_workers, shuffle, cache)
         elif exact_states:

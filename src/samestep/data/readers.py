@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from samestep.checks import check_number
 from samestep.data.tensors import TensorData, Transform, row_index
 from samestep.errors import DataError, UsageError
 from samestep.files import read_file
@@ -307,8 +308,7 @@ class ByteWindows(Dataset[tuple[Tensor, Tensor]]):
     transform: None = None
 
     def __init__(self, data: Tensor, context: int) -> None:
-        if context < 1:
-            raise UsageError(f"the context must be at least 1 byte, got {context}")
+        check_number("context", context, 1, option="-o context")
         if data.dtype != torch.uint8 or data.ndim != 1:
             raise DataError(f"windows are cut from a 1-d uint8 tensor, got shape {list(data.shape)} of {data.dtype}")
         if len(data) < 2:

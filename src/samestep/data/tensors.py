@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from samestep.checks import check_number
 from samestep.core.order import permute
 from samestep.data.nested import leaves, map_tensors
-from samestep.errors import DataError, UsageError
+from samestep.errors import DataError
 
 Transform = Callable[[Any], Any]
 
@@ -130,8 +131,7 @@ def row_index(index: int, size: int) -> int:
 
 
 def _head_size(size: int, fraction: float) -> int:
-    if not 0 < fraction < 1:
-        raise UsageError(f"a dataset is split at a fraction between 0 and 1, got {fraction}")
+    check_number("fraction", fraction, above=0, below=1, whole=False, option="")
     # 100 * 0.29 is 28.999999999999996 in floats, and means 29.
     head = int(size * fraction + 1e-6)
     if not 0 < head < size:

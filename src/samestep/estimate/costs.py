@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy
 
+from samestep.checks import check_number
 from samestep.core.microbatches import microbatch_ranges
 from samestep.core.tree import num_sums_alive, rank_blocks
 from samestep.devices.selection import select
@@ -116,11 +117,11 @@ def read_cluster(text: str, nodes: int | None = None, node_gbits: float | None =
     if match is None:
         raise UsageError(f"got --devices {text!r}; needed: a number and a kind, such as {FORMS}")
     count, kind = int(match[1] or 1), find_kind(match[2])
-    if count < 1 or (nodes is not None and nodes < 1):
-        raise UsageError(f"got --devices {text!r} and --nnodes {nodes}; needed: at least one device on one node")
+    check_number("--devices", count, 1)
+    if nodes is not None:
+        check_number("--nnodes", nodes, 1)
     if node_gbits is not None:
-        if not node_gbits > 0:
-            raise UsageError(f"got --node-gbits {node_gbits}; needed: Gbit/s of a node to others, above 0")
+        check_number("--node-gbits", node_gbits, above=0, whole=False)
         kind = replace(kind, node_gbits=node_gbits)
     if nodes is not None:
         return Cluster(replace(kind, per_node=count), count * nodes, nodes)

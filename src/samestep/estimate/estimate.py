@@ -9,6 +9,7 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
+from samestep.checks import check_choice, check_number
 from samestep.errors import UsageError
 from samestep.estimate.costs import (
     GIB,
@@ -241,17 +242,17 @@ def in_gib(num_bytes: float) -> str:
 def _check(request: Request) -> None:
     sizes = {"--global-batch-size": request.batch_size, "--num-microbatches": request.num_microbatches}
     for option, value in {**sizes, "--mesh pipe": request.pipe}.items():
-        if value is not None and value < 1:
-            raise UsageError(f"got {option} {value}; it must be 1 or more")
+        if value is not None:
+            check_number(option, value, 1)
     choices = (("--precision", request.precision, PRECISIONS), ("--strategy", request.strategy, STRATEGIES))
     for option, name, names in choices:
-        if name is not None and name not in names:
-            raise UsageError(f"got {option} {name!r}; it is one of {', '.join(names)}")
+        if name is not None:
+            check_choice(option, name, names)
     if request.pipe is not None and (request.strategy not in (None, "pipeline") or request.shard_optimizer):
         other = "--shard-optimizer" if request.shard_optimizer else f"--strategy {request.strategy}"
         raise UsageError(f"got --mesh pipe and {other}; pipe goes with --strategy pipeline alone")
-    if request.rate is not None and not 0 < request.rate < float("inf"):
-        raise UsageError(f"got --rate {request.rate}; it must be above 0")
+    if request.rate is not None:
+        check_number("--rate", request.rate, above=0, whole=False)
 
 
 def _reason(candidates: Sequence[Candidate], chosen: Candidate, cluster: Cluster) -> str:

@@ -15,6 +15,7 @@ from torch.nn import functional
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from samestep.checks import check_choice
 from samestep.engine.losses import Mean
 from samestep.errors import UsageError
 
@@ -88,8 +89,7 @@ def load_workload(
         )
     function = _find_function(name)
     for dtype in (input_dtype, target_dtype):
-        if dtype not in DTYPES:
-            raise UsageError(f"there is no dtype {dtype!r} for samples; it is one of {', '.join(DTYPES)}")
+        check_choice("dtype", dtype, DTYPES, option="--input-dtype, --target-dtype")
     if input_shape is None:
         return _from_triple(name, function)
     sample = torch.zeros(1, *_read_shape(input_shape, "--input-shape"), dtype=getattr(torch, input_dtype))

@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
+from samestep.checks import check_choice, check_number
 from samestep.core.microbatches import check_num_microbatches
 from samestep.errors import UsageError
 from samestep.files import load_json
@@ -85,20 +86,17 @@ def read_options(defaults: Mapping[str, Option], given: Mapping[str, Option]) ->
 
 
 def _check_vgg(options: Mapping[str, Any]) -> None:
-    width, dropout = options["width"], options["dropout"]
-    if not width > 0 or not 0 <= dropout < 1:
-        raise UsageError(f"vgg needs a width above 0 and a dropout from 0 to below 1, got {width} and {dropout}")
+    check_number("width", options["width"], above=0, whole=False, option="-o width")
+    check_number("dropout", options["dropout"], 0, below=1, whole=False, option="-o dropout")
 
 
 def _check_gpt(options: Mapping[str, Any]) -> None:
     for name in ("layers", "width", "heads", "context"):
-        if options[name] < 1:
-            raise UsageError(f"gpt needs {name} from 1 on, got {options[name]}")
-    if options["width"] % options["heads"] or not 0 <= options["dropout"] < 1:
-        raise UsageError(
-            f"gpt needs a width that is a multiple of the heads and a dropout from 0 to below 1, got width "
-            f"{options['width']}, heads {options['heads']} and dropout {options['dropout']}"
-        )
+        check_number(name, options[name], 1, option=f"-o {name}")
+    check_number("dropout", options["dropout"], 0, below=1, whole=False, option="-o dropout")
+    width, heads = options["width"], options["heads"]
+    if width % heads:
+        raise UsageError(f"got width={width} with heads={heads}; it must be a multiple of them (-o width, -o heads)")
 
 
 _CHECKS: Mapping[str, Callable[[Mapping[str, Any]], None]] = {"vgg": _check_vgg, "gpt": _check_gpt}
@@ -351,7 +349,8 @@ class JobConfig:
     def check(self) -> None:
         """Checks the values; the recipe's name was checked before."""
         for each in fields(self):
-            _check(each.name, getattr(self, each.name), each.metadata)
+            if each.metadata and getattr(self, each.name) is not None:
+                _check_limits(each, getattr(self, each.name))
         own_options(self.recipe, self.options or {})
         check_source(self.recipe, self.data_dir)
         if self.data_dir is not None and not Path(self.data_dir).is_dir():
@@ -416,16 +415,11 @@ _IN_FILES: Mapping[Any, tuple[Any, str]] = {
 }
 
 
-def _check(name: str, value: Any, limits: Mapping[str, Any]) -> None:
+def _check_limits(option: Field[Any], value: Any) -> None:
     """Checks a value against the limits in its field's metadata."""
-    if value is None or not limits:
-        return
-    option = f"--{name.replace('_', '-')}"
-    if limits["choices"] and value not in limits["choices"]:
-        raise UsageError(f"got {name}={value!r}; it is one of {', '.join(limits['choices'])} ({option})")
-    if limits["most"] is not None and not limits["least"] <= value <= limits["most"]:
-        raise UsageError(f"got {name}={value}; it must be from {limits['least']} to {limits['most']} ({option})")
-    if limits["least"] is not None and not limits["least"] <= value < float("inf"):
-        raise UsageError(f"got {name}={value}; it must be {limits['least']} or more ({option})")
-    if limits["above"] is not None and not limits["above"] < value < float("inf"):
-        raise UsageError(f"got {name}={value}; it must be above {limits['above']} ({option})")
+    limits = option.metadata
+    if limits["choices"]:
+        check_choice(option.name, value, limits["choices"])
+    if limits["least"] is not None or limits["above"] is not None:
+        whole = float not in get_args(option.type)
+        check_number(option.name, value, limits["least"], limits["most"], above=limits["above"], whole=whole)

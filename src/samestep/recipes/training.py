@@ -12,6 +12,7 @@ from torch.optim import lr_scheduler as schedules
 from torch.optim.lr_scheduler import LRScheduler
 
 from samestep.checkpoint.paths import RESULT_FILE
+from samestep.checks import check_choice
 from samestep.comm.exceptions import on_main
 from samestep.devices.inventory import discover
 from samestep.errors import UsageError
@@ -147,8 +148,7 @@ def make_optimizer(
     model: nn.Module, optimizer: str, lr: float, momentum: float = 0.0, weight_decay: float = 0.0
 ) -> Optimizer:
     """The optimizer of a recipe."""
-    if optimizer not in OPTIMIZERS:
-        raise UsageError(f"got optimizer {optimizer!r}; --optimizer is one of {', '.join(OPTIMIZERS)}")
+    check_choice("optimizer", optimizer, OPTIMIZERS)
     extra: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay}
     if optimizer == "sgd":
         extra["momentum"] = momentum

@@ -1,0 +1,66 @@
+"""Checks of arguments and options: one sentence a kind of fault, with the value got, those allowed and the option."""
+
+import math
+import operator
+from collections.abc import Callable, Collection
+from numbers import Real
+from typing import Any
+
+from samestep.errors import UsageError
+
+
+def check_number(
+    name: str,
+    value: Any,
+    low: float | None = None,
+    high: float | None = None,
+    *,
+    above: float | None = None,
+    below: float | None = None,
+    whole: bool = True,
+    option: str | None = None,
+) -> None:
+    """Raises a `UsageError` unless a value is a finite number within its limits.
+
+    Args:
+        name: the argument; or the option itself, such as `--rate`.
+        value: what was given. A boolean is no number; nor is any but an `int`, if it has to be `whole`.
+        low: the smallest value that is allowed.
+        high: the largest one.
+        above: a limit that is itself too small.
+        below: a limit that is itself too large.
+        whole: whether only whole numbers are allowed.
+        option: the option at the sentence's end; None for that of the argument's name, "" for none.
+    """
+    has_top = high is not None or below is not None
+    every: tuple[tuple[float | None, Callable[[Any, Any], bool], str], ...] = (
+        (low, operator.ge, "from {}" if has_top else "{} or more"),
+        (above, operator.gt, "above {}"),
+        (high, operator.le, "to {}"),
+        (below, operator.lt, "below {}" if low is None and above is None else "and below {}"),
+    )
+    limits = [limit for limit in every if limit[0] is not None]
+    # `Real` has NumPy's scalars too. They are not taken for whole numbers, since many of these go into JSON.
+    kind: Any = int if whole else Real
+    is_number = isinstance(value, kind) and not isinstance(value, bool) and abs(value) < math.inf
+    if not is_number or not all(within(value, limit) for limit, within, _ in limits):
+        needed = " ".join(words.format(limit) for limit, _, words in limits)
+        if not is_number:
+            needed = ", ".join(filter(None, ("a whole number" if whole else "a finite number", needed)))
+        raise UsageError(f"{_got(name, value)}; it must be {needed}{_by(name, option)}")
+
+
+def check_choice(name: str, value: object, choices: Collection[str], *, option: str | None = None) -> None:
+    """Raises a `UsageError` unless a value is one of the choices; names and options as in `check_number`."""
+    if not isinstance(value, str) or value not in choices:
+        raise UsageError(f"{_got(name, value)}; it is one of {', '.join(choices)}{_by(name, option)}")
+
+
+def _got(name: str, value: object) -> str:
+    return f"got {name} {value!r}" if name.startswith("-") else f"got {name}={value!r}"
+
+
+def _by(name: str, option: str | None) -> str:
+    if option is None:
+        option = "" if name.startswith("-") else f"--{name.replace('_', '-')}"
+    return f" ({option})" if option else ""
