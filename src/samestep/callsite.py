@@ -1,12 +1,14 @@
-"""The user's code on the stack: the line that is being executed, and files that are no library's."""
+"""The user's code: which files are no library's, its frames on the stack, and its line that runs or has failed."""
 
 import os
 import site
 import sys
 import sysconfig
+from collections.abc import Iterator
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from traceback import extract_tb
 from types import FrameType
 
 _OWN = str(Path(__file__).resolve().parent)
@@ -46,12 +48,12 @@ def _torch_root() -> Path:
     return Path(str(spec.origin)).parent
 
 
-def script_frame() -> FrameType | None:
-    """The innermost frame of the user's on this thread's stack; None if there is none."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and not is_script_file(frame.f_code.co_filename):
+def script_frames(frame: FrameType | None) -> Iterator[FrameType]:
+    """The frames of the user's on a stack, from the innermost."""
+    while frame is not None:
+        if is_script_file(frame.f_code.co_filename):
+            yield frame
         frame = frame.f_back
-    return frame
 
 
 def is_own_file(filename: str) -> bool:
@@ -74,9 +76,14 @@ def calling_frame(frame: FrameType | None) -> FrameType | None:
 
 
 def script_line() -> str:
-    """The innermost line of the user's: "train.py, line 12"; empty if there is none."""
-    frame = script_frame()
+    """The user's line that is being executed: "train.py, line 12"; empty if there is none."""
+    frame = next(script_frames(sys._getframe(1)), None)
     if frame is None:
         return ""
-    name = frame.f_code.co_filename.removeprefix(f"{os.getcwd()}{os.sep}")
-    return f"{name}, line {frame.f_lineno}"
+    return f"{frame.f_code.co_filename.removeprefix(f'{os.getcwd()}{os.sep}')}, line {frame.f_lineno}"
+
+
+def script_line_of(error: BaseException) -> str:
+    """The innermost of the user's lines in an error's traceback, with the file's whole path; empty if there is none."""
+    lines = reversed(extract_tb(error.__traceback__))
+    return next((f"{line.filename}, line {line.lineno}" for line in lines if is_script_file(line.filename)), "")

@@ -7,10 +7,9 @@ import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-from samestep.callsite import is_script_file
+from samestep.callsite import script_line_of
 from samestep.comm.heartbeat import HEALS, LEAVES_EARLY, READY_TO_JOIN, Beat, Event, EventParser, HeartbeatPage, Quorum
 from samestep.errors import PeerLostError, RunFolderError, SamestepError
 from samestep.files import open_regular
@@ -217,7 +216,7 @@ def report_exception(error: BaseException) -> dict[str, Any]:
     return {
         "type": type(error).__name__,
         "message": str(error),
-        "where": _user_line(error.__traceback__) if user_error else "",
+        "where": script_line_of(error) if user_error else "",
         "traceback": "" if user_error else "".join(_without_own_frames(frames).format()),
         "user_error": user_error,
         "exit_code": error.exit_code if isinstance(error, SamestepError) else 1,
@@ -238,14 +237,6 @@ def _without_own_frames(found: traceback.TracebackException) -> traceback.Traceb
         if earlier is not None:
             _without_own_frames(earlier)
     return found
-
-
-def _user_line(frames: TracebackType | None) -> str:
-    """The innermost line of the user's code, as "train.py, line 12"; empty if there is none."""
-    for frame in reversed(traceback.extract_tb(frames)):
-        if is_script_file(frame.filename):
-            return f"{frame.filename}, line {frame.lineno}"
-    return ""
 
 
 def _chain(error: BaseException) -> list[BaseException]:

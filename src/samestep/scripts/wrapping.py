@@ -26,7 +26,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
-from samestep.callsite import is_script_file
+from samestep.callsite import is_script_file, script_frames
 from samestep.data.nested import leaves
 from samestep.engine.diagnosis import explain_lone_sample
 from samestep.errors import UsageError
@@ -105,11 +105,9 @@ def is_meant(module: nn.Module, wrap: Wrap, frame: FrameType | None) -> bool:
 
 def script_variables(frame: FrameType | None) -> Iterator[tuple[str, Any]]:
     """The variables of all frames of the script's own on the stack, from the innermost, and their modules' globals."""
-    while frame is not None:
-        if is_script_file(frame.f_code.co_filename):
-            yield from list(frame.f_locals.items())
-            yield from list(frame.f_globals.items())
-        frame = frame.f_back
+    for own in script_frames(frame):
+        yield from list(own.f_locals.items())
+        yield from list(own.f_globals.items())
 
 
 def described(module: nn.Module, frame: FrameType | None) -> str:

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from itertools import islice
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,7 @@ from torch import nn
 from torch.utils.data import Subset
 from torch.utils.data._utils.fetch import _IterableDatasetFetcher, _MapDatasetFetcher
 
-from samestep.callsite import is_script_file
+from samestep.callsite import script_frames
 from samestep.comm.environment import read_environment
 from samestep.core.seeds import derive_seed
 from samestep.data.batch import checksum
@@ -111,11 +110,8 @@ class _OwnGenerators:
             return
         self._num_searches += 1
         places: list[Any] = [] if root is None else [*root.modules()]
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None:
-            if is_script_file(frame.f_code.co_filename):
-                places += [*frame.f_locals.values(), *frame.f_globals.values()]
-            frame = frame.f_back
+        for frame in script_frames(sys._getframe(1)):
+            places += [*frame.f_locals.values(), *frame.f_globals.values()]
         shared = (torch.default_generator, np.random.mtrand._rand, random._inst)
         self.found = [generator for generator in reachable(places) if not any(generator is known for known in shared)]
 
