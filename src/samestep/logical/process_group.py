@@ -263,30 +263,24 @@ class OrderedProcessGroup(_Base):  # type: ignore[misc]  # for the same reason
         self._close()
 
     def name(self) -> str:
-        """The name of the backend."""
         return NAME
 
     # As torch calls them from C++, where a group that wraps no backend has no name of its own.
     def setGroupName(self, name: str) -> None:
-        """Sets the name under which torch knows the group."""
         self._names["name"] = name
 
     def getGroupName(self) -> str:
-        """The name under which torch knows the group."""
         return self._names.get("name", "")
 
     def setGroupDesc(self, description: str) -> None:
-        """Sets the description of the group."""
         self._names["description"] = description
 
     def getGroupDesc(self) -> str:
-        """The description of the group."""
         return self._names.get("description", "")
 
     getBackendName = name
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
-        """Whether it has memory of its own for tensors."""
         return False
 
     def _get_backend(self, device: torch.device) -> "OrderedProcessGroup":

@@ -58,19 +58,15 @@ class QueuedWork(dist.Work):
         return True
 
     def synchronize(self) -> None:
-        """Waits."""
         self.wait()
 
     def is_completed(self) -> bool:
-        """Whether it has ended, with an error or without."""
         return self._is_done
 
     def is_success(self) -> bool:
-        """Whether it has ended without an error."""
         return self._is_done and self._error is None
 
     def exception(self) -> Exception | None:
-        """The error with which it has ended."""
         return self._error
 
     def result(self) -> list[Tensor]:

@@ -568,7 +568,6 @@ class RowFetcher:
         self._tensors = tensors
 
     def fetch(self, indices: list[int]) -> list[Tensor]:
-        """The batch of these samples."""
         return [tensor[indices] for tensor in self._tensors]
 
 

@@ -41,7 +41,6 @@ class ScriptStream:
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
-        """Writes several texts."""
         for line in lines:
             self.write(line)
 

@@ -77,12 +77,10 @@ class SharedScript:
 
     @property
     def rank(self) -> int:
-        """This rank, 0 … world_size - 1."""
         return self.communicator.rank
 
     @property
     def world_size(self) -> int:
-        """The number of ranks."""
         return self.communicator.world_size
 
     @cached_property
@@ -95,7 +93,6 @@ class SharedScript:
         return not self.in_chunk and self.is_own_thread() and os.getpid() == self._process
 
     def is_own_thread(self) -> bool:
-        """Whether the caller runs on the script's main thread."""
         return threading.get_ident() == self._thread
 
     def meet(self, what: str, words: Sequence[int] = ()) -> list[list[int]]:

@@ -239,7 +239,6 @@ class DiscardFile(io.FileIO):
         return count
 
     def tell(self) -> int:
-        """The position of the next byte."""
         return self._position
 
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
@@ -251,7 +250,6 @@ class DiscardFile(io.FileIO):
         return self._position
 
     def truncate(self, size: int | None = None, /) -> int:
-        """Sets the size."""
         self._size = self._position if size is None else size
         return self._size
 

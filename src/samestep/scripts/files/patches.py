@@ -22,7 +22,7 @@ import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -121,12 +121,12 @@ def _operations(rank0_files: Rank0Files) -> list[Patch]:
     return [
         *found,
         *(Patch(owner, name, _query(rank0_files, getattr(owner, name))) for owner, name in QUERIES),
-        *(Patch(owner, name, _query(rank0_files, getattr(owner, name), True)) for owner, name in LISTINGS),
-        Patch(os, "scandir", _scandir(rank0_files, os.scandir)),
-        Patch(os, "walk", _walk(rank0_files, os.walk)),
+        *(Patch(owner, name, _query(rank0_files, getattr(owner, name), _listed)) for owner, name in LISTINGS),
+        Patch(os, "scandir", _query(rank0_files, os.scandir, _scanned)),
+        Patch(os, "walk", _query(rank0_files, os.walk, _walked)),
         *(_loading(rank0_files, owner, name) for owner, name in LOADERS),
         *(Patch(owner, name, _command(rank0_files, getattr(owner, name))) for owner, name in COMMANDS),
-        Patch(os, "popen", _popen(rank0_files, os.popen)),
+        Patch(os, "popen", _command(rank0_files, os.popen)),
     ]
 
 
@@ -231,14 +231,15 @@ def _loading(rank0_files: Rank0Files, owner: Any, name: str) -> Patch:
     return Patch(owner, name, replacement)
 
 
-def _query(rank0_files: Rank0Files, original: Callable[..., Any], is_listing: bool = False) -> Callable[..., Any]:
-    """A query about a path, answered by rank 0 if the script asks; a generator of paths is listed as a whole."""
+def _query(rank0_files: Rank0Files, original: Callable[..., Any], answer: Any = None) -> Callable[..., Any]:
+    """A query about a path, answered by rank 0 if the script asks; an iterator by a function for its kind."""
+    what = f"a call of {original.__name__}"
 
-    def of_this_rank(path: str | None, *args: Any, **kwargs: Any) -> Any:
+    def of_this_rank(path: str | None, call: Callable[[], Any]) -> Any:
         if path in rank0_files.made and original.__name__ in ("exists", "isdir"):
             return True
         try:
-            return original(*args, **kwargs)
+            return call()
         except FileNotFoundError:
             if path in rank0_files.made and original.__name__ == "listdir":
                 return []
@@ -246,18 +247,39 @@ def _query(rank0_files: Rank0Files, original: Callable[..., Any], is_listing: bo
 
     @functools.wraps(original)
     def replacement(*args: Any, **kwargs: Any) -> Any:
-        path = path_of(args[0] if args else os.curdir)
-        if (path is None and not is_listing) or not rank0_files.may_query(sys._getframe(1), path):
-            return of_this_rank(path, *args, **kwargs)
+        path = path_of(args[0] if args else kwargs.get("path", os.curdir))
         call = partial(original, *args, **kwargs)
-        found = rank0_files.query(f"a call of {original.__name__}", (lambda: list(call())) if is_listing else call)
-        return iter(found) if is_listing else found
+        if path is None or not rank0_files.may_query(sys._getframe(1), path):
+            return of_this_rank(path, call)
+        ask = partial(rank0_files.query, what)
+        return ask(call) if answer is None else answer(ask, call, path, rank0_files.rank0_path(path))
 
     return replacement
 
 
+def _listed(ask: Callable[..., Any], call: Callable[[], Any], *_: str) -> Iterator[Any]:
+    """The paths of a generator, listed as a whole."""
+    return iter(ask(lambda: list(call())))
+
+
+def _walked(ask: Callable[..., Any], call: Callable[[], Any], *_: str) -> Iterator[Any]:
+    """The folders of `os.walk`."""
+    # It runs on rank 0, step by step: the script may remove names from its lists to skip folders.
+    folders = call()
+    while (folder := ask(lambda: next(folders, None))) is not None:
+        yield folder
+
+
+def _scanned(ask: Callable[..., Any], call: Any, own: str, of_rank0: str) -> "Entries":
+    """The entries of `os.scandir`, which do not pickle: this rank's, in rank 0's order."""
+    names = ask(lambda: [entry.name for entry in call()])
+    with call() if own == of_rank0 else call.func(of_rank0) as entries:
+        by_name = {entry.name: entry for entry in entries}
+    return Entries([by_name[name] for name in names if name in by_name])
+
+
 class Entries(AbstractContextManager["Entries"]):
-    """An iterator of `os.DirEntry` in rank 0's order, with the interface of that of `os.scandir`."""
+    """An iterator of `os.DirEntry` with the interface of that of `os.scandir`."""
 
     def __init__(self, entries: list[Any]) -> None:
         self._entries = iter(entries)
@@ -272,38 +294,7 @@ class Entries(AbstractContextManager["Entries"]):
         self.close()
 
     def close(self) -> None:
-        """Ends the listing."""
         self._entries = iter(())
-
-
-def _scandir(rank0_files: Rank0Files, original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def scandir(path: Any = ".") -> Any:
-        own = path_of(path)
-        if own is None or not rank0_files.may_query(sys._getframe(1), own):
-            return original(path)
-        names = rank0_files.query("a call of scandir", lambda: [entry.name for entry in original(path)])
-        there = rank0_files.rank0_path(own)
-        with original(path if there == own else there) as entries:
-            by_name = {entry.name: entry for entry in entries}
-        return Entries([by_name[name] for name in names if name in by_name])
-
-    return scandir
-
-
-def _walk(rank0_files: Rank0Files, original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def walk(top: Any, *args: Any, **kwargs: Any) -> Any:
-        if not rank0_files.may_query(sys._getframe(1), path_of(top)):
-            return original(top, *args, **kwargs)
-        return shared(iter(original(top, *args, **kwargs)))
-
-    def shared(folders: Iterator[Any]) -> Iterator[Any]:
-        # The generator runs on rank 0, step by step: the script may remove names from its lists to skip folders.
-        while (item := rank0_files.query("a call of walk", lambda: next(folders, None))) is not None:
-            yield item
-
-    return walk
 
 
 def _command(rank0_files: Rank0Files, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -311,63 +302,47 @@ def _command(rank0_files: Rank0Files, original: Callable[..., Any]) -> Callable[
 
     @functools.wraps(original)
     def replacement(*args: Any, **kwargs: Any) -> Any:
-        call = partial(original, *args, **kwargs)
-        if rank0_files.mode(sys._getframe(1), None) is not Mode.SHARED:
+        call, is_popen = partial(original, *args, **kwargs), original.__name__ == "popen"
+        is_written = is_popen and (args[1] if len(args) > 1 else kwargs.get("mode", "r")) != "r"
+        if is_written or rank0_files.mode(sys._getframe(1), None) is not Mode.SHARED:
             return call()
-        return rank0_files.run(f"a call of {original.__name__}", call)
+        return CommandOutput(rank0_files, call) if is_popen else rank0_files.run(f"a call of {original.__name__}", call)
 
     return replacement
 
 
-def _popen(rank0_files: Rank0Files, original: Callable[..., Any]) -> Callable[..., Any]:
-    """`os.popen`, shared for reading. `subprocess.Popen` is not patched: each rank starts its own."""
-
-    @functools.wraps(original)
-    def popen(cmd: str, mode: str = "r", buffering: int = -1) -> Any:
-        if mode != "r" or rank0_files.mode(sys._getframe(1), None) is not Mode.SHARED:
-            return original(cmd, mode, buffering)
-        return CommandOutput(rank0_files, partial(original, cmd, mode, buffering))
-
-    return popen
-
-
 class CommandOutput(AbstractContextManager["CommandOutput"]):
-    """The stream of `os.popen`: the output of a command on rank 0.
+    """The stream of `os.popen`: the output of a command on rank 0. `subprocess.Popen` starts one on each rank."""
 
-    All ranks read all of it when the script first reads any: a command that the script does not read from may never
-    end.
-    """
+    # All ranks read all of it when the script first reads any: a command that it does not read from may never end.
 
     def __init__(self, rank0_files: Rank0Files, start: Callable[[], Any]) -> None:
         self._rank0_files = rank0_files
         self._start = start
         self._opened: list[Any] = []
         rank0_files.run("a call of popen", lambda: self._opened.append(start()))
-        self._text: io.StringIO | None = None
-        self._status: int | None = None
 
-    def _read(self) -> io.StringIO:
-        if self._text is None:
-            shared = self._rank0_files.script.may_meet()
-            text, self._status = self._rank0_files.run("a read of os.popen", self._all) if shared else self._all()
-            self._text = io.StringIO(text)
-        return self._text
+    @cached_property
+    def _output(self) -> tuple[io.StringIO, int | None]:
+        """The text, to be read, and the command's status."""
+        is_shared = self._rank0_files.script.may_meet()
+        text, status = self._rank0_files.run("a read of os.popen", self._read) if is_shared else self._read()
+        return io.StringIO(text), status
 
-    def _all(self) -> tuple[str, int | None]:
-        """The command's output and status; in a chunk or another thread, a rank above 0 starts its own."""
+    def _read(self) -> tuple[str, int | None]:
+        # In a chunk or on another thread a rank above 0 has to start a command of its own.
         stream = self._opened[0] if self._opened else self._start()
         return stream.read(), stream.close()
 
     def close(self) -> int | None:
-        """The command's status, as of `os.popen`."""
-        self._read().close()
-        return self._status
+        self._output[0].close()
+        return self._output[1]
 
     def __exit__(self, *exception: object) -> None:
         self.close()
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._read())
+        return iter(self._output[0])
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._read(), name)
+        return getattr(self._output[0], name)

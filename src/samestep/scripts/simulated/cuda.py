@@ -62,7 +62,6 @@ class DeviceRegistry:
 
     @property
     def count(self) -> int:
-        """How many devices the script sees."""
         return self._count()
 
     def device(self, index: int) -> torch.device:
@@ -122,13 +121,7 @@ class SimulatedMode(TorchFunctionMode):
         self._registry = registry
         self._handlers = handlers
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """One call; the mode is off while it runs."""
         handler = self._handlers.get(func)
         if handler is not None:

@@ -8,7 +8,7 @@ Not run on hardware: it is tested on CUDA devices in host memory.
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -58,7 +58,7 @@ def _patches(registry: DeviceRegistry, mode: TorchFunctionMode) -> list[Patch]:
         *_autograd(registry, mode),
         *_made_by_cpp(registry),
         *_saved_and_loaded(registry),
-        _generators(),
+        _generators(_make_simulated),
         *_build(),
         _loaders(),
         _compiler(registry),
@@ -166,7 +166,6 @@ def _made_by_cpp(registry: DeviceRegistry) -> list[Patch]:
 def _saved_and_loaded(registry: DeviceRegistry) -> list[Patch]:
     """Files hold CPU tensors without marks; a location such as "cuda:0" marks the storage that is read."""
     state_of: Any = torch._utils._get_obj_state
-    restore: Any = torch.serialization.default_restore_location
 
     def state_without_mark(holder: Any) -> Any:
         state = state_of(holder)
@@ -176,25 +175,19 @@ def _saved_and_loaded(registry: DeviceRegistry) -> list[Patch]:
             return ({name: value for name, value in state[0].items() if name != TAG}, *state[1:])
         return state
 
-    def restore_location(storage: Any, location: Any) -> Any:
-        name = location.decode() if isinstance(location, bytes) else location
-        if isinstance(name, str) and name.split(":")[0] == "cuda":
-            return mark(storage, registry.index(name) or 0)
-        return restore(storage, location)
-
     def to_device(self: Any, device: Any = None, non_blocking: bool = False) -> Any:
         return mark(self.clone(), registry.index(device) or 0)
 
     storages = (torch.UntypedStorage, torch.TypedStorage)
     return [
         Patch(torch._utils, "_get_obj_state", state_without_mark),
-        Patch(torch.serialization, "default_restore_location", restore_location),
+        _restore_location("cuda", lambda storage, name, _: mark(storage, registry.index(name) or 0)),
         *(Patch(storage, "cuda", to_device) for storage in storages),
     ]
 
 
-def _generators() -> Patch:
-    """`torch.Generator("cuda")`: a CPU generator whose `device` is that device."""
+def _generators(make: Callable[[Any, Any], Any]) -> Patch:
+    """`torch.Generator`, which no mode sees: `make(class, device)` makes one, of the class or a plain one."""
     plain: Any = torch._C.Generator
 
     class AnyGenerator(type(plain)):  # type: ignore[misc]
@@ -204,22 +197,40 @@ def _generators() -> Patch:
             return isinstance(instance, plain)
 
     class Generator(plain, metaclass=AnyGenerator):  # type: ignore[misc]
-        """A generator of the CPU, or of a simulated device."""
+        """A generator of the CPU's numbers, for the device that was asked for."""
 
         def __new__(cls, device: Any = CPU) -> Any:
-            asked = torch.device(device)
-            if asked.type != "cuda":
-                return plain(device)
-            made = super().__new__(cls)
-            made._asked = torch.device("cuda", asked.index or 0)
-            return made
+            return make(cls, device)
 
         @property
         def device(self) -> torch.device:
-            """The device that was asked for."""
             return self._asked  # type: ignore[no-any-return]
 
     return Patch(torch, "Generator", Generator)
+
+
+def _make_simulated(kind: Any, device: Any) -> Any:
+    """A generator of the CPU, or one of the host's numbers whose `device` is a simulated one."""
+    plain: Any = torch._C.Generator
+    asked = torch.device(device)
+    if asked.type != "cuda":
+        return plain(device)
+    made = plain.__new__(kind)
+    made._asked = torch.device("cuda", asked.index or 0)
+    return made
+
+
+def _restore_location(kind: str, place: Callable[[Any, str, Any], Any]) -> Patch:
+    """Storages that a file has on a device of that kind, such as "cuda:0", are restored by `place`."""
+    restore: Any = torch.serialization.default_restore_location
+
+    def restore_location(storage: Any, location: Any) -> Any:
+        name = location.decode() if isinstance(location, bytes) else location
+        if isinstance(name, str) and name.split(":")[0] == kind:
+            return place(storage, name, restore)
+        return restore(storage, location)
+
+    return Patch(torch.serialization, "default_restore_location", restore_location)
 
 
 def _build() -> list[Patch]:
@@ -375,13 +386,7 @@ class OwnMode(TorchFunctionMode):
         super().__init__()
         self._read = read
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """One call; the mode is off while it runs."""
         if kwargs and kwargs.get("device") is not None:
             kwargs = {**kwargs, "device": self._read(kwargs["device"])}
@@ -410,13 +415,8 @@ def own_accelerator(count: Callable[[], int], device: torch.device, *, starts: b
 
 def _real_patches(count: Callable[[], int], device: torch.device, read: Callable[[Any], Any]) -> list[Patch]:
     """The names that take an index or count devices; torch's own modules keep counting real devices."""
-    restore: Any = torch.serialization.default_restore_location
     context: Any = torch.utils._device.DeviceContext
-    init = context.__init__
-
-    def restore_location(storage: Any, location: Any) -> Any:
-        name = location.decode() if isinstance(location, bytes) else location
-        return restore(storage, str(read(name)) if name.split(":")[0] == device.type else location)
+    init, generator = context.__init__, torch._C.Generator
 
     def set_device(asked: Any) -> None:
         read(asked)
@@ -427,8 +427,8 @@ def _real_patches(count: Callable[[], int], device: torch.device, read: Callable
     table = [
         # Of `with torch.device(…)` and `torch.set_default_device`: it acts after all modes.
         Patch(context, "__init__", init_context),
-        _real_generators(read),
-        Patch(torch.serialization, "default_restore_location", restore_location),
+        _generators(lambda _, asked: generator(read(asked))),
+        _restore_location(device.type, lambda storage, name, restore: restore(storage, str(read(name)))),
         Patch(torch.accelerator, "device_count", count),
         Patch(torch.accelerator, "set_device_index", set_device),
         *scattering(),  # by C++ a chunk would go to a GPU of another rank
@@ -442,25 +442,6 @@ def _real_patches(count: Callable[[], int], device: torch.device, read: Callable
             Patch(_random, "_resolve_device", lambda device_mesh: read(torch.device(device_mesh.device_type, 0)))
         )
     return table
-
-
-def _real_generators(read: Callable[[Any], Any]) -> Patch:
-    """`torch.Generator(device)`, which no mode sees."""
-    plain: Any = torch.Generator
-
-    class AnyGenerator(type(plain)):  # type: ignore[misc]
-        """`isinstance(generator, torch.Generator)` is true of those that C++ made, too."""
-
-        def __instancecheck__(cls, instance: Any) -> bool:
-            return isinstance(instance, plain)
-
-    class Generator(plain, metaclass=AnyGenerator):  # type: ignore[misc]
-        """A plain generator, of the CPU or of this process's own device."""
-
-        def __new__(cls, device: Any = "cpu") -> Any:
-            return plain(read(device))
-
-    return Patch(torch, "Generator", Generator)
 
 
 def _cuda_patches(

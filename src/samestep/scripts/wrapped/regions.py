@@ -98,7 +98,6 @@ class Region:
 
     @property
     def mine(self) -> range:
-        """This rank's chunks."""
         return self.ranges[self.script.rank]
 
     def select(self, present: Sequence[bool]) -> "Region":

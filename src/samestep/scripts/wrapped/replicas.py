@@ -442,7 +442,6 @@ class OwnGenerators:
         self._generators: Sequence[Any] = reachable([module])
 
     def seed(self, seed: int) -> None:
-        """Seeds each of them with a number of its own."""
         seed_each(self._generators, seed)
 
     @contextmanager
