@@ -12,7 +12,7 @@ import re
 import sys
 import warnings
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -214,7 +214,8 @@ class Libraries:
         for node in source.nodes:
             if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == wanted:
                 return (source, node) if not rest or isinstance(node, ast.ClassDef) else None
-        origins = [source.aliases.get(wanted, ""), *_wildcards(source, wanted)]
+        imports = (node for node in source.nodes if isinstance(node, ast.ImportFrom) and node.names[0].name == "*")
+        origins = [source.aliases.get(wanted, ""), *(f"{_base_of(node, source)}.{wanted}" for node in imports)]
         asked = (".".join([origin, *rest]) for origin in origins if origin)
         return next(filter(None, (self._definition(other, depth - 1) for other in asked if other != name)), None)
 
@@ -234,12 +235,6 @@ def _installed(top: str) -> Folder | None:
             return None
     places = [*(spec.submodule_search_locations or ()), *([spec.origin] if str(spec.origin).endswith(".py") else [])]
     return Folder(Path(places[0]).parent, top) if places else None
-
-
-def _wildcards(source: Source, name: str) -> list[str]:
-    """The full names that a name may have if it is one of `from module import *`."""
-    imports = (node for node in source.nodes if isinstance(node, ast.ImportFrom) and node.names[0].name == "*")
-    return [f"{_base_of(node, source)}.{name}" for node in imports]
 
 
 def _bodies(node: ast.stmt) -> list[ast.stmt]:
@@ -264,7 +259,7 @@ def reads_as(target: str | Path, *, is_module: bool = False) -> Reading:
     evidence, num_files = Evidence(), 0
     for source in _sources(first, folder):
         num_files += 1
-        _look(source, folder, evidence)
+        _scan(source, folder, evidence)
     preload = tuple(name for name in TRAINING if name in evidence.preload)
     found: dict[str, Any] = {"preload": preload, "names_gpus": evidence.names_gpus}
     if evidence.ranks:
@@ -342,98 +337,104 @@ def _base_of(node: ast.ImportFrom, source: Source) -> str:
 def _executed(tree: ast.Module, is_main: bool) -> Iterator[ast.AST]:
     """The nodes of a file that may run: not those for type checkers, nor, in an import, those of a main script."""
     waiting = deque[ast.AST]([tree])
-    skipped = ("TYPE_CHECKING",) if is_main else ("TYPE_CHECKING", "__name__")
+    skipped = {"TYPE_CHECKING"} if is_main else {"TYPE_CHECKING", "__name__"}
     while waiting:
         node = waiting.popleft()
-        if isinstance(node, ast.If) and any(_tests_name(node.test, name) for name in skipped):
+        if isinstance(node, ast.If) and not skipped.isdisjoint(map(_last_name, ast.walk(node.test))):
             waiting.extend(node.orelse)
             continue
         yield node
         waiting.extend(ast.iter_child_nodes(node))
 
 
-def _tests_name(test: ast.expr, name: str) -> bool:
-    """Whether a condition is about a variable: `if TYPE_CHECKING`, `if __name__ == …`."""
-    return any(_last_name(node) == name for node in ast.walk(test))
-
-
-def _look(source: Source, folder: Folder, evidence: Evidence) -> None:
-    """Notes the first signs in a file."""
-    aliases = source.aliases
-    optional = _optional_imports(source)
+def _scan(source: Source, folder: Folder, evidence: Evidence) -> None:
+    """Adds the signs in a file to the evidence, of which the first of each kind counts."""
+    aliases, optional = source.aliases, _optional_imports(source)
     for node in source.nodes:
-        if not evidence.ranks or not evidence.own:
-            libraries = None if evidence.ranks else evidence.libraries
-            sign = _rank_sign(node, aliases, folder, node in optional, libraries)
-            if sign:
-                evidence.ranks = evidence.ranks or f"{_place(source, node)}, {sign}"
-            if sign.startswith(OWN_SIGNS):
-                evidence.own = evidence.own or f"{_place(source, node)}, {sign}"
+        used = [node.func] if isinstance(node, ast.Call) else node.bases if isinstance(node, ast.ClassDef) else []
+        meant = [_meaning(part, aliases) for part in used]
+        variable = _environment_variable(node, aliases)
+        evidence.reads_ranks |= variable in RANK_VARIABLES
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             calls = (part for part in ast.walk(node) if isinstance(part, ast.Call))
             evidence.called.setdefault(node.name, set()).update(_meaning(call.func, aliases) for call in calls)
-            if "Process" in {_meaning(base, aliases) for base in getattr(node, "bases", ())}:
-                evidence.starters.append((_place(source, node), f".{node.name}"))
-        evidence.reads_ranks |= _environment_variable(node, aliases) in RANK_VARIABLES
         if isinstance(node, ast.Call):
             evidence.calls.append(node)
-            given = {"fn": next(iter(node.args), None), **{keyword.arg: keyword.value for keyword in node.keywords}}
-            function = given.get("target") if _meaning(node.func, aliases) == "Process" else None
-            function = given["fn"] if _full_name(node.func, aliases) in PROCESS_STARTERS else function
-            if function is not None:
-                evidence.starters.append((_place(source, node), _full_name(function, aliases)))
-        if not evidence.wrapper:
-            used = [node.func] if isinstance(node, ast.Call) else node.bases if isinstance(node, ast.ClassDef) else []
-            wrapper = next((name for part in used if (name := _meaning(part, aliases)) in WRAPPERS), "")
-            if wrapper:
-                evidence.wrapper = f"{wrapper} ({_place(source, node)})"
-        evidence.preload.update(_preloads(node, aliases, folder))
         if not evidence.names_gpus:
             words = (getattr(node, name, None) for name in ("attr", "id", "arg", "name", "module", "value"))
             evidence.names_gpus = any(isinstance(word, str) and GPU.fullmatch(word) is not None for word in words)
+        if not evidence.wrapper and not WRAPPERS.isdisjoint(meant):
+            evidence.wrapper = f"{next(name for name in meant if name in WRAPPERS)} ({_place(source, node)})"
+        evidence.preload.update(_preloads(node, aliases, folder))
+        if (function := _process_function(node, meant, aliases)) is not None:
+            evidence.starters.append((_place(source, node), function))
+        if evidence.ranks and evidence.own:
+            continue
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            sign = _import_sign(node, folder, node in optional)
+        elif isinstance(node, ast.Call) and meant[0] in STARTERS:
+            sign = f"calls {meant[0]}"
+        else:
+            names = [_full_name(part, aliases) for part in used]
+            # What a library does matters until one sign is found: reading it takes longest.
+            sign = "" if evidence.ranks else _library_sign(names, folder, evidence.libraries)
+            sign = sign or _attribute_sign(node, aliases)
+            sign = sign or (f"reads {variable} from the environment" if variable in RANK_VARIABLES else "")
+        if sign:
+            evidence.ranks = evidence.ranks or f"{_place(source, node)}, {sign}"
+        if sign.startswith(OWN_SIGNS):
+            evidence.own = evidence.own or f"{_place(source, node)}, {sign}"
 
 
-def _rank_sign(
-    node: ast.AST, aliases: dict[str, str], folder: Folder, is_optional: bool, libraries: Libraries | None
-) -> str:
-    """How a node shows that a script deals with ranks; empty if it does not."""
-    if isinstance(node, ast.Call):
-        meant = _meaning(node.func, aliases)
-        if meant in STARTERS:
-            return f"calls {meant}"
-    used = [node.func] if isinstance(node, ast.Call) else node.bases if isinstance(node, ast.ClassDef) else []
-    for name in (_full_name(part, aliases) for part in used):
-        if libraries and name and not folder.files_of(name.partition(".")[0]) and (sign := libraries.sign(name)):
+def _process_function(node: ast.AST, meant: Sequence[str], aliases: dict[str, str]) -> str | None:
+    """The name of the function that a new process runs, where a node starts one or derives its class; None elsewhere.
+
+    A class of the script's own has a dot before its name: it is certain, as full names are.
+    """
+    if isinstance(node, ast.ClassDef) and "Process" in meant:
+        return f".{node.name}"
+    if not isinstance(node, ast.Call):
+        return None
+    given = {keyword.arg: keyword.value for keyword in node.keywords}
+    if _full_name(node.func, aliases) in PROCESS_STARTERS:
+        function = given.get("fn", next(iter(node.args), None))
+    else:
+        function = given.get("target") if meant == ["Process"] else None
+    return None if function is None else _full_name(function, aliases)
+
+
+def _library_sign(names: Sequence[str], folder: Folder, libraries: Libraries) -> str:
+    """How a function or base class of a library, of which a node has the full names, starts ranks."""
+    for name in names:
+        if name and not folder.files_of(name.partition(".")[0]) and (sign := libraries.sign(name)):
             return sign if sign == f"uses {name}" else f"uses {name}, which {sign}"
-    if isinstance(node, ast.Import | ast.ImportFrom):
-        return _import_sign(node, folder, is_optional)
+    return ""
+
+
+def _attribute_sign(node: ast.AST, aliases: dict[str, str]) -> str:
+    """How an attribute of a module, such as `transformers.Trainer`, shows that a script deals with ranks."""
     if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
         package = aliases.get(node.value.id, "")
-        if node.attr in TRAINERS.get(package, ()):
-            return f"uses {package}.{node.attr}"
-    variable = _environment_variable(node, aliases)
-    return f"reads {variable} from the environment" if variable in RANK_VARIABLES else ""
+        return f"uses {package}.{node.attr}" if node.attr in TRAINERS.get(package, ()) else ""
+    return ""
 
 
 def _import_sign(node: ast.Import | ast.ImportFrom, folder: Folder, is_optional: bool) -> str:
     """How an import shows it."""
+    base = node.module or "" if isinstance(node, ast.ImportFrom) else ""
     if isinstance(node, ast.ImportFrom) and node.level:
         return ""
-    modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
-    for module in modules:
-        top = module.partition(".")[0]
+    for name in (alias.name for alias in node.names):
+        module = base or name
+        top, full = module.partition(".")[0], f"{base}.{name}".lstrip(".")
         if folder.files_of(top):  # the script's own module of that name
             continue
         if top in FRAMEWORKS and not (is_optional and importlib.util.find_spec(top) is None):
             return f"imports {top}"
         if module.startswith(OWN_HOMES):
             return f"imports {module}"
-        if isinstance(node, ast.ImportFrom):
-            for alias in node.names:
-                if alias.name in TRAINERS.get(module, ()):
-                    return f"imports {module}.{alias.name}"
-                if f"{module}.{alias.name}".startswith(OWN_HOMES):
-                    return f"imports {module}.{alias.name}"
+        if name in TRAINERS.get(base, ()) or full.startswith(OWN_HOMES):
+            return f"imports {full}"
     return ""
 
 
@@ -446,13 +447,12 @@ def _preloads(node: ast.AST, aliases: dict[str, str], folder: Folder) -> Iterato
         if NEEDS_DYNAMO.search(name) and not is_text:
             yield DYNAMO
         return
-    base = node.module or "" if isinstance(node, ast.ImportFrom) else ""
     imported = [alias.name for alias in node.names]
-    if base != "re" and any(NEEDS_DYNAMO.search(name) for name in (base, *imported)):
+    base = node.module or "" if isinstance(node, ast.ImportFrom) else ""
+    if base != "re" and any(map(NEEDS_DYNAMO.search, (base, *imported))):
         yield DYNAMO
-    if isinstance(node, ast.ImportFrom) and node.level:
-        return
-    for top in {name.partition(".")[0] for name in ([base] if base else imported)}:
+    is_relative = isinstance(node, ast.ImportFrom) and node.level
+    for top in () if is_relative else {name.partition(".")[0] for name in ([base] if base else imported)}:
         if top == "samestep":
             yield TRAINING[-1]
         if top not in WITHOUT_DYNAMO and not folder.files_of(top) and _is_library(top):
