@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from samestep.scripts.loading import LARGE_BYTES, Parcel, pack
+from samestep.scripts.loading import LARGE_BYTES, ArrivingValue, pack
 
 Pair = namedtuple("Pair", "first second")
 
@@ -22,10 +22,10 @@ class Record:
 
 def unpack(packed):
     """The value that was packed, in memory of its own."""
-    parcel = Parcel(packed.flat)
-    for room, piece in zip(parcel.rooms(), packed.large, strict=True):
+    arriving = ArrivingValue(packed.flat)
+    for room, piece in zip(arriving.rooms(), packed.large, strict=True):
         room.copy_(piece)
-    return parcel.value()
+    return arriving.value()
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ class QueuedWork(dist.Work):
         self._end: torch.futures.Future[Any]
         self._future: torch.futures.Future[Any] | None = None
         self._error: Exception | None = None
-        self._is_done = self._is_settled = False
+        self._is_done = self._is_future_complete = False
         self.is_published = False
         with torch._C.DisableTorchFunction():  # by their memory: simulated GPUs are the host's
             self._tensors = [tensor for tensor in tensors if tensor.is_cuda]
@@ -84,7 +84,7 @@ class QueuedWork(dist.Work):
                 self._future = self._end.then(self._result_or_error)
             future = self._future
         if self._is_done:
-            self._settle()
+            self._complete_future()
         return future
 
     def execute(self) -> None:
@@ -104,7 +104,7 @@ class QueuedWork(dist.Work):
         """Completes the future, whose callbacks may call further operations; ends the turn."""
         # What it refers to must not outlive it: tensors, above all.
         self._run = _nothing
-        self._settle()
+        self._complete_future()
         self.is_published = True
 
     def fail(self, error: Exception) -> None:
@@ -112,12 +112,12 @@ class QueuedWork(dist.Work):
         self._error, self._is_done = error, True
         self.publish()
 
-    def _settle(self) -> None:
+    def _complete_future(self) -> None:
         """Completes the future, once: the thread that asks for it and the one that has run the operation may meet."""
         with self._lock:
-            if self._future is None or self._is_settled:
+            if self._future is None or self._is_future_complete:
                 return
-            self._is_settled = True
+            self._is_future_complete = True
         with ExitStack() as streams:
             self._enter_streams(streams)
             self._end.set_result([] if self._error is not None else self._outputs)

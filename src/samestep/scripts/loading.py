@@ -139,7 +139,7 @@ def pack(value: Any) -> Packed:
         return Packed(flat, tuple(map(torch.from_numpy, large)))
 
 
-class Parcel:
+class ArrivingValue:
     """A value that is arriving: its flat part is there, its large pieces have yet to be received."""
 
     def __init__(self, flat: Tensor) -> None:
@@ -230,11 +230,11 @@ def broadcast(script: SharedScript, what: str, outcome: Outcome | None, source: 
         for piece in ours.large:
             control.broadcast(piece, source)
         return outcome
-    parcel = Parcel(flats[source])
-    for room in parcel.rooms():
+    arriving = ArrivingValue(flats[source])
+    for room in arriving.rooms():
         control.broadcast(room, source)
     kind = Kind(rows[source][0])
-    value, extra = parcel.value()
+    value, extra = arriving.value()
     return Outcome(kind, unpacked(value) if kind is Kind.ERROR else value, extra)
 
 

@@ -109,7 +109,7 @@ class Folder:
 
 
 @dataclass(frozen=True)
-class Source:
+class ParsedFile:
     """A parsed file."""
 
     path: Path  # where it is
@@ -139,7 +139,7 @@ class Source:
 
 
 @dataclass
-class Evidence:
+class Signs:
     """The first sign of each kind in the files read so far, in words."""
 
     ranks: str = ""
@@ -170,7 +170,7 @@ class Libraries:
 
     def __init__(self) -> None:
         self._folders: dict[str, Folder | None] = {}
-        self._sources: dict[Path, Source | None] = {}
+        self._sources: dict[Path, ParsedFile | None] = {}
         self._known: set[str] = set()  # names that start no ranks, or are being looked at
 
     def sign(self, name: str, depth: int = MAX_CALLS) -> str:
@@ -191,7 +191,9 @@ class Libraries:
         used = [*bases, *(call.func for call in calls)]
         return next(filter(None, (self.sign(_full_name(part, aliases), depth - 1) for part in used)), "")
 
-    def _definition(self, name: str, depth: int = MAX_CALLS) -> tuple[Source, ast.FunctionDef | ast.ClassDef] | None:
+    def _definition(
+        self, name: str, depth: int = MAX_CALLS
+    ) -> tuple[ParsedFile, ast.FunctionDef | ast.ClassDef] | None:
         """The file and statement that define a name, through the modules that import it from one another."""
         top, parts = name.partition(".")[0], name.split(".")
         if top not in self._folders:
@@ -219,7 +221,7 @@ class Libraries:
         asked = (".".join([origin, *rest]) for origin in origins if origin)
         return next(filter(None, (self._definition(other, depth - 1) for other in asked if other != name)), None)
 
-    def _parsed(self, path: Path, folder: Folder) -> Source | None:
+    def _parsed(self, path: Path, folder: Folder) -> ParsedFile | None:
         if path not in self._sources:
             fits = len(self._sources) < MAX_LIBRARY_FILES
             self._sources[path] = _parse(path, folder, is_main=False) if fits else None
@@ -256,25 +258,25 @@ def reads_as(target: str | Path, *, is_module: bool = False) -> Reading:
     first = None if main is None else _parse(main, folder, is_main=True)
     if first is None:
         return Reading("single-process", f"{target} cannot be parsed; Python will say why")
-    evidence, num_files = Evidence(), 0
+    signs, num_files = Signs(), 0
     for source in _sources(first, folder):
         num_files += 1
-        _scan(source, folder, evidence)
-    preload = tuple(name for name in TRAINING if name in evidence.preload)
-    found: dict[str, Any] = {"preload": preload, "names_gpus": evidence.names_gpus}
-    if evidence.ranks:
-        reason = f"{evidence.ranks}, so it deals with its ranks itself"
-        if evidence.wrapper:
-            reason += f"; it also has {evidence.wrapper}, which samestep run --single-process shares out instead"
-        facts = (bool(evidence.wrapper), evidence.own, evidence.starts, evidence.reads_ranks)
-        return Reading("multi-process", reason, *facts, stated_microbatches(evidence.calls), **found)
-    if evidence.wrapper:
-        return Reading("single-process", f"it has {evidence.wrapper}, and starts no process group", **found)
+        _scan(source, folder, signs)
+    preload = tuple(name for name in TRAINING if name in signs.preload)
+    found: dict[str, Any] = {"preload": preload, "names_gpus": signs.names_gpus}
+    if signs.ranks:
+        reason = f"{signs.ranks}, so it deals with its ranks itself"
+        if signs.wrapper:
+            reason += f"; it also has {signs.wrapper}, which samestep run --single-process shares out instead"
+        facts = (bool(signs.wrapper), signs.own, signs.starts, signs.reads_ranks)
+        return Reading("multi-process", reason, *facts, stated_microbatches(signs.calls), **found)
+    if signs.wrapper:
+        return Reading("single-process", f"it has {signs.wrapper}, and starts no process group", **found)
     files = "its file" if num_files == 1 else f"any of its {num_files} files"
     return Reading("single-process", f"nothing in {files} deals with ranks", **found)
 
 
-def _sources(first: Source, folder: Folder) -> Iterator[Source]:
+def _sources(first: ParsedFile, folder: Folder) -> Iterator[ParsedFile]:
     """The script and its imports from its own folder, nearest first."""
     waiting, known = deque([first]), {first.path.resolve()}
     while waiting:
@@ -288,7 +290,7 @@ def _sources(first: Source, folder: Folder) -> Iterator[Source]:
                     waiting.extend([] if found is None else [found])
 
 
-def _parse(path: Path, folder: Folder, is_main: bool) -> Source | None:
+def _parse(path: Path, folder: Folder, is_main: bool) -> ParsedFile | None:
     """A parsed file; None if that cannot be done."""
     try:
         with warnings.catch_warnings():
@@ -298,7 +300,7 @@ def _parse(path: Path, folder: Folder, is_main: bool) -> Source | None:
         return None
     home, root = path.resolve().parent, folder.root.resolve()
     inside = home.relative_to(root).parts if home.is_relative_to(root) else ()
-    return Source(path, ".".join(inside), tuple(_executed(tree, is_main)))
+    return ParsedFile(path, ".".join(inside), tuple(_executed(tree, is_main)))
 
 
 def _module(name: str) -> tuple[Path | None, Folder]:
@@ -313,7 +315,7 @@ def _module(name: str) -> tuple[Path | None, Folder]:
     return None, Folder(Path())
 
 
-def _imported_modules(source: Source) -> Iterator[str]:
+def _imported_modules(source: ParsedFile) -> Iterator[str]:
     """The dotted names that a file imports; of `from a import b` both a and a.b, since b may be a module."""
     for node in source.nodes:
         if isinstance(node, ast.Import):
@@ -325,7 +327,7 @@ def _imported_modules(source: Source) -> Iterator[str]:
             yield from (f"{base}.{alias.name}".lstrip(".") for alias in node.names if alias.name != "*")
 
 
-def _base_of(node: ast.ImportFrom, source: Source) -> str:
+def _base_of(node: ast.ImportFrom, source: ParsedFile) -> str:
     """The module that a `from … import` names, with a relative one resolved."""
     if not node.level:
         return node.module or ""
@@ -347,28 +349,28 @@ def _executed(tree: ast.Module, is_main: bool) -> Iterator[ast.AST]:
         waiting.extend(ast.iter_child_nodes(node))
 
 
-def _scan(source: Source, folder: Folder, evidence: Evidence) -> None:
-    """Adds the signs in a file to the evidence, of which the first of each kind counts."""
+def _scan(source: ParsedFile, folder: Folder, signs: Signs) -> None:
+    """Adds the signs in a file to the signs, of which the first of each kind counts."""
     aliases, optional = source.aliases, _optional_imports(source)
     for node in source.nodes:
         used = [node.func] if isinstance(node, ast.Call) else node.bases if isinstance(node, ast.ClassDef) else []
         meant = [_meaning(part, aliases) for part in used]
         variable = _environment_variable(node, aliases)
-        evidence.reads_ranks |= variable in RANK_VARIABLES
+        signs.reads_ranks |= variable in RANK_VARIABLES
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             calls = (part for part in ast.walk(node) if isinstance(part, ast.Call))
-            evidence.called.setdefault(node.name, set()).update(_meaning(call.func, aliases) for call in calls)
+            signs.called.setdefault(node.name, set()).update(_meaning(call.func, aliases) for call in calls)
         if isinstance(node, ast.Call):
-            evidence.calls.append(node)
-        if not evidence.names_gpus:
+            signs.calls.append(node)
+        if not signs.names_gpus:
             words = (getattr(node, name, None) for name in ("attr", "id", "arg", "name", "module", "value"))
-            evidence.names_gpus = any(isinstance(word, str) and GPU.fullmatch(word) is not None for word in words)
-        if not evidence.wrapper and not WRAPPERS.isdisjoint(meant):
-            evidence.wrapper = f"{next(name for name in meant if name in WRAPPERS)} ({_place(source, node)})"
-        evidence.preload.update(_preloads(node, aliases, folder))
+            signs.names_gpus = any(isinstance(word, str) and GPU.fullmatch(word) is not None for word in words)
+        if not signs.wrapper and not WRAPPERS.isdisjoint(meant):
+            signs.wrapper = f"{next(name for name in meant if name in WRAPPERS)} ({_place(source, node)})"
+        signs.preload.update(_preloads(node, aliases, folder))
         if (function := _process_function(node, meant, aliases)) is not None:
-            evidence.starters.append((_place(source, node), function))
-        if evidence.ranks and evidence.own:
+            signs.starters.append((_place(source, node), function))
+        if signs.ranks and signs.own:
             continue
         if isinstance(node, ast.Import | ast.ImportFrom):
             sign = _import_sign(node, folder, node in optional)
@@ -377,13 +379,13 @@ def _scan(source: Source, folder: Folder, evidence: Evidence) -> None:
         else:
             names = [_full_name(part, aliases) for part in used]
             # What a library does matters until one sign is found: reading it takes longest.
-            sign = "" if evidence.ranks else _library_sign(names, folder, evidence.libraries)
+            sign = "" if signs.ranks else _library_sign(names, folder, signs.libraries)
             sign = sign or _attribute_sign(node, aliases)
             sign = sign or (f"reads {variable} from the environment" if variable in RANK_VARIABLES else "")
         if sign:
-            evidence.ranks = evidence.ranks or f"{_place(source, node)}, {sign}"
+            signs.ranks = signs.ranks or f"{_place(source, node)}, {sign}"
         if sign.startswith(OWN_SIGNS):
-            evidence.own = evidence.own or f"{_place(source, node)}, {sign}"
+            signs.own = signs.own or f"{_place(source, node)}, {sign}"
 
 
 def _process_function(node: ast.AST, meant: Sequence[str], aliases: dict[str, str]) -> str | None:
@@ -467,7 +469,7 @@ def _is_library(top: str) -> bool:
         return False
 
 
-def _optional_imports(source: Source) -> set[ast.AST]:
+def _optional_imports(source: ParsedFile) -> set[ast.AST]:
     """The imports that the script can do without: those in a `try` that catches something."""
     return {
         node
@@ -519,6 +521,6 @@ def _meaning(node: ast.expr, aliases: dict[str, str]) -> str:
     return aliases.get(name, name).rpartition(".")[2]
 
 
-def _place(source: Source, node: ast.AST) -> str:
+def _place(source: ParsedFile, node: ast.AST) -> str:
     """A node's place: "train.py, line 12"."""
     return f"{source.path.name}, line {getattr(node, 'lineno', 0)}"

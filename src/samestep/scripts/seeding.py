@@ -53,14 +53,14 @@ class Seeds:
         self.drawn.setdefault(name)
         return derive_seed(self.seed, UNSEEDED, self._num_derived)
 
-    def look(self, *names: str) -> None:
+    def find_drawn(self, *names: str) -> None:
         """Notes which generators have been drawn from; called before the script sets one, and at the end."""
         for name in names:
             if name in self._starts and STATES[name]() != self._starts[name]:
                 del self._starts[name]
                 self.drawn.setdefault(name)
 
-    def forget(self, name: str, is_state: bool) -> None:
+    def mark_set(self, name: str, is_state: bool) -> None:
         """A generator was set: to a seed, or to a state, which may be the one that it began with."""
         if name in self._starts and not (is_state and STATES[name]() == self._starts[name]):
             del self._starts[name]
@@ -114,7 +114,7 @@ def _watched(own: int, seed: int, may_draw: Callable[[], bool], tell: Callable[[
 
     def tell_drawn() -> None:
         with torch._C.DisableTorchFunction():
-            seeds.look(*STATES)
+            seeds.find_drawn(*STATES)
         if seeds.drawn and tell is not None:
             tell(f"the script draws from {_enumerated([*seeds.drawn])} without a seed: seeded by {seed} here (--seed)")
 
@@ -143,7 +143,7 @@ def _setting(seeds: Seeds, owner: Any, name: str, generator: str, alias: str) ->
         if caller not in (Caller.SCRIPT, Caller.LIBRARY):
             return original(*args, **kwargs)
         with torch._C.DisableTorchFunction():
-            seeds.look(generator)
+            seeds.find_drawn(generator)
         given = args[0] if args else next(iter(kwargs.values()), None)
         if name.startswith("seed") and given is None and caller is Caller.SCRIPT:
             number = seeds.derived(generator)
@@ -151,7 +151,7 @@ def _setting(seeds: Seeds, owner: Any, name: str, generator: str, alias: str) ->
         else:
             result = original(*args, **kwargs)
         with torch._C.DisableTorchFunction():
-            seeds.forget(generator, is_state)
+            seeds.mark_set(generator, is_state)
         return result
 
     return Patch(owner, name, replacement, aliases=(alias,))

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,17 +32,28 @@ from samestep.engine.diagnosis import explain_lone_sample
 from samestep.errors import UsageError
 from samestep.patch import Patch, applied
 from samestep.scripts.shared_script import SharedScript
-
-if TYPE_CHECKING:
-    from samestep.scripts.wrapped.chunks import Chunks
-    from samestep.scripts.wrapped.compare import Comparison
+from samestep.scripts.wrapped.chunks import Chunks, advice, cut
+from samestep.scripts.wrapped.compare import (
+    HOOKS,
+    JoinRules,
+    NotSplittable,
+    WritesState,
+    compare,
+    holds_tensors,
+    hooked,
+    without_objects,
+)
+from samestep.scripts.wrapped.forward import chunked_forward
+from samestep.scripts.wrapped.replicas import uninitialized
 
 MAX_SEEN = 12
+MAX_COMPARED = 10  # of forwards with arguments of one form, until rules that cannot be told apart are left so
+PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, np.ndarray, np.generic)
 _ABSENT = object()
 
 
 @dataclass
-class Wrap:
+class NamedModule:
     """The module that `--wrap` names, and the modules called so far."""
 
     name: str  # a class, or a variable, with dots for its attributes: "Net", "model", "trainer.model", "self.net"
@@ -73,7 +84,7 @@ def _kind_of(code: CodeType, variable: str) -> str:
     return "local" if is_local else "global"
 
 
-def is_meant(module: nn.Module, wrap: Wrap, frame: FrameType | None) -> bool:
+def is_meant(module: nn.Module, wrap: NamedModule, frame: FrameType | None) -> bool:
     """Whether a call that this frame makes is of the module to wrap; until one is, notes other modules."""
     kind = type(module)
     compiled = module._modules.get("_orig_mod") if kind.__name__ == "OptimizedModule" else None
@@ -124,7 +135,7 @@ def described(module: nn.Module, frame: FrameType | None) -> str:
     return f"{names[0]} ({kind})" if names else kind
 
 
-def never_met(wrap: Wrap, called_so_far: str = "the script called") -> str:
+def never_met(wrap: NamedModule, called_so_far: str = "the script called") -> str:
     """The message about a name that no call had."""
     called = ", ".join(dict.fromkeys(wrap.seen.values())) or "none"
     return (
@@ -164,28 +175,26 @@ def _num_elements(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters() if not isinstance(p, UninitializedParameter))
 
 
-MAX_COMPARED = 10  # of forwards with arguments of one form, until rules that cannot be told apart are left so
-PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, np.ndarray, np.generic)
-
-
 @dataclass
-class Known:
+class ComparedForm:
     """What the comparison found for arguments of one form."""
 
-    comparison: "Comparison | None"  # None: the module is called whole, which only a forward without gradients may be
+    comparison: JoinRules | None  # None: the module is called whole, which only a forward without gradients may be
     num_compared: int = 1
 
 
 @dataclass
-class Plain:
+class PlainScript:
     """State of a plain script: which modules are shared out, and how."""
 
     script: SharedScript
-    wrap: Wrap | None  # the module that the user named
+    wrap: NamedModule | None  # the module that the user named
     num_microbatches: int
     optimizers: weakref.WeakSet[Optimizer] = field(default_factory=weakref.WeakSet)
     roots: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
-    known: weakref.WeakKeyDictionary[nn.Module, dict[Any, Known]] = field(default_factory=weakref.WeakKeyDictionary)
+    known: weakref.WeakKeyDictionary[nn.Module, dict[Any, ComparedForm]] = field(
+        default_factory=weakref.WeakKeyDictionary
+    )
     running: nn.Module | None = None  # whose chunks run
     depth: int = 0  # of the call that runs
     num_called: int = 0  # modules that the script called itself
@@ -206,8 +215,6 @@ class Plain:
 
     def _is_root(self, module: nn.Module) -> bool:
         """Whether most of what an optimizer trains now is the module's; that of a wrapper is left to it."""
-        from samestep.scripts.wrapped.replicas import uninitialized
-
         own = {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
         if not own or uninitialized(module) or any(isinstance(child, nn.DataParallel) for child in module.modules()):
             return False
@@ -232,7 +239,7 @@ def shared_out(script: SharedScript, name: str | None) -> Iterator[None]:
     A call counts for a name where the module's class has it, or where a frame of the script's own on the stack has a
     variable of that name (local, or global) that is this very module.
     """
-    plain = Plain(script, _parsed(name), script.num_microbatches or script.num_devices)
+    plain = PlainScript(script, _parsed(name), script.num_microbatches or script.num_devices)
     script.at_first_backward = functools.partial(_at_first_backward, plain)
     if name is None and plain.num_microbatches == 1:
         yield
@@ -258,7 +265,7 @@ def shared_out(script: SharedScript, name: str | None) -> Iterator[None]:
         _at_end(plain)
 
 
-def _parsed(name: str | None) -> Wrap | None:
+def _parsed(name: str | None) -> NamedModule | None:
     """The option's value."""
     if name is None:
         return None
@@ -268,10 +275,10 @@ def _parsed(name: str | None) -> Wrap | None:
             f"got --wrap {name!r}; give a variable or class of the script, such as model or trainer.model, and the dim "
             "of its batches where that is not 0, as in model:1"
         )
-    return Wrap(path, int(dim or 0))
+    return NamedModule(path, int(dim or 0))
 
 
-def _at_first_backward(plain: Plain, frame: FrameType) -> None:
+def _at_first_backward(plain: PlainScript, frame: FrameType) -> None:
     """Says at the first backward if nothing is shared out yet."""
     script, wrap = plain.script, plain.wrap
     if wrap is not None:
@@ -281,7 +288,7 @@ def _at_first_backward(plain: Plain, frame: FrameType) -> None:
         script.notice(_hint(plain.num_microbatches, frame))
 
 
-def _at_end(plain: Plain) -> None:
+def _at_end(plain: PlainScript) -> None:
     """Raises for a name that was never called; says if no forward needed gradients."""
     script = plain.script
     if plain.wrap is not None:
@@ -291,13 +298,13 @@ def _at_end(plain: Plain) -> None:
         script.notice(f"{_script()} computed no gradients: no forward was shared out, every process ran all of them")
 
 
-def _is_shareless(plain: Plain) -> bool:
+def _is_shareless(plain: PlainScript) -> bool:
     """Whether no forward was shared out so far, although the user asked for several microbatches or devices."""
     script = plain.script
     return plain.num_microbatches > 1 and not (script.num_forwards or script.tutorial or plain.is_explained)
 
 
-def _sharing_call(plain: Plain, original: Callable[..., Any]) -> Callable[..., Any]:
+def _sharing_call(plain: PlainScript, original: Callable[..., Any]) -> Callable[..., Any]:
     """The replacement of `nn.Module.__call__`."""
     script = plain.script
 
@@ -325,13 +332,11 @@ def _sharing_call(plain: Plain, original: Callable[..., Any]) -> Callable[..., A
 
 
 def _in_chunk(
-    plain: Plain, original: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    plain: PlainScript, original: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """A call inside a chunk: the shared module's own, without objects that cannot be joined, or a nested one."""
     if module is not plain.running:
         return original(module, *args, **kwargs)
-    from samestep.scripts.wrapped.compare import without_objects
-
     plain.running = None
     try:
         return without_objects(original(module, *args, **kwargs))
@@ -340,7 +345,7 @@ def _in_chunk(
 
 
 def _share(
-    plain: Plain,
+    plain: PlainScript,
     original: Callable[..., Any],
     module: nn.Module,
     args: tuple[Any, ...],
@@ -348,45 +353,20 @@ def _share(
     frame: FrameType,
 ) -> Any:
     """A call of a module to be shared out: its hooks see the whole batch, its forward runs in chunks."""
-    from samestep.scripts.wrapped.chunks import advice, cut
-    from samestep.scripts.wrapped.compare import HOOKS, holds_tensors
-
-    script = plain.script
     trains = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in module.parameters())
-    foreign = [leaf for leaf in leaves([args, kwargs]) if not isinstance(leaf, (torch.Tensor, *PLAIN))]
-    if foreign and not trains:  # a cache, say, that the forward fills
-        return original(module, *args, **kwargs)
-    opaque = [type(leaf).__name__ for leaf in foreign if holds_tensors(leaf)]
-    if opaque:
-        name = described(module, frame)
-        raise UsageError(_refusal(name, f"every microbatch gets a whole {opaque[0]}, whose tensors are not cut"))
-    with torch._C.DisableTorchFunction():  # simulated devices do not matter here
-        chunks = cut(args, kwargs, plain.num_microbatches, plain.dim, "batch")
-    num_rows = sum(chunks.num_rows(chunk) for chunk in range(chunks.num_chunks))
-    if chunks.num_chunks <= 1 or not num_rows or not any(leaf.sizes for leaf in chunks.leaves):
-        if trains:
-            plain.is_explained = True
-            got = "a batch of 1 row" if num_rows == 1 else "no batch"
-            advised = advice(chunks.leaves, chunks.template, plain.dim)
-            script.notice(
-                f"{described(module, frame)} got {got}, and is not shared out: every process computes it"
-                f"{advised and '. '}{advised}"
-            )
-        return original(module, *args, **kwargs)
-    index = _device_index(plain, module, chunks)
-    comparison = None if index is None else _compared(plain, module, chunks, trains, frame)
-    if index is None or comparison is None:
+    chunks = _cut_arguments(plain, module, args, kwargs, trains, frame)
+    index = None if chunks is None else _device_index(plain, module, chunks)
+    rules = None if chunks is None or index is None else _compared(plain, module, chunks, trains, frame)
+    if chunks is None or index is None or rules is None:
         return original(module, *args, **kwargs)
     own = module.__dict__.get("forward")
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        from samestep.scripts.wrapped.forward import chunked_forward
-
         with _bare(module, own):
             plain.running = module
             try:
                 result = chunked_forward(
-                    script,
+                    plain.script,
                     module,
                     args,
                     kwargs,
@@ -398,10 +378,11 @@ def _share(
                 )
             finally:
                 plain.running = None
-        return comparison.joined(result, chunks, plain.dim)
+        return rules.joined(result, chunks, plain.dim)
 
     if not any(getattr(module, name) for name in HOOKS):
         return forward(*args, **kwargs)
+    # torch calls the hooks before and after whatever stands in the place of the forward.
     module.__dict__["forward"] = forward
     try:
         return original(module, *args, **kwargs)
@@ -411,11 +392,42 @@ def _share(
             module.__dict__["forward"] = own
 
 
+def _cut_arguments(
+    plain: PlainScript,
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    trains: bool,
+    frame: FrameType,
+) -> Chunks | None:
+    """The chunks of a call's arguments; None if the module is to be called whole."""
+
+    foreign = [leaf for leaf in leaves([args, kwargs]) if not isinstance(leaf, (torch.Tensor, *PLAIN))]
+    if foreign and not trains:  # a cache, say, that the forward fills
+        return None
+    opaque = [type(leaf).__name__ for leaf in foreign if holds_tensors(leaf)]
+    if opaque:
+        name = described(module, frame)
+        raise UsageError(_refusal(name, f"every microbatch gets a whole {opaque[0]}, whose tensors are not cut"))
+    with torch._C.DisableTorchFunction():  # simulated devices do not matter here
+        chunks = cut(args, kwargs, plain.num_microbatches, plain.dim, "batch")
+    num_rows = sum(chunks.num_rows(chunk) for chunk in range(chunks.num_chunks))
+    if chunks.num_chunks > 1 and num_rows and any(leaf.sizes for leaf in chunks.leaves):
+        return chunks
+    if trains:
+        plain.is_explained = True
+        got = "a batch of 1 row" if num_rows == 1 else "no batch"
+        advised = advice(chunks.leaves, chunks.template, plain.dim)
+        plain.script.notice(
+            f"{described(module, frame)} got {got}, and is not shared out: every process computes it"
+            f"{advised and '. '}{advised}"
+        )
+    return None
+
+
 @contextmanager
 def _bare(module: nn.Module, own_forward: Any) -> Iterator[None]:
     """Runs chunks of a module without its hooks, which see the whole batch, and with its own forward."""
-    from samestep.scripts.wrapped.compare import HOOKS
-
     before = {name: module.__dict__[name] for name in ("forward", *HOOKS) if name in module.__dict__}
     module.__dict__.update({name: OrderedDict() for name in HOOKS})
     module.__dict__.pop("forward", None)
@@ -428,10 +440,10 @@ def _bare(module: nn.Module, own_forward: Any) -> Iterator[None]:
         module.__dict__.update(before)
 
 
-def _compared(plain: Plain, module: nn.Module, chunks: "Chunks", trains: bool, frame: FrameType) -> "Comparison | None":
+def _compared(
+    plain: PlainScript, module: nn.Module, chunks: Chunks, trains: bool, frame: FrameType
+) -> JoinRules | None:
     """How the results are joined; None if the module is to be called whole. A new form of arguments is compared."""
-    from samestep.scripts.wrapped.compare import Unlike, Written, compare, hooked
-
     name = described(module, frame) if plain.wrap is None else plain.wrap.name
     if child := hooked(module):
         plain.is_explained = True
@@ -445,20 +457,20 @@ def _compared(plain: Plain, module: nn.Module, chunks: "Chunks", trains: bool, f
         before = known.comparison
         if before is None or known.num_compared >= MAX_COMPARED or before.is_clear(chunks):
             return before
-    found: Comparison | None = None
+    found: JoinRules | None = None
     try:
         found = compare(plain.script, module, chunks, plain.dim)
-    except Unlike as reason:
+    except NotSplittable as reason:
         if plain.script.wraps_itself:
             return None
         where, advice = f"a microbatch of {name}", "cut batches into fewer microbatches (--logical-devices)"
         lone = reason.__cause__ and explain_lone_sample(reason.__cause__, module, where, advice)
         if lone:
             raise lone from None
-        if isinstance(reason, Written):
+        if isinstance(reason, WritesState):
             plain.is_explained = True
             plain.script.notice(f"{name} is called whole on every rank: {reason}")
-            forms[form] = Known(None)
+            forms[form] = ComparedForm(None)
             return None
         if trains:
             raise UsageError(_refusal(name, str(reason))) from None
@@ -466,7 +478,7 @@ def _compared(plain: Plain, module: nn.Module, chunks: "Chunks", trains: bool, f
     if plain.script.wraps_itself:  # by a function that the comparison has called
         return None
     if known is None or known.comparison is None or found is None:
-        forms[form] = Known(found)
+        forms[form] = ComparedForm(found)
     else:
         known.comparison.narrow(found)
         known.num_compared += 1
@@ -488,7 +500,7 @@ def _form(value: Any) -> Any:
     return type(value).__name__
 
 
-def _device_index(plain: Plain, module: nn.Module, chunks: "Chunks") -> int | None:
+def _device_index(plain: PlainScript, module: nn.Module, chunks: Chunks) -> int | None:
     """The device on which the script has a module: its first tensor's, or its first input's; -1 is the host."""
     tensors = itertools.chain(module.parameters(), module.buffers(), (leaf.value for leaf in chunks.leaves))
     device = next((tensor.device for tensor in tensors), torch.device("cpu"))
@@ -506,7 +518,7 @@ def _script() -> str:
     return Path(getattr(sys.modules["__main__"], "__file__", None) or "the script").name
 
 
-def _announcement(plain: Plain, module: nn.Module, name: str) -> str:
+def _announcement(plain: PlainScript, module: nn.Module, name: str) -> str:
     """The line that says which module is shared out, and how."""
     count = plain.num_microbatches
     text = f"{name}, which an optimizer trains, is shared out in {count} microbatches"

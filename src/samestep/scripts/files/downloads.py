@@ -68,7 +68,7 @@ class MachineLock:
         size = os.fstat(self._descriptor).st_size
         return task in os.pread(self._descriptor, size, 0).decode().splitlines()
 
-    def note(self, task: str) -> None:
+    def mark_done(self, task: str) -> None:
         """Notes a task, one line of text, as done; call it with the lock held."""
         if self._descriptor is not None:
             os.write(self._descriptor, f"{task}\n".encode())
@@ -170,7 +170,7 @@ def _once(rank0_files: Rank0Files, lock: MachineLock, owner: Any, name: str, tar
             if lock.is_done(task):
                 return (given[target], Message()) if name == "urlretrieve" else None
             value = call()
-            lock.note(task)
+            lock.mark_done(task)
             return value
 
     return Patch(owner, name, replacement)

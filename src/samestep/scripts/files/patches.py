@@ -182,7 +182,7 @@ def _writing(rank0_files: Rank0Files, write: Write) -> Patch:
             call = partial(original, *args, **kwargs)
             result = rank0_files.run(f"a call of {write.name}", call, paths, write.suffixes)
             if write.owner.__name__.startswith(("torch", "safetensors")) and paths[-1] is not None:
-                rank0_files.note_saved(paths[-1])
+                rank0_files.report_saved(paths[-1])
             return result
         if write.leaves:
             for suffix in ("", *write.suffixes):

@@ -130,7 +130,7 @@ class Rank0Files:
             return Mode.LOCAL
         return Mode.SHARED if caller is Caller.SCRIPT and self.script.may_meet() else Mode.RANK0_ONLY
 
-    def note_saved(self, path: str) -> None:
+    def report_saved(self, path: str) -> None:
         """Reports a saved model or state to the supervisor, which can restart the script from there."""
         channel = Channel.from_environment()
         if channel is not None:

@@ -1,4 +1,4 @@
-"""Comparison of a module's results on a whole batch with those on its microbatches, before its forward is cut.
+"""JoinRules of a module's results on a whole batch with those on its microbatches, before its forward is cut.
 
 Both run without gradients, once for each form of the arguments, on every rank alike. Random draws and BatchNorm are
 neutral meanwhile: they depend on the microbatch by design. What remains equal can be joined, each tensor by a rule that
@@ -27,7 +27,7 @@ from samestep.scripts import output
 from samestep.scripts.shared_script import SharedScript
 from samestep.scripts.wrapped.chunks import Chunks, advice, is_tensor, put_together, take_apart
 from samestep.scripts.wrapped.regions import describe
-from samestep.scripts.wrapped.replicas import Attributes, OwnGenerators
+from samestep.scripts.wrapped.replicas import ModuleState, OwnGenerators
 
 IGNORED = (-100, -1, 0)  # labels that losses leave out: of transformers, of nanoGPT, and of padding or a mask
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
@@ -39,11 +39,11 @@ OBJECT_DEPTH = 3
 OWN = (*HOOKS, "_compiled_call_impl")  # attributes that the comparison sets itself
 
 
-class Unlike(Exception):
+class NotSplittable(Exception):
     """The results on microbatches cannot be joined to those on the whole batch; the text says why."""
 
 
-class Written(Unlike):
+class WritesState(NotSplittable):
     """The module writes attributes or buffers that microbatches would leave with other values."""
 
 
@@ -75,7 +75,7 @@ class Rule:
 
 
 @dataclass
-class Comparison:
+class JoinRules:
     """The rules that are left for each tensor of the results; one where the comparison could tell them apart."""
 
     rules: list[list[Rule]]
@@ -88,7 +88,7 @@ class Comparison:
             for rules in self.rules
         )
 
-    def narrow(self, other: "Comparison") -> None:
+    def narrow(self, other: "JoinRules") -> None:
         """Keeps the rules that hold in another comparison too."""
         pairs = zip(self.rules, other.rules, strict=True)
         self.rules = [[rule for rule in ours if rule in theirs] or theirs for ours, theirs in pairs]
@@ -97,7 +97,7 @@ class Comparison:
         """The results on the whole batch, of those that `chunked_forward` put one after another."""
         leaves, template = take_apart(result, is_tensor, dataclasses=True)
         if len(leaves) != len(self.rules):
-            raise Unlike("it returns other tensors than in an earlier forward with like arguments")
+            raise NotSplittable("it returns other tensors than in an earlier forward with like arguments")
         return put_together(
             template,
             [
@@ -107,7 +107,7 @@ class Comparison:
         )
 
 
-class Withheld:
+class BlockedObject:
     """An object among a forward's results that has tensors of one microbatch: it cannot be joined, only passed on."""
 
     def __init__(self, name: str) -> None:
@@ -123,10 +123,10 @@ class Withheld:
 
 
 def without_objects(result: Any) -> Any:
-    """A result with a `Withheld` for each object that holds tensors and is no container, such as a cache."""
+    """A result with a `BlockedObject` for each object that holds tensors and is no container, such as a cache."""
 
     def visit(entry: Any) -> Any:
-        return Withheld(type(entry).__name__) if holds_tensors(entry) else entry
+        return BlockedObject(type(entry).__name__) if holds_tensors(entry) else entry
 
     leaves, template = take_apart(result, lambda entry: is_tensor(entry) or holds_tensors(entry), dataclasses=True)
     return put_together(template, [leaf if is_tensor(leaf) else visit(leaf) for leaf in leaves])
@@ -150,8 +150,8 @@ def holds_tensors(value: Any, depth: int = OBJECT_DEPTH) -> bool:
     )
 
 
-def compare(script: SharedScript, module: nn.Module, chunks: Chunks, dim: int) -> Comparison:
-    """Finds the rules by which a module's results are joined; raises `Unlike` if there are none, or `Written`.
+def compare(script: SharedScript, module: nn.Module, chunks: Chunks, dim: int) -> JoinRules:
+    """Finds the rules by which a module's results are joined; raises `NotSplittable` if there are none.
 
     Where memory does not hold the results of the whole batch, its first and last microbatch stand for it.
     """
@@ -169,25 +169,27 @@ def compare(script: SharedScript, module: nn.Module, chunks: Chunks, dim: int) -
                 part, by_part = run(*_arguments(chunks, [number]))
                 _check_written(module, written, by_part)
                 parts.append(part)
-        except Written:
+        except WritesState:
             raise
         except Exception as error:
             hint = advice(chunks.leaves, chunks.template, dim)
-            raise Unlike(f"on a microbatch it raises {type(error).__name__}: {error}{hint and '. '}{hint}") from error
+            raise NotSplittable(
+                f"on a microbatch it raises {type(error).__name__}: {error}{hint and '. '}{hint}"
+            ) from error
     weights = _selected(chunks, numbers)
     wholes, template = take_apart(whole, is_tensor, dataclasses=True)
     columns: list[list[Tensor]] = [[] for _ in wholes]
     for each in parts:
         leaves, its_template = take_apart(each, is_tensor, dataclasses=True)
         if len(leaves) != len(wholes) or describe(its_template) != describe(template):
-            raise Unlike("it returns a structure, a number or a text that depends on the microbatch")
+            raise NotSplittable("it returns a structure, a number or a text that depends on the microbatch")
         for column, leaf in zip(columns, leaves, strict=True):
             column.append(leaf)
     candidates = _candidates(module, chunks)
     with torch._C.DisableTorchFunction():  # simulated devices do not matter here
         pairs = zip(wholes, columns, strict=True)
         rules = [_rules(leaf, column, candidates, weights, dim) for leaf, column in pairs]
-    return Comparison(rules, [leaf.ndim for leaf in wholes])
+    return JoinRules(rules, [leaf.ndim for leaf in wholes])
 
 
 def _arguments(chunks: Chunks, numbers: Sequence[int]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -230,7 +232,7 @@ def _candidates(module: nn.Module, chunks: Chunks) -> list[Rule]:
 def _rules(
     whole: Tensor, parts: list[Tensor], candidates: list[Rule], weights: Callable[[Rule], list[int]], dim: int
 ) -> list[Rule]:
-    """The rules by which the parts of one tensor give the whole; raises `Unlike` if there are none."""
+    """The rules by which the parts of one tensor give the whole; raises `NotSplittable` if there are none."""
     shapes = {tuple(part.shape) for part in parts}
     if -whole.ndim <= dim < whole.ndim and len({_without(shape, dim) for shape in shapes}) == 1:
         joined = torch.cat(parts, dim)
@@ -252,11 +254,11 @@ def _rules(
                 return [rule for rule, error in errors if error <= limit]
     shape = list(whole.shape)
     if shape:
-        raise Unlike(
+        raise NotSplittable(
             f"its result of shape {shape} has other values if the batch is cut: rows depend on each other (a statistic "
             "or loss over the batch), or the batch lies along another dim"
         )
-    raise Unlike(
+    raise NotSplittable(
         f"it returns {', '.join(f'{part.item():.6g}' for part in parts)}, and for the whole batch {whole.item():.6g}: "
         "neither their sum nor their mean, by rows or by labels that are not ignored (a loss over pairs of rows, or "
         "divided by a count that no input shows)"
@@ -315,7 +317,7 @@ def _isolated(script: SharedScript, module: nn.Module) -> Iterator[Callable[...,
     children = list(model.modules())
 
     def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        before = [Attributes(child) for child in children]
+        before = [ModuleState(child) for child in children]
         buffers = [dict(child._buffers) for child in children]
         script.generators.seed(0)
         try:
@@ -348,7 +350,7 @@ def _isolated(script: SharedScript, module: nn.Module) -> Iterator[Callable[...,
         yield run
 
 
-def _written(model: nn.Module, before: Sequence[Attributes], buffers: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _written(model: nn.Module, before: Sequence[ModuleState], buffers: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The attributes and buffers of a module and its children that a forward gave other values, by their names."""
     found: dict[str, Any] = {}
     for (prefix, child), attributes, kept in zip(model.named_modules(), before, buffers, strict=True):
@@ -361,11 +363,11 @@ def _written(model: nn.Module, before: Sequence[Attributes], buffers: Sequence[d
 
 
 def _check_written(module: nn.Module, whole: dict[str, Any], part: dict[str, Any]) -> None:
-    """Raises `Written` for an attribute, which chunks lose, and for a buffer that is another than the whole batch's."""
+    """Raises for an attribute that was written, which chunks lose, and for a buffer that is not the whole batch's."""
     buffers = {name.removeprefix("_orig_mod.") for name, _ in module.named_buffers()}
     for name in sorted(whole.keys() | part.keys()):
         if name not in buffers or (part and not _is_like(part.get(name), whole.get(name))):
-            raise Written(f"its forward writes {name}, which microbatches would leave with another value")
+            raise WritesState(f"its forward writes {name}, which microbatches would leave with another value")
 
 
 def _is_like(one: Any, other: Any) -> bool:

@@ -57,7 +57,7 @@ class Wrapped:
         """Takes hold of the module for a forward; false if it is not as it was."""
         if not self.replicas.hold(module):
             return False
-        self.buffers.begin([child for _, child in self.replicas.modules])
+        self.buffers.begin_forward([child for _, child in self.replicas.modules])
         return True
 
     def release(self) -> None:

@@ -295,11 +295,11 @@ def sum_pieces(
 
 
 IDLE = -1
-UNLIKE = -2
+DIFFERENT = -2
 SIZE_BYTES = 8
 
 
-class Form(NamedTuple):
+class TensorForm(NamedTuple):
     """The form of a result's tensor."""
 
     dtype: torch.dtype
@@ -329,12 +329,12 @@ class Results:
         self.templates.append(template)
 
     def words(self) -> list[int]:
-        """For the header: number of leaves (or `IDLE`, `UNLIKE`), and a checksum of the template."""
+        """For the header: number of leaves (or `IDLE`, `DIFFERENT`), and a checksum of the template."""
         if not self.leaves:
             return [IDLE, 0]
         sums = {zlib.crc32(describe(template)) for template in self.templates}
         if len({len(row) for row in self.leaves}) > 1 or len(sums) > 1:
-            return [UNLIKE, 0]
+            return [DIFFERENT, 0]
         return [len(self.leaves[0]), sums.pop()]
 
     def packed(self, world_size: int) -> Tensor | None:
@@ -359,7 +359,7 @@ def gather_results(
 ) -> Any:
     """Joins the results of all ranks."""
     busy = [tuple(words) for words in words_by_rank if words[0] != IDLE]
-    if len(set(busy)) > 1 or busy[0][0] == UNLIKE:
+    if len(set(busy)) > 1 or busy[0][0] == DIFFERENT:
         raise UsageError(
             "the chunks of a wrapped forward returned different things: other containers, other keys, or numbers and "
             "strings that differ; return tensors, whose entries are joined"
@@ -398,16 +398,16 @@ def describe(template: Any) -> bytes:
         return repr(template).encode()
 
 
-def _forms(leaves: Sequence[Sequence[Tensor]]) -> list[list[Form]]:
+def _forms(leaves: Sequence[Sequence[Tensor]]) -> list[list[TensorForm]]:
     """The forms of a table of tensors."""
-    return [[Form(leaf.dtype, leaf.requires_grad, tuple(leaf.shape)) for leaf in row] for row in leaves]
+    return [[TensorForm(leaf.dtype, leaf.requires_grad, tuple(leaf.shape)) for leaf in row] for row in leaves]
 
 
 def _unpacked(
     buffers: Sequence[Tensor], dim: int | None, region: Region
-) -> tuple[list[Item], list[list[Form]], list[Tensor]]:
+) -> tuple[list[Item], list[list[TensorForm]], list[Tensor]]:
     """Items, forms by chunk and leaf, and wholes, of the packed results of all ranks."""
-    forms: list[list[Form]] = []
+    forms: list[list[TensorForm]] = []
     offsets = []
     for buffer in (buffer for buffer in buffers if buffer.numel()):
         size = SIZE_BYTES + int.from_bytes(_bytes(buffer[:SIZE_BYTES]))
@@ -427,7 +427,7 @@ def _bytes(data: Tensor) -> bytes:
     return data.cpu().numpy().tobytes()
 
 
-def _item(forms: Sequence[Form], dim: int | None) -> Item:
+def _item(forms: Sequence[TensorForm], dim: int | None) -> Item:
     """How the pieces of one leaf, chunk by chunk, make a whole."""
     shapes, dtypes = [form.shape for form in forms], {form.dtype for form in forms}
     ndim, dtype = len(shapes[0]), forms[0].dtype
@@ -474,7 +474,7 @@ def _shared_template(script: SharedScript, results: Results, template_sum: int, 
 def _differentiable(
     results: Results,
     items: Sequence[Item],
-    forms: Sequence[Sequence[Form]],
+    forms: Sequence[Sequence[TensorForm]],
     wholes: Sequence[Tensor],
     region: Region,
     token: Tensor | None,

@@ -50,7 +50,7 @@ class Buffers:
         self._sum: TreeSum[Tensor] = TreeSum(Tensor.add_)
         self._ends: dict[int, Tensor] = {}
 
-    def begin(self, children: Sequence[nn.Module]) -> None:
+    def begin_forward(self, children: Sequence[nn.Module]) -> None:
         """Starts a forward of a module with these children, itself the first."""
         self._means = [BufferPlace(children[i], key, name) for i, key, name, is_mean in self._places if is_mean]
         self._others = [BufferPlace(children[i], key, name) for i, key, name, is_mean in self._places if not is_mean]
@@ -115,7 +115,7 @@ class Buffers:
                 self._sum.push(Block(chunk, 1), torch.cat(wide) * num_rows)
             for index, place in enumerate(self._others):
                 if place in originals:
-                    self._note(index, place, originals[place], copies[place], versions[place], chunk)
+                    self._keep_first(index, place, originals[place], copies[place], versions[place], chunk)
         finally:
             for place, buffer in originals.items():
                 place.put(buffer)
@@ -136,7 +136,7 @@ class Buffers:
                 else:
                     target.data.copy_(end)
 
-    def _note(
+    def _keep_first(
         self, index: int, place: BufferPlace, original: Tensor, copy: Tensor | None, version: int, chunk: int
     ) -> None:
         """Keeps the first chunk's value of a buffer that has no rule."""
@@ -244,7 +244,7 @@ class Replicas:
     def swapped(self, stand_ins: dict[int, Tensor], lost: set[str]) -> Iterator[None]:
         """Runs a chunk with stand-ins, by the parameter's number; adds names of attributes that it wrote to `lost`."""
         children = [child for _, child in self.modules]
-        before = [Attributes(child) for child in children]
+        before = [ModuleState(child) for child in children]
         # Recurrent layers keep their weights in a list as well, in the order of the kernel's arguments.
         recurrent = [child for child in children if isinstance(child, nn.RNNBase)]
         weights = [list(child._flat_weights) for child in recurrent]
@@ -340,7 +340,7 @@ class Replicas:
             )
 
 
-class Attributes:
+class ModuleState:
     """A module's attributes, children and names of tensors before a chunk."""
 
     def __init__(self, child: nn.Module) -> None:
