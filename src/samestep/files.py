@@ -78,9 +78,9 @@ def writing(path: Path) -> Iterator[None]:
     except RunFolderError:
         raise
     except OSError as error:
-        mend = "free some space, or choose" if error.errno in _NO_SPACE else "choose"
+        remedy = "free some space, or choose" if error.errno in _NO_SPACE else "choose"
         raise RunFolderError(
-            f"cannot write {path}: {reason(error)}; {mend} another folder by run_dir (--run-dir)"
+            f"cannot write {path}: {reason(error)}; {remedy} another folder by run_dir (--run-dir)"
         ) from error
 
 

@@ -320,16 +320,16 @@ def with_manifest(path, **changes):
 
 
 @pytest.mark.parametrize(
-    ("version", "mend"), [(1, "read it by the samestep that wrote it, or start anew"), (3, "upgrade samestep")]
+    ("version", "remedy"), [(1, "read it by the samestep that wrote it, or start anew"), (3, "upgrade samestep")]
 )
-def test_another_format_is_refused_with_a_sentence(tmp_path, version, mend):
+def test_another_format_is_refused_with_a_sentence(tmp_path, version, remedy):
     for step in (1, 2):
         path = write_checkpoint(tmp_path, snapshot_of(step))
     with_manifest(path)
     assert verify_checkpoint(path) is None
     with_manifest(path, version=version)
     assert newest_checkpoint(tmp_path).skipped == (
-        f"{path} is no good checkpoint: it is of version {version} of the format, and this samestep reads 2: {mend}",
+        f"{path} is no good checkpoint: it is of version {version} of the format, and this samestep reads 2: {remedy}",
     )
 
 

@@ -155,8 +155,8 @@ def test_without_a_driver_no_process_asks_for_it_and_the_mend_is_the_driver() ->
     assert inventory.notes == (
         "torch 2.13.0+cu130 was built for CUDA, and no NVIDIA driver answers; install it to use a GPU.",
     )
-    for spec, mend in (("cuda:0", "cpu:2"), ("0,", "cpu:2"), ("mps:0", "cpu:2, or install a build of torch for mps")):
-        with pytest.raises(DeviceError, match=rf"no NVIDIA driver answers; .*\); ask for {mend}$"):
+    for spec, remedy in (("cuda:0", "cpu:2"), ("0,", "cpu:2"), ("mps:0", "cpu:2, or install a build of torch for mps")):
+        with pytest.raises(DeviceError, match=rf"no NVIDIA driver answers; .*\); ask for {remedy}$"):
             select(spec, inventory)
 
 

@@ -313,7 +313,7 @@ def test_this_machine_is_checked_by_every_check(tmp_path):
 RESULTS = [
     Result("one", "good", "as it should be", area="system"),
     Result("two", "note", "not so [fast]", "look at it", area="system"),
-    Result("three", "bad", "x" * 100, "mend it", area="ranks"),
+    Result("three", "bad", "x" * 100, "repair it", area="ranks"),
 ]
 
 

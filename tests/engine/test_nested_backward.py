@@ -159,5 +159,7 @@ def test_twin_a_gradient_that_comes_after_its_bucket_was_sent_is_refused(monkeyp
     monkeypatch.setattr("samestep.engine.gradients.HELD_STEPS", -1)
     with pytest.raises(DeterminismError, match="received a second gradient in one backward"):
         in_turns(2, train, "tied", "reentrant")
-    mended, reference = (in_turns(2, train, "tied", form, "without overlap") for form in ("reentrant", "not reentrant"))
-    assert mended == reference
+    repaired, reference = (
+        in_turns(2, train, "tied", form, "without overlap") for form in ("reentrant", "not reentrant")
+    )
+    assert repaired == reference

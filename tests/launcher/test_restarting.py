@@ -64,7 +64,7 @@ def test_what_befalls_the_same_step_of_two_attempts_alike_is_not_tried_a_third_t
     assert (outcome.exit_code, names(outcome).count("restart")) == (code, 1)
     assert outcome.failure.splitlines()[-1] == (
         f"two attempts in turn have ended in step 17 by {cause}: that is no accident, and is not tried again, although "
-        "4 of 5 restarts are left; when its cause is mended: resume it"
+        "4 of 5 restarts are left; when its cause is fixed: resume it"
     )
 
 

@@ -519,7 +519,7 @@ RESULT["state"] = model.state_dict()
             assert outcome.message.startswith("model (Net) cannot be shared out: ")
             assert reason in outcome.message
             assert "--logical-devices 1" in outcome.message
-    assert not train(2, body, 1)[0].error, "the mend that the message names"
+    assert not train(2, body, 1)[0].error, "the fix that the message names"
 
 
 def alone():

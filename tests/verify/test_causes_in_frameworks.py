@@ -9,7 +9,7 @@ SCRIPTS = Path(__file__).resolve().parent / "frameworks"
 NEEDED = {"accelerate": "accelerate", "lightning": "lightning", "fabric": "lightning", "transformers": "transformers"}
 STEPS = 3
 
-MENDS = {
+FIXES = {
     "ddp": {"global_batch": "batch_size // world_size", "batchnorm": "GroupNorm", "learning_rate": "the schedule"},
     "accelerate": {
         "global_batch": "DataLoaderConfiguration(split_batches=True)",
@@ -25,7 +25,7 @@ MENDS = {
         "mean_of_means": "average_tokens_across_devices=True",
     },
 }
-"""The causes in each script, and what their mends name; with the argument `mended` the script has these mends."""
+"""The causes in each script, and what their fixes name; with the argument `fixed` the script has these fixes."""
 
 
 def script(name):
@@ -36,21 +36,21 @@ def script(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MENDS)
+@pytest.mark.parametrize("name", FIXES)
 def test_the_causes_in_a_script_of_a_framework_are_named_with_mends_in_its_own_words(verdict_on, name):
     verdict = verdict_on(script(name), steps=STEPS)
     assert verdict.family == "ddp"
     assert verdict.difference.quantity == "samples"
     assert verdict.difference.step == (2 if name == "fabric" else 0)
-    mends = {cause.key: cause.advice for cause in verdict.causes}
-    assert mends.keys() == MENDS[name].keys()
-    assert all(words in mends[key] for key, words in MENDS[name].items())
+    fixes = {cause.key: cause.advice for cause in verdict.causes}
+    assert fixes.keys() == FIXES[name].keys()
+    assert all(words in fixes[key] for key, words in FIXES[name].items())
     assert verdict.unexplained is None
 
 
 @pytest.mark.slow
 def test_samples_that_accelerate_repeats_to_make_batches_even_are_found(verdict_on):
-    verdict = verdict_on(script("accelerate"), "mended", "uneven", steps=STEPS)
+    verdict = verdict_on(script("accelerate"), "fixed", "uneven", steps=STEPS)
     assert verdict.difference.step == 2
     assert [cause.key for cause in verdict.causes] == ["sampler"]
     assert "drop_last=True" in verdict.causes[0].advice
@@ -59,7 +59,7 @@ def test_samples_that_accelerate_repeats_to_make_batches_even_are_found(verdict_
 
 @pytest.mark.slow
 def test_a_sample_that_fabric_repeats_in_a_batch_which_drop_last_keeps_is_found(verdict_on):
-    verdict = verdict_on(script("fabric"), "mended", "filled", steps=STEPS)
+    verdict = verdict_on(script("fabric"), "fixed", "filled", steps=STEPS)
     assert [cause.key for cause in verdict.causes] == ["sampler"]
     assert "length a multiple of the number of devices" in verdict.causes[0].advice
     assert "unless they fill its last batch up" in verdict.causes[0].advice
@@ -68,23 +68,23 @@ def test_a_sample_that_fabric_repeats_in_a_batch_which_drop_last_keeps_is_found(
 @pytest.mark.slow
 def test_a_loss_that_the_trainer_of_transformers_multiplies_by_the_devices_is_found(verdict_on):
     verdict = verdict_on(script("transformers"), "classes", steps=STEPS)
-    mends = {cause.key: cause.advice for cause in verdict.causes}
-    assert mends.keys() == {"global_batch", "dropout", "loss_factor"}
-    assert "accepts_loss_kwargs = False" in mends["loss_factor"]
-    assert verdict_on(script("transformers"), "classes", "mended", steps=STEPS).agrees
+    fixes = {cause.key: cause.advice for cause in verdict.causes}
+    assert fixes.keys() == {"global_batch", "dropout", "loss_factor"}
+    assert "accepts_loss_kwargs = False" in fixes["loss_factor"]
+    assert verdict_on(script("transformers"), "classes", "fixed", steps=STEPS).agrees
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MENDS)
+@pytest.mark.parametrize("name", FIXES)
 def test_once_mended_a_script_of_a_framework_is_equal_up_to_rounding(verdict_on, name):
-    verdict = verdict_on(script(name), "mended", steps=STEPS)
+    verdict = verdict_on(script(name), "fixed", steps=STEPS)
     assert verdict.agrees, verdict
     assert verdict.reached == "allclose"
     assert verdict.compared.samples == STEPS * (48 if name == "ddp" else 24)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MENDS)
+@pytest.mark.parametrize("name", FIXES)
 def test_as_logical_devices_a_script_of_a_framework_is_equal_to_the_bit(verdict_on, name):
     verdict = verdict_on(script(name), logical=2, steps=STEPS, tier="bitwise")
     assert verdict.agrees, verdict

@@ -108,9 +108,9 @@ def read_manifest(path: Path) -> Manifest:
         content = parse_json(data)
         name, version = content["format"], operator.index(content["version"])
         if name == FORMAT and version != VERSION:
-            mend = "upgrade samestep" if version > VERSION else "read it by the samestep that wrote it, or start anew"
+            remedy = "upgrade samestep" if version > VERSION else "read it by the samestep that wrote it, or start anew"
             raise CheckpointError(
-                f"it is of version {version} of the format, and this samestep reads {VERSION}: {mend}"
+                f"it is of version {version} of the format, and this samestep reads {VERSION}: {remedy}"
             )
         files = {
             file: Written(operator.index(written["size"]), str(written["sha256"]))

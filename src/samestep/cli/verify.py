@@ -284,7 +284,7 @@ def _show_cause(console: "Console", word: str, cause: "Named") -> None:
     """Prints a cause with its evidence, its remedy and the command that shows its page."""
     _say(console, word, cause.title, "bold")
     _say(console, "", f"seen: {cause.evidence}")
-    _say(console, "", f"mend: {cause.advice}")
+    _say(console, "", f"fix: {cause.advice}")
     _say(console, "", f"page: samestep explain {cause.key}")
 
 

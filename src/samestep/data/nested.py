@@ -162,8 +162,8 @@ def _checked_device(device: DeviceLike) -> torch.device:
     if target.type in ("cuda", "mps"):
         built_for = torch.accelerator.current_accelerator()
         if built_for is None or built_for.type != target.type:
-            mend = "cpu" if built_for is None else f"{built_for.type} or cpu"
-            raise DeviceError(f"asked for {target}, torch {torch.__version__} was built without it; use {mend}")
+            remedy = "cpu" if built_for is None else f"{built_for.type} or cpu"
+            raise DeviceError(f"asked for {target}, torch {torch.__version__} was built without it; use {remedy}")
     return target
 
 

@@ -190,10 +190,10 @@ def _of_kind(kind: Kind | None, indices: Sequence[int] | None, inventory: Invent
         numbers = "" if indices is None else ",".join(map(str, indices))
         wanted = f"device {numbers}" if kind is None else f"{kind}:{numbers}".removesuffix(":")
         why = f" ({' '.join(inventory.notes)})" if inventory.notes else ""
-        mend = f"ask for {devices[0].kind} or for cpu:2" if devices else "ask for cpu:2"
+        remedy = f"ask for {devices[0].kind} or for cpu:2" if devices else "ask for cpu:2"
         if not devices and (inventory.torch.kind == "cpu" or kind not in (None, inventory.torch.kind)):
-            mend += f", or install a build of torch for {kind or 'an accelerator'}"
-        raise DeviceError(f"asked for {wanted}, {_has(inventory)}{why}; {mend}")
+            remedy += f", or install a build of torch for {kind or 'an accelerator'}"
+        raise DeviceError(f"asked for {wanted}, {_has(inventory)}{why}; {remedy}")
     if indices is None:
         return devices
     for index in indices:

@@ -65,7 +65,7 @@ def note(name: str, found: str, advice: str = "") -> Result:
 
 
 def bad(name: str, found: str, advice: str) -> Result:
-    """Must be mended before training."""
+    """Must be fixed before training."""
     return Result(name, "bad", found, advice)
 
 
@@ -537,6 +537,6 @@ def check_node(machine: Machine, checks: Iterable[tuple[str, str, Check]] = CHEC
             rows = [found] if isinstance(found, Result) else list(found)
         except Exception as error:
             reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-            rows = [bad(name, f"the check failed: {reason}", "mend the cause, or report it")]
+            rows = [bad(name, f"the check failed: {reason}", "fix the cause, or report it")]
         results += [replace(row, area=area) for row in rows]
     return results

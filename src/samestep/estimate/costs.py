@@ -205,7 +205,7 @@ class Layout:
 
 
 def layout_problem(layout: Layout, cluster: Cluster, num_blocks: int, name: str) -> str | None:
-    """The reason why a model cannot have a layout, with the option that mends it; None if it can."""
+    """The reason why a model cannot have a layout, with the option that helps; None if it can."""
     if layout.num_devices != cluster.num_devices:
         return (
             f"data {layout.data} × pipe {layout.pipe} are {layout.num_devices} devices, and there are "

@@ -139,7 +139,7 @@ def supervise(
             if monitor.is_broken:
                 pool = open_pool()
     if restarts.refusal:
-        sentence = f"{restarts.refusal}; when its cause is mended: {job.resume_hint}"
+        sentence = f"{restarts.refusal}; when its cause is fixed: {job.resume_hint}"
         outcome = replace(outcome, failure=f"{outcome.failure}\n{sentence}")
     return replace(outcome, events=tuple(events))
 

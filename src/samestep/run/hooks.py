@@ -166,12 +166,12 @@ class Unsaved(StepObserver):
         for source, name, owner, thing in self._kept:
             is_saved = (thing.data_ptr() if isinstance(thing, Tensor) else id(thing)) in saved
             if not is_saved and _version(thing) != (self._before or {})[id(thing)]:
-                mend = f"give it by state={{{name!r}: {name}}}"
+                remedy = f"give it by state={{{name!r}: {name}}}"
                 if not hasattr(owner, "load_state_dict"):
-                    mend = "keep it in an object with state_dict and load_state_dict, and give that by state={…}"
+                    remedy = "keep it in an object with state_dict and load_state_dict, and give that by state={…}"
                 step.membership.notice(
                     f"{source} has {name} ({type(owner).__name__}), which changes in training and is in no checkpoint: "
-                    f"a resumed run would begin it anew; {mend}"
+                    f"a resumed run would begin it anew; {remedy}"
                 )
 
 

@@ -145,7 +145,7 @@ def _first_backward(program: str) -> list[Patch]:
             autograd.backward = inner  # once; later calls cost nothing
         reason = _why_alone() if os.getpid() == process else ""
         if reason:
-            notify(f"{program} {reason}{_mend_alone(world_size)}")
+            notify(f"{program} {reason}{_advice_alone(world_size)}")
         return inner(*args, **kwargs)
 
     return [Patch(autograd, "backward", backward)]
@@ -163,17 +163,17 @@ def _why_alone() -> str:
     return "has started no process group before its first backward"
 
 
-def _mend_alone(world_size: str) -> str:
+def _advice_alone(world_size: str) -> str:
     """The consequence, and the remedy for the libraries that the script has imported."""
     import torch
 
     one = "1" if torch.accelerator.is_available() else "cpu:1"
     if {"lightning", "pytorch_lightning", "lightning_fabric"} & sys.modules.keys():
-        mend = f'give Lightning strategy="ddp" and devices={world_size}'
+        remedy = f'give Lightning strategy="ddp" and devices={world_size}'
     else:
-        mend = "samestep run --single-process shares one training out, or start a process group in the script"
+        remedy = "samestep run --single-process shares one training out, or start a process group in the script"
     return (
-        f": each of the {world_size} processes trains on its own, and all write the same files; {mend}, or run one "
+        f": each of the {world_size} processes trains on its own, and all write the same files; {remedy}, or run one "
         f"process (--devices {one})"
     )
 

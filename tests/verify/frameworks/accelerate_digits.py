@@ -10,18 +10,18 @@ from torch import nn
 from torch.optim.lr_scheduler import LinearLR
 from torch.utils.data import DataLoader, TensorDataset
 
-MENDED = "mended" in sys.argv
+FIXED = "fixed" in sys.argv
 
 
 def main():
-    config = DataLoaderConfiguration(split_batches=True, use_seedable_sampler=True) if MENDED else None
+    config = DataLoaderConfiguration(split_batches=True, use_seedable_sampler=True) if FIXED else None
     accelerator = Accelerator(cpu=True, dataloader_config=config)
     set_seed(42)
     train_dataloader = DataLoader(
         TensorDataset(*digits.load(0, 61 if "uneven" in sys.argv else 240)), shuffle=True, batch_size=24
     )
     eval_dataloader = DataLoader(TensorDataset(*digits.load(240, 291)), shuffle=False, batch_size=12)
-    dropout = nn.Identity() if MENDED else nn.Dropout(0.2)
+    dropout = nn.Identity() if FIXED else nn.Dropout(0.2)
     model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), dropout, nn.Linear(32, 10))
     optimizer = torch.optim.AdamW(params=model.parameters(), lr=1e-2)
     lr_scheduler = LinearLR(optimizer, start_factor=1.0, end_factor=0.1, total_iters=40)

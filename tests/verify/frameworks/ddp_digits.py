@@ -1,4 +1,4 @@
-"""A trainer class over DistributedDataParallel, for torchrun; with `mended`, its global batch is one and the same."""
+"""A trainer class over DistributedDataParallel, for torchrun; with `fixed`, its global batch is one and the same."""
 
 import os
 import sys
@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-MENDED = "mended" in sys.argv
+FIXED = "fixed" in sys.argv
 BATCH_SIZE = 24
 
 
@@ -45,7 +45,7 @@ class Trainer:
 
 def make_model():
     # BatchNorm over the batch of a device, or over the channels of a sample
-    norm = nn.GroupNorm(4, 32) if MENDED else nn.BatchNorm1d(32)
+    norm = nn.GroupNorm(4, 32) if FIXED else nn.BatchNorm1d(32)
     return nn.Sequential(nn.Linear(64, 32), norm, nn.ReLU(), nn.Linear(32, 10))
 
 
@@ -54,7 +54,7 @@ def main():
     torch.manual_seed(0)
     data = TensorDataset(*digits.load(0, 480))
     world_size = dist.get_world_size()
-    batch_size, lr = (BATCH_SIZE // world_size, 0.1) if MENDED else (BATCH_SIZE, 0.1 * world_size)
+    batch_size, lr = (BATCH_SIZE // world_size, 0.1) if FIXED else (BATCH_SIZE, 0.1 * world_size)
     train_data = DataLoader(data, batch_size=batch_size, shuffle=False, sampler=DistributedSampler(data))
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)

@@ -9,7 +9,7 @@ from lightning.fabric import Fabric
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-MENDED = "mended" in sys.argv
+FIXED = "fixed" in sys.argv
 
 
 def main():
@@ -22,7 +22,7 @@ def main():
         model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = fabric.setup(model, optimizer)
-    dataloader = DataLoader(data, batch_size=batch_size, shuffle=True, drop_last=MENDED)
+    dataloader = DataLoader(data, batch_size=batch_size, shuffle=True, drop_last=FIXED)
     dataloader = fabric.setup_dataloaders(dataloader)
     for _ in range(2):
         for x, y in dataloader:

@@ -9,14 +9,14 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-MENDED = "mended" in sys.argv
+FIXED = "fixed" in sys.argv
 NUM_DEVICES = int(os.environ.get("WORLD_SIZE", "1"))
 
 
 class LitDigits(L.LightningModule):
     def __init__(self):
         super().__init__()
-        norm = nn.LayerNorm(32) if MENDED else nn.BatchNorm1d(32)  # sync_batchnorm=True is for GPUs
+        norm = nn.LayerNorm(32) if FIXED else nn.BatchNorm1d(32)  # sync_batchnorm=True is for GPUs
         self.net = nn.Sequential(nn.Linear(64, 32), norm, nn.ReLU(), nn.Linear(32, 10))
 
     def training_step(self, batch, batch_idx):
@@ -36,7 +36,7 @@ class LitDigits(L.LightningModule):
 
 def main():
     L.seed_everything(42, workers=True)
-    batch_size = 24 // NUM_DEVICES if MENDED else 24
+    batch_size = 24 // NUM_DEVICES if FIXED else 24
     trainer = L.Trainer(
         accelerator="cpu",
         strategy="ddp",

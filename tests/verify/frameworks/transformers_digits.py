@@ -18,7 +18,7 @@ from transformers import (
     TrainingArguments,
 )
 
-MENDED = "mended" in sys.argv
+FIXED = "fixed" in sys.argv
 CLASSES = "classes" in sys.argv
 
 
@@ -42,13 +42,13 @@ def make_classifier(dropout):
     config = BertConfig(num_hidden_layers=1, num_attention_heads=2, num_labels=10, hidden_dropout_prob=dropout, **sizes)
     config.attention_probs_dropout_prob = 0.0
     model = BertForSequenceClassification(config)
-    if MENDED:
+    if FIXED:
         model.accepts_loss_kwargs = False
     return model
 
 
 def main():
-    dropout = 0.0 if MENDED else 0.1
+    dropout = 0.0 if FIXED else 0.1
     config = GPT2Config(vocab_size=17, n_positions=64, n_embd=16, n_layer=1, n_head=2, resid_pdrop=dropout)
     config.embd_pdrop = config.attn_pdrop = 0.0
     with tempfile.TemporaryDirectory() as folder:
@@ -57,13 +57,13 @@ def main():
             use_cpu=True,
             per_device_train_batch_size=12,
             gradient_accumulation_steps=2,
-            average_tokens_across_devices=MENDED or CLASSES,
+            average_tokens_across_devices=FIXED or CLASSES,
             num_train_epochs=2,
             report_to="none",
             save_strategy="no",
             disable_tqdm=True,
         )
-        if MENDED:
+        if FIXED:
             args.per_device_train_batch_size = 12 // args.world_size
         torch.manual_seed(42)
         model = make_classifier(dropout) if CLASSES else GPT2LMHeadModel(config)

@@ -299,7 +299,7 @@ def _kept(value: Any) -> tuple[Any, Tensor | None]:
 DROPOUT = Cause(
     "dropout",
     "dropout follows each device's own stream of random numbers",
-    "Nothing in DistributedDataParallel mends it: samestep run --logical-devices V runs the script as V ranks on any "
+    "Nothing in DistributedDataParallel fixes it: samestep run --logical-devices V runs the script as V ranks on any "
     "devices, with the masks of V ranks; samestep.Run seeds every generator by (seed, step, microbatch).",
     _suspect_dropout,
     _without_dropout,
