@@ -72,7 +72,7 @@ OPTIONS = {
     "without overlap": {"overlap": False},
     "zero1": {"shard_optimizer": True},
     "pipeline": {"strategy": "pipeline"},
-    "zero bubble": {"strategy": Pipeline(schedule="zero-bubble")},
+    "gpipe": {"strategy": Pipeline(schedule="gpipe")},
     "sharded": {"strategy": "sharded"},
 }
 
@@ -117,7 +117,7 @@ def test_hidden_layers_are_trained_as_visible_ones_are(kind, name, form):
 
 
 @pytest.mark.parametrize("form", SAME)
-@pytest.mark.parametrize("name", ["pipeline", "zero bubble", "sharded"])
+@pytest.mark.parametrize("name", ["pipeline", "gpipe", "sharded"])
 def test_hidden_layers_are_trained_where_the_state_is_divided(worlds, name, form):
     reference = in_turns(1, train, "hidden", SAME[form])
     for world_size in (1, 2):

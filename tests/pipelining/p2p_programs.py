@@ -48,7 +48,7 @@ def hand_round(communicator):
     for number in range(3):
         p2p.send(following, tensors(communicator.device), f"note {number} of {p2p.rank}")
     came = [p2p.receive(before) for _ in range(3)]
-    p2p.settle()
+    p2p.wait()
     return [form(tensor) for tensor in tensors(communicator.device)], [
         ([form(t) for t in got], note) for got, note in came
     ]

@@ -234,14 +234,13 @@ def train(communicator, name, options):
     scores = {} if name == "gpt" else run.evaluate(model, data, {"accuracy": accuracy, "loss": cross_entropy})
     placed = step.strategy
     pipelined = placed.pipelined if isinstance(placed, PipelineStrategy) else None
-    own = () if pipelined is None else [pipelined.stages[number] for number in pipelined.own]
     return {
         "digest": bits(step),
         "steps": [(result.loss.hex(), result.grad_norm.hex(), result.num_samples) for result in results],
         "scores": scores,
         "outputs": run.predict(model, data).numpy(force=True).tobytes(),
         "ran": dict(ran),
-        "parts": [name for stage in own for name in stage.names],
+        "parts": () if pipelined is None else pipelined.stages[pipelined.p2p.rank].names,
         "held": sum(parameter.numel() for parameter in model.parameters()),
     }
 
@@ -260,7 +259,7 @@ def most_on_their_way(communicator, schedule):
     return max(seen)
 
 
-def left_of_a_step(communicator, schedule, stages_per_rank):
+def left_of_a_step(communicator, schedule):
     """What one step leaves in memory of its batch, counts and messages, and how many of these were written to.
 
     Returns:
@@ -281,7 +280,7 @@ def left_of_a_step(communicator, schedule, stages_per_rank):
 
     run = Run(24, 8, 3, communicator=communicator, mesh={"pipe": communicator.world_size})
     model = mlp()
-    strategy = Pipeline(schedule=schedule, stages_per_rank=stages_per_rank)
+    strategy = Pipeline(schedule=schedule)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step = run.train_step(model, optimizer, noting_loss, strategy=strategy, counts_fn=counts_of)
     with mock.patch.object(PointToPoint, "send", noted):

@@ -14,11 +14,7 @@ REFUSED = {
     "tied": ("tied", MESH, "byte_embedding.weight is used in two stages"),
     "no parts": ("recurrent", MESH, "pipeline_stages"),
     "leftover": ("leftover", MESH, "shift is in none of the parts"),
-    "more stages than parts": (
-        "mlp",
-        {**MESH, "pipeline": {"stages_per_rank": 9, "schedule": "zero-bubble"}},
-        "14 parts for 18 stages",
-    ),
+    "more ranks than parts": ("scaled", {"mesh": {"pipe": 5}}, "4 parts for 5 stages"),
     "unknown split": ("mlp", {**MESH, "pipeline": {"split": ["head"]}}, "split names 'head'"),
     "split at the beginning": ("mlp", {**MESH, "pipeline": {"split": ["0"]}}, "no new stage can begin"),
     "too long a split": ("mlp", {**MESH, "pipeline": {"split": ["2", "3"]}}, "makes 3 stages"),
@@ -49,7 +45,7 @@ LOSSES = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_pipeline_that_cannot_be_is_refused_on_every_rank(worlds, case):
     name, options, text = REFUSED[case]
-    for said in worlds(2).run(refusal, name, options):
+    for said in worlds(5 if "ranks" in case else 2).run(refusal, name, options):
         assert said.startswith("UsageError")
         assert text in said
 
@@ -85,11 +81,7 @@ def test_on_one_device_the_mesh_and_the_stages_are_not_looked_at():
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"schedule": "2f2b"}, "'gpipe', '1f1b'"),
-        ({"schedule": "1f1b", "stages_per_rank": 2}, "needs 1"),
-        ({"schedule": "interleaved"}, "needs 2 or more"),
-        ({"schedule": "zbv", "stages_per_rank": 3}, "needs 2"),
-        ({"stages_per_rank": 0}, "1 or more"),
+        ({"schedule": "zbv"}, "got schedule='zbv'; it is 'gpipe' or '1f1b'"),
         ({"split": "blocks.2"}, "list of different names"),
         ({"split": ["a", "a"]}, "list of different names"),
     ],

@@ -61,9 +61,9 @@ STRATEGIES = {
     "kept": Sharded(reshard_after_forward=False),
     "zero1": Replicate(shard_optimizer=True),
     "pipeline": Pipeline(split=["norm"]),
-    "interleaved": Pipeline(split=["norm", "last", "gain"], schedule="interleaved", stages_per_rank=2),
+    "four stages": Pipeline(split=["norm", "last", "gain"], schedule="gpipe"),
 }
-MESHES = {"pipeline": {"data": -1, "pipe": 2}, "interleaved": {"pipe": 2}}
+MESHES = {"pipeline": {"data": -1, "pipe": 2}, "four stages": {"pipe": 4}}
 OPTIMIZERS = {
     "adam": lambda model: torch.optim.Adam(trained(model), lr=0.01),
     "sgd": lambda model: torch.optim.SGD(trained(model), lr=0.02),

@@ -21,10 +21,10 @@ from samestep.files import retrying
 from samestep.runs.ledger import from_line
 
 ONE, SHARDED_2, SHARDED_3, ZERO1 = ("replicate", 1), ("sharded", 2), ("sharded", 3), ("zero1", 2)
-PIPELINE, GRID, INTERLEAVED = ("pipeline", 2), ("pipeline", 4), ("interleaved", 2)
-RUNS = [ONE, ("sharded", 1), SHARDED_2, SHARDED_3, ZERO1, ("replicate", 3), PIPELINE, GRID, INTERLEAVED]
+PIPELINE, GRID, STAGES = ("pipeline", 2), ("pipeline", 4), ("four stages", 4)
+RUNS = [ONE, ("sharded", 1), SHARDED_2, SHARDED_3, ZERO1, ("replicate", 3), PIPELINE, GRID, STAGES]
 QUICK = {(SHARDED_2, SHARDED_3), (SHARDED_3, ONE), (ONE, SHARDED_2), (ZERO1, SHARDED_3), (SHARDED_3, ZERO1)}
-QUICK |= {(ONE, PIPELINE), (PIPELINE, ONE), (GRID, SHARDED_3), (SHARDED_3, INTERLEAVED), (ZERO1, GRID)}
+QUICK |= {(ONE, PIPELINE), (PIPELINE, ONE), (GRID, SHARDED_3), (SHARDED_3, STAGES), (ZERO1, GRID)}
 EACH = ["sharded", pytest.param("zero1", marks=pytest.mark.slow)]
 
 
@@ -218,7 +218,7 @@ def test_by_the_clock_of_rank_0_all_ranks_write_after_the_same_step(worlds, tmp_
 def test_the_weights_that_are_left_are_those_of_one_device(recorded):
     one, *others = (
         load_file(recorded(*run)[0] / "weights.safetensors")
-        for run in (ONE, ("sharded", 1), SHARDED_3, ZERO1, PIPELINE, GRID, INTERLEAVED)
+        for run in (ONE, ("sharded", 1), SHARDED_3, ZERO1, PIPELINE, GRID, STAGES)
     )
     for weights in others:
         assert weights.keys() == one.keys()

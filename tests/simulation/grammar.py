@@ -454,9 +454,7 @@ STRATEGIES = {  # by which a step may be placed on the ranks, and the axes of th
     "sharded halves": ('samestep.Sharded(param_dtype="bf16")', {}),
     "pipeline": ("samestep.Pipeline(example=torch.ones(2, 6))", {"pipe": 2}),
     "gpipe": ('samestep.Pipeline(schedule="gpipe")', {"pipe": 3}),
-    "interleaved": ('samestep.Pipeline(schedule="interleaved", stages_per_rank=2)', {"pipe": 2}),
-    "zero bubble": ('samestep.Pipeline(split=["1"], schedule="zero-bubble")', {"pipe": 2}),
-    "zbv": ('samestep.Pipeline(schedule="zbv", stages_per_rank=2)', {"pipe": 2}),
+    "1f1b": ('samestep.Pipeline(split=["1"], schedule="1f1b")', {"pipe": 2}),
     "tensor": ('"tensor"', {"tensor": 2}),
     "tensor 3": ('"tensor"', {"tensor": 3}),
 }

@@ -188,8 +188,7 @@ def _honours_found_inf(optimizer: Optimizer) -> bool:
 
 
 PARAM_DTYPES = ("bf16", "fp16")
-# The schedules of a pipeline, each with the fewest and the most stages that a rank may have by it.
-STAGES_PER_RANK = {"gpipe": (1, 1), "1f1b": (1, 1), "interleaved": (2, None), "zero-bubble": (1, None), "zbv": (2, 2)}
+SCHEDULES = ("gpipe", "1f1b")
 
 
 @dataclass(frozen=True)
@@ -245,7 +244,7 @@ class Sharded:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The model is cut into stages, of which each rank has one or a few. Tier `bitwise`.
+    """The model is cut into stages, of which each rank has one. Tier `bitwise`.
 
     The ranks are those along the axis "pipe" of the run's mesh: `Run(…, mesh={"data": -1, "pipe": 4})`. The model is an
     `nn.Sequential`, or lists by a method `pipeline_stages()` the modules that it applies one after another.
@@ -253,9 +252,8 @@ class Pipeline:
     Attributes:
         split: the names of the modules at which a new stage begins. None minimises the largest stage: by the time of
             forward and backward of each module, if there is an `example`, else by the number of parameters.
-        schedule: the order of forwards and backwards of a rank: "gpipe", "1f1b", "interleaved", "zero-bubble" or
-            "zbv"; see docs/pipeline.md. The bits do not depend on it.
-        stages_per_rank: the number of stages of each rank: 1 with "gpipe" and "1f1b", 2 with "zbv".
+        schedule: the order of forwards and backwards of a rank: "gpipe" or "1f1b"; see docs/pipeline.md. The bits do
+            not depend on it.
         example: the model's argument for one microbatch; used to measure the time of the modules only.
     """
 
@@ -263,20 +261,11 @@ class Pipeline:
     axis: ClassVar[str] = "pipe"
     split: Sequence[str] | None = None
     schedule: str = "1f1b"
-    stages_per_rank: int = 1
     example: Any = None
 
     def __post_init__(self) -> None:
-        if self.schedule not in STAGES_PER_RANK:
-            names = ", ".join(map(repr, STAGES_PER_RANK))
-            raise UsageError(f"got schedule={self.schedule!r}; it is one of {names}")
-        count = self.stages_per_rank
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise UsageError(f"got stages_per_rank={count!r}; it must be 1 or more")
-        fewest, most = STAGES_PER_RANK[self.schedule]
-        if count < fewest or (most is not None and count > most):
-            needed = f"{fewest}" if most == fewest else f"{fewest} or more"
-            raise UsageError(f"got stages_per_rank={count} with schedule={self.schedule!r}, which needs {needed}")
+        if self.schedule not in SCHEDULES:
+            raise UsageError(f"got schedule={self.schedule!r}; it is {' or '.join(map(repr, SCHEDULES))}")
         if self.split is not None:
             is_names = not isinstance(self.split, str) and all(isinstance(name, str) for name in self.split)
             if not is_names or len(set(self.split)) < len(self.split):

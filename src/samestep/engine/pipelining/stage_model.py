@@ -17,20 +17,18 @@ from samestep.engine.gradients import GradientSum
 from samestep.engine.norms import ShardedNorm
 from samestep.engine.observer import StepObserver
 from samestep.engine.parameters import named_parameters
-from samestep.engine.pipelining.p2p import PIPE, PointToPoint, connect_stages, owners_of_stages, packed, unpacked
+from samestep.engine.pipelining.p2p import PIPE, PointToPoint, connect_stages, packed, unpacked
 from samestep.engine.pipelining.stages import Stage, cut, parts_of
 from samestep.engine.sharded_state import ShardedState, Sharding, check_contiguous, check_dimension, check_elementwise
 
 
 class PipelinedModel:
-    """Cuts a model into stages, and frees the parameters of the stages of other ranks.
+    """Cuts a model into one stage for each rank along "pipe", and frees the parameters of the other ranks' stages.
 
     Parameters of other stages have no elements afterwards, and neither has the optimizers' state of them.
 
     Attributes:
-        owners: of each stage, the rank along "pipe" that has it.
-        stages: all of them; those of other ranks have buffers, but no parameters.
-        own: the numbers of this rank's stages.
+        stages: all of them, by the rank along "pipe"; those of other ranks have buffers, but no parameters.
         names: of the parameters of each stage.
         foreign: the names of the parameters of other ranks, by their ids.
         p2p: between the ranks along "pipe".
@@ -45,16 +43,12 @@ class PipelinedModel:
         pipe = membership.along(PIPE)
         self.model = model
         self.options = options
-        num_stages = pipe.world_size * options.stages_per_rank
-        self.owners = owners_of_stages(options.schedule, pipe.world_size, options.stages_per_rank)
-        self.stages = [
-            Stage(parts) for parts in cut(model, parts_of(model), options, num_stages, membership.communicator)
-        ]
-        self.own = [number for number, owner in enumerate(self.owners) if owner == pipe.rank]
+        parts_by_stage = cut(model, parts_of(model), options, pipe.world_size, membership.communicator)
+        self.stages = [Stage(parts) for parts in parts_by_stage]
         parameters = dict(model.named_parameters())
         names = {id(parameter): name for name, parameter in parameters.items()}
         self.names = [[names[id(parameter)] for parameter in stage.parameters()] for stage in self.stages]
-        homes = {name: self.owners[number] for number, own in enumerate(self.names) for name in own}
+        homes = {name: number for number, own in enumerate(self.names) for name in own}
         shardings = {}
         for name, parameter in parameters.items():
             check_dimension(name, parameter, "pipeline")
@@ -72,26 +66,18 @@ class PipelinedModel:
         self.state.hand_over(optimizers, names, pipe.rank)
         assert membership.mesh is not None, "a pipeline has a mesh"
         self.p2p = connect_stages(membership.communicator, membership.mesh, membership.timeout)
-        self.whole = Whole(membership, model, self.stages, self.owners, self.p2p)
+        self.whole = Whole(membership, model, self.stages, self.p2p)
 
 
 class Whole(nn.Module):
     """The model for evaluation: its stages run one after another, each on its rank, without a schedule."""
 
-    def __init__(
-        self,
-        membership: Membership,
-        model: nn.Module,
-        stages: Sequence[Stage],
-        owners: Sequence[int],
-        p2p: PointToPoint,
-    ) -> None:
+    def __init__(self, membership: Membership, model: nn.Module, stages: Sequence[Stage], p2p: PointToPoint) -> None:
         super().__init__()
         self.model = model
         self._rank = membership.rank
         self._p2p = p2p
         self._stages = tuple(stages)  # a tuple registers no modules: those of the model would be listed twice
-        self._owners = tuple(owners)
         self._generators = Generators(membership.communicator.device)
 
     def forward(self, value: Any) -> Any:
@@ -101,30 +87,22 @@ class Whole(nn.Module):
         except BaseException as error:
             self._p2p.fail(f"rank {self._rank}, which has another stage, failed: {error}")
             raise
-        self._p2p.settle()
+        self._p2p.wait()
         return output
 
     def _through_stages(self, value: Any) -> Any:
-        p2p, holder = self._p2p, 0
-        for stage, owner in zip(self._stages, self._owners, strict=True):
-            # Only ranks that have two adjacent stages keep the value; else it travels, with the
-            # generators.
-            if p2p.rank == owner:
-                value = stage(value if holder == owner else unpacked(self._generators, *p2p.receive(holder)))
-            elif p2p.rank == holder:
-                p2p.send(owner, *packed(self._generators, value))
-            holder = owner
-        if p2p.rank != holder:
-            return unpacked(self._generators, *p2p.receive(holder))
-        # Metrics are computed on every rank, as with other strategies.
-        for target in range(p2p.world_size):
-            if target != holder:
-                p2p.send(target, *packed(self._generators, value))
-        return value
+        p2p, last = self._p2p, self._p2p.world_size - 1
+        if p2p.rank > 0:
+            value = unpacked(self._generators, *p2p.receive(p2p.rank - 1))
+        value = self._stages[p2p.rank](value)
+        # Metrics are computed on every rank, as with other strategies: the last one sends the output to all.
+        for target in range(last) if p2p.rank == last else [p2p.rank + 1]:
+            p2p.send(target, *packed(self._generators, value))
+        return value if p2p.rank == last else unpacked(self._generators, *p2p.receive(last))
 
 
 class PipelinedGradientSum:
-    """Sums the gradients of this rank's stages; in `parameters`, those of other ranks' stages have no elements."""
+    """Sums the gradients of this rank's stage; in `parameters`, those of other stages have no elements."""
 
     is_sharded = True
     inputs: tuple[Tensor, ...] = ()
@@ -137,49 +115,39 @@ class PipelinedGradientSum:
         bucket_bytes: int,
         observer: StepObserver,
     ) -> None:
-        self._data = membership.data
-        # The sum of a stage without trainable parameters.
-        self._zero = torch.zeros((), device=membership.data.device)
+        pipe, data = membership.along(PIPE), membership.data
         self.parameters = list(trainable.values())
-        self._index = {name: index for index, name in enumerate(trainable)}
-        self._sums: dict[int, GradientSum] = {}
-        self._places: dict[int, list[int]] = {}
-        self.stage_parameters: dict[int, list[nn.Parameter]] = {}
-        for stage in pipelined.own:
-            names = [name for name in pipelined.names[stage] if name in trainable]
-            self.stage_parameters[stage] = [trainable[name] for name in names]
-            self._places[stage] = [self._index[name] for name in names]
-            if names:
-                # Without overlap: the schedule, not the order of microbatches, decides which backward is the last.
-                self._sums[stage] = GradientSum(
-                    self.stage_parameters[stage], names, membership.data, bucket_bytes, False, observer
-                )
+        names = [name for name in pipelined.names[pipe.rank] if name in trainable]
+        numbers = {name: number for number, name in enumerate(trainable)}
+        self._places = [numbers[name] for name in names]
+        self.of_stage = [trainable[name] for name in names]
+        self._data = data
+        self._zero = torch.zeros((), device=data.device)
+        # None for a stage without trainable parameters. Ranks with the same stage lie along "data": the tree is that of
+        # data parallelism. Without overlap: every backward may be followed by a message to a neighbour, which would
+        # wait behind the buckets.
+        self._sum = GradientSum(self.of_stage, names, data, bucket_bytes, False, observer) if names else None
         shardings = [pipelined.state.shardings[name] for name in trainable]
-        self._norm = ShardedNorm(
-            membership.along("pipe"), shardings, [parameter.dtype for parameter in self.parameters]
-        )
+        self._norm = ShardedNorm(pipe, shardings, [parameter.dtype for parameter in self.parameters])
 
     @property
     def used(self) -> list[bool]:
         """For each parameter whether a microbatch of this rank used it."""
         used = [False] * len(self.parameters)
-        for stage, gradients in self._sums.items():
-            for place, is_used in zip(self._places[stage], gradients.used, strict=True):
-                used[place] = is_used
+        for place, is_used in zip(self._places, [] if self._sum is None else self._sum.used, strict=True):
+            used[place] = is_used
         return used
 
     @property
     def flats(self) -> list[Tensor]:
-        """After `finish` the sums over all microbatches, of this rank's stages."""
-        return [flat for gradients in self._sums.values() for flat in gradients.flats]
+        """After `finish` the sums over all microbatches, of this rank's stage."""
+        return [] if self._sum is None else self._sum.flats
 
     def begin(self, blocks_by_rank: Sequence[Sequence[Block]]) -> None:
         """Starts a step; the blocks are those of the ranks of `membership.data`."""
-        # Ranks with the same stages lie along "data": the trees are those of data parallelism, one set per
-        # stage.
         self.forget()
-        for gradients in self._sums.values():
-            gradients.begin(blocks_by_rank)
+        if self._sum is not None:
+            self._sum.begin(blocks_by_rank)
 
     def forget(self) -> None:
         """Drops the parameters' gradients."""
@@ -187,33 +155,28 @@ class PipelinedGradientSum:
             parameter.grad = None
 
     def expect(self, microbatch: int, is_last: bool, is_empty: bool = False) -> None:
-        """Does nothing: the schedule decides which backward is the last."""
+        """Does nothing: no bucket leaves during a backward."""
 
     def push(self, microbatch: int, loss: Tensor) -> Tensor:
-        """Not for a pipeline, which pushes the gradients of a stage."""
-        raise AssertionError("a pipeline pushes by stage")
-
-    def push_stage(self, stage: int, microbatch: int) -> Tensor:
-        """Pushes the `.grad` of a stage's parameters on its tree after the backward of a microbatch."""
-        return self._sums[stage].push(microbatch, self._zero) if stage in self._sums else self._zero
+        """Pushes the `.grad` of the stage's parameters on its tree after the backward of a microbatch."""
+        return self._zero if self._sum is None else self._sum.push(microbatch, loss)
 
     def start(self) -> None:
         """Starts the exchange of every bucket, unless there is one rank along "data"."""
-        for gradients in self._sums.values() if self._data.world_size > 1 else ():
-            gradients.start()
+        if self._sum is not None and self._data.world_size > 1:
+            self._sum.start()
 
     def finish(self) -> None:
         """Waits for the sums over all microbatches."""
-        for gradients in self._sums.values():
-            gradients.finish()
+        if self._sum is not None:
+            self._sum.finish()
 
     def norm(self) -> Tensor:
         """The 2-norm of all sums on all ranks, of the same blocks as on one."""
         # The norm is made of blocks of whole parameters, in the order of the model, whichever rank has them.
         flat = [parameter.detach().reshape(-1) for parameter in self.parameters]  # empty, of other ranks
-        for stage, gradients in self._sums.items():
-            for number, view in gradients.views():
-                flat[self._places[stage][number]] = view.reshape(-1)
+        for number, view in () if self._sum is None else self._sum.views():
+            flat[self._places[number]] = view.reshape(-1)
         return self._norm.of(flat)
 
     def assign(self, used: Sequence[bool]) -> None:
@@ -221,13 +184,13 @@ class PipelinedGradientSum:
         for parameter, is_used in zip(self.parameters, used, strict=True):
             # Those of other ranks get gradients without elements: all optimizers then have state of the same names.
             parameter.grad = torch.empty_like(parameter) if is_used and not parameter.numel() else None
-        for stage, gradients in self._sums.items():
-            gradients.assign([used[place] for place in self._places[stage]])
+        if self._sum is not None:
+            self._sum.assign([used[place] for place in self._places])
 
     def abandon(self) -> None:
         """Drops the sums of a step that failed."""
-        for gradients in self._sums.values():
-            gradients.abandon()
+        if self._sum is not None:
+            self._sum.abandon()
         self.forget()
 
     def remove_hooks(self) -> None:
@@ -235,54 +198,45 @@ class PipelinedGradientSum:
 
 
 class StageBuffers:
-    """Merges the buffers of this rank's stages as `BufferMerge` does, and gives every rank those of all stages.
+    """Merges the buffers of this rank's stage, and then gives every rank those of all stages.
 
     They are small, and a checkpoint holds all of them.
+
+    Attributes:
+        merge: of this rank's stage.
     """
 
     def __init__(self, pipelined: PipelinedModel, membership: Membership) -> None:
-        self._pipelined = pipelined
-        self._pipe = membership.along("pipe")
-        self._merges = {stage: BufferMerge(pipelined.stages[stage], membership.data) for stage in pipelined.own}
+        self._stages = pipelined.stages
+        self._pipe = membership.along(PIPE)
+        self.merge = BufferMerge(self._stages[self._pipe.rank], membership.data)
         self._touched: Sequence[bool] = ()
 
     @property
     def touched(self) -> list[bool]:
         """For each stage, whether this rank's microbatches changed its running statistics, and other buffers."""
-        merges = (self._merges.get(stage) for stage in range(len(self._pipelined.stages)))
-        return [flag for merge in merges for flag in ([False, False] if merge is None else merge.touched)]
+        stages = range(len(self._stages))
+        return [flag for k in stages for flag in (self.merge.touched if k == self._pipe.rank else (False, False))]
 
     def begin(self, step: int) -> None:
-        """Saves the buffers at the start of a step."""
-        for merge in self._merges.values():
-            merge.begin(step)
-
-    def collect(self, stage: int, microbatch: int, num_samples: int) -> None:
-        """Collects a stage's buffers after the forward of a microbatch, and restores those of the step's start."""
-        self._merges[stage].collect(microbatch, num_samples)
-
-    def check_start(self, stage: int) -> None:
-        """Checks that a backward has not changed the buffers of a stage."""
-        self._merges[stage].check_start()
+        """Remembers the buffers at the start of a step."""
+        self.merge.begin(step)
 
     def abandon(self) -> None:
         """Restores the buffers of the step's start after a microbatch that failed."""
-        for merge in self._merges.values():
-            merge.abandon()
+        self.merge.abandon()
 
     def exchange(self, touched: Sequence[bool], blocks_by_rank: Sequence[Sequence[Block]], num_samples: int) -> None:
-        """Merges over the ranks that have the same stages; nothing is written to the model yet."""
+        """Merges over the ranks that have the same stage; nothing is written to the model yet."""
         self._touched = touched
-        for stage, merge in self._merges.items():
-            merge.exchange(touched[2 * stage : 2 * stage + 2], blocks_by_rank, num_samples)
+        first = 2 * self._pipe.rank
+        self.merge.exchange(touched[first : first + 2], blocks_by_rank, num_samples)
 
     def write(self, ok: Tensor | None) -> None:
         """Writes the merged values of all stages to the model."""
-        for merge in self._merges.values():
-            merge.write(ok)
-        for number, stage in enumerate(self._pipelined.stages):
-            has_means, has_others = self._touched[2 * number : 2 * number + 2]
-            owner = self._pipelined.owners[number]
+        self.merge.write(ok)
+        for owner, stage in enumerate(self._stages):
+            has_means, has_others = self._touched[2 * owner : 2 * owner + 2]
             places = [(module, key) for module in stage.modules() for key in module._buffers]
             if has_means:
                 self._broadcast(owner, [place for place in places if is_mean_buffer(*place)])

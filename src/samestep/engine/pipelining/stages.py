@@ -74,7 +74,7 @@ def cut(model: nn.Module, parts: Parts, options: Pipeline, num_stages: int, comm
     if len(parts) < num_stages:
         raise UsageError(
             f"the {type(model).__name__} has {len(parts)} parts for {num_stages} stages ({_named(parts)}): use fewer "
-            'ranks along "pipe", fewer stages_per_rank, or a model of more parts'
+            'ranks along "pipe", or a model of more parts'
         )
     starts = _named_starts(parts, options.split, num_stages) if options.split is not None else None
     # Deterministic: all ranks compute the same cut from the same costs.
@@ -221,8 +221,8 @@ def _named_starts(parts: Parts, split: Sequence[str], num_stages: int) -> list[i
     """The starts of the stages that `split` names."""
     if len(split) != num_stages - 1:
         raise UsageError(
-            f'got split={list(split)}, which makes {len(split) + 1} stages; ranks along "pipe" times stages_per_rank '
-            f"are {num_stages}: name {num_stages - 1} modules"
+            f'got split={list(split)}, which makes {len(split) + 1} stages for {num_stages} ranks along "pipe": name '
+            f"{num_stages - 1} modules"
         )
     starts = [0]
     for name in split:
