@@ -55,25 +55,26 @@ def test_gzip_is_recognised_by_content_whatever_the_name(write):
 
 
 GOOD = idx_bytes([[1, 2, 3], [4, 5, 6]])
+PACKED = gzip.compress(GOOD, mtime=0)
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         (b"", "is empty"),
-        (b"\0\0\x08", "starts with the bytes 00 00 08; an IDX file starts with 00 00"),
-        (b"PNG!" + GOOD, "starts with the bytes 50 4e 47 21"),
-        (b"\0\0\x0a\x01" + GOOD[4:], "starts with the bytes 00 00 0a 01"),
-        (b"\0\0\x08\0", "starts with the bytes 00 00 08 00"),
-        (GOOD[:9], "is truncated in its header of 2 dimensions, after 9 bytes"),
-        (GOOD[:-1], "header says 2 x 3 values, 6 bytes, but only 5 follow: it is truncated"),
-        (GOOD + b"\n", "header says 2 x 3 values, 6 bytes, but more follow"),
-        (b"\0\0\x0e\x02\xff\xff\xff\xff\xff\xff\xff\xff" + b"12345678", "but only 8 follow"),
-        (gzip.compress(GOOD, mtime=0)[:-9], "cannot be unpacked as gzip"),
-        (gzip.compress(b"", mtime=0), "is empty"),
-        (b"\x1f\x8b nothing of the kind", "cannot be unpacked as gzip"),
-        (gzip.compress(GOOD, mtime=0)[:-6] + b"\0\0" + gzip.compress(GOOD, mtime=0)[-4:], "cannot be unpacked as gzip"),
-        (gzip.compress(GOOD, mtime=0)[:10] + b"\xff" * 20, "cannot be unpacked as gzip"),
+        (b"\0\0\x08", "starts with 00 00 08, not with 00 00"),
+        (b"PNG!" + GOOD, "starts with 50 4e 47 21"),
+        (b"\0\0\x0a\x01" + GOOD[4:], "starts with 00 00 0a 01"),
+        (b"\0\0\x08\0", "starts with 00 00 08 00"),
+        (GOOD[:9], "damaged or truncated"),
+        (GOOD[:-1], "damaged or truncated"),
+        (GOOD + b"\n", "7 bytes follow a header that says 6"),
+        (b"\0\0\x0e\x02\xff\xff\xff\xff\xff\xff\xff\xff" + b"12345678", "damaged or truncated"),
+        (PACKED[:-9], "Compressed file ended"),
+        (gzip.compress(b"", mtime=0), "starts with nothing"),
+        (b"\x1f\x8b nothing of the kind", "Unknown compression method"),
+        (PACKED[:-6] + b"\0\0" + PACKED[-4:], "CRC check failed"),
+        (PACKED[:10] + b"\xff" * 20, "invalid block type"),
     ],
 )
 def test_a_damaged_file_is_named_with_what_was_got(write, content, message):
@@ -105,13 +106,13 @@ def test_a_pair_becomes_images_with_a_channel_and_int64_labels(write):
 @pytest.mark.parametrize(
     ("images", "labels", "code", "message"),
     [
-        (np.zeros((3, 2, 2)), [1, 2], 0x08, "images holds 3 images and .*labels 2 labels; the numbers must be equal"),
+        (np.zeros((3, 2, 2)), [1, 2], 0x08, r"labels: holds uint8 \[2\]; needed: integers \[3\]"),
         (np.zeros((4, 2, 2)), [1, 2, 10, 11], 0x08, "labels: label 10 at index 2 is out of range; needed: 0 to 9"),
         (np.zeros((2, 2, 2)), [1, -1], 0x0C, "labels: label -1 at index 1 is out of range"),
-        (np.zeros((2, 2)), [1, 1], 0x08, "images: holds 2 x 2 values of uint8; images are needed"),
-        (np.zeros((2, 2, 2)), [[1], [1]], 0x08, "labels: holds 2 x 1 values of uint8; labels are needed"),
-        (np.zeros((2, 2, 2)), [1.0, 1.0], 0x0D, "labels: holds 2 values of float32; labels are needed"),
-        (np.zeros((0, 2, 2)), [], 0x08, "images: holds 0 x 2 x 2 values of uint8, no image"),
+        (np.zeros((2, 2)), [1, 1], 0x08, r"images: holds uint8 \[2, 2\]; needed: bytes \[number, height, width\]"),
+        (np.zeros((2, 2, 2)), [[1], [1]], 0x08, r"labels: holds uint8 \[2, 1\]; needed: integers \[2\]"),
+        (np.zeros((2, 2, 2)), [1.0, 1.0], 0x0D, r"labels: holds float32 \[2\]"),
+        (np.zeros((0, 2, 2)), [], 0x08, r"images: holds uint8 \[0, 2, 2\]; needed: .*, at least one"),
     ],
 )
 def test_a_pair_that_does_not_fit_is_refused(write, images, labels, code, message):
@@ -130,12 +131,15 @@ def test_pairs_are_found_by_all_their_usual_names(write, tmp_path, mark, ending)
 KINDS = (("images", 3), ("labels", 1))
 
 
-def test_a_folder_with_one_pair_has_that_pair_and_half_a_pair_is_an_error(write, tmp_path):
+def test_a_folder_with_one_pair_has_that_pair_and_half_a_pair_is_an_error_also_beside_a_whole_one(write, tmp_path):
     images = write(b"", "t10k-images-idx3-ubyte.gz")
-    with pytest.raises(DataError, match=r"has t10k-images-idx3-ubyte\.gz but no t10k-labels-idx1-ubyte "):
+    with pytest.raises(DataError, match="holds half of the pair t10k-…; needed: "):
         find_pairs(tmp_path)
     labels = write(b"", "t10k-labels.idx1-ubyte")
     assert find_pairs(tmp_path) == {"t10k": (images, labels)}
+    write(b"", "train-labels-idx1-ubyte")
+    with pytest.raises(DataError, match="holds half of the pair train-…; needed: "):
+        find_pairs(tmp_path)
 
 
 def test_a_folder_without_pairs_or_no_folder_at_all_says_what_is_needed(tmp_path):

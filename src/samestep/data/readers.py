@@ -11,9 +11,9 @@ import csv
 import gzip
 import io
 import math
-import struct
 import zlib
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -28,6 +28,7 @@ from samestep.checks import check_number
 from samestep.data.tensors import TensorData, Transform, row_index
 from samestep.errors import DataError, UsageError
 from samestep.files import read_file
+from samestep.text import counted
 
 DTYPES: dict[int, np.dtype[Any]] = {
     0x08: np.dtype("u1"),
@@ -38,7 +39,8 @@ DTYPES: dict[int, np.dtype[Any]] = {
     0x0E: np.dtype(">f8"),
 }
 GZIP_MAGIC = b"\x1f\x8b"
-TRAIN, TEST = "train", "t10k"
+LARGEST = torch.finfo(torch.float32).max
+PARTS = TRAIN, TEST = "train", "t10k"
 
 
 def read_idx(path: str | PathLike[str]) -> Tensor:
@@ -48,32 +50,23 @@ def read_idx(path: str | PathLike[str]) -> Tensor:
         DataError: the file is missing, damaged or truncated, or no IDX file.
     """
     content = read_file(path, "an IDX file")
-    if content.startswith(GZIP_MAGIC):
-        try:
-            content = gzip.decompress(content)
-        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise DataError(f"{path}: cannot be unpacked as gzip ({error}); it is damaged or truncated") from error
-        if not content:
-            raise DataError(f"{path}: is empty; an IDX file is needed")
-    magic = content[:4]
-    if len(magic) < 4 or magic[:2] != b"\0\0" or magic[2] not in DTYPES or magic[3] == 0:
-        codes = ", ".join(f"{code:02x}" for code in DTYPES)
-        raise DataError(
-            f"{path}: starts with the bytes {magic.hex(' ')}; an IDX file starts with 00 00, a dtype ({codes}) and "
-            "the number of dimensions"
-        )
-    dtype, num_dims = DTYPES[magic[2]], magic[3]
-    start = 4 + 4 * num_dims
-    if len(content) < start:
-        raise DataError(f"{path}: is truncated in its header of {num_dims} dimensions, after {len(content)} bytes")
-    shape = struct.unpack(f">{num_dims}I", content[4:start])
-    needed, found = math.prod(shape) * dtype.itemsize, len(content) - start
-    if found != needed:
-        size = " x ".join(map(str, shape))
-        got = f"only {found} follow: it is truncated" if found < needed else "more follow"
-        raise DataError(f"{path}: its header says {size} values, {needed} bytes, but {got}")
-    array = np.frombuffer(content, dtype=dtype, offset=start)
-    return torch.from_numpy(array.astype(dtype.newbyteorder("="))).reshape(shape)
+    try:
+        content = gzip.decompress(content) if content.startswith(GZIP_MAGIC) else content
+        code, num_dims = (content[2], content[3]) if content[:2] == b"\0\0" and len(content) >= 4 else (0, 0)
+        if code not in DTYPES or num_dims == 0:
+            codes = ", ".join(f"{code:02x}" for code in DTYPES)
+            raise ValueError(
+                f"it starts with {content[:4].hex(' ') or 'nothing'}, not with 00 00, a dtype ({codes}) and dimensions"
+            )
+        start = 4 + 4 * num_dims
+        shape = np.frombuffer(content[4:start], ">u4", num_dims).tolist()
+        array = np.frombuffer(content, DTYPES[code], math.prod(shape), start)
+        if start + array.nbytes < len(content):
+            raise ValueError(f"{len(content) - start} bytes follow a header that says {array.nbytes}")
+    # NumPy's own are ValueErrors for too few bytes, and an OverflowError for a shape that no memory could hold.
+    except (EOFError, OSError, OverflowError, ValueError, zlib.error) as error:
+        raise DataError(f"{path}: no IDX file, or damaged or truncated ({error}); fetch it again") from error
+    return torch.from_numpy(array.astype(array.dtype.newbyteorder("="))).reshape(shape)
 
 
 def read_image_label_pair(
@@ -85,24 +78,21 @@ def read_image_label_pair(
         DataError: a file cannot be read, the two do not belong together, or a label is out of range.
     """
     x, y = read_idx(images), read_idx(labels)
-    if x.dtype != torch.uint8 or x.ndim != 3:
-        raise DataError(
-            f"{images}: holds {_describe(x)}; images are needed: bytes with 3 dimensions (number, height, width)"
-        )
-    if y.is_floating_point() or y.ndim != 1:
-        raise DataError(f"{labels}: holds {_describe(y)}; labels are needed: integers with 1 dimension")
-    if len(x) != len(y):
-        raise DataError(f"{images} holds {len(x)} images and {labels} {len(y)} labels; the numbers must be equal")
-    if x.numel() == 0:
-        raise DataError(f"{images}: holds {_describe(x)}, no image; at least one is needed")
+    _check_content(images, x, x.dtype == torch.uint8 and x.ndim == 3 and x.numel() > 0, "bytes [number, height, width]")
+    is_integer = not y.is_floating_point()
+    _check_content(labels, y, is_integer and y.shape == x.shape[:1], f"integers [{len(x)}]")
     y = y.long()
-    wrong = torch.nonzero((y < 0) | (y >= num_classes)).flatten()
-    if len(wrong):
-        first = int(wrong[0])
-        raise DataError(
-            f"{labels}: label {int(y[first])} at index {first} is out of range; needed: 0 to {num_classes - 1}"
-        )
+    wrong = torch.nonzero((y < 0) | (y >= num_classes)).flatten().tolist()
+    if wrong:
+        found = f"label {int(y[wrong[0]])} at index {wrong[0]}"
+        raise DataError(f"{labels}: {found} is out of range; needed: 0 to {num_classes - 1}")
     return TensorData((x.unsqueeze(1), y), transform)
+
+
+def _check_content(path: str | PathLike[str], tensor: Tensor, is_right: bool, needed: str) -> None:
+    if not is_right:
+        found = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+        raise DataError(f"{path}: holds {found}; needed: {needed}, at least one")
 
 
 def find_pairs(folder: str | PathLike[str]) -> dict[str, tuple[Path, Path]]:
@@ -114,18 +104,15 @@ def find_pairs(folder: str | PathLike[str]) -> dict[str, tuple[Path, Path]]:
     folder = Path(folder)
     if not folder.is_dir():
         raise DataError(f"{folder}: there is no such folder; needed: one with IDX files, by --data-dir")
-    pairs: dict[str, tuple[Path, Path]] = {}
-    for part in (TRAIN, TEST):
-        images, labels = _find(folder, f"{part}-images", "idx3"), _find(folder, f"{part}-labels", "idx1")
-        if images and labels:
-            pairs[part] = (images, labels)
-        elif found := images or labels:
-            lost = f"{part}-labels-idx1-ubyte" if images else f"{part}-images-idx3-ubyte"
-            raise DataError(f"{folder}: has {found.name} but no {lost} (or {lost}.gz) to go with it")
-    if not pairs:
+    found = {part: (_find(folder, f"{part}-images", "idx3"), _find(folder, f"{part}-labels", "idx1")) for part in PARTS}
+    halves = [part for part, (images, labels) in found.items() if (images is None) != (labels is None)]
+    pairs = {part: (images, labels) for part, (images, labels) in found.items() if images and labels}
+    # Half a pair beside a whole one would be left out in silence: a test set that was lost, say.
+    if halves or not pairs:
         raise DataError(
-            f"{folder}: holds no pair of IDX files; needed: train-images-idx3-ubyte and train-labels-idx1-ubyte, or "
-            "t10k-images-idx3-ubyte and t10k-labels-idx1-ubyte, or both pairs, each with .gz or without"
+            f"{folder}: holds {f'half of the pair {halves[0]}-…' if halves else 'no pair of IDX files'}; needed: "
+            "train-images-idx3-ubyte and train-labels-idx1-ubyte, t10k-images-idx3-ubyte and t10k-labels-idx1-ubyte, "
+            "or one of these pairs alone, each file with .gz or without"
         )
     return pairs
 
@@ -133,10 +120,6 @@ def find_pairs(folder: str | PathLike[str]) -> dict[str, tuple[Path, Path]]:
 def _find(folder: Path, stem: str, kind: str) -> Path | None:
     names = (f"{stem}{mark}{kind}-ubyte{ending}" for mark in "-." for ending in ("", ".gz"))
     return next((folder / name for name in names if (folder / name).is_file()), None)
-
-
-def _describe(tensor: Tensor) -> str:
-    return f"{' x '.join(map(str, tensor.shape))} values of {str(tensor.dtype).removeprefix('torch.')}"
 
 
 @dataclass(frozen=True)
@@ -168,17 +151,13 @@ def read_csv(path: str | PathLike[str], target: str | int | None = None) -> Tabl
         UsageError: there is no such target column.
     """
     rows = _rows(path)
-    if not rows:
-        raise DataError(f"{path}: is empty; a comma-separated table of numbers is needed")
-    _, first = rows[0]
+    first = rows[0][1] if rows else []
     has_header = all(_number(cell) is None for cell in first)
     columns = tuple((has_header and cell.strip()) or f"column {index}" for index, cell in enumerate(first, start=1))
-    if len(columns) < 2:
-        raise DataError(f"{path}: has 1 column; needed: at least a feature and a target, separated by commas")
-    if has_header:
-        del rows[0]
-    if not rows:
-        raise DataError(f"{path}: has a header and no rows; at least one row of numbers is needed")
+    del rows[: int(has_header)]
+    if not rows or len(columns) < 2:
+        found = f"{counted(len(rows), 'row')} of numbers in {counted(len(columns), 'column')}"
+        raise DataError(f"{path}: has {found}; needed: a row or more, a feature and a target, separated by commas")
     values = torch.tensor(
         [_parse_row(f"{path}, line {line}", cells, columns) for line, cells in rows], dtype=torch.float32
     )
@@ -220,15 +199,15 @@ def standardize(train: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
 
 def _rows(path: str | PathLike[str]) -> list[tuple[int, list[str]]]:
     """The line number and the cells of each row that is not blank."""
+    content = read_file(path, "a CSV file (--data)")
+    rows: list[tuple[int, list[str]]] = []
     try:
-        text = read_file(path, "a CSV file (--data)").decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: is not UTF-8 text ({error.reason} at byte {error.start})") from error
-    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
-    try:
-        return [(reader.line_num, cells) for cells in reader if cells]
-    except csv.Error as error:
-        raise DataError(f"{path}, line {reader.line_num}: {error}; a comma-separated table is needed") from error
+        reader = csv.reader(io.StringIO(content.decode("utf-8-sig"), newline=""), strict=True)
+        rows += ((reader.line_num, cells) for cells in reader if cells)
+    except (csv.Error, UnicodeDecodeError) as error:
+        place = f", after line {rows[-1][0]}" if rows else ""
+        raise DataError(f"{path}{place}: {error}; a comma-separated table in UTF-8 is needed") from error
+    return rows
 
 
 def _number(cell: str) -> float | None:
@@ -245,15 +224,13 @@ def _parse_row(place: str, cells: Sequence[str], columns: Sequence[str]) -> list
         raise DataError(f"{place}: has {len(cells)} values; the first line has {len(columns)}")
     row = []
     for cell, column in zip(cells, columns, strict=True):
-        title = column if column.startswith("column ") else f"column {column!r}"
         value = _number(cell)
-        if value is None or not math.isfinite(value):
-            got = f"{cell!r} is not {'a number' if value is None else 'finite'}" if cell.strip() else "is missing"
+        if value is None or not abs(value) <= LARGEST:  # NaN is not
+            title = column if column.startswith("column ") else f"column {column!r}"
             raise DataError(
-                f"{place}, {title}: the value {got}; every value must be a finite number: fill it in, or remove the row"
+                f"{place}, {title}: the value {cell.strip()!r} is no finite number of float32; every value must be "
+                "one: fill it in, or remove the row"
             )
-        if abs(value) > torch.finfo(torch.float32).max:
-            raise DataError(f"{place}, {title}: the value is too large for float32")
         row.append(value)
     return row
 
@@ -262,17 +239,15 @@ def _column(path: str | PathLike[str], columns: Sequence[str], target: str | int
     """The index of the target column."""
     if target is None:
         return len(columns) - 1
-    if isinstance(target, str) and columns.count(target) > 1:
-        raise UsageError(f"{path}: has {columns.count(target)} columns named {target!r}; give the target as an index")
-    if isinstance(target, str) and target in columns:
-        return columns.index(target)
-    try:
-        index = int(target)
-    except ValueError:
-        index = len(columns)
-    if not -len(columns) <= index < len(columns):
-        raise UsageError(f"{path}: has no column {target!r} to be the target; its columns: {', '.join(columns)}")
-    return index % len(columns)
+    named = [index for index, name in enumerate(columns) if name == target]
+    with suppress(ValueError):
+        index = named[0] if named else int(target)
+        if len(named) <= 1 and -len(columns) <= index < len(columns):
+            return index % len(columns)
+    raise UsageError(
+        f"{path}: has {counted(len(named), 'column')} {target!r} to be the target; needed: the name of one, or its "
+        f"index, of {', '.join(columns)}"
+    )
 
 
 IGNORE_INDEX = -100
