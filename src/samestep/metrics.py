@@ -211,24 +211,22 @@ def sums(
     returns neither a 1-d tensor, of `num_samples` elements if that is known, nor a `Mean`.
     """
     title = name or metric.name or getattr(metric.measure, "__name__", "metric")
-    measured = metric.measure(output, batch)
+    measured: Any = metric.measure(output, batch)
     if isinstance(measured, Mean):
         total, count = measured.total, measured.count
-        if not isinstance(total, Tensor) or total.ndim != 0:
-            raise UsageError(f"metric {title!r}: Mean needs a 0-d tensor as total, got {describe(total)}; sum it first")
-        if isinstance(count, Tensor) and count.numel() != 1:
-            raise UsageError(f"metric {title!r}: Mean needs one number as count, got {describe(count)}; sum it first")
-    elif isinstance(measured, Tensor) and measured.ndim == 1:
-        total, count = measured, measured.numel()
-        if num_samples is not None and count != num_samples:
-            raise UsageError(
-                f"metric {title!r} returned {count} values for {num_samples} samples; "
-                "return one a sample, or samestep.Mean(total, count)"
-            )
+        found = f"a Mean of {describe(total)} and {describe(count)}"
+        is_right = (
+            isinstance(total, Tensor) and total.ndim == 0 and (not isinstance(count, Tensor) or count.numel() == 1)
+        )
     else:
+        total, found = measured, describe(measured)
+        is_right = isinstance(total, Tensor) and total.ndim == 1 and num_samples in (None, len(total))
+        count = total.numel() if is_right else 0
+    if not is_right:
+        values = "a value a sample" if num_samples is None else f"{num_samples} values, one a sample"
         raise UsageError(
-            f"metric {title!r} returned {describe(measured)}; needed: a 1-d tensor (a value a sample) or "
-            "samestep.Mean(total, count). A mean over the microbatch could not be weighted rightly"
+            f"metric {title!r} returned {found}; needed: a 1-d tensor ({values}) or samestep.Mean(total, count) of two "
+            "numbers. A mean over the microbatch could not be weighted rightly"
         )
     device = output.device if isinstance(output, Tensor) else total.device
     wide = wide_dtype(device)
@@ -286,15 +284,10 @@ def top_k(k: int) -> Metric:
 
     def measure(output: Any, batch: Any) -> Tensor:
         target = target_of(batch)
-        if target.ndim != 1:
-            raise UsageError(
-                f"metric {name!r} needs a class a sample, got {describe(target)} as target; "
-                "use token_accuracy for tokens or pixels"
-            )
-        scores, target = _scores_and_classes(name, output, target, class_dim=1)
-        if k > scores.shape[1]:
-            raise UsageError(f"metric {name!r} needs at least {k} classes, the output has {scores.shape[1]}")
-        return _rank(scores, target) < k
+        _check(name, target.ndim == 1, "a class a sample (token_accuracy: a token or pixel)", output, target)
+        scores, classes = _scores_and_classes(name, output, target, class_dim=1)
+        _check(name, k <= scores.shape[1], f"at least {k} classes", output, target)
+        return _rank(scores, classes) < k
 
     return Metric(measure, name=name)
 
@@ -353,7 +346,7 @@ def _cross_entropy(name: str, class_dim: int | None, ignore_index: int) -> Metri
 
 def _check_class_dim(name: str, class_dim: int | None) -> None:
     if class_dim not in (None, 1, -1):
-        raise UsageError(f"{name}_with needs class_dim=1, class_dim=-1 or None (what fits), got {class_dim!r}")
+        raise UsageError(f"got class_dim={class_dim!r} for {name}_with; it is one of 1, -1 and None (what fits)")
 
 
 def _squared_error(output: Any, batch: Any) -> Tensor:
@@ -386,39 +379,30 @@ perplexity = perplexity_with(class_dim=-1)
 """exp of the global mean cross-entropy a token: output `[N, tokens, C]`, target `[N, tokens]`, -100 left out."""
 
 
+def _check(metric: str, is_right: bool, needed: str, output: Any, target: Any) -> None:
+    """Raises a `UsageError` with what a metric needs and what it got."""
+    if not is_right:
+        raise UsageError(
+            f"metric {metric!r} needs {needed}, got {describe(output)} as output and {describe(target)} as target; "
+            "or write one of your own, a function of (output, batch)"
+        )
+
+
 def _scores_and_classes(name: str, output: Any, target: Tensor, class_dim: int | None) -> tuple[Tensor, Tensor]:
-    """The scores as `[*target.shape, C]` in float32 or wider, and the target as int64; checks shapes."""
-    if not isinstance(output, Tensor):
-        raise UsageError(
-            f"metric {name!r} needs the model's output to be a tensor, got {describe(output)}; "
-            "write a metric of your own, a function of (output, batch)"
-        )
-    if target.is_floating_point() or target.is_complex():
-        raise UsageError(f"metric {name!r} needs classes as integers, got {describe(target)} as target")
-    if target.ndim == 0 or output.ndim != target.ndim + 1:
-        raise UsageError(
-            f"metric {name!r} needs an output with one dim (the classes) more than the target, "
-            f"got {describe(output)} and {describe(target)} as target"
-        )
+    """The scores as `[*target.shape, C]` in float32 or wider, and the target as int64."""
+    got = output, target
+    _check(name, isinstance(output, Tensor), "a tensor as output", *got)
+    _check(name, not target.is_floating_point() and not target.is_complex(), "classes as integers", *got)
     allowed = (1, -1) if class_dim is None else (class_dim,)
-    dims = {dim % output.ndim for dim in allowed}
-    fitting = {dim for dim in dims if _without(output.shape, dim) == tuple(target.shape)}
-    if not fitting:
-        raise UsageError(
-            f"metric {name!r} needs an output whose shape without the classes (dim {' or '.join(map(str, allowed))}) "
-            f"is the target's, got {describe(output)} and {describe(target)} as target"
-        )
-    if len(fitting) > 1:
-        raise UsageError(
-            f"metric {name!r} cannot tell which dim of {describe(output)} holds the classes; "
-            f"use metrics.{name}_with(class_dim=1), or class_dim=-1"
-        )
-    scores = output.movedim(fitting.pop(), -1)
-    if scores.shape[-1] < 2:
-        raise UsageError(
-            f"metric {name!r} needs a score a class for at least 2 classes, got {describe(output)}; for one score a "
-            "sample write a metric of your own, such as `lambda output, batch: (output[:, 0] > 0) == batch[1]`"
-        )
+    has_one_more = target.ndim > 0 and output.ndim == target.ndim + 1
+    dims = {dim % output.ndim for dim in allowed} if has_one_more else ()
+    fitting = [dim for dim in dims if _without(output.shape, dim) == tuple(target.shape)]
+    where = " or ".join(map(str, allowed))
+    _check(name, bool(fitting), f"an output of the target's shape and one dim more, the classes (dim {where})", *got)
+    use = f"metrics.{name}_with(class_dim=1), or class_dim=-1, where both dims could hold the classes"
+    _check(name, len(fitting) == 1, use, *got)
+    scores = output.movedim(fitting[0], -1)
+    _check(name, scores.shape[-1] > 1, "a score a class for at least 2 classes", *got)
     return _at_least_float32(scores), target.long()
 
 
@@ -443,14 +427,9 @@ def _rank(scores: Tensor, classes: Tensor) -> Tensor:
 
 def _difference(name: str, output: Any, target: Tensor) -> Tensor:
     """Output - target without broadcasting: `[N, 1]` against `[N]` is a difference a sample, not an N×N table."""
-    if not isinstance(output, Tensor):
-        raise UsageError(f"metric {name!r} needs the model's output to be a tensor, got {describe(output)}")
-    same = [size for size in output.shape[1:] if size != 1] == [size for size in target.shape[1:] if size != 1]
-    if output.ndim == 0 or target.ndim == 0 or output.shape[0] != target.shape[0] or not same:
-        raise UsageError(
-            f"metric {name!r} needs output and target of one shape, "
-            f"got {describe(output)} and {describe(target)} as target"
-        )
+    is_same = isinstance(output, Tensor) and output.ndim > 0 and output.shape[:1] == target.shape[:1]
+    sizes = [[size for size in each.shape[1:] if size != 1] for each in (output, target)] if is_same else [0, 1]
+    _check(name, sizes[0] == sizes[1], "output and target of one shape", output, target)
     return _at_least_float32(output) - _at_least_float32(target.reshape(output.shape))
 
 

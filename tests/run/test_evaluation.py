@@ -364,8 +364,11 @@ def test_outputs_without_any_tensor_are_refused():
         ({}, "evaluate needs at least one metric"),
         ({"top": 3}, "a metric must be a samestep metric or a function"),
         ({"mine": lambda o, b: o.mean()}, "metric 'mine' returned a float32 tensor of shape []"),
-        ({"mine": lambda o, b: o.sum(0)}, "metric 'mine' returned 3 values for 4 samples"),
-        ({"mine": lambda o, b: Mean(o.sum(0), 1)}, "metric 'mine': Mean needs a 0-d tensor as total"),
+        (
+            {"mine": lambda o, b: o.sum(0)},
+            "metric 'mine' returned a float32 tensor of shape [3]; needed: a 1-d tensor (4 values",
+        ),
+        ({"mine": lambda o, b: Mean(o.sum(0), 1)}, "metric 'mine' returned a Mean of a float32 tensor of shape"),
     ],
 )
 def test_a_metric_that_cannot_be_is_named(metrics, message):
