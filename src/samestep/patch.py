@@ -1,6 +1,7 @@
 """Patches of torch, Python and other libraries, put in and taken out together.
 
-`single_process.patched` applies those of these modules, in this order; nothing else is patched:
+`single_process.patched` applies those of these modules, in this order, for the reasons that it gives; nothing else is
+patched:
 
 | module | patches |
 |---|---|

@@ -1,11 +1,20 @@
-"""The table of patches: put in as one, and taken out as one."""
+"""Patches are put in as one, taken out as one, and those of a script call each other in their order."""
 
+import inspect
+import random
 import sys
 import types
+from pathlib import Path
 
 import pytest
+import torch
+from simulated_programs import alone
+from torch import nn
 
 from samestep.patch import Patch, applied
+from samestep.scripts import seeding
+from samestep.scripts.simulated.devices import simulated_devices
+from samestep.scripts.single_process import patched
 
 
 class Base:
@@ -74,3 +83,33 @@ def test_patches_put_in_so_far_are_taken_out_when_a_place_cannot_be_changed():
     with pytest.raises(TypeError), applied([Patch(owner, "thing", 2), Patch(int, "thing", 3)]):
         pytest.fail("the block must not run")
     assert owner.thing == 1
+
+
+def layers_of(function):
+    """The functions of which a patched one is made, the outermost first, as module.function."""
+    found = []
+    while function is not None:
+        code = function.__code__
+        found.append(f"{Path(code.co_filename).stem}.{code.co_qualname.partition('.')[0]}")
+        function = getattr(function, "__wrapped__", None)
+    return found
+
+
+def test_the_order_of_the_patches_of_a_script_is_that_in_which_they_call_each_other():
+    plain_call, seen = nn.Module.__call__, {}
+    with patched(alone(), simulated=True):
+        # A seed is recorded, shared among the ranks, and given to the devices' generator.
+        seen["torch.cuda"] = layers_of(torch.cuda.manual_seed)
+        seen["random"] = layers_of(random.seed)
+        # Modules of TorchScript go past what shares forwards out.
+        held = inspect.getclosurevars(torch.jit.RecursiveScriptModule.__call__).nonlocals["call"]
+        assert nn.Module.__call__ is not plain_call
+        assert held is plain_call
+    assert seen["torch.cuda"] == ["seeding._setting", "seeding._shared_seed", "cuda._random"]
+    assert seen["random"] == ["seeding._setting", "seeding._shared_seed", "random.Random"]
+
+
+def test_patches_in_another_order_are_found_out():
+    script = alone()
+    with applied(seeding.patches(script)), simulated_devices(lambda: 4, script.notice):
+        assert layers_of(torch.cuda.manual_seed) == ["cuda._random"]

@@ -39,7 +39,7 @@ from samestep.launcher.device_token import LOOK_SECONDS, TOKEN_VARIABLE, hold_to
 from samestep.logical.process_group import NAME, OrderedProcessGroup, register_backend
 from samestep.patch import Patch, applied, late_dynamo, late_patches
 from samestep.scripts.shared_script import VISIBLE_DEVICES
-from samestep.scripts.simulated.devices import simulated_devices
+from samestep.scripts.simulated.devices import own_accelerator, simulated_devices
 from samestep.scripts.spawning import ON_CPUS, enter_rank, run_multi_process
 from samestep.text import notify
 
@@ -93,8 +93,6 @@ def _enter_logical(stack: ExitStack, place: Environment, simulated: bool, store:
         stack.enter_context(applied(_distributed_tensors()))
     stack.enter_context(applied([*_process_groups(place.world_size, store), *_loaders(place.world_size)]))
     if device.type != "cpu":
-        from samestep.scripts.simulated.devices import own_accelerator  # not needed on CPUs
-
         stack.enter_context(own_accelerator(lambda: place.local_world_size, device, starts=store is not None))
         if store is None:  # CUDA has read its own
             os.environ[VISIBLE_DEVICES] = ",".join(map(str, range(place.local_world_size)))

@@ -26,7 +26,7 @@ from samestep.scripts.files import patches as files
 from samestep.scripts.loading import Rank0Iterator
 from samestep.scripts.shared_script import SharedScript, activated, connect_script, num_visible
 from samestep.scripts.simulated.cuda import mark
-from samestep.scripts.simulated.devices import simulated_devices
+from samestep.scripts.simulated.devices import own_accelerator, simulated_devices
 from samestep.scripts.wrapped import forward, regions
 
 DELAY_SECONDS = 0.2
@@ -77,24 +77,32 @@ def patched(
 ) -> Iterator[None]:
     """Runs a block on this thread as a single-process script; without a seed it begins with 0."""
     is_script_file(__file__)  # looks up where libraries lie while os.stat is still Python's own
+    # A patch of a function that is patched already calls the one before it, so the order decides who calls whom.
     with ExitStack() as stack:
         stack.enter_context(activated(script))
+        # Before all others: what they import may import torch._dynamo, which must find torch as it is.
         stack.enter_context(applied(late_dynamo()))
+        # The devices come next, since others take their functions for torch's: those of `seeding` share a seed among
+        # the ranks and pass it on to the devices' own. Of torch.nn they hold the plain `Module.__call__`, which
+        # `wrapping` replaces: modules that TorchScript runs are never shared out.
         count = functools.partial(num_visible, script)
         if simulated:
             stack.enter_context(simulated_devices(count, script.notice))
             patches = [Patch(script, "mark", mark), Patch(script, "on_device", torch.cuda.device)]
             stack.enter_context(applied(patches))
         elif script.communicator.device.type != "cpu":
-            from samestep.scripts.simulated.devices import own_accelerator  # not needed on CPUs
-
             stack.enter_context(own_accelerator(count, script.communicator.device))
         stack.enter_context(backward_on_this_thread(script.communicator.device))
+        # Before the script, and what its libraries make for it, can keep a reference to a stream.
         stack.enter_context(output.script_streams(script))
+        # These are independent of each other. `files` exchanges the name of a lock, so all ranks must come by here.
         for part in (output, parallel, backward, seeding, files, loading):
             stack.enter_context(applied(part.patches(script)))
+        # From here on the run's own group is hidden; what is samestep's own has been connected.
         stack.enter_context(applied([*_process_group(script), _environment(script)]))
         stack.enter_context(wrapping.shared_out(script, wrap))
+        # At last, as the generators are seeded here: nothing may draw from them before the script does. Its setters are
+        # outside those of `seeding`, which count on one frame between them and the caller.
         stack.enter_context(seeding.seeded(script, seed))
         yield
 
