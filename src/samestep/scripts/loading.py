@@ -1,26 +1,9 @@
 """Loading: how the ranks load the batches of a script's DataLoader, by the kind of loader, and share them.
 
-Broadcast of a batch that one rank loaded, or of its error, and the loader that only rank 0 runs: that of a stream.
-
-A batch is pickled (protocol 5), but the memory of plain CPU tensors and contiguous arrays is sent as it lies: once a
-storage, so that views of one storage stay such, and each piece arrives in memory of its own, at the same address modulo
-64. Kernels that depend on strides or alignment therefore behave on every rank as on one.
-
-The states of generators that rank 0's loader moved are broadcast too: on every rank the script draws on from there.
-
-Worker processes of a loader, split over the ranks; each batch is made once and broadcast.
-
-Worker w runs on rank w % D. In every other respect the iterator is torch's own: the worker of each batch, its seed, the
-time when indices are drawn. On the other ranks a worker and its queue are replaced by objects that do nothing.
-
-Every rank iterates over the script's loader. By the kind of loader,
-
-- worker processes are split: worker w of the loader's W runs on rank w % D, and its batches are broadcast;
-- rank 0 loads a stream, and broadcasts its batches (`broadcast`);
-- without workers, every rank loads all batches, as torch does.
-
-Batches, their order, and all generators after each batch are those of one process. A loader that is iterated where
-ranks cannot meet (on another thread, in a wrapped forward) is left alone.
+Every rank iterates over the script's loader. Of a loader with W worker processes, worker w runs on rank w % D, and its
+batches are broadcast; a stream is loaded by rank 0, and its batches are broadcast; without workers every rank loads all
+batches, as torch does. Batches, their order, and all generators after each batch are those of one process. A loader
+that is iterated where ranks cannot meet (on another thread, in a wrapped forward) is left alone.
 """
 
 import io
@@ -81,6 +64,10 @@ class Packed:
 
 class _Pickler(pickle.Pickler):
     """Pickles all but the memory of plain tensors and arrays, which goes to `keep`."""
+
+    # That memory is sent as it lies: once a storage, so that views of one storage stay such. Each piece arrives in
+    # memory of its own, at the same address modulo 64, so that kernels which depend on strides or alignment behave on
+    # every rank as on one.
 
     def __init__(self, file: io.BytesIO, keep: Callable[[pickle.PickleBuffer], Any]) -> None:
         super().__init__(file, protocol=5, buffer_callback=keep)
@@ -257,6 +244,10 @@ def check_place(script: SharedScript) -> None:
 class Rank0Iterator:
     """An iterator over batches that rank 0 loads."""
 
+    # With each batch go the states of the generators that the loader moved: from there on the script draws, on every
+    # rank. A batch that does not pickle is found out at the first one, which no rank has seen yet: then the others set
+    # their generators back to those of the start, and run the loader too.
+
     def __init__(
         self, loader: DataLoader[Any], script: SharedScript, start: Callable[[DataLoader[Any]], Iterator[Any]]
     ) -> None:
@@ -349,6 +340,9 @@ _END = object()
 
 class SplitWorkersIterator(_MultiProcessingDataLoaderIter):
     """Torch's iterator with worker processes, most of which run on other ranks."""
+
+    # The worker of each batch, its seed and the time when indices are drawn are torch's own. A worker of another rank
+    # and its queue are objects that do nothing.
 
     def __init__(self, loader: DataLoader[Any], script: SharedScript, is_known_sampler: bool) -> None:
         self._script = script
@@ -558,11 +552,9 @@ def is_known_sampler(loader: DataLoader[Any]) -> bool:
 
 
 class RowFetcher:
-    """Takes the rows of a TensorDataset by one index, instead of sample by sample.
+    """Takes the rows of a TensorDataset by one index, instead of sample by sample: torch's fetcher, and its values."""
 
-    In the place of torch's fetcher (`torch/utils/data/_utils/fetch.py`). Values, shapes and strides are those of
-    `default_collate` over the samples; no generator is involved.
-    """
+    # torch/utils/data/_utils/fetch.py. Shapes and strides are those of `default_collate` over the samples, too.
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._tensors = tensors

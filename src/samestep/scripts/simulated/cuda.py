@@ -1,9 +1,7 @@
 """torch.cuda and torch.accelerator on simulated devices, which a torch function mode gives to each tensor of a script.
 
-Simulated devices: their registry, and the torch function mode that tracks the device of each tensor of the script.
-
-All tensors are CPU tensors. A tensor on a simulated device carries its index as an attribute; the result of a function
-is on the device of its first argument that carries one. A lost mark costs a copy, never a wrong number.
+All tensors are CPU tensors. One on a simulated device carries its index as an attribute; the result of a function is on
+the device of its first argument that carries one. A lost mark costs a copy, never a wrong number.
 """
 
 import functools
@@ -32,6 +30,15 @@ TAG = "_samestep_device"
 
 HOST = -1
 CPU = torch.device("cpu")
+
+NAME = "simulated CUDA device (CPU)"
+CAPABILITY = (8, 0)
+
+_HARMLESS = (
+    *("CudaError", "DeferredCudaCallError", "amp", "cudaStatus", "has_half", "is_initialized", "OutOfMemoryError"),
+    *(name for name in torch.cuda.__all__ if name.endswith("Storage")),
+)
+"""Names that touch no device; the storages of torch.cuda refuse by themselves."""
 
 Tagged = TypeVar("Tagged")
 
@@ -225,15 +232,6 @@ def marked_like(out: Any, args: Iterable[Any]) -> Any:
         _mark_new(out, index)
     return out
 
-
-NAME = "simulated CUDA device (CPU)"
-CAPABILITY = (8, 0)
-
-_HARMLESS = (
-    *("CudaError", "DeferredCudaCallError", "amp", "cudaStatus", "has_half", "is_initialized", "OutOfMemoryError"),
-    *(name for name in torch.cuda.__all__ if name.endswith("Storage")),
-)
-"""Names that touch no device; the storages of torch.cuda refuse by themselves."""
 
 Table = dict[str, Any]
 

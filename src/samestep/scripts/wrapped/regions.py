@@ -8,14 +8,9 @@ Outside a region every tensor is whole and equal on all ranks. Inside, each rank
 Each is the other's derivative: the gradient of a cut input is joined, that of a parameter is summed, and that of a
 joined output is cut. So `p.grad` is never reduced: terms that the script adds outside the region are complete already.
 
-Both nodes are in the graph of every rank, also of one without a chunk: a 0-d token of zeros runs from `enter` to
-`leave`. Autograd runs the nodes of a thread by descending sequence number, so the nodes between the two run in one
-piece, and all ranks meet in the same order (torch/csrc/autograd/engine.cpp, `CompareNodeTaskTime`).
-
-Results of the chunks of a wrapped forward, joined on every rank as `torch.nn.parallel.gather` does.
-
-Tensors are joined along `dim`, a 0-d tensor becomes a vector with one entry a chunk; lists, tuples, named tuples, dicts
-and dataclasses are joined entry by entry; None, numbers and strings must be the same in every chunk.
+Results are joined on every rank as `torch.nn.parallel.gather` does: tensors along `dim`, 0-d ones to a vector with one
+entry a chunk; lists, tuples, named tuples, dicts and dataclasses entry by entry; None, numbers and strings must be the
+same in every chunk.
 """
 
 import contextlib
@@ -41,6 +36,8 @@ from samestep.scripts.wrapped.chunks import is_tensor, put_together, take_apart
 
 BUCKET_BYTES = 25 * 2**20
 BORDER_BYTES = 64
+SIZE_BYTES = 8  # of a packed table's length
+IDLE, DIFFERENT = -1, -2  # in the place of a number of leaves: a rank without chunks, or whose chunks differ
 
 
 @dataclass(frozen=True)
@@ -123,6 +120,11 @@ def leave(region: Region, token: Tensor, pieces: Sequence[Sequence[Tensor]], who
     return list(_Leave.apply(region, list(wholes), token, *flat))  # type: ignore[no-untyped-call]
 
 
+# Both nodes are in the graph of every rank, also of one without a chunk: a 0-d token of zeros runs from `enter` to
+# `leave`. Autograd runs the nodes of a thread by descending sequence number, so the nodes between the two run in one
+# piece, and all ranks meet in the same order (torch/csrc/autograd/engine.cpp, `CompareNodeTaskTime`).
+
+
 class _Enter(torch.autograd.Function):
     """Whole to pieces; its derivative is `_Leave`."""
 
@@ -192,24 +194,17 @@ def exchange(region: Region, pieces: Sequence[Sequence[Tensor | None]]) -> list[
         for index, total in zip(summed, sums, strict=True):
             wholes[index] = total if total is None or not region.items[index].is_sparse else total.to_sparse(1)
     if joined:
+        items = [region.items[index] for index in joined]
         rows = [
             [
-                _filled(region.items[i], piece, chunk, region)
-                for piece, chunk in zip(pieces[i], region.mine, strict=True)
+                torch.zeros(item.piece_shape(chunk), dtype=item.dtype, device=region.device) if piece is None else piece
+                for piece, chunk in zip(pieces[index], region.mine, strict=True)
             ]
-            for i in joined
+            for item, index in zip(items, joined, strict=True)
         ]
-        items = [region.items[index] for index in joined]
         for index, whole in zip(joined, join_pieces(region.script, region.ranges, items, rows), strict=True):
             wholes[index] = whole
     return wholes
-
-
-def _filled(item: Item, piece: Tensor | None, chunk: int, region: Region) -> Tensor:
-    """The piece, or zeros for one that is not there."""
-    if piece is not None:
-        return piece
-    return torch.zeros(item.piece_shape(chunk), dtype=item.dtype, device=region.device)
 
 
 def join_pieces(
@@ -292,11 +287,6 @@ def sum_pieces(
     used = views[len(likes)].tolist()
     # Copies: a view would keep the bucket alive, and torch.save would write all of it.
     return [views[index].clone() if used[index] else None for index in range(len(likes))]
-
-
-IDLE = -1
-DIFFERENT = -2
-SIZE_BYTES = 8
 
 
 class TensorForm(NamedTuple):

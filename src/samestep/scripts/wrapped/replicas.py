@@ -1,14 +1,8 @@
 """Replicas: the wrapped module with other tensors in the places of its parameters and buffers while a chunk runs.
 
-Buffers of a wrapped module: every chunk has its own copies, which are merged after the forward.
-
-The running statistics of BatchNorm and InstanceNorm end as the row-weighted mean over all chunks, summed in float64 on
-the tree. Any other buffer takes the value of the first chunk, as with torch's DataParallel. The copies are needed
-since the backward comes later: a graph may hold on to a buffer that the next chunk must find as it was.
-
-As `torch.func.functional_call` does it, the module itself runs; `isinstance(w, nn.Parameter)` stays true inside.
-Attributes that a chunk writes are restored, as they are lost with the replicas of torch's DataParallel: the next chunk,
-which may run on another rank, must not see them.
+As with `torch.func.functional_call` the module itself runs; `isinstance(w, nn.Parameter)` stays true inside. Attributes
+that a chunk writes are restored, as they are lost with the replicas of torch's DataParallel: the next chunk, which may
+run on another rank, must not see them.
 """
 
 import gc
@@ -20,30 +14,39 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
+from samestep.comm.reduction import fold
 from samestep.core.tree import Block, TreeSum
 from samestep.data.batch import flattened, tensor_checksum, version_of
 from samestep.data.randomness import seed_each
-from samestep.engine.buffers import MEAN_BUFFERS, BufferPlace
+from samestep.engine.buffers import BufferPlace, is_mean_buffer
 from samestep.engine.losses import wide_dtype
 from samestep.engine.side_effects import Watch, plain_attributes, reachable
 from samestep.errors import BufferMergeError, DeterminismError, UsageError
 from samestep.scripts.shared_script import SharedScript
 
 SMALL_BYTES = 2**20
+ACCUMULATE = "torch::autograd::AccumulateGrad"
+REENTRANT = "CheckpointFunctionBackward"
 
 
 class Buffers:
-    """The buffers of one wrapped module."""
+    """The buffers of one wrapped module: every chunk has its own copies, which are merged after the forward."""
+
+    # The running statistics of BatchNorm and InstanceNorm end as the row-weighted mean over all chunks, summed in
+    # float64 on the tree, as in a step of the engine. Any other buffer takes the value of the first chunk, as with
+    # torch's DataParallel, where the engine would refuse chunks that differ. And where the engine restores one buffer
+    # before each microbatch, a chunk has copies: its backward comes later than the next chunk's forward, and its graph
+    # may hold on to a buffer that this must find as it was.
 
     def __init__(self, module: nn.Module) -> None:
+        # A place is the number of a child and the key in its table. Between forwards nothing refers to the children.
         self._places: list[tuple[int, str, str, bool]] = []
         for index, (prefix, child) in enumerate(module.named_modules()):
             for key, buffer in child._buffers.items():
                 if buffer is not None:
-                    is_mean = isinstance(child, _NormBase) and key in MEAN_BUFFERS
-                    self._places.append((index, key, f"{prefix}.{key}" if prefix else key, is_mean))
+                    name = f"{prefix}.{key}" if prefix else key
+                    self._places.append((index, key, name, is_mean_buffer(child, key)))
         self._means: list[BufferPlace] = []
         self._others: list[BufferPlace] = []
         self._changing: set[str] = set()
@@ -148,8 +151,11 @@ class Buffers:
                     "left it alone; change it in every forward, or outside"
                 )
             return
-        if end is copy and end is not None and end.dtype == original.dtype and _same_bytes(end, original):
-            return
+        # NaN equals itself here: what counts is whether the chunk has written anything.
+        if end is copy and end is not None and (end.dtype, end.shape) == (original.dtype, original.shape):
+            ours, before = flattened(end).view(torch.uint8), flattened(original).view(torch.uint8)
+            if torch.equal(ours, before):
+                return
         self._changing.add(place.name)
         if chunk == 0 and end is not None:
             self._ends[index] = end.detach().clone()
@@ -162,12 +168,7 @@ class Buffers:
         wide = wide_dtype(communicator.device)
         ours = torch.stack(self._sum.sums) if self._sum.sums else torch.empty(0, width, dtype=wide)
         gathered = communicator.gather_rows(ours.to(communicator.device), [len(blocks) for blocks in blocks_by_rank])
-        counter: TreeSum[Tensor] = TreeSum(Tensor.add)
-        for block, row in zip((b for blocks in blocks_by_rank for b in blocks), gathered, strict=True):
-            counter.push(block, row)
-        total = counter.root()
-        assert total is not None, "a forward has at least one chunk"
-        merged, offset = total / num_rows, 0
+        merged, offset = fold([block for blocks in blocks_by_rank for block in blocks], list(gathered)) / num_rows, 0
         for place in places:
             target = place.get()
             if target is None:
@@ -180,17 +181,6 @@ class Buffers:
 def _flat(place: BufferPlace) -> Tensor | None:
     buffer = place.get()
     return None if buffer is None else buffer.detach().reshape(-1)
-
-
-def _same_bytes(left: Tensor, right: Tensor) -> bool:
-    """Whether two dense tensors of one dtype hold the same bits; NaN equals itself."""
-    if left.shape != right.shape:
-        return False
-    return torch.equal(flattened(left).view(torch.uint8), flattened(right).view(torch.uint8))
-
-
-ACCUMULATE = "torch::autograd::AccumulateGrad"
-REENTRANT = "CheckpointFunctionBackward"
 
 
 class Replicas:
@@ -313,7 +303,9 @@ class Replicas:
 
     def _check_leaf(self, node: Any, names: dict[int, str], outputs: Sequence[Tensor]) -> None:
         """Raises for a leaf that lives longer than the forward: a parameter, or a tensor with another reference."""
-        is_held = _is_held(node.variable)  # before a variable of ours holds it
+        # Looked at before a variable of ours holds the leaf: whether a variable, a closure or a container does, and not
+        # only the graph, or a call that is running.
+        is_held = any(not isinstance(referrer, FrameType) for referrer in gc.get_referrers(node.variable))
         leaf: Tensor = node.variable
         if id(leaf) in names:
             raise DeterminismError(
@@ -407,11 +399,6 @@ def _refuse_scripted(module: nn.Module) -> None:
                 f"{name or 'the wrapped module'} was compiled by torch.jit, whose parameters cannot be exchanged; wrap "
                 "the plain module, or use torch.compile"
             )
-
-
-def _is_held(leaf: Tensor) -> bool:
-    """Whether a variable, a closure or a container holds a tensor; not only the graph, or a call that is running."""
-    return any(not isinstance(referrer, FrameType) for referrer in gc.get_referrers(leaf))
 
 
 def _is_same(now: dict[str, Any], before: dict[str, Any]) -> bool:
