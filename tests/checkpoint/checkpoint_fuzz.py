@@ -24,11 +24,11 @@ from torch import nn
 from torch.nn import functional
 
 from samestep.checkpoint.contract import loader_contract, step_contract
-from samestep.checkpoint.manifest import MANIFEST_FILE
-from samestep.checkpoint.packing import pack, part_name, unpack, write_part
+from samestep.checkpoint.packing import pack, unpack
 from samestep.checkpoint.resume import check_state, read_state
 from samestep.checkpoint.state import capture, model_tensors
 from samestep.checkpoint.storage import Snapshot, begin_checkpoint, complete_checkpoint, read_checkpoint
+from samestep.checkpoint.verified_files import MANIFEST_FILE, part_name, write_part
 from samestep.engine.determinism import generator_states
 from samestep.engine.sharded_state import LocalShard, by_rows
 from samestep.errors import SamestepError

@@ -183,7 +183,7 @@ from pathlib import Path
 from torch import nn
 from samestep.errors import RunFolderError
 from samestep.files import replacing, write_json
-from samestep.checkpoint.packing import write_tensors
+from samestep.checkpoint.verified_files import write_tensors
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 folder = Path(sys.argv[1])
 write_json(folder / "run.json", {"old": 1})

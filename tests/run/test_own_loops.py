@@ -16,9 +16,9 @@ from worlds import in_turns
 
 from samestep.checkpoint import state
 from samestep.checkpoint.digest import state_digest
-from samestep.checkpoint.manifest import Manifest, manifest_bytes, read_manifest, write_sealed
 from samestep.checkpoint.paths import CONTRACT_FILE
 from samestep.checkpoint.storage import list_checkpoints
+from samestep.checkpoint.verified_files import Manifest, manifest_bytes, read_manifest, write_sealed
 from samestep.errors import CheckpointError, ContractError, UsageError
 from samestep.files import write_json
 from samestep.run.run import Run

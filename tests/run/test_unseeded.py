@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from samestep.checkpoint.digest import state_checksum, state_digest
-from samestep.checkpoint.packing import write_tensors
+from samestep.checkpoint.verified_files import write_tensors
 from samestep.data.batch import tensor_checksum
 from samestep.run.run import Run
 

@@ -11,10 +11,9 @@ from safetensors.torch import load_file
 from state_programs import NUM_STEPS, loaded_after_a_forward, own_loop, read_by_torch, stopped, train
 
 from samestep import files as run_files
-from samestep.checkpoint.manifest import Manifest, manifest_bytes, read_manifest
-from samestep.checkpoint.packing import Written, part_name
 from samestep.checkpoint.saver import write_sharded
 from samestep.checkpoint.storage import Snapshot, newest_checkpoint, read_checkpoint, verify_checkpoint
+from samestep.checkpoint.verified_files import Manifest, Written, manifest_bytes, part_name, read_manifest
 from samestep.engine.sharded_state import LocalShard, by_rows
 from samestep.errors import RunFolderError
 from samestep.files import retrying

@@ -6,7 +6,7 @@ from safetensors.torch import load_file, load_model
 from state_programs import odd, own_loop, train
 
 from samestep.checkpoint.export import export_weights
-from samestep.checkpoint.packing import part_name
+from samestep.checkpoint.verified_files import part_name
 from samestep.cli.main import main
 
 

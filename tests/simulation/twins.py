@@ -15,7 +15,7 @@ from checks import FAULT_CHECKS, Case
 from grammar import Program
 from run import Search
 
-from samestep.checkpoint import manifest, resume, saver, state, storage
+from samestep.checkpoint import resume, saver, state, storage, verified_files
 from samestep.comm import reduction
 from samestep.comm.communicator import Communicator
 from samestep.comm.membership import END_OF_FIT
@@ -171,7 +171,7 @@ TWINS = {
         ("resumed", Program(samples=8, precision="16-mixed", loss="sometimes nan")),
     ),
     "damaged files of a checkpoint are taken": (
-        (manifest, "matches", lambda found, written: True),
+        (verified_files, "matches", lambda found, written: True),
         ("damaged", Program(samples=8, optimizer="momentum"), {"place": 2, "order": 90}),
     ),
     "a run that has only begun cannot be begun anew": (

@@ -5,11 +5,12 @@ from pathlib import Path
 import torch
 
 from samestep.checkpoint.local_shards import unsharded
-from samestep.checkpoint.packing import SUFFIX, as_bad_checkpoint, is_part, write_tensors
+from samestep.checkpoint.packing import as_bad_checkpoint
 from samestep.checkpoint.paths import CHECKPOINT_FOLDER, holds_run
 from samestep.checkpoint.resume import named_checkpoint, names_checkpoint
 from samestep.checkpoint.state import model_tensors, not_persistent
 from samestep.checkpoint.storage import Snapshot, newest_checkpoint, read_checkpoint
+from samestep.checkpoint.verified_files import SUFFIX, is_part, write_tensors
 from samestep.comm.exceptions import on_main
 from samestep.engine.step import TrainStep
 from samestep.errors import UsageError

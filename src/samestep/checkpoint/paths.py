@@ -28,6 +28,7 @@ WEIGHTS_FILE = "weights.safetensors"
 PICTURE_FILE = "loss.png"
 CHECKPOINT_FOLDER = "checkpoints"
 FACTS_FILE = "state.json"
+MAX_FACTS_BYTES = 1 << 30  # its values take a multiple of its size in memory
 LOG_FOLDER = "logs"
 PROFILE_FOLDER = "profile"
 LOCK_FILE = ".lock"

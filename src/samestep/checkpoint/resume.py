@@ -83,11 +83,18 @@ def receive_state(membership: Membership, step: Steps, find: Callable[[], Resume
 
 
 @contextmanager
-def weights_applied(membership: Membership, step: TrainStep, folder: Path, epoch: int) -> Iterator[None]:
+def weights_applied(
+    membership: Membership,
+    step: TrainStep,
+    folder: Path,
+    epoch: int,
+    is_end_of: Callable[[Mapping[str, Any], int], bool],
+) -> Iterator[None]:
     """Has the model the weights and buffers of the best checkpoint of a folder within the block, its own after it.
 
-    Entered by all ranks; raises a `UsageError` if the folder has none of the end of this epoch, and a `CheckpointError`
-    if it is not good, or of another model.
+    `is_end_of` says whether the `rest` of a state is that of the end of an epoch. Entered by all ranks; raises a
+    `UsageError` if the folder has none of the end of this epoch, and a `CheckpointError` if it is not good, or of
+    another model.
     """
 
     def find() -> Resumed:
@@ -95,8 +102,7 @@ def weights_applied(membership: Membership, step: TrainStep, folder: Path, epoch
         if (folder / BEST_FILE).is_file():
             path = named_checkpoint(folder / BEST_FILE)
             snapshot = read_checkpoint(path)
-            done = _resumed(Found(path, snapshot, ())).rest
-            if len(done["history"]) == epoch and not done["epoch"]["num_batches"]:
+            if is_end_of(_resumed(Found(path, snapshot, ())).rest, epoch):
                 only_model = replace(snapshot, files={"model": snapshot.files["model"]})
                 return _resumed(Found(path, only_model, ()))
             there = f"{path.name} as its best"
@@ -130,8 +136,8 @@ def is_same_run(resume: str | Path, state: Resumed | None, folder: Path | None) 
 
 
 def name_best(state: Resumed) -> None:
-    """Has `best` name the state of the best epoch's end, whose writer may have ended before it did so."""
-    if state.folder is not None and not state.rest["epoch"]["num_batches"]:
+    """Has `best` name a state, whose writer may have ended before it did so."""
+    if state.folder is not None:
         point_to(state.folder, BEST_FILE, checkpoint_name(state.snapshot.step))
 
 

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from samestep.checkpoint.local_shards import split_files, unsharded
-from samestep.checkpoint.manifest import Written
-from samestep.checkpoint.packing import part_name, write_part
 from samestep.checkpoint.storage import Snapshot, begin_checkpoint, check_keep, complete_checkpoint, write_checkpoint
+from samestep.checkpoint.verified_files import Written, part_name, write_part
 from samestep.comm.buckets import dense_strides
 from samestep.comm.communicator import Communicator
 from samestep.comm.exceptions import on_main, raise_together, share_text

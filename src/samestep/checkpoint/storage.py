@@ -22,20 +22,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from samestep.checkpoint.manifest import (
+from samestep.checkpoint.paths import FACTS_FILE
+from samestep.checkpoint.verified_files import (
     MANIFEST_FILE,
-    MAX_FACTS_BYTES,
+    SUFFIX,
     Manifest,
     Written,
+    is_part,
     manifest_bytes,
-    parse_json,
+    parts_by_file,
+    read_facts,
     read_manifest,
-    read_verified,
+    read_parts,
+    read_tensors,
     verify,
     write_sealed,
+    write_sealed_tensors,
 )
-from samestep.checkpoint.packing import SUFFIX, is_part, parts_by_file, read_parts, read_tensors, write_sealed_tensors
-from samestep.checkpoint.paths import FACTS_FILE
 from samestep.errors import CheckpointError, UsageError
 from samestep.files import read_small, remove_entry, remove_leftovers, sync_folder, temporary_name, writing
 
@@ -224,7 +227,7 @@ def _read(path: Path, only: str | None, check: Check | None) -> Snapshot:
     facts = None
     for name, written in manifest.files.items():
         if name == FACTS_FILE:
-            facts = _read_facts(path / name, written)
+            facts = read_facts(path / name, written)
         elif not name.endswith(SUFFIX):
             verify(path / name, written)
         elif not is_part(name) and only in (None, file := name.removesuffix(SUFFIX)):
@@ -236,16 +239,6 @@ def _read(path: Path, only: str | None, check: Check | None) -> Snapshot:
     if check is not None:
         check(snapshot)
     return snapshot
-
-
-def _read_facts(path: Path, written: Written) -> Any:
-    if written.size > MAX_FACTS_BYTES:
-        raise CheckpointError(f"{path.name} has {written.size} bytes, and can have {MAX_FACTS_BYTES} at most")
-    data = read_verified(path, written)
-    try:
-        return parse_json(data)
-    except ValueError as error:
-        raise CheckpointError(f"{FACTS_FILE} cannot be read: {error}") from error
 
 
 def _checked_manifest(path: Path) -> Manifest:

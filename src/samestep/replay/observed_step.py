@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from samestep.checkpoint.digest import as_hex, state_checksum
-from samestep.checkpoint.packing import DTYPES, write_tensors
+from samestep.checkpoint.packing import DTYPES
+from samestep.checkpoint.verified_files import write_tensors
 from samestep.data.batch import Batch, version_of
 from samestep.data.nested import leaves
 from samestep.engine.losses import MicrobatchLoss

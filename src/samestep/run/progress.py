@@ -79,6 +79,11 @@ def in_evaluation_mode(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if not module.training]
 
 
+def is_end_of(rest: Mapping[str, Any], epoch: int) -> bool:
+    """Whether the `rest` that `Progress` captured is of the end of an epoch, counted from 1."""
+    return len(rest["history"]) == epoch and not rest["epoch"]["num_batches"]
+
+
 class Progress:
     """The epochs of a trainer: the records of those that are done, and the one under way."""
 

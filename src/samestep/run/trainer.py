@@ -26,7 +26,7 @@ from samestep.errors import UsageError
 from samestep.files import CHECKPOINT_RETRIES
 from samestep.run.arguments import StepOptions, answers_unknown, current_rerun
 from samestep.run.hooks import Hooks
-from samestep.run.progress import Progress, enter_training_mode, make_loader, num_batches
+from samestep.run.progress import Progress, enter_training_mode, is_end_of, make_loader, num_batches
 from samestep.run.run import Run
 from samestep.run.signals import stopping_on_request
 from samestep.runs.history import EpochRecord, Goal, mean_of
@@ -178,7 +178,7 @@ class Trainer:
         from samestep.checkpoint.resume import weights_applied
 
         self._perform_on_main(self._log.finish_checkpoints)
-        with weights_applied(self.run.membership, self.step, folder / CHECKPOINT_FOLDER, best.epoch):
+        with weights_applied(self.run.membership, self.step, folder / CHECKPOINT_FOLDER, best.epoch, is_end_of):
             yield self.model
 
     def __repr__(self) -> str:
@@ -370,7 +370,8 @@ class Trainer:
                 self._perform_on_main(log.make_folder)
             if resumed is not None:
                 self._restore(resumed)
-                if goes_on and self.history and self.best is self.history[-1]:
+                is_end = self.history and not self._progress.epoch.num_batches
+                if goes_on and is_end and self.best is self.history[-1]:
                     self._perform_on_main(partial(name_best, resumed))
         except BaseException:
             log.unlock()

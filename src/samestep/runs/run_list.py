@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from samestep.checkpoint.manifest import MAX_FACTS_BYTES
 from samestep.checkpoint.paths import (
     CHECKPOINT_FOLDER,
     CONTRACT_FILE,
     FACTS_FILE,
     LEDGER_FILE,
+    MAX_FACTS_BYTES,
     METRICS_FILE,
     RESULT_FILE,
     is_locked,
