@@ -20,7 +20,7 @@ STARTING_MODULES = {
     "subprocess",
     "multiprocessing",
     "samestep.launcher.supervisor",
-    "samestep.verify.verdict",
+    "samestep.verify.program_runner",
 }
 STARTING_NAMES = {*STARTING_MODULES, "fork", "ask_torch", "check_ranks"}
 STARTING_TESTS = {  # the command that starts processes is only named by a string, or is a question to a child process

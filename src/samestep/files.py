@@ -1,7 +1,5 @@
 """Files: opened if they are regular ones, written whole or not at all, temporary names, errors with a remedy.
 
-The files of run folders: opened in place, written whole or not at all, temporary names, errors with a remedy.
-
 A run folder may be of unknown origin. So each of its files is opened by `open_regular`: a symbolic link in it could
 name any file of the user's, and a pipe or a device may have no end.
 """
@@ -63,6 +61,7 @@ MAX_SMALL_BYTES = 64 << 20
 MAX_LINE_BYTES = 16 << 20
 MAX_LEVELS = 200
 """Levels of lists and objects within each other in a file of JSON."""
+# No link is followed, and a pipe without a writer is opened without waiting.
 IN_PLACE = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 _NO_SPACE = {errno.ENOSPC, errno.EFBIG} | {getattr(errno, name) for name in ("EDQUOT",) if hasattr(errno, name)}
 _TEMPORARY = re.compile(r"\.tmp-.*-(?P<pid>\d+)-(?P<began>\d+)-(?P<host>[0-9a-f]{8})-[0-9a-f]{8}")
@@ -121,6 +120,7 @@ def make_folder(path: Path) -> None:
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Yields a temporary path to write to, synced and renamed to `path` on success; raises as `writing` does."""
+    # Synced before it is renamed: else a crash may leave the new name with a file whose content never reached the disk.
     temporary = temporary_name(path.parent, path.name)
     try:
         remove_leftovers(path.parent)

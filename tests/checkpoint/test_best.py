@@ -10,7 +10,7 @@ from samestep.checkpoint.storage import list_checkpoints
 from samestep.errors import UsageError
 from samestep.run.run import Run
 from samestep.run.trainer import Trainer
-from samestep.runs.history import EpochRecord, Goal
+from samestep.runs.history import BestMetric, EpochRecord
 
 
 def make(communicator, lr=0.1, **options):
@@ -32,16 +32,16 @@ def records(*values):
 
 def test_the_best_is_the_first_of_equal_ones_and_never_one_that_is_not_finite():
     nan = float("nan")
-    goal = Goal.of("loss", 2)
+    goal = BestMetric.of("loss", 2)
     assert goal.mode == "min"
-    assert Goal.of("accuracy", None).mode == "max"
-    assert Goal.of(("loss", "max"), None).best(records(1.0, 3.0, 2.0)).epoch == 2
+    assert BestMetric.of("accuracy", None).mode == "max"
+    assert BestMetric.of(("loss", "max"), None).best(records(1.0, 3.0, 2.0)).epoch == 2
     assert goal.best(records(nan, 2.0, 1.0, 1.0)).epoch == 3
     assert goal.best(records(None, nan)) is None
     assert not goal.is_given_up(records(1.0, 2.0))
     assert goal.is_given_up(records(1.0, None, 2.0, 1.0))  # as good is not better; epochs without a value do not count
     assert goal.is_given_up(records(nan, nan))
-    assert not Goal.of("loss", None).is_given_up(records(1.0, 2.0, 3.0, 4.0))
+    assert not BestMetric.of("loss", None).is_given_up(records(1.0, 2.0, 3.0, 4.0))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from train_programs import make_trainer, points
 from worlds import in_turns
 
 from samestep.checkpoint import contract_diff
-from samestep.checkpoint.contract_diff import ABSENT, BREAKING, UNMENTIONED, Change, differences, explain
+from samestep.checkpoint.contract_diff import ABSENT, BREAKING, UNMENTIONED, ContractChange, differences, explain
 
 CONTRACT = {
     "global_batch_size": 256,
@@ -87,15 +87,15 @@ def test_equal_contracts_agree_and_are_explained_by_nothing():
 )
 def test_each_field_breaks_is_told_or_is_left_unsaid(path, value):
     name, other = ".".join(path), OTHER_VALUES.get(type(value), lambda v: ["something"])(value)
-    expected = [] if name in UNSAID else [Change(name, value, other, name not in WARNED)]
+    expected = [] if name in UNSAID else [ContractChange(name, value, other, name not in WARNED)]
     assert differences(CONTRACT, changed(path, other)) == expected
 
 
 @pytest.mark.parametrize("path", [("loss_code",), ("options", "width"), ("versions", "cuda"), ("drop_last",)])
 def test_a_field_that_one_side_lacks_breaks_unless_another_version_wrote_it(path):
     value, lacking = dict(leaves(CONTRACT))[path], changed(path, ABSENT)
-    assert differences(lacking, CONTRACT) == [Change(".".join(path), ABSENT, value, True)]
-    assert differences(CONTRACT, lacking) == [Change(".".join(path), value, ABSENT, True)]
+    assert differences(lacking, CONTRACT) == [ContractChange(".".join(path), ABSENT, value, True)]
+    assert differences(CONTRACT, lacking) == [ContractChange(".".join(path), value, ABSENT, True)]
     lacking["versions"]["samestep"] = "0.2"
     found = {change.field: change.breaks for change in differences(lacking, CONTRACT)}
     assert found == {".".join(path): False, "versions.samestep": False}
@@ -103,17 +103,17 @@ def test_a_field_that_one_side_lacks_breaks_unless_another_version_wrote_it(path
 
 def test_none_that_one_side_does_not_record_is_no_difference():
     assert differences(changed(("max_grad_norm",), ABSENT), CONTRACT) == []
-    assert differences({"options": {"sizes": [1, 2]}}, {}) == [Change("options.sizes", [1, 2], ABSENT, True)]
+    assert differences({"options": {"sizes": [1, 2]}}, {}) == [ContractChange("options.sizes", [1, 2], ABSENT, True)]
 
 
 def test_unknown_fields_are_told_where_both_have_them_and_never_break():
-    assert differences({"later": 1}, {"later": 2}) == [Change("later", 1, 2, False)]
+    assert differences({"later": 1}, {"later": 2}) == [ContractChange("later", 1, 2, False)]
     assert differences({"later": 1}, {}) == differences({}, {"later": {"deep": 1}}) == []
-    assert differences({"later": {"deep": 1}}, {"later": {"deep": 2}}) == [Change("later.deep", 1, 2, False)]
+    assert differences({"later": {"deep": 1}}, {"later": {"deep": 2}}) == [ContractChange("later.deep", 1, 2, False)]
 
 
 def test_values_are_compared_as_what_they_are():
-    assert differences({"seed": 1}, {"seed": True}) == [Change("seed", 1, True, True)]
+    assert differences({"seed": 1}, {"seed": True}) == [ContractChange("seed", 1, True, True)]
     assert differences({"lr": float("nan")}, {"lr": float("nan")}) == []
     assert differences({"options": {"a": (1, 2)}}, {"options": {"a": [1, 2]}}) == []
     assert differences({"seed": 1}, {"seed": 1.0}) == []

@@ -174,7 +174,8 @@ def judging():
     from samestep.devices.selection import select
     from samestep.launcher.job import Job
     from samestep.launcher.supervisor import supervise
-    from samestep.verify.verdict import KeptPool, Program, ProgramRunner, reach_verdict
+    from samestep.verify.program_runner import KeptPool, Program, ProgramRunner
+    from samestep.verify.verdict import reach_verdict
 
     alone = select("cpu:1")
     pool = KeptPool.make(alone)

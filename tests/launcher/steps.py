@@ -31,7 +31,7 @@ def print_between_lines(count: int) -> None:
 
     if "STEPS_DO_NOT_WAIT" in os.environ:
         run_log.SHOWN_SECONDS = 0.0
-    display = run_log.Display(int(os.environ["RANK"]))
+    display = run_log.TrainingDisplay(int(os.environ["RANK"]))
     for number in range(count):
         display.line(f"{2 * number}")
         if os.environ["RANK"] == "0":

@@ -175,7 +175,7 @@ def test_an_early_server_is_taken_once_and_only_with_its_variables_and_else_kill
 UNASKED = """
     import importlib, os, sys
     from samestep.launcher.job import TRAINING
-    from samestep.verify.verdict import PRELOAD
+    from samestep.verify.program_runner import PRELOAD
 
     own = "samestep.recipes.training", "samestep.scripts.single_process"
     for name in ("torch.distributed", *TRAINING, *PRELOAD, *own):

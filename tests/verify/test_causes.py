@@ -23,7 +23,7 @@ from samestep.patch import applied
 from samestep.verify.causes.evidence import Evidence
 from samestep.verify.causes.means import divisor
 from samestep.verify.causes.table import CAUSES, Recorder
-from samestep.verify.verdict import RunSpec
+from samestep.verify.program_runner import RunSpec
 from samestep.verify.wraps import Wrap, patches_for
 
 BREAKERS = Path(__file__).resolve().parent / "breakers"

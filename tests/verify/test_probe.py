@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from samestep.verify.summaries import Batches, look_at
-from samestep.verify.verdict import RunSpec
+from samestep.verify.program_runner import RunSpec
+from samestep.verify.trained_batches import Batches, seen_batch
 from samestep.verify.wraps import wrapped
 
 PROGRAM = """
@@ -121,7 +121,7 @@ def test_what_a_program_prints_before_it_gives_up_is_told(runner_of, script):
     + [(index, None) for index in ([None, None], None, ["a", "b"], [[0], [1]])],
 )
 def test_indices_of_any_integer_type_are_sample_ids(index, ids):
-    assert look_at(index, [torch.randn(2, 3), torch.ones(2)]).ids == ids
+    assert seen_batch(index, [torch.randn(2, 3), torch.ones(2)]).ids == ids
 
 
 CLOSURE = """
@@ -178,10 +178,10 @@ def test_a_batch_counts_for_the_backward_of_its_own_forward_whatever_was_taken_a
         for _ in range(2):
             for number, (x, y) in enumerate(ahead(DataLoader(data, batch_size=4)), 1):
                 loss = (model(x).squeeze(1) - y).square().mean()
-                batches.note_backward()
+                batches.mark_trained()
                 loss.backward()
                 if number % num_steps == 0:
-                    taken.append(batches.take()["ids"])
+                    taken.append(batches.pop_trained()["ids"])
             for x, _ in DataLoader(held_out, batch_size=4):
                 model(x)  # an evaluation that does not switch gradients off
     size = 4 * num_steps

@@ -126,6 +126,7 @@ def model_form(model: nn.Module, sharding: ShardedState | None = None) -> dict[s
 
     Code is that of the classes of its modules, those of torch aside.
     """
+    # As on several ranks: there a local shard has the shape of its whole tensor, and the form must not depend on ranks.
     named = dict(local_tensors(model, sharding, SEVERAL))
     text = "\n".join(f"{name} {tensor.dtype} {list(tensor.shape)}" for name, tensor in named.items())
     elements = sum(named[name].shape.numel() for name, _ in model.named_parameters())
@@ -148,6 +149,7 @@ def code_hash(function: Callable[..., Any]) -> str | None:
 
     Functions that it calls are not part of it. It is the same under every version of Python.
     """
+    # Arguments that a partial binds are no code; a loss with other weights has to be told by a field of the contract.
     while isinstance(function, partial):
         function = function.func
     source = function if inspect.isroutine(function) or inspect.isclass(function) else type(function)

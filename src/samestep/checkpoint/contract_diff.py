@@ -57,7 +57,7 @@ ABSENT: Final = "(not recorded)"
 
 
 @dataclass(frozen=True)
-class Change:
+class ContractChange:
     """A field that differs between two contracts."""
 
     field: str  # its keys, joined by dots
@@ -66,7 +66,7 @@ class Change:
     breaks: bool  # whether the bits depend on it
 
 
-def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]:
+def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[ContractChange]:
     """The fields that differ between two contracts: those that break the bits first, each kind in the table's order.
 
     A field that only one side has breaks if it is in the table and both were written by one version of samestep, since
@@ -80,12 +80,12 @@ def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Cha
         alone = (name in old) != (name in new)
         if _unmentioned(name) or _same(one, other) or (alone and (known is None or one is None or other is None)):
             continue
-        changes.append(Change(name, one, other, known is not None and (same_writer or not alone)))
+        changes.append(ContractChange(name, one, other, known is not None and (same_writer or not alone)))
     order = {entry: number for number, entry in enumerate(BREAKING)}
     return sorted(changes, key=lambda c: (not c.breaks, order.get(_entry(c.field) or "", len(order)), c.field))
 
 
-def explain(changes: Sequence[Change]) -> str:
+def explain(changes: Sequence[ContractChange]) -> str:
     """The changes, a line a field: "  seed: 0 before, 1 now (decides the order of the samples, …)"; "" for none."""
     parts = (
         ("these decide the bits:", [change for change in changes if change.breaks]),
@@ -94,7 +94,7 @@ def explain(changes: Sequence[Change]) -> str:
     return "\n".join(line for title, some in parts if some for line in (title, *map(_line, some)))
 
 
-def check_contract_kept(changes: Sequence[Change], allow_change: bool) -> None:
+def check_contract_kept(changes: Sequence[ContractChange], allow_change: bool) -> None:
     """Raises a `ContractError` that lists all changes, if one decides the bits and that is not allowed."""
     if any(change.breaks for change in changes) and not allow_change:
         raise ContractError(
@@ -110,7 +110,7 @@ def decides(field: str) -> str | None:
     return None if entry is None else BREAKING[entry]
 
 
-def _line(change: Change) -> str:
+def _line(change: ContractChange) -> str:
     """The line of a change."""
     reason = f" (decides {decides(change.field)})" if change.breaks else ""
     return f"  {change.field}: {shown(change.before)} before, {shown(change.after)} now{reason}"

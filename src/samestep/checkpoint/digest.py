@@ -165,6 +165,9 @@ def _checksum(
 
 def sum_of_rows(tensors: Sequence[Tensor | LocalShard], over: Communicator | None) -> Tensor:
     """The sum over all rows of their scattered sums, 0-d int64; a collective call if there are local shards in it."""
+    # Two kinds of rows: the first `num_rest` hold, side by side, what fills no row of its own, the others full rows of
+    # each tensor. A rank's elements may begin and end within a row: full rows are summed in place, the others are
+    # copied into `stage`, with zeros where the elements of other ranks are.
     rank, ranks = (0, 1) if over is None else (over.rank, over.world_size)
     held = [value.local if isinstance(value, LocalShard) else value for value in tensors]
     main = next((each.device for each in held if each.device.type != "cpu"), torch.device("cpu"))
@@ -172,7 +175,7 @@ def sum_of_rows(tensors: Sequence[Tensor | LocalShard], over: Communicator | Non
     num_rest = max(1, -(-sum(-(-(size % ROW_BYTES) // _SLOT_BYTES) * _SLOT_BYTES for size in sizes) // ROW_BYTES))
     num_rows = num_rest + sum(size // ROW_BYTES for size in sizes)
     share = -(-num_rows // ranks)
-    sums = torch.zeros(share * ranks, dtype=torch.int64, device=main)
+    sums = torch.zeros(share * ranks, dtype=torch.int64, device=main)  # [rows], rounded up to equal shares
     partial: dict[torch.device, list[tuple[int, Tensor]]] = {}  # (place among all rows in bytes, bytes of one row)
     rest_at, rows_at = 0, num_rest * ROW_BYTES
     for value, each, size in zip(tensors, held, sizes, strict=True):
@@ -218,6 +221,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 def _row_sums(data: Tensor) -> Tensor:
     """The weighted sum of each row, int64 [rows], of bytes that fill rows."""
+    # Products are [rows, ROW_WORDS] int64, which wrap around modulo 2^64; in blocks, since they are twice the data.
     aligned = data if data.storage_offset() % 4 == 0 else data.clone()
     words, weights = aligned.view(torch.int32).view(-1, ROW_WORDS), random_words(0, ROW_WORDS, data.device)
     blocks = words.split(_CPU_BLOCK_ROWS if data.device.type == "cpu" else _BLOCK_ROWS)

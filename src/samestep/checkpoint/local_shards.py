@@ -25,7 +25,7 @@ _OPTIMIZER_STATE = re.compile(r"optimizer\.(\d+)\.state\.(\d+)\.[^.]+")
 
 
 @dataclass(frozen=True)
-class Layout:
+class ShardSpec:
     """How the tensors of a checkpoint's files are sharded in this program."""
 
     models: Mapping[str, Mapping[str, Sharding]]  # by file and name, of sharded parameters
@@ -132,6 +132,7 @@ def whole_tensors(files: StoredFiles) -> dict[str, dict[str, Tensor]]:
 
 
 def _held(value: Any, world_size: int) -> Any:
+    # On one rank the state is that of an unsharded run, to be read by programs that know of no shards.
     return value.local.view(value.shape) if world_size == 1 and isinstance(value, LocalShard) else value
 
 

@@ -42,7 +42,7 @@ _DICT_OF: dict[str, Callable[[], Any]] = {tag: kind for kind, tag in _DICTS.item
 
 
 @dataclass(frozen=True)
-class Packed:
+class PackedState:
     """A nested state in two parts.
 
     Attributes:
@@ -55,7 +55,7 @@ class Packed:
     facts: Any
 
 
-def pack(value: Any, prefix: str) -> Packed:
+def pack(value: Any, prefix: str) -> PackedState:
     """Takes a nested state apart.
 
     It may hold, nested in any way: tensors, NumPy arrays and scalars of numbers, None, bool, int, float, str; dict,
@@ -66,7 +66,7 @@ def pack(value: Any, prefix: str) -> Packed:
     with suppress(RecursionError):
         facts = packer.pack(value, prefix)
         if not is_nested_beyond(facts, MAX_NESTING):
-            return Packed(packer.tensors, facts)
+            return PackedState(packer.tensors, facts)
     raise UsageError(
         f"{prefix or 'the state'} is nested too deeply for a checkpoint, or contains itself; needed: at most"
         f" {MAX_NESTING} levels of JSON's lists and objects within each other"
@@ -87,6 +87,8 @@ def unpack(facts: Any, tensors: Mapping[str, Any]) -> Any:
 
 def check_packed(facts: Any, tensors: Mapping[str, Tensor], prefix: str) -> None:
     """Raises a `CheckpointError` unless facts and tensors unpack to a state that packs to the same facts."""
+    # Whatever is not in this version's form, a type in the place of another or strides that leave gaps, packs to other
+    # facts than those that it was unpacked from: no rule is needed for each of them.
     with as_bad_checkpoint(UNREADABLE, CheckpointError):
         if json.dumps(_Packer().pack(_unpack(facts, tensors), prefix)) == json.dumps(facts):
             return
@@ -113,6 +115,7 @@ class _Packer:
 
     def pack(self, value: Any, path: str) -> Any:
         """The JSON of a value at the place `path` of the state."""
+        # Its type itself: an object of a subclass would come back as one of the class.
         kind = type(value)
         if value is None or kind is bool:
             return value
@@ -167,6 +170,7 @@ class _Packer:
 
     def _store(self, tensor: Tensor | LocalShard, path: str) -> str:
         """Stores a tensor under the name of its place, or a free one like it."""
+        # A key may have a dot in it: two places may have one path.
         stem = path.encode("utf-8", "backslashreplace").decode() or "value"
         name, number = stem, 2
         while name in self.tensors or name == METADATA:

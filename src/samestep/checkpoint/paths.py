@@ -106,6 +106,7 @@ def check_entries(folder: Path) -> None:
 
     The folder itself may be a link.
     """
+    # All at once and before anything is written: a link in a folder of unknown origin may name any file of the user's.
     for name in OWN_NAMES:
         try:
             check_kind(folder / name, may_be_folder=True)
@@ -148,7 +149,9 @@ def remove_if_unused(folder: Path) -> None:
 class FolderLock:
     """A lock that `take_lock` took, held until it is given back or this process ends.
 
-    `changed` is the folder's modification time before the file was in it, in nanoseconds since 1970.
+    Runs are listed by the time at which their folder changed last, and the file of the lock is an entry of the folder:
+    a process that locks a folder and does nothing in it leaves the folder's time as it was. `changed` is that time, the
+    folder's modification time before the file was in it, in nanoseconds since 1970.
     """
 
     def __init__(self, path: Path, file: IO[bytes], changed: int) -> None:
@@ -187,6 +190,8 @@ def take_lock(
         file = open_unbuffered(path, "a+b")
         try:
             is_locked, reason = _try_to_lock(file)
+            # The holder removes the file when it ends. A process that opened the file before then locks one that has no
+            # name any more, beside the one that a third process makes: the lock counts only if the name is still its.
             if is_locked and not is_at(path, file):  # its holder has given it back and removed the file
                 file.close()
                 continue

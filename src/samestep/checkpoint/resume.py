@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samestep.checkpoint.contract_diff import Change, check_contract_kept, differences, explain, shown
-from samestep.checkpoint.local_shards import Layout, Stored, whole_tensors
+from samestep.checkpoint.contract_diff import ContractChange, check_contract_kept, differences, explain, shown
+from samestep.checkpoint.local_shards import ShardSpec, Stored, whole_tensors
 from samestep.checkpoint.packing import as_bad_checkpoint
 from samestep.checkpoint.paths import CHECKPOINT_FOLDER, holds_run
 from samestep.checkpoint.state import (
@@ -20,10 +20,10 @@ from samestep.checkpoint.state import (
     Steps,
     check_captured,
     check_fits,
-    layout_of,
     load_model,
     model_tensors,
     rest_of,
+    shard_spec_of,
 )
 from samestep.checkpoint.storage import (
     BEST_FILE,
@@ -77,7 +77,7 @@ def receive_state(membership: Membership, step: Steps, find: Callable[[], Resume
 
     def attempt() -> Resumed | None:
         found = on_main(membership.communicator, lambda: membership.heartbeat.call("files", find))
-        return broadcast_state(membership.communicator, found, layout=layout_of(step))
+        return broadcast_state(membership.communicator, found, shard_spec=shard_spec_of(step))
 
     return membership.perform(attempt)
 
@@ -97,6 +97,7 @@ def weights_applied(
     another model.
     """
 
+    # Read on rank 0, and applied on each: the best checkpoint may be of a run on other ranks.
     def find() -> Resumed:
         there = "no best checkpoint"
         if (folder / BEST_FILE).is_file():
@@ -218,7 +219,7 @@ def check_state(
     allow_change: bool,
     folder: Path | None,
     tell: Callable[[str], None],
-) -> list[Change]:
+) -> list[ContractChange]:
     """Compares a state with the program that is to go on from it, and its contract with the program's, `now`."""
     with as_bad_checkpoint(NOT_OURS):
         changes = differences(state.rest["contract"], now)
@@ -237,11 +238,11 @@ def check_state(
 
 
 def broadcast_state(
-    communicator: Communicator, state: Resumed | None, source: int = 0, layout: Layout | None = None
+    communicator: Communicator, state: Resumed | None, source: int = 0, shard_spec: ShardSpec | None = None
 ) -> Resumed | None:
     """The state of rank `source` on every rank, None if it has none; a collective call.
 
-    One tensor at a time is whole on all ranks; of those that are sharded by `layout` the others keep their local shard.
+    One tensor at a time is whole on all ranks; of those that `shard_spec` shards the others keep their local shard.
     """
     if communicator.world_size == 1:
         return state
@@ -254,13 +255,15 @@ def broadcast_state(
         files[file] = {}
         for name, (dtype, shape) in forms.items():
             whole = _whole(state, file, name) if ours else torch.empty(shape, dtype=getattr(torch, dtype))
-            if whole.numel() > 0:
+            if whole.numel() > 0:  # as bytes: backends do not send every dtype
                 data = whole.reshape(-1).view(torch.uint8)
                 data.copy_(communicator.share(data if ours else None, source))
-            sharding = None if ours or layout is None else layout.sharding_of(file, name, whole.shape)
+            sharding = None if ours or shard_spec is None else shard_spec.sharding_of(file, name, whole.shape)
             files[file][name] = whole
-            if sharding is not None and layout is not None:  # in memory of its own, so that that of the whole is freed
-                files[file][name] = LocalShard(sharding.part(whole, layout.rank).clone(), sharding)
+            if (
+                sharding is not None and shard_spec is not None
+            ):  # in memory of its own, so that that of the whole is freed
+                files[file][name] = LocalShard(sharding.part(whole, shard_spec.rank).clone(), sharding)
     folder = None if head["folder"] is None else Path(head["folder"])
     return Resumed(head["name"], Snapshot(head["step"], files, head["facts"]), folder, head["newer"])
 

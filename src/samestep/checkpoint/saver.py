@@ -60,6 +60,7 @@ class CheckpointSaver:
     def to_host_copy(self, files: Mapping[str, Mapping[str, Tensor]]) -> HostFiles:
         """`to_host_copy` into memory of earlier copies, at most two; if saved, a copy holds until it is written."""
         self._reap(wait=False)
+        # Two suffice: one that the thread reads, and one for the next state.
         for number, buffers in enumerate(self._buffers):
             if not any(id(tensor) in self._in_use for tensors in buffers.values() for tensor in tensors.values()):
                 self._buffers[number] = to_host_copy(files, reuse=buffers)
@@ -244,7 +245,7 @@ def _write_parts(
                 mine.append(write_part(temporary / part_name(file, rank, ranks), own, rank))
     except RunFolderError as failure:
         error = failure
-    raise_together(communicator, error)
+    raise_together(communicator, error)  # before the exchange: a rank without its file has no checksum to send
     words = [word for written in mine for word in _as_words(written)] if writes else [0] * _WORDS * len(shards)
     rows = communicator.gather_words(words)[:ranks]
     return {

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from samestep.checkpoint.local_shards import (
     SEVERAL,
-    Layout,
+    ShardSpec,
     Stored,
     held_by,
     local_part,
@@ -88,7 +88,7 @@ def capture(step: Steps, rest: Mapping[str, Any]) -> Snapshot:
     return Snapshot(sum(each.num_steps for each in parts.steps), files, facts)
 
 
-def layout_of(step: Steps) -> Layout:
+def shard_spec_of(step: Steps) -> ShardSpec:
     """How the tensors of a captured state are sharded in this program."""
     parts = _parts(step)
     models = {
@@ -99,7 +99,7 @@ def layout_of(step: Steps) -> Layout:
     for optimizer, sharded in parts.optimizers:
         of = {} if sharded is None else {id(part): sharded.shardings.get(name) for name, part in sharded.parts.items()}
         optimizers.append([of.get(id(parameter)) for parameter in held_by(optimizer)])
-    return Layout(models, optimizers, parts.steps[0].state_communicator.rank)
+    return ShardSpec(models, optimizers, parts.steps[0].state_communicator.rank)
 
 
 def rest_of(state: Snapshot) -> dict[str, Any]:
@@ -183,6 +183,8 @@ def restore(step: Steps, state: Snapshot) -> dict[str, Any]:
 
 
 def _restore(parts: _Parts, others: Mapping[str, Any], state: Snapshot) -> dict[str, Any]:
+    # Values before what is kept beside them: extra states may refer to parameters. Generators last: what is loaded
+    # before them may draw. Parameters that a forward has left unsharded hold the values from before (`after_load`).
     rank = parts.steps[0].state_communicator.rank
     for name, (model, sharded) in parts.models.items():
         load_model(model, state.files[name], sharded, rank)
@@ -299,6 +301,7 @@ def not_persistent(model: nn.Module) -> list[str]:
 
 
 def _parts(step: Steps) -> _Parts:
+    # By identity, in the order of the steps: the two steps of a GAN share a model, and name it once.
     steps = (step,) if isinstance(step, TrainStep) else tuple(step)
     models = {id(each.model): (each.model, each.sharded_state) for each in steps}.values()
     began = {id(each.model): each.began_trained for each in reversed(steps)}  # by the first step of a model

@@ -118,6 +118,7 @@ def begin_checkpoint(folder: Path, step: int, replace: bool) -> Path | None:
             folder.mkdir(parents=True, exist_ok=True)
             sync_folder(folder.parent)
         remove_leftovers(folder)
+        # A writer that was killed between the two renames of a replacement has left the older one under this name.
         for aside in folder.glob(f"step-*{_REPLACED}/"):
             home = aside.with_suffix("")
             _discard(aside) if home.is_dir() else aside.rename(home)
@@ -140,6 +141,8 @@ def complete_checkpoint(
         if temporary is not None:
             _fill(temporary, snapshot, parts)
             _move_into_place(temporary, target, replace)
+        # After the rename: these files may name an older checkpoint, never one that is not there. And before older ones
+        # are removed: the best one is kept by its name in `best`.
         point_to(folder, LATEST_FILE, target.name)
         if snapshot.is_best:
             point_to(folder, BEST_FILE, target.name)
@@ -281,6 +284,8 @@ def _differ(path: Path, other: Path) -> bool:
 def _move_into_place(temporary: Path, target: Path, replace: bool) -> None:
     """Renames a complete checkpoint; a good one that is there is kept, unless it is replaced by another content."""
     aside = target.with_suffix(_REPLACED)
+    # A rename fails if its name is taken: by an earlier checkpoint of this step, by a damaged one, or by one of another
+    # process. What is there is verified then, set aside if it is to be replaced, and the rename tried again.
     for attempt in range(_RENAMES):
         try:
             temporary.rename(target)
@@ -317,7 +322,7 @@ def _remove_older(folder: Path, step: int, keep: int) -> None:
             continue
         if kept >= keep:
             _discard(path)
-        elif _is_complete(path):
+        elif _is_complete(path):  # else no good one is removed for its sake
             kept += 1
 
 

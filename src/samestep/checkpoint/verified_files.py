@@ -70,7 +70,7 @@ class Manifest:
 def seal(path: Path) -> Written:
     """Waits until a file that was just written is on the disk, and hashes it; raises an `OSError`."""
     with path.open("rb") as file:
-        os.fsync(file.fileno())
+        os.fsync(file.fileno())  # first: an error of the disk comes before there is a checksum
         return Written(os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest())
 
 

@@ -13,8 +13,8 @@ from samestep.text import counted, make_console, make_table, print_table
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from samestep.checkpoint.contract_diff import Change
-    from samestep.runs.ledger import Difference, Extent, Ledger
+    from samestep.checkpoint.contract_diff import ContractChange
+    from samestep.runs.ledger import Extent, Ledger, LedgerDifference
 
 SHOWN_STEPS = 20
 SHOWN_NOTES = 5
@@ -31,8 +31,8 @@ class _Comparison:
     paths: tuple[Path, Path]
     ledgers: "tuple[Ledger, Ledger]"
     extent: "Extent"
-    difference: "Difference | None"
-    changes: "list[Change] | None"  # of the contracts; None if one of them cannot be read
+    difference: "LedgerDifference | None"
+    changes: "list[ContractChange] | None"  # of the contracts; None if one of them cannot be read
 
 
 @app.command("diff", cls=Command)
@@ -120,7 +120,7 @@ def _notes(ledger: "Ledger") -> list[str]:
     return [*notes, f"{left} more like these"] if left else notes
 
 
-def _headline(difference: "Difference | None", reach: "Extent") -> str:
+def _headline(difference: "LedgerDifference | None", reach: "Extent") -> str:
     """The result of a comparison in one sentence."""
     from samestep.runs.ledger import field_name
 

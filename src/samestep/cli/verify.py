@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from samestep.devices.selection import Selection
-    from samestep.verify.verdict import Named, Program, Verdict
+    from samestep.verify.program_runner import Program
+    from samestep.verify.verdict import Named, Verdict
 
 TIERS = {
     "bitwise": "every bit is equal",
@@ -105,7 +106,7 @@ def verify(
     from samestep.checks import check_choice
     from samestep.comm.environment import read_environment
     from samestep.errors import UsageError
-    from samestep.verify.verdict import ProgramRunner, Stopped
+    from samestep.verify.program_runner import ProgramRunner, Stopped
 
     if not program:
         raise UsageError("there is nothing to verify; give a script or a recipe: samestep verify train.py")
@@ -190,7 +191,7 @@ def _program(
     from samestep.errors import UsageError
     from samestep.launcher.job import Job
     from samestep.scripts.script_analysis import reads_as
-    from samestep.verify.verdict import Program
+    from samestep.verify.program_runner import Program
 
     name, *arguments = program
     given = [f"--{option.replace('_', '-')}" for option, value in options.items() if value is not None]

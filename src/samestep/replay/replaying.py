@@ -31,9 +31,9 @@ from samestep.replay.views import Check, Replay, StepView, Tier
 from samestep.run.arguments import StepOptions, rerunning
 from samestep.run.trainer import Trainer
 from samestep.runs.ledger import (
-    Difference,
     FieldDifference,
     Ledger,
+    LedgerDifference,
     cause,
     differing_fields,
     learning_rates,
@@ -445,7 +445,7 @@ def _check(rerun: ProgramRerun, tier: Tier) -> Check:
         if not agreed and rerun.first == bad.step:
             proven = bad.step - 1  # the replay began with the recorded state
         knows_samples = rerun.view is not None and rerun.view.samples is not None
-        reason = cause(Difference(bad.step, bad.fields, len(agreed), proven, knows_samples))
+        reason = cause(LedgerDifference(bad.step, bad.fields, len(agreed), proven, knows_samples))
     return Check(
         tier=tier,
         first=rerun.first or 0,

@@ -9,7 +9,7 @@ import torch
 from rich.markup import escape
 from torch import Tensor
 
-from samestep.checkpoint.contract_diff import Change
+from samestep.checkpoint.contract_diff import ContractChange
 from samestep.engine.losses import wide_dtype
 from samestep.runs.ledger import FieldDifference, changes_table, fields_table
 from samestep.text import counted, make_table, print_table
@@ -244,7 +244,7 @@ class Replay:
     start: str | None  # the checkpoint's name; None for the beginning of the run
     view: StepView
     check: Check
-    changes: Sequence[Change]  # from the recorded run's contract to that of the replay
+    changes: Sequence[ContractChange]  # from the recorded run's contract to that of the replay
     notes: Sequence[str]
     saved: str | None  # the folder with the tensors
 

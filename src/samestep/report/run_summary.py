@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from samestep.checkpoint.contract_diff import Change, differences
+from samestep.checkpoint.contract_diff import ContractChange, differences
 from samestep.checkpoint.paths import CONTRACT_FILE, LEDGER_FILE, METRICS_FILE, RESULT_FILE
 from samestep.errors import UsageError
 from samestep.report.formatting import command_text, number, optimizer_text
@@ -29,9 +29,9 @@ from samestep.report.reader import (
 from samestep.runs.curves import Curve
 from samestep.runs.ledger import (
     FINAL_DIGEST,
-    Difference,
     Extent,
     Ledger,
+    LedgerDifference,
     cause,
     compare,
     extent,
@@ -81,9 +81,9 @@ class Comparison:
 
     first: str
     other: str
-    changes: tuple[Change, ...]
+    changes: tuple[ContractChange, ...]
     extent: Extent
-    difference: Difference | None  # the first step that differs
+    difference: LedgerDifference | None  # the first step that differs
     lengths: tuple[int, int]  # steps of each
 
     @property
@@ -128,7 +128,7 @@ class Comparison:
 
 
 def compare_runs(
-    first: str, first_ledger: Ledger, other: str, other_ledger: Ledger, changes: Sequence[Change]
+    first: str, first_ledger: Ledger, other: str, other_ledger: Ledger, changes: Sequence[ContractChange]
 ) -> Comparison:
     """Compares two runs by name and ledger; their numbers of devices may differ."""
     lengths = (len(first_ledger.steps), len(other_ledger.steps))
@@ -136,7 +136,7 @@ def compare_runs(
     return Comparison(first, other, tuple(changes), span, compare(first_ledger, other_ledger), lengths)
 
 
-def _different(difference: Difference, num_equal: int) -> str:
+def _different(difference: LedgerDifference, num_equal: int) -> str:
     first = difference.fields[0]
     since = f"after {counted(num_equal, 'equal step')}" if num_equal else "from the first step on"
     is_final = first.field == FINAL_DIGEST

@@ -73,6 +73,7 @@ def _evaluate(
     communicator, mine = membership.communicator, membership.mine
     width = 2 * len(of_sums)
     empty = torch.zeros(len(mine), width, dtype=wide_dtype(communicator.device), device=communicator.device)
+    # A row for each microbatch: sums of a rank's own would depend on which microbatches it has.
     rows: list[Tensor] = []  # of each batch: [microbatches of this rank, total and count of each metric]
     states: dict[int, dict[str, Any]] = {}  # of this batch, by microbatch
     for metric in of_states.values():

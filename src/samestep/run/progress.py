@@ -104,6 +104,8 @@ class Progress:
 
         A program with other calls than those of the state is left to what its arguments say.
         """
+        # A call is told by its arguments: `fit(data, 1)` in a loop is known by its number alone, and a program that was
+        # changed in between begins to differ at the first call that is not the recorded one.
         number, self._num_calls = self._num_calls, self._num_calls + 1
         if self._calls[number : number + 1] and self._calls[number][:2] == [epochs, max_steps]:
             return True, self._calls[number][2]
@@ -213,6 +215,7 @@ class Progress:
             calls = [[epochs, max_steps, done] for epochs, max_steps, done in rest["calls"]]
             check_alike("calls of fit", calls, [[0, 0, 0] for _ in calls])
             check_alike("modules in evaluation mode", rest["evaluating"], [""] * len(rest["evaluating"]))
+        # The generators of the state wait for `go_on`, as the loader does: the program may draw until then.
         generators = generator_states(device)
         self._waiting = restore(self._step, resumed.snapshot)
         self._waiting["generators"] = generator_states(device)

@@ -182,7 +182,7 @@ class Run:
             from samestep.devices.selection import describe_unused_cores  # not loaded by workers
 
             self.membership.notice(describe_unused_cores(count))
-        seed_process(seed)
+        seed_process(seed)  # last: nothing above moves the generators by which the script makes its model
 
     @property
     def communicator(self) -> Communicator:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from samestep.checkpoint.contract import loader_contract, step_contract
-from samestep.checkpoint.contract_diff import Change
+from samestep.checkpoint.contract_diff import ContractChange
 from samestep.checkpoint.digest import state_digest
 from samestep.checkpoint.local_shards import is_sharded
 from samestep.checkpoint.paths import CHECKPOINT_FOLDER, WEIGHTS_FILE
@@ -29,7 +29,7 @@ from samestep.run.hooks import Hooks
 from samestep.run.progress import Progress, enter_training_mode, is_end_of, make_loader, num_batches
 from samestep.run.run import Run
 from samestep.run.signals import stopping_on_request
-from samestep.runs.history import EpochRecord, Goal, mean_of
+from samestep.runs.history import BestMetric, EpochRecord, mean_of
 from samestep.runs.ledger import learning_rates
 from samestep.runs.recorder import Logger
 from samestep.runs.run_log import RunLog, check_counts
@@ -128,7 +128,7 @@ class Trainer:
         }
         self._progress = Progress(run, self.step)
         check_counts(patience=patience)
-        self._goal = Goal.of(best, patience)
+        self._best_metric = BestMetric.of(best, patience)
         self._log = RunLog(
             run.membership,
             self.step,
@@ -154,7 +154,7 @@ class Trainer:
     @property
     def best(self) -> EpochRecord | None:
         """The record of the best epoch so far by the metric `best`."""
-        return None if self._goal is None else self._goal.best(self.history)
+        return None if self._best_metric is None else self._best_metric.best(self.history)
 
     @contextmanager
     def best_weights(self) -> Iterator[nn.Module]:
@@ -254,8 +254,8 @@ class Trainer:
         check_counts(epochs=epochs, max_steps=max_steps, eval_every=eval_every)
         if eval_data is not None and not metrics:
             raise UsageError("eval_data needs metrics, for example metrics={'accuracy': samestep.metrics.accuracy}")
-        if self._goal is not None:
-            self._goal.check(metrics, eval_data is not None)
+        if self._best_metric is not None:
+            self._best_metric.check(metrics, eval_data is not None)
         if (rerun := current_rerun()) is not None:
             resume, allow_contract_change = rerun.checkpoint(self), True
         progress, self._resume = self._progress, resume
@@ -266,6 +266,8 @@ class Trainer:
             if not isinstance(eval_data, Loader):
                 eval_data = self.run.loader(eval_data, num_workers=num_workers, collate_fn=collate_fn)
             check_forward(eval_data, forward)
+        # The folder is opened by the first call that has something to do with it, since only a loader tells the
+        # contract which samples make a step.
         log, joins = self._log, self.run.membership.is_late
         if not log.has_begun:
             self._contract = {**loader_contract(loader), **self._contract}
@@ -273,6 +275,7 @@ class Trainer:
                 self._join()
             else:
                 self._open(resume, allow_contract_change)
+        # A resumed program makes the calls of the first one again: those that the state has behind it end at once.
         is_known, end = progress.begin_call(epochs, max_steps)
         if not is_known and epochs is not None:
             end = (self._planned or 0) + epochs
@@ -291,14 +294,15 @@ class Trainer:
                 progress.go_on(loader)
                 if self._is_over() and not progress.is_complete(loader):
                     self._say_over()
+                # An epoch may be complete and have no record: the state was captured between its last step and its end.
                 while progress.is_complete(loader) or not self._is_over():
                     record = self._train_epoch(loader)
                     if record is None:
                         break
                     if eval_data is not None and metrics and record.epoch % eval_every == 0:
                         record = replace(record, eval=self.evaluate(eval_data, metrics, forward=forward))
-                        if self._goal is not None:
-                            self._goal.check_measured(record.eval)
+                        if self._best_metric is not None:
+                            self._best_metric.check_measured(record.eval)
                         self._hooks.call("on_evaluation_end", record.eval)
                     self._end_epoch(loader, record)
                 if progress.epoch.num_batches > 0:
@@ -352,7 +356,7 @@ class Trainer:
         """Restores a state, if there is one to resume from, and opens the log; see `fit`."""
         log, membership = self._log, self.run.membership
         resumed: Resumed | None = None
-        changes: list[Change] = []
+        changes: list[ContractChange] = []
         goes_on = False
         try:
             if resume is not None:
@@ -379,7 +383,7 @@ class Trainer:
         log.has_begun = True
         source = None if resumed is None else resumed.name
         # Done by another rank, if rank 0 is lost meanwhile.
-        self._perform_on_main(lambda: log.begin(self._contract, goes_on, source, changes))
+        self._perform_on_main(lambda: log.record_start(self._contract, goes_on, source, changes))
 
     def _join(self) -> None:
         """Receives the state of a run under way, in a worker that was started late."""
@@ -415,14 +419,14 @@ class Trainer:
         """Whether the call of `fit` is to end now; the same on all ranks."""
         if self._max_steps is not None and self.step.num_steps >= self._max_steps:
             return True
-        if self._goal is not None and self._goal.is_given_up(self.history):
+        if self._best_metric is not None and self._best_metric.is_given_up(self.history):
             return True
         is_planned = self._planned is not None and len(self.history) >= self._planned
         return is_planned or self.run.membership.stop == END_OF_FIT
 
     def _say_over(self) -> None:
         """Says why a call of `fit` has nothing to do."""
-        is_given_up = self._goal is not None and self._goal.is_given_up(self.history)
+        is_given_up = self._best_metric is not None and self._best_metric.is_given_up(self.history)
         how = "patience has ended the run" if is_given_up else "more by epochs or max_steps (--epochs, --max-steps)"
         done = f"{counted(len(self.history), 'epoch')} and {counted(self.step.num_steps, 'step')}"
         self.say(f"nothing to train: {done} are done; {how}")
@@ -441,7 +445,7 @@ class Trainer:
 
         def give(communicator: Communicator, source: int) -> None:
             if communicator.rank == source:
-                log.settle(progress.epoch, wait=True)
+                log.record_arrived(progress.epoch, wait=True)
             progress.give(communicator, source, loader, batch, self._contract)
 
         for batch in progress.batches(loader):
@@ -450,11 +454,11 @@ class Trainer:
                 membership.give = give
             result = self.step(batch)
             membership.give = None
-            log.note(result, batch, rates)
+            log.remember_step(result, batch, rates)
             epoch.num_samples += result.num_samples
             epoch.num_batches += 1
             epoch.seconds = before + time.perf_counter() - start
-            log.settle(epoch, wait=False)
+            log.record_arrived(epoch, wait=False)
             self._attend(loader)
             if log.display.is_due():
                 speed = (epoch.num_samples - first) / (time.perf_counter() - start)
@@ -464,7 +468,7 @@ class Trainer:
                 break
         if epoch.num_batches == 0:
             raise UsageError("the loader gave no batch: a dataset smaller than a batch with drop_last=True?")
-        log.settle(epoch, wait=True)
+        log.record_arrived(epoch, wait=True)
         self.step.check()
         if is_cut:
             return None
@@ -476,7 +480,7 @@ class Trainer:
     def _attend(self, loader: Loader | DataLoader[Any]) -> None:
         """Between two steps: records healed failures, handles finished checkpoints, due ones and requests to stop."""
         log = self._log
-        log.note_healed(self._progress.epoch)
+        log.record_healings(self._progress.epoch)
         log.poll()
         if self.run.membership.stop not in (0, END_OF_FIT):
             self._stop(loader)
@@ -536,7 +540,7 @@ class Trainer:
     def _end_epoch(self, loader: Loader | DataLoader[Any], record: EpochRecord) -> None:
         """Records and shows an epoch, keeps the best, and agrees on whether it is the last one."""
         log, membership = self._log, self.run.membership
-        log.note_healed(self._progress.epoch)
+        log.record_healings(self._progress.epoch)
         self._progress.add(record)
         shown = [self._epoch_line] if self._epoch_line else [(name, f"test {name}") for name in record.eval]
         log.epoch(record, record.describe(shown))
@@ -577,7 +581,7 @@ class Trainer:
             self._ended_at = self.step.num_steps
 
         def attempt() -> None:
-            log.note_healed(self._progress.epoch)
+            log.record_healings(self._progress.epoch)
             if not is_sharded(self.step):
                 on_main(self.run.communicator, end_on_main)
                 return

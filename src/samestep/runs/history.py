@@ -54,7 +54,7 @@ class EpochRecord:
 
 
 @dataclass(frozen=True)
-class Goal:
+class BestMetric:
     """The metric by which epochs are compared, and the number of evaluations without a better one that end the run."""
 
     metric: str
@@ -62,7 +62,7 @@ class Goal:
     patience: int | None
 
     @classmethod
-    def of(cls, best: str | tuple[str, str] | None, patience: int | None) -> "Goal | None":
+    def of(cls, best: str | tuple[str, str] | None, patience: int | None) -> "BestMetric | None":
         """The goal by arguments of `Trainer`; None without any."""
         if best is None:
             if patience is not None:

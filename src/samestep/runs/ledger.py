@@ -1,11 +1,7 @@
 """The ledger: a line a step and a line an event, by which runs are compared and replayed; its reader, and differences.
 
 A line is a JSON object whose last field is the CRC-32 of all bytes before it, so that a bit that flips on a disk is
-found. Nothing here needs torch: commands read ledgers without it.
-
-Reading the ledger of a run, and finding the first step in which two runs differ.
-
-Neither torch nor NumPy is needed: a ledger is JSON, a line a step or event, floats in hexadecimal digits.
+found; floats are hexadecimal digits. Neither torch nor NumPy is needed: commands read ledgers without them.
 """
 
 import hashlib
@@ -25,7 +21,7 @@ from typing import IO, TYPE_CHECKING, Any, Final
 
 from rich.markup import escape
 
-from samestep.checkpoint.contract_diff import Change, decides, shown
+from samestep.checkpoint.contract_diff import ContractChange, decides, shown
 from samestep.checkpoint.paths import LEDGER_FILE
 from samestep.errors import DataError, RunFolderError
 from samestep.files import append_whole, check_length, is_at, open_unbuffered, read_lines, reason, writing
@@ -142,6 +138,7 @@ class LedgerWriter:
             self._file.close()
 
     def _append(self) -> None:
+        # Emptied first: `close` would try the lines that a full disk has refused again, and hide the first error.
         data, self._waiting = bytes(self._waiting), bytearray()
         append_whole(self._file, self._path, data)
 
@@ -245,6 +242,7 @@ def mend_last_line(file: IO[bytes], path: Path, is_whole: Callable[[bytes], bool
 
 def lines_backwards(file: IO[bytes], path: Path) -> Iterator[bytes]:
     """The lines of a file without newlines, from the last on; the first is what follows the last newline."""
+    # `pieces` are of one line, whose beginning is not read yet: its end comes first.
     start, pieces = file.seek(0, os.SEEK_END), list[bytes]()
     while start > 0:
         size = min(READ_BYTES, start)
@@ -306,7 +304,7 @@ class FieldDifference:
 
 
 @dataclass(frozen=True)
-class Difference:
+class LedgerDifference:
     """The first step in which two ledgers differ."""
 
     step: int
@@ -367,7 +365,7 @@ def _read(file: Path) -> Ledger:
     return Ledger(dict(sorted(steps.items())), events, torn, repeats, num_repeated, problems[:_MAX_PROBLEMS])
 
 
-def compare(a: Ledger, b: Ledger) -> Difference | None:
+def compare(a: Ledger, b: Ledger) -> LedgerDifference | None:
     """The first step that both have and in which they differ; None if there is none.
 
     Compared are the samples and their number, learning rates, loss, gradient norm, whether the update was skipped and
@@ -378,13 +376,13 @@ def compare(a: Ledger, b: Ledger) -> Difference | None:
     for step, one, other in _common(a, b):
         found = differing_fields(one, other)
         if found:
-            return Difference(step, found, agreed, proven, _both(one, other, "ids"), _agree_after(step, a, b))
+            return LedgerDifference(step, found, agreed, proven, _both(one, other, "ids"), _agree_after(step, a, b))
         agreed += 1
         if _both(one, other, "digest"):
             proven = step
     ends = _same_end(a, b)
     if ends is not None and ends[1] != ends[2]:
-        return Difference(max(ends[0] - 1, 0), (FieldDifference(FINAL_DIGEST, *ends[1:]),), agreed, proven)
+        return LedgerDifference(max(ends[0] - 1, 0), (FieldDifference(FINAL_DIGEST, *ends[1:]),), agreed, proven)
     return None
 
 
@@ -417,7 +415,7 @@ def differing_fields(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[FieldD
     )
 
 
-def cause(difference: Difference) -> str:
+def cause(difference: LedgerDifference) -> str:
     """The likely cause in a sentence or two, by the first field in the order of a step that differs."""
     fields, step = {change.field for change in difference.fields}, difference.step
     if difference.alone:
@@ -441,7 +439,7 @@ def cause(difference: Difference) -> str:
     )
 
 
-def _earlier(difference: Difference) -> str:
+def _earlier(difference: LedgerDifference) -> str:
     """An addition if the state before the step may have differed already."""
     if difference.agreed == 0:
         return " (or the state before: no earlier step was compared)"
@@ -521,6 +519,7 @@ def _is_float32(value: float) -> bool:
 
 def _ordinal(value: float, kind: str, integer: str) -> int:
     """A float's number in the order of all floats; that of both zeros is 0."""
+    # The bits of a positive float, as an integer, count the floats up to it (IEEE 754).
     (word,) = struct.unpack(f"<{integer}", struct.pack(f"<{kind}", abs(value)))
     return int(math.copysign(1, value)) * int(word)
 
@@ -559,7 +558,7 @@ def fields_table(fields: Iterable[FieldDifference], a: str, b: str) -> "Table":
     return table
 
 
-def changes_table(changes: Iterable[Change], a: str, b: str) -> "Table":
+def changes_table(changes: Iterable[ContractChange], a: str, b: str) -> "Table":
     """The fields in which contracts differ, and what each of them decides."""
     table = make_table("contract", a, b, "decides")
     for change in changes:

@@ -1,7 +1,5 @@
 """The recorder: writes contract, ledger, metrics and loggers' scalars of a run, on the rank that is rank 0.
 
-Loggers of a run's scalars, called once a step.
-
 A logger is any object with the two methods of `Logger`; there is no base class. Every rank makes one, and only rank 0
 calls it, so it opens what it writes to at its first call. Weights & Biases, for example:
 
@@ -43,7 +41,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from samestep.checkpoint.contract_diff import Change
+from samestep.checkpoint.contract_diff import ContractChange
 from samestep.checkpoint.digest import as_hex
 from samestep.checkpoint.paths import (
     CONTRACT_FILE,
@@ -77,7 +75,7 @@ class Logger(Protocol):
         """Ends the record; a second call does nothing."""
 
 
-class Aside:
+class IsolatedLoggers:
     """The user's loggers as one; their draws leave the global generators unchanged, since only rank 0 calls them."""
 
     def __init__(self, loggers: Sequence[Logger], generators: Generators) -> None:
@@ -256,7 +254,7 @@ class Recorder:
             self.close()
             raise
 
-    def begin(self, step: int, resumed_from: str | None, changes: Sequence[Change]) -> None:
+    def record_start(self, step: int, resumed_from: str | None, changes: Sequence[ContractChange]) -> None:
         """Records the start of the run, or its resume after `step` updates with the contract's changes since then."""
         where = {"world_size": self._membership.world_size, "device_kind": self._membership.communicator.device.type}
         if resumed_from is None:

@@ -14,7 +14,7 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from samestep.checkpoint.contract_diff import Change
+from samestep.checkpoint.contract_diff import ContractChange
 from samestep.checkpoint.digest import Drift, state_checksum
 from samestep.checkpoint.local_shards import is_sharded, whole_tensors
 from samestep.checkpoint.paths import (
@@ -37,7 +37,7 @@ from samestep.errors import NonFiniteError, RunFolderError, UsageError
 from samestep.files import check_retries, remove_leftovers, retrying
 from samestep.runs.history import EpochRecord, EpochSoFar
 from samestep.runs.ledger import lacking
-from samestep.runs.recorder import Aside, Logger, Recorder, StepNote
+from samestep.runs.recorder import IsolatedLoggers, Logger, Recorder, StepNote
 from samestep.text import show
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ REMEMBERED_STEPS = 1024
 TAKE_OVER_SECONDS = 30.0  # the supervisor is ending the process that held the lock
 
 
-class Display:
+class TrainingDisplay:
     """Progress and lines of a training loop, shown on rank 0: sent to the supervisor, which draws them, or printed.
 
     A process without a supervisor prints lines and no progress: its terminal is the user's own.
@@ -101,7 +101,14 @@ class Display:
 
 
 class RunLog:
-    """The log of one rank; the arguments are those of `Trainer`."""
+    """The log of one rank; the arguments are those of `Trainer`.
+
+    Every rank remembers a step (`remember_step`) while its scalars may still be on the device. Once they have arrived
+    the step is recorded (`record_arrived`): in the sums of the epoch on all ranks, and in the files by the rank that
+    writes. The others keep the last steps, and the epochs, that the files may lack: if rank 0 is lost, the next rank 0
+    records those that are not there (`take_over`). A step is so recorded once or, if the writer was lost just after
+    it, twice with the same content.
+    """
 
     def __init__(
         self,
@@ -123,12 +130,12 @@ class RunLog:
                 f"got checkpoint_minutes={checkpoint_minutes!r}; it must be above 0 (--checkpoint-minutes)"
             )
         self.folder = folder
-        self.display = Display(membership.rank)
+        self.display = TrainingDisplay(membership.rank)
         self.has_begun = False  # on all ranks
         self.last_loss: float | None = None  # of the last step whose scalars have arrived
         self._membership, self._step = membership, step
         self._generators = Generators(membership.communicator.device)
-        self._loggers: list[Logger] = [Aside(list(loggers), self._generators)] if loggers else []
+        self._loggers: list[Logger] = [IsolatedLoggers(list(loggers), self._generators)] if loggers else []
         self._keep, self._retries = keep, checkpoint_retries
         self._digest_every = digest_every
         self._checkpoint_steps = checkpoint_steps
@@ -177,17 +184,17 @@ class RunLog:
             self.lock()
             check_untaken(self.folder)  # once more: another run may have begun, and ended, until now
 
-    def begin(
-        self, contract: Mapping[str, Any], goes_on: bool, resumed_from: str | None, changes: Sequence[Change]
+    def record_start(
+        self, contract: Mapping[str, Any], goes_on: bool, resumed_from: str | None, changes: Sequence[ContractChange]
     ) -> None:
-        """Opens the recorder and records how the run begins; see `Recorder.begin`."""
+        """Opens the recorder and records how the run begins; see `Recorder.record_start`."""
         if goes_on and resumed_from is not None and self.folder is not None:
             lack = lacking(self.folder / LEDGER_FILE, self._step.num_steps)
             if lack:
                 self.display.line(f"{lack}; the run goes on, and its state is not affected")
         recorder = self._open(self._step.num_steps + 1 if goes_on else None, contract)
         try:
-            recorder.begin(self._step.num_steps, resumed_from, changes)
+            recorder.record_start(self._step.num_steps, resumed_from, changes)
         except BaseException:
             self.close()
             raise
@@ -196,13 +203,13 @@ class RunLog:
         """Begins on a rank that joined a run under way; others have recorded the healings before."""
         self.has_begun = True
         self._num_healed = len(self._membership.healed)
-        self.display = Display(self._membership.rank)
+        self.display = TrainingDisplay(self._membership.rank)
 
     def take_over(self) -> None:
         """Makes this rank the writer after the one before was lost, and records what that one owed."""
         from samestep.checkpoint.storage import list_checkpoints
 
-        self.display = Display(self._membership.rank)
+        self.display = TrainingDisplay(self._membership.rank)
         recorder = self._open(None)
         recorder.catch_up(self._recent)
         for step, record, line in self._owed:
@@ -227,8 +234,9 @@ class RunLog:
 
     # Steps, events and epochs.
 
-    def note(self, result: StepResult, batch: Any, rates: list[float]) -> None:
+    def remember_step(self, result: StepResult, batch: Any, rates: list[float]) -> None:
         """Remembers a step until its scalars have arrived."""
+        # The checksum is that of now: by the time that the scalars are read, further steps have changed the state.
         is_due = (result.step + 1) % self._digest_every == 0
         digest = state_checksum(self._step) if is_due and self.folder is not None else None
         if is_due:
@@ -241,7 +249,7 @@ class RunLog:
         """Compares the state over the ranks; a collective call that raises a `DeterminismError` if it differs."""
         self._drift.check()
 
-    def settle(self, epoch: EpochSoFar, wait: bool) -> None:
+    def record_arrived(self, epoch: EpochSoFar, wait: bool) -> None:
         """Records the steps whose scalars have arrived, or all after waiting, and adds them to the epoch."""
         # A failure is left to the step, by which all ranks raise it together, unless they all wait here.
         while self._unread and (wait or self._unread[0].result.is_good):
@@ -269,12 +277,12 @@ class RunLog:
         """Drops the steps after one that was not finite, which were taken back."""
         self._unread.clear()
 
-    def note_healed(self, epoch: EpochSoFar) -> None:
+    def record_healings(self, epoch: EpochSoFar) -> None:
         """Records the healings since the last call; takes over if rank 0 was lost."""
         healed = self._membership.healed
         if len(healed) == self._num_healed:
             return
-        self.settle(epoch, wait=True)
+        self.record_arrived(epoch, wait=True)
         if self._membership.rank == 0 and self._recorder is None:
             self.take_over()
         for quorum, seconds in healed[self._num_healed :]:
@@ -292,13 +300,14 @@ class RunLog:
 
     def epoch(self, record: EpochRecord, line: str) -> None:
         """Records an epoch and shows its line, on the rank that writes; on all it is owed until `epochs_agreed`."""
+        # Owed on all ranks: the writer may be lost before the line is in its files.
         self._owed.append((self._step.num_steps, record, line))
         self._last_checkpoint = (-1, self._last_checkpoint[1])  # one of this step is without the record
         self._record_epoch(*self._owed[-1])
 
     def epochs_agreed(self, epoch: EpochSoFar) -> None:
         """Ends what is owed of epochs, after an operation that no writer enters before it has recorded them."""
-        self.note_healed(epoch)
+        self.record_healings(epoch)
         self._owed.clear()
 
     def _record_epoch(self, step: int, record: EpochRecord, line: str) -> None:
@@ -325,6 +334,8 @@ class RunLog:
         step, when = self._last_checkpoint
         if self._checkpoint_steps is not None and self._step.num_steps % self._checkpoint_steps == 0:
             return step != self._step.num_steps
+        # Clocks differ between ranks: rank 0's decides, and its decision travels with the messages of the next step, so
+        # that all ranks take the checkpoint after the same one.
         is_old = time.monotonic() - when >= (self._checkpoint_seconds or inf)
         if membership.world_size == 1:
             return is_old
@@ -346,8 +357,8 @@ class RunLog:
         collective = is_sharded(self._step)
         if self.folder is None:
             return
-        self.settle(epoch, wait=True)  # on every rank: it may raise
-        self.note_healed(epoch)  # the ranks have compared their states just now, perhaps without the writer
+        self.record_arrived(epoch, wait=True)  # on every rank: it may raise
+        self.record_healings(epoch)  # the ranks have compared their states just now, perhaps without the writer
         self._begun = self._step.num_steps
         if self._recorder is None and not collective:
             return
@@ -380,7 +391,7 @@ class RunLog:
             self._recorder.flush()  # says more if the folder was moved away
             raise
         for saved in done:
-            self._note_checkpoint(saved, self._blocked.pop(saved.step, 0.0))
+            self._record_checkpoint(saved, self._blocked.pop(saved.step, 0.0))
 
     def finish_checkpoints(self) -> None:
         """Waits until the last checkpoint is complete; raises as `poll` does."""
@@ -426,9 +437,9 @@ class RunLog:
         seconds = time.perf_counter() - start
         if self._recorder is not None:
             self._recorder.log(state.step, {"checkpoint/blocked_milliseconds": 1000 * seconds})
-        self._note_checkpoint(SavedCheckpoint(path.name, state.step, seconds), seconds)
+        self._record_checkpoint(SavedCheckpoint(path.name, state.step, seconds), seconds)
 
-    def _note_checkpoint(self, saved: "SavedCheckpoint", blocked: float) -> None:
+    def _record_checkpoint(self, saved: "SavedCheckpoint", blocked: float) -> None:
         if self._recorder is not None:
             seconds = {"blocked_seconds": round(blocked, 6), "seconds": round(saved.seconds, 6)}
             self._recorder.event("checkpoint", saved.step, name=saved.name, **seconds)

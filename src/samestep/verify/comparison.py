@@ -273,7 +273,7 @@ def first_difference(
     ours: Recording, theirs: Recording, tier: Tier, tolerance: Tolerance | None = None
 ) -> Difference | None:
     """The first difference between two runs that a tier does not allow; None if there is none."""
-    found = [next(_Comparison(ours, theirs, tier, tolerance or Tolerance(ours)).differences(), None)]
+    found = [next(_RecordingPair(ours, theirs, tier, tolerance or Tolerance(ours)).differences(), None)]
     if tier in ("bitwise", "allclose"):
         found += [ranks_apart(ours), ranks_apart(theirs)]
     return min((one for one in found if one is not None), key=lambda one: one.rank, default=None)
@@ -310,7 +310,7 @@ def reached(ours: Recording, theirs: Recording, tolerance: Tolerance | None, *, 
 
 
 @dataclass(frozen=True)
-class _Comparison:
+class _RecordingPair:
     """Two runs, and the tier at which they are to agree."""
 
     ours: Recording

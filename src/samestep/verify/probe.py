@@ -36,7 +36,8 @@ from samestep.scripts.spawning import run_multi_process
 from samestep.scripts.wrapped import forward
 from samestep.verify.causes.table import CAUSES, Recorder
 from samestep.verify.recording import JsonlWriter
-from samestep.verify.summaries import Batches, Metrics, bits, describe
+from samestep.verify.summaries import bits
+from samestep.verify.trained_batches import Batches, Metrics, describe
 from samestep.verify.watching import EPSILONS, Modules, ShardedParameters, Steps, with_gradients
 from samestep.verify.wraps import Wrap, patches_for, wrapped
 
@@ -48,7 +49,7 @@ class WatchedEnough(BaseException):
     """Ends the program; no `Exception`, so that a script that catches its own failures does not catch it."""
 
 
-class Ending:
+class EndBarrier:
     """Ends this rank once all ranks are there: an earlier end would break an exchange that is still under way."""
 
     def __init__(self, folder: str, rank: int, world_size: int, writer: JsonlWriter) -> None:
@@ -95,12 +96,16 @@ def run_probed(
         _redirect(str(Path(folder) / "rank-0.out"))
     recorder = Recorder()
     writer = JsonlWriter(str(Path(folder) / f"rank-{rank}.jsonl"))
-    ending = Ending(folder, rank, world_size, writer)
+    end_barrier = EndBarrier(folder, rank, world_size, writer)
     modules = Modules(writer, in_microbatches=single_process is not None, world_size=world_size)
-    watch = Steps(writer, Batches(), Metrics(), modules, recorder.facts, ending.end, steps, detail=detail, nudge=nudge)
+    watch = Steps(
+        writer, Batches(), Metrics(), modules, recorder.facts, end_barrier.end, steps, detail=detail, nudge=nudge
+    )
     watcher = StepWatcher(watch, "ddp" if single_process is None else "single-process")
     writer.write("start", rank=rank, world_size=world_size, family=watcher.family, threads=torch.get_num_threads())
     reason = "program"
+    # A context that is entered later encloses those before it. So the probe records what the optimizer gets, the
+    # recorder of causes what the program did, and an antidote changes a call before either of them.
     with ExitStack() as stack:
         stack.enter_context(_one_of_many_runs(number))
         stack.enter_context(_watched(watch, hang_seconds))
@@ -120,7 +125,7 @@ def run_probed(
             reason = "steps"
         finally:
             if reason == "program":
-                ending.mark()
+                end_barrier.mark()
             watch.write_rest()
             writer.write("end", step=watch.number, reason=reason, family=watcher.family)
             writer.close()
@@ -178,7 +183,7 @@ def _wraps(watch: Steps) -> list[Wrap]:
         with torch._C.DisableTorchFunction(), torch.no_grad():
             roots = [tensor for tensor in leaves(tensors) if isinstance(tensor, Tensor)]
             watch.losses += [float(root.detach().double().sum()) for root in roots if not root.is_complex()]
-            watch.batches.note_backward()
+            watch.batches.mark_trained()
             watch.metrics.in_exchange = True
         in_backward = True
         try:

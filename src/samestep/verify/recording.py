@@ -14,7 +14,7 @@ A step's line holds `ids` and `rows` (sample ids, and a checksum of each sample'
 `loss` (roots of backward), `inputs` (checksums of the inputs of wrapped forwards), `microbatches` ([forward or stream,
 microbatch] that this rank ran), `epsilon` (the rounding unit of the coarsest type), and for each optimizer `gradients`
 and `states`, besides `buffers`: lists, by parameter, of `bits` (a checksum), `norm` and `summary`
-(`watching.tensor_summary`).
+(`summaries`).
 """
 
 import json

@@ -1,9 +1,5 @@
 """The verdict: do runs of a program on several device counts agree, and if not, where do they part and why?
 
-Running a program again and again, on several device counts, with a recording of each run.
-
-The fork server of the workers stays from one run to the next, so that torch is imported once, and never here.
-
 run the program twice on the first devices and once on each of the others
 compare each with the first, step by step
 they agree?      report the tier, and what was compared
@@ -15,21 +11,11 @@ they do not?     name the first step, quantity and module that differ
 """
 
 import math
-import tempfile
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
 
-from samestep.devices.selection import Selection
 from samestep.errors import WorkerError
-from samestep.launcher.job import Instruction, Job, Outcome, Policy, process_variables
-from samestep.launcher.supervisor import resolve_start_method, supervise
-from samestep.launcher.worker_pool import ServerPool
 from samestep.verify.causes.datasets import OWN_GENERATORS
 from samestep.verify.causes.evidence import Cause, Evidence
 from samestep.verify.causes.frameworks import advice_on
@@ -47,185 +33,16 @@ from samestep.verify.comparison import (
     paired_metrics,
     reached,
 )
-from samestep.verify.recording import Recording, read_recording
+from samestep.verify.program_runner import ProgramRunner, RunSpec
+from samestep.verify.recording import Recording
 
-PRELOAD = ("torch._dynamo", "samestep.verify.probe")
-TAIL_LINES = 20
-POLICY = Policy(heal=False)
+COUNTS = ("loss_factor", "mean_of_means", "metrics")
+MAX_IDLE = 6
+NOISE = (UNSEEDED.key, OWN_GENERATORS.key)
+"""The causes by which two runs on the same devices differ by more than rounding."""
+BEFORE_NUDGE = (0, ORDER.index("loss"))
 
-
-@dataclass(frozen=True)
-class Program:
-    """The program that is run."""
-
-    kind: str  # "script" or "module"
-    target: str  # the file, or the module's name
-    argv: tuple[str, ...]  # "{folder}" in an argument stands for a new folder of each run
-    single_process: (
-        Mapping[str, Any] | None
-    )  # options of a single-process script; None for a program that deals with ranks itself
-    label: str  # its name in messages
-    logical_devices: int | None = None  # the ranks that it runs as on any devices; None for one a device
-    simulated: bool = False  # whether those ranks find simulated GPUs
-
-
-@dataclass(frozen=True)
-class RunSpec:
-    """One run of the program."""
-
-    devices: str  # as the user named them
-    steps: int  # optimizer steps to record
-    attempt: int = 0  # 1 for a repetition
-    detail: int | None = None  # the step whose modules are recorded
-    neutral: tuple[str, ...] = ()  # keys of the causes that have no effect
-    nudge: bool = False  # whether gradients are changed by a rounding error
-
-
-class Stopped(Exception):
-    """The user stopped a run; `exit_code` is 128 + signal."""
-
-    def __init__(self, exit_code: int) -> None:
-        super().__init__(f"stopped, exit code {exit_code}")
-        self.exit_code = exit_code
-
-
-class KeptPool(ServerPool):
-    """A fork server that stays for the next run.
-
-    Attributes:
-        num_runs: runs that it has started; they share a store.
-    """
-
-    num_runs = 0
-
-    @classmethod
-    def make(cls, selection: Selection, num_threads: int = 1) -> "KeptPool":
-        """A fork server for runs on devices like these."""
-        pool = cls.executed(process_variables(selection, num_threads), PRELOAD)
-        assert isinstance(pool, cls)
-        return pool
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether it can start no more workers."""
-        return self._lost or self._broken or self._wait(0)
-
-    def start(self, instruction: Instruction) -> None:
-        """Starts one worker."""
-        self.num_runs += not self._running
-        super().start(instruction)
-
-    def close(self) -> None:
-        """Ends everything if workers are left of a run; else all stays for the next one."""
-        if self._running or self.has_ended:
-            super().close()
-
-    def end(self) -> None:
-        """Ends the fork server, and whatever is left."""
-        super().close()
-
-
-class ProgramRunner(AbstractContextManager["ProgramRunner"]):
-    """Runs a program and keeps the recordings. A `pool` that is handed in is not ended."""
-
-    def __init__(
-        self,
-        program: Program,
-        selections: Mapping[str, Selection],
-        *,
-        num_threads: int = 1,
-        start_method: str | None = None,
-        hang_seconds: float = 300.0,
-        pool: KeptPool | None = None,
-    ) -> None:
-        self.program = program
-        self.selections = dict(selections)
-        self.num_runs = 0
-        self._num_threads = num_threads
-        self._start_method = start_method
-        self._hang_seconds = hang_seconds
-        self._known: dict[RunSpec, Recording] = {}
-        self._pool = pool
-        self._is_ours = pool is None
-        self._folder = tempfile.TemporaryDirectory(prefix="samestep-verify-")
-
-    def __enter__(self) -> Self:
-        """The runner itself."""
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        """Ends its own fork server, and removes the recordings."""
-        if self._pool is not None and self._is_ours:
-            self._pool.end()
-        self._folder.cleanup()
-
-    def warm_up(self) -> None:
-        """Starts the fork server, so that it imports torch in the background."""
-        if resolve_start_method(self._start_method, self._num_threads) == "fork":
-            self._forking_pool(next(iter(self.selections.values())))
-
-    def record(self, spec: RunSpec) -> Recording:
-        """The recording of a run; made only once."""
-        if spec not in self._known:
-            self._known[spec] = self._run(spec)
-        return self._known[spec]
-
-    def known(self, spec: RunSpec) -> Recording | None:
-        """The recording of a run that was made already."""
-        return self._known.get(spec)
-
-    def _run(self, spec: RunSpec) -> Recording:
-        self.num_runs += 1
-        selection, program = self.selections[spec.devices], self.program
-        folder = Path(self._folder.name) / f"run-{self.num_runs}"
-        folder.mkdir()
-        options = {
-            "kind": program.kind,
-            "target": program.target,
-            "argv": [text.replace("{folder}", str(folder / "run")) for text in program.argv],
-            "single_process": None if program.single_process is None else dict(program.single_process),
-            "logical": None if program.logical_devices is None else {"simulated": program.simulated},
-            "folder": str(folder),
-            "steps": spec.steps,
-            "detail": spec.detail,
-            "neutral": list(spec.neutral),
-            "nudge": spec.nudge,
-            "number": self.num_runs if self._pool is None else self._pool.num_runs + 1,
-            "hang_seconds": self._hang_seconds,
-        }
-        job = Job("function", "samestep.verify.probe:run_probed", kwargs=options, quiet=True, preload=PRELOAD)
-        forks = resolve_start_method(self._start_method, self._num_threads) == "fork"
-        outcome = supervise(
-            job,
-            selection,
-            num_threads=self._num_threads,
-            start_method=self._start_method,
-            policy=POLICY,
-            open_pool=partial(self._forking_pool, selection) if forks else None,
-            logical_devices=program.logical_devices,
-        )
-        if outcome.exit_code != 0 and outcome.failure is None:
-            raise Stopped(outcome.exit_code)
-        failure = None if outcome.exit_code == 0 else _describe(outcome, folder)
-        num_ranks = program.logical_devices or selection.count
-        return read_recording(folder, spec.devices, num_ranks, spec.attempt, failure)
-
-    def _forking_pool(self, selection: Selection) -> KeptPool:
-        """The fork server; a new one if there is none."""
-        if self._pool is None or self._pool.has_ended:
-            self._pool = KeptPool.make(selection, self._num_threads)
-            self._is_ours = True
-        return self._pool
-
-
-def _describe(outcome: Outcome, folder: Path) -> str:
-    """Why a run failed, with the last lines that rank 0 printed if the message is a single line."""
-    text = outcome.failure or f"exit code {outcome.exit_code}"
-    printed = folder / "rank-0.out"
-    if "\n" in text or not printed.exists():
-        return text
-    lines = printed.read_text(encoding="utf-8", errors="replace").rstrip().splitlines()
-    return "\n".join([text, *lines[-TAIL_LINES:]])
+Pair = tuple[RunSpec, RunSpec]
 
 
 @dataclass(frozen=True)
@@ -320,15 +137,6 @@ def _not_shared(recording: Recording) -> Iterator[str]:
         yield f"on {name} no work was shared out: every rank computed everything (--wrap names what to share out)"
 
 
-COUNTS = ("loss_factor", "mean_of_means", "metrics")
-MAX_IDLE = 6
-NOISE = (UNSEEDED.key, OWN_GENERATORS.key)
-"""The causes by which two runs on the same devices differ by more than rounding."""
-BEFORE_NUDGE = (0, ORDER.index("loss"))
-
-Pair = tuple[RunSpec, RunSpec]
-
-
 @dataclass(frozen=True)
 class Named:
     """A cause of the table with the evidence for it."""
@@ -366,7 +174,7 @@ class Verdict:
 
 
 @dataclass
-class _Inquiry:
+class _Investigation:
     """The results so far for one program. `report` is called with what happens next; `base` are confirmed causes."""
 
     runner: ProgramRunner
@@ -429,6 +237,7 @@ class _Inquiry:
 
     def find_clocks(self, pair: Pair) -> None:
         """Finds the reduced numbers that differ in a second run on the same devices, with all seeded too."""
+        # A second time with all seeded: a number that differs only because the program draws otherwise is no clock.
         for neutral in ((), NOISE):
             ours, theirs = (self.runner.record(replace(spec, neutral=neutral)) for spec in pair)
             found = {index for index, one, two in paired_metrics(ours, theirs) if one["after"] != two["after"]}
@@ -483,6 +292,7 @@ class _Inquiry:
 
     def _needed(self, pair: Pair, suspects: list[Cause], steps: int) -> list[Cause]:
         """Of suspects without which the two runs agree for some steps those that are needed for it."""
+        # From the end of the table: a later cause often follows from an earlier one, and is not to be named for it.
         needed = suspects
         for cause in reversed(suspects):
             rest = [other for other in needed if other is not cause]
@@ -508,77 +318,78 @@ def reach_verdict(
     report: Callable[[str], None] = lambda text: None,
 ) -> Verdict:
     """Runs a program on several device counts and finds out whether, and why not, the runs agree."""
-    inquiry = _Inquiry(runner, steps, required or "bitwise", report)
+    investigation = _Investigation(runner, steps, required or "bitwise", report)
     first = RunSpec(devices[0], steps)
-    reference = inquiry.run(first)
+    reference = investigation.run(first)
     if required is None and reference.family == "ddp":
-        inquiry.required = "allclose"
+        investigation.required = "allclose"
     if reference.num_steps == 0:  # in other runs there would be none either
         devices, others = devices[:1], []
     else:
         others = [replace(first, attempt=1), *(RunSpec(spec, steps) for spec in devices[1:])]
     pairs = [(first, other) for other in others]
-    recordings = (reference, *(inquiry.run(other) for other in others))
+    recordings = (reference, *(investigation.run(other) for other in others))
     evidence = Evidence(recordings)
     if others:
-        inquiry.find_clocks(pairs[0])
-    differing = [(pair, found) for pair in pairs if (found := inquiry.compare(pair)) is not None]
+        investigation.find_clocks(pairs[0])
+    differing = [(pair, found) for pair in pairs if (found := investigation.compare(pair)) is not None]
     verdict = Verdict(
         program=runner.program.label,
         family=reference.family,
         devices=tuple(devices),
-        required=inquiry.required,
-        reached=_reached(inquiry, pairs, evidence),
+        required=investigation.required,
+        reached=_reached(investigation, pairs, evidence),
         compared=count_compared(recordings),
-        refusals=(*refusals(recordings), *(inquiry.tolerance(pairs[0]).lost() if pairs else ())),
-        notes=tuple(_notes(inquiry, pairs[0], recordings)) if others else (),
+        refusals=(*refusals(recordings), *(investigation.tolerance(pairs[0]).lost() if pairs else ())),
+        notes=tuple(_notes(investigation, pairs[0], recordings)) if others else (),
     )
     if differing and verdict.compared.steps > 0:
         differing.sort(key=lambda item: (item[1].rank, item[0][1].attempt == 0))
         pair, difference = differing[0]
-        place = inquiry.place(pair, difference)
+        place = investigation.place(pair, difference)
         for other, _ in differing:
-            inquiry.explain(other, evidence)
+            investigation.explain(other, evidence)
         verdict = replace(
             verdict,
             difference=difference,
             place=place,
-            causes=tuple(inquiry.named),
-            suspects=tuple(inquiry.suspects),
-            unexplained=inquiry.unexplained,
-            unexplained_place=inquiry.unexplained_place,
+            causes=tuple(investigation.named),
+            suspects=tuple(investigation.suspects),
+            unexplained=investigation.unexplained,
+            unexplained_place=investigation.unexplained_place,
         )
-        if inquiry.unexplained is not None and verdict.reached == "count-exact":
+        if investigation.unexplained is not None and verdict.reached == "count-exact":
             verdict = replace(verdict, reached="sample-exact")  # a difference without a cause may be a denominator
     return replace(verdict, num_runs=runner.num_runs)
 
 
-def _reached(inquiry: _Inquiry, pairs: Sequence[Pair], evidence: Evidence) -> Tier | None:
+def _reached(investigation: _Investigation, pairs: Sequence[Pair], evidence: Evidence) -> Tier | None:
     """The highest tier at which all runs agree; None if there is none, or nothing to compare."""
     counts = not any(cause.suspect(evidence) for cause in CAUSES if cause.key in COUNTS)
     tiers = [
-        reached(inquiry.run(pair[0]), inquiry.run(pair[1]), inquiry.tolerance(pair), counts=counts) for pair in pairs
+        reached(investigation.run(pair[0]), investigation.run(pair[1]), investigation.tolerance(pair), counts=counts)
+        for pair in pairs
     ]
     return None if None in tiers else max(tiers, key=lambda tier: TIERS.index(tier or "bitwise"), default=None)
 
 
-def _notes(inquiry: _Inquiry, repeat: Pair, recordings: Sequence[Recording]) -> list[str]:
+def _notes(investigation: _Investigation, repeat: Pair, recordings: Sequence[Recording]) -> list[str]:
     """Further sentences for the user."""
     notes = []
     first, again = recordings[:2]
-    allowed = inquiry.tolerance(repeat)
-    if allowed.since and first_difference(first, again, inquiry.required, allowed) is None:
+    allowed = investigation.tolerance(repeat)
+    if allowed.since and first_difference(first, again, investigation.required, allowed) is None:
         notes.append(
             f"two runs on {first.devices} are equal only up to rounding: an operation adds in an order of chance"
         )
     ended = any(line["reason"] == "program" for line in first.lines("end"))
     counts = {run.label: sum(1 for _ in run.lines("metric")) for run in recordings}
-    num_compared = min(sum(1 for _ in paired_metrics(first, run)) for run in recordings) - len(inquiry.clocks)
+    num_compared = min(sum(1 for _ in paired_metrics(first, run)) for run in recordings) - len(investigation.clocks)
     if max(counts.values()) > num_compared:
         seen = ", ".join(f"{count} on {label}" for label, count in counts.items())
-        clocks = f"; {len(inquiry.clocks)} differ on {first.devices} from run to run, as clocks do"
+        clocks = f"; {len(investigation.clocks)} differ on {first.devices} from run to run, as clocks do"
         note = f"of the numbers that the program reduces itself {num_compared} are compared: there are {seen}"
-        notes.append(note + clocks * bool(inquiry.clocks))
+        notes.append(note + clocks * bool(investigation.clocks))
     elif not num_compared and first.family == "ddp" and not ended:
         notes.append(f"no metric was compared: in {first.num_steps} steps the program reduced none; try more --steps")
     idle = idle_parameters(first)

@@ -1,6 +1,4 @@
-"""Outputs and gradients of modules in one step; gradients and state at every step of every optimizer.
-
-The outputs and gradients of all modules in one step, in a form in which runs can be compared.
+"""What a watched run records: of all modules in one step, of every optimizer at every step.
 
 If the unit of computation is a microbatch (the API, single-process scripts), a microbatch's modules give the same bits
 on any rank: calls are identified by (microbatch, call). Else the ranks' batches differ in size, so each sample's own
@@ -26,8 +24,6 @@ from samestep.engine.sharded_state import LocalShard, ShardedState
 from samestep.engine.step import TrainStep
 from samestep.verify.recording import JsonlWriter
 from samestep.verify.summaries import (
-    Batches,
-    Metrics,
     bits,
     local_part,
     norm,
@@ -36,6 +32,7 @@ from samestep.verify.summaries import (
     summarize_rows,
     summarize_tensor,
 )
+from samestep.verify.trained_batches import Batches, Metrics
 from samestep.verify.wraps import unwrapped
 
 MAX_ROWS = 64
@@ -176,7 +173,7 @@ class ShardedParameters:
 
 
 @dataclass
-class _Known:
+class _KnownOptimizer:
     """An optimizer that has stepped."""
 
     number: int
@@ -205,7 +202,7 @@ class Steps:
     microbatches: list[list[int]] = field(default_factory=list)  # that this rank ran since the last step
     num_rows: int = 0  # samples in those inputs
     epsilon: float = 0.0  # the rounding unit of the coarsest type that was computed with
-    _known: "weakref.WeakKeyDictionary[Optimizer, _Known]" = field(default_factory=weakref.WeakKeyDictionary)
+    _known: "weakref.WeakKeyDictionary[Optimizer, _KnownOptimizer]" = field(default_factory=weakref.WeakKeyDictionary)
     _gradients: list[dict[str, Any]] = field(default_factory=list)
     _states: list[dict[str, Any]] = field(default_factory=list)
 
@@ -221,9 +218,10 @@ class Steps:
         """An optimizer is about to update, for the first time in its step or, by a closure, again."""
         self.end_if_done()
         with torch._C.DisableTorchFunction(), torch.no_grad():
-            known = self._known.get(optimizer) or self._meet(optimizer)
+            known = self._known.get(optimizer) or self._introduce(optimizer)
             if self.nudge:
                 nudge([p for p in known.parameters if p.grad is not None])
+            # An optimizer with a closure evaluates several times in a step: the first gradients are the step's.
             if not any(group["optimizer"] == known.number for group in self._gradients):
                 grads = [None if p.grad is None else self._unsharded(p, p.grad) for p in known.parameters]
                 self._gradients.append({"optimizer": known.number, **_summary(grads)})
@@ -237,7 +235,7 @@ class Steps:
             values = _summary([self._unsharded(parameter, parameter) for parameter in known.parameters])
             self._states.append({"optimizer": known.number, "lr": rates, "moments": moments, **values})
         if not self.in_train_step:
-            self.finish([model for ref in known.models if (model := ref()) is not None], self.batches.take())
+            self.finish([model for ref in known.models if (model := ref()) is not None], self.batches.pop_trained())
 
     def finish(self, models: Sequence[nn.Module], samples: dict[str, Any]) -> None:
         """Writes a step down, and ends the program if it was the last one."""
@@ -268,12 +266,12 @@ class Steps:
 
     def write_rest(self, *, after_step: bool = False) -> None:
         """Writes the reduced numbers and the facts since the last step."""
-        for values in self.metrics.take():
+        for values in self.metrics.pop_values():
             self.writer.write("metric", step=self.number, **values)
         for fact in self.facts(after_step=after_step):
             self.writer.write("fact", **{"step": self.number, **fact})
 
-    def _meet(self, optimizer: Optimizer) -> _Known:
+    def _introduce(self, optimizer: Optimizer) -> _KnownOptimizer:
         """Writes an optimizer's parameters down before its first step."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         models = _root_modules()
@@ -282,7 +280,7 @@ class Steps:
             names.setdefault(id(parameter), name)  # the first of several models to hold it
         own = {id(parameter) for parameter in parameters}
         holders = [model for model in models if any(id(p) in own for p in model.parameters())]
-        known = _Known(len(self._known), parameters, [weakref.ref(model) for model in holders])
+        known = _KnownOptimizer(len(self._known), parameters, [weakref.ref(model) for model in holders])
         self._known[optimizer] = known
         self.writer.write(
             "parameters",

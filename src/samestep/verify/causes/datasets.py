@@ -43,7 +43,7 @@ READ_AT_ONCE = 12
 MAX_SEARCHES = 8
 
 
-def listen(facts: Facts) -> list[Wrap]:
+def fact_wraps(facts: Facts) -> list[Wrap]:
     """Records which generators datasets draw from, in worker processes too, the samples of streams, and generators."""
     drawn = mmap.mmap(-1, len(KINDS) * 8)  # shared with the worker processes of DataLoaders, which are forks
     watches: dict[int, tuple[Any, Watch]] = {}
@@ -69,7 +69,7 @@ def listen(facts: Facts) -> list[Wrap]:
         facts.add("stream", samples=len(samples), print=checksum(samples))
         return samples
 
-    def look() -> None:
+    def observe_generators() -> None:
         counts = struct.unpack(f"{len(KINDS)}q", drawn[:])
         moved = [kind for kind, count in zip(KINDS, counts, strict=True) if count]
         if moved:
@@ -78,7 +78,7 @@ def listen(facts: Facts) -> list[Wrap]:
         if own.found:
             facts.add("own_generators", kinds=[type(one).__name__ for one in own.found], states=own.states())
 
-    facts.at_step.append(look)
+    facts.at_step.append(observe_generators)
     return [
         Wrap(_MapDatasetFetcher, "fetch", fetch),
         Wrap(SeededSamples, "__getitems__", fetch),

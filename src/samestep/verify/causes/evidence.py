@@ -49,7 +49,7 @@ class Calls:
 
 
 class Facts:
-    """The facts since the last call of `take`.
+    """The facts since the last call of `pop_new`.
 
     Attributes:
         calls: the modules that are being called.
@@ -85,10 +85,10 @@ class Facts:
         """Whether an occurrence without further fields was counted since the last step."""
         return json.dumps({"name": name}) in self._counts
 
-    def take(self, *, after_step: bool) -> list[dict[str, Any]]:
+    def pop_new(self, *, after_step: bool) -> list[dict[str, Any]]:
         """The facts since the last call; `after_step`: whether that was before a step that has just been taken."""
-        for look in self.at_step if after_step else ():
-            look()
+        for observe in self.at_step if after_step else ():
+            observe()
         new = [*self._facts, *({**json.loads(text), "times": times} for text, times in self._counts.items())]
         self._facts, self._counts = [], {}
         return new

@@ -94,10 +94,10 @@ FIXES = {
 """By framework, or "ranks", and by key of the cause; "drawn": if a sampler draws by weights, or from a subset."""
 
 
-def listen(facts: Facts) -> list[Wrap]:
+def fact_wraps(facts: Facts) -> list[Wrap]:
     """Records which framework takes the steps: the outermost one on the stack of the optimizer's step."""
 
-    def look() -> None:
+    def observe_framework() -> None:
         found = ""
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
@@ -107,7 +107,7 @@ def listen(facts: Facts) -> list[Wrap]:
         if found:
             facts.add_once("framework", of=found)
 
-    facts.at_step.append(look)
+    facts.at_step.append(observe_framework)
     return []
 
 

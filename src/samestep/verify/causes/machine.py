@@ -22,7 +22,7 @@ SEED = 2025
 GENERATORS = ("torch", "numpy", "random")
 
 
-def listen(facts: Facts) -> list[Wrap]:
+def fact_wraps(facts: Facts) -> list[Wrap]:
     """Records flags while models run in training, and the states of the global generators after each step."""
     # Forks of one process have equal generators. Here they begin anywhere, as in a process of its own.
     torch.default_generator.seed()
@@ -36,7 +36,7 @@ def listen(facts: Facts) -> list[Wrap]:
         if torch.is_grad_enabled() and next(root.parameters(), None) is not None:
             facts.add_once("flags", **_flags(root))
 
-    def look(when: str = "after step {}") -> None:
+    def observe_flags(when: str = "after step {}") -> None:
         now = list(map(checksum, watch.states()))
         moved = [name for name, one, other in zip(GENERATORS, start, now, strict=True) if one != other]
         facts.add("generators", states=dict(zip(GENERATORS, now, strict=True)), moved=moved, when=when)
@@ -44,10 +44,10 @@ def listen(facts: Facts) -> list[Wrap]:
     def seed(name: str, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if name not in seeded:  # what was drawn before does not show later
             seeded.add(name)
-            look("when the program seeded it first")
+            observe_flags("when the program seeded it first")
         return inner(*args, **kwargs)
 
-    facts.at_step.append(look)
+    facts.at_step.append(observe_flags)
     seeds = ((torch, "manual_seed", ("torch.random",)), (np.random, "seed", ()), (random, "seed", ()))
     return [around_roots(before), *(Wrap(at, name, partial(seed, at.__name__), also) for at, name, also in seeds)]
 

@@ -33,7 +33,7 @@ PASSED = ("Neg", "Squeeze", "Unsqueeze", "View", "Reshape", "ToCopy", "Clone", "
 _reduce: Callable[..., Any] = dist.all_reduce if dist.is_available() else lambda *args: None
 
 
-def listen(facts: Facts) -> list[Wrap]:
+def fact_wraps(facts: Facts) -> list[Wrap]:
     """Records over how many elements the means of torch's losses run, and by how much the program divides its loss."""
 
     def loss(name: str, signature: Signature, inner: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:

@@ -35,7 +35,7 @@ WATCHED_FORWARDS = 8
 _PLAIN = (Tensor, bool, int, float, list, tuple, dict, set)
 
 
-def listen(facts: Facts) -> list[Wrap]:
+def fact_wraps(facts: Facts) -> list[Wrap]:
     """Records batch sizes, BatchNorm and dropout in training, draws by the script, and state that forwards change."""
 
     def seen(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -31,7 +31,7 @@ exact: frozenset[str] = frozenset()
 """The parts that compute in float64: "kernels", "accumulation", "exchange"; patched while a counterfactual runs."""
 
 
-def listen(facts: Facts) -> list[Wrap]:
+def fact_wraps(facts: Facts) -> list[Wrap]:
     """Records backwards between steps, large reductions, and the reduction of a `samestep.Run`."""
 
     def backward(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

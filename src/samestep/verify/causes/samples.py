@@ -32,7 +32,7 @@ GLOBAL_BATCH = 24
 """The batch of a counterfactual: 1, 2, 3, 4, 6, 8, 12 and 24 devices share it equally."""
 
 
-def listen(facts: Facts) -> list[Wrap]:
+def fact_wraps(facts: Facts) -> list[Wrap]:
     """Records how many indices samplers give, against the length of their dataset, and which datasets have none."""
 
     def iterate(inner: Callable[..., Iterator[int]], sampler: Any) -> Iterator[int]:

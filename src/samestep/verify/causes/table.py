@@ -1,7 +1,7 @@
 """The table of causes, everything that is known to make results depend on the devices, and the recorder of their signs.
 
 The recorder changes no number: it observes arguments, shapes, checksums and the states of generators. Each family of
-causes has its own wraps (`listen`), whose facts its causes' `suspect` reads.
+causes has its own wraps (`fact_wraps`), whose facts its causes' `suspect` reads.
 """
 
 from typing import Any
@@ -53,9 +53,9 @@ class Recorder:
     def patches(self) -> list[Patch]:
         """The patches of all families; they enclose whatever is in place when this is called."""
         families = (modules, datasets, samples, means, updates, machine, rounding, frameworks)
-        wraps = [wrap for family in families for wrap in family.listen(self._facts)]
+        wraps = [wrap for family in families for wrap in family.fact_wraps(self._facts)]
         return patches_for(wraps, in_compiled=False)
 
     def facts(self, *, after_step: bool = False) -> list[dict[str, Any]]:
         """The facts since the last call, as JSON objects with a "name"."""
-        return self._facts.take(after_step=after_step)
+        return self._facts.pop_new(after_step=after_step)

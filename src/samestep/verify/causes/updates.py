@@ -33,10 +33,10 @@ EXCHANGE_TIMEOUT = timedelta(seconds=60)
 CLIP_ALIASES = ("torch.nn.utils.clip_grad",)
 
 
-def listen(facts: Facts) -> list[Wrap]:
+def fact_wraps(facts: Facts) -> list[Wrap]:
     """Records whether there is a process group, norms of clipping, decisions of GradScalers, steps of schedulers."""
 
-    def look() -> None:
+    def observe_group() -> None:
         if not (dist.is_available() and dist.is_initialized()):
             facts.add_once("no_group")
 
@@ -67,7 +67,7 @@ def listen(facts: Facts) -> list[Wrap]:
         facts.count("ddp_forward", sync=self.require_backward_grad_sync)
         return inner(self, *args, **kwargs)
 
-    facts.at_step.append(look)
+    facts.at_step.append(observe_group)
     ddp = [Wrap(DistributedDataParallel, "__init__", make_ddp), Wrap(DistributedDataParallel, "forward", call_ddp)]
     return [
         *(ddp if dist.is_available() else ()),
