@@ -121,6 +121,7 @@ def _serve(rank, world_size, place, chosen, store_path, pipe):
     from samestep.comm.connecting import connect_at
     from samestep.comm.environment import Environment
     from samestep.comm.group import GroupTransport
+    from samestep.comm.rendezvous import Rendezvous
     from samestep.comm.transport import LocalTransport
 
     # As in supervised workers: what a failed program sent, and no rank received, would end the rank ten minutes later.
@@ -134,7 +135,7 @@ def _serve(rank, world_size, place, chosen, store_path, pipe):
         store = dist.FileStore(store_path, world_size)
         timeout = timedelta(seconds=180)
         place = Environment(rank, world_size, *place, transport=chosen)
-        transport, control = connect_at(store, place, device, timeout, timeout)
+        transport, control = connect_at(Rendezvous(store, place, timeout), device, timeout)
     while True:
         try:
             name, args, reduction = pipe.recv()

@@ -15,6 +15,7 @@ from worlds import PATIENCE_SECONDS, PRELOADED
 from samestep.comm import segment as segment_module
 from samestep.comm.connecting import connect_at
 from samestep.comm.environment import Environment
+from samestep.comm.rendezvous import Rendezvous
 from samestep.comm.shared_memory import MAX_BROADCASTS, SharedTransport
 
 CPU = torch.device("cpu")
@@ -230,7 +231,7 @@ class Stage:
         self._connections += 1
         store = dist.FileStore(f"{self._path}-{self._connections}", self.world_size)
         place = Environment(self.rank, self.world_size, self.rank, self.world_size, transport=self._choice)
-        self.transport, _ = connect_at(store, place, CPU, self._timeout, self._timeout)
+        self.transport, _ = connect_at(Rendezvous(store, place, self._timeout), CPU, self._timeout)
         return type(self.transport).__name__
 
     def post(self, size=100):

@@ -13,13 +13,13 @@ CHOOSE = """
     from datetime import timedelta
     from samestep.comm.connecting import have_own_gpus
     from samestep.comm.environment import read_environment
-    from samestep.comm.rendezvous import rendezvous
+    from samestep.comm.rendezvous import Rendezvous, rendezvous
     from samestep.engine.determinism import own_device
 
     place, timeout = read_environment(), timedelta(seconds=100)
     device = own_device(None, place)
     store = rendezvous(place, timeout)
-    print(device, have_own_gpus(store, place, device, timeout))
+    print(device, have_own_gpus(Rendezvous(store, place, timeout), device))
     store.set(f"read by {place.rank}", "yes")
     store.wait([f"read by {rank}" for rank in range(place.world_size)], timeout)
 """

@@ -82,8 +82,8 @@ def test_every_phase_and_the_last_slot_can_be_posted(page):
 def test_the_layout_is_the_documented_one(page):
     page.announce((0, 2))
     page.ask_to_stop(15)
-    page.note_shown()
-    page.note_shown()
+    page.count_shown()
+    page.count_shown()
     page.post(1, "data", 7, 3, 9)
     page = os.pread(page.fd, 1 << 20, 0)
     number, stop, shown, length, _ = struct.unpack_from("<QQQII", page)

@@ -326,9 +326,9 @@ def run_loop(member, state, schedule, note=lambda: None):
     kept = 0
     heart.enter("script")
     while steps() < schedule.steps and not member.stop:
-        member.give = give if member.can_heal else None
+        member.send_state = give if member.can_heal else None
         member.perform(step, "script")
-        member.give = None
+        member.send_state = None
         number = steps()
         is_old = any(kept < asked <= number for asked in schedule.checkpoints)
         member.asks_checkpoint = is_old and member.rank == 0

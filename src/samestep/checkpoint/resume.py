@@ -39,7 +39,7 @@ from samestep.checkpoint.storage import (
     read_checkpoint,
 )
 from samestep.comm.communicator import Communicator
-from samestep.comm.exceptions import on_main, share_text
+from samestep.comm.exceptions import on_main
 from samestep.comm.membership import Membership
 from samestep.engine.sharded_state import LocalShard
 from samestep.engine.step import TrainStep
@@ -247,7 +247,7 @@ def broadcast_state(
     if communicator.world_size == 1:
         return state
     ours = communicator.rank == source
-    head = json.loads(share_text(communicator, json.dumps(_head(state)) if ours else "", source))
+    head = json.loads(communicator.share_text(json.dumps(_head(state)) if ours else "", source))
     if not head:
         return None
     files: dict[str, dict[str, Stored]] = {}

@@ -20,7 +20,7 @@ from samestep.checkpoint.storage import Snapshot, begin_checkpoint, check_keep, 
 from samestep.checkpoint.verified_files import Written, part_name, write_part
 from samestep.comm.buckets import dense_strides
 from samestep.comm.communicator import Communicator
-from samestep.comm.exceptions import on_main, raise_together, share_text
+from samestep.comm.exceptions import on_main, raise_together
 from samestep.engine.sharded_state import LocalShard
 from samestep.errors import RunFolderError
 from samestep.files import remove_entry, retrying, writing
@@ -212,7 +212,7 @@ def write_sharded(
     state = with_rows(state, over, communicator.rank == 0)
     whole, shards = split_files(state.files)
     begun = on_main(communicator, lambda: begin_checkpoint(folder, state.step, replaces))
-    name = json.loads(share_text(communicator, json.dumps(None if begun is None else begun.name)))
+    name = json.loads(communicator.share_text(json.dumps(None if begun is None else begun.name)))
     temporary = None if name is None else folder / name
     try:
         parts = {} if temporary is None else _write_parts(communicator, over, temporary, shards)
@@ -220,7 +220,7 @@ def write_sharded(
         path = on_main(
             communicator, lambda: str(complete_checkpoint(folder, snapshot, temporary, parts, keep, replaces))
         )
-        return folder / Path(share_text(communicator, path or "")).name
+        return folder / Path(communicator.share_text(path or "")).name
     finally:
         if communicator.rank == 0 and temporary is not None:
             remove_entry(temporary)

@@ -150,6 +150,15 @@ class Communicator:
         self.transport.broadcast(shared, source)
         return shared.cpu() if is_on_host else shared
 
+    def share_bytes(self, data: bytes, source: int = 0) -> bytes:
+        """The bytes of rank `source`, at least one, on every rank; those of other ranks are ignored."""
+        ours = torch.frombuffer(bytearray(data), dtype=torch.uint8) if self.rank == source else None
+        return self.share(ours, source).numpy().tobytes()
+
+    def share_text(self, text: str, source: int = 0) -> str:
+        """The text of rank `source`, not empty, on every rank."""
+        return self.share_bytes(text.encode(), source).decode()
+
     def meet(self) -> None:
         """Returns when every rank has called it; one may work alone before that for as long as its process lives."""
         if isinstance(self.control, Connection):  # where ranks take turns in one process no wait has a limit

@@ -7,7 +7,6 @@ and between nodes, unless `SAMESTEP_NODES` is "flat".
 
 import contextlib
 import os
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -20,7 +19,7 @@ from samestep.comm import segment as segments
 from samestep.comm.environment import Environment, chosen_transport
 from samestep.comm.group import GroupTransport
 from samestep.comm.heartbeat import PAGE_VARIABLE
-from samestep.comm.rendezvous import FIRST_POLL_SECONDS, POLL_SECONDS, meet, rendezvous, roll_call, store_host
+from samestep.comm.rendezvous import Rendezvous, meet, not_connected, rendezvous, store_host
 from samestep.comm.segment import NoSegmentError, Segment
 from samestep.comm.shared_memory import SharedTransport
 from samestep.comm.transport import Connection, Nodes
@@ -38,7 +37,7 @@ def connect(environment: Environment, device: torch.device, timeout: timedelta) 
     # A script that has made its process group has no store of ours, and its ranks are those of the group.
     if dist.is_initialized():
         return _adopt_group(environment, device, timeout)
-    return connect_at(rendezvous(environment, timeout), environment, device, timeout, timeout)
+    return connect_at(Rendezvous(rendezvous(environment, timeout), environment, timeout), device, timeout)
 
 
 def reconnect(
@@ -47,29 +46,20 @@ def reconnect(
     world_size: int,
     device: torch.device,
     timeout: timedelta,
-    check: Callable[[], None] = lambda: None,
+    check: Callable[[], None],
 ) -> tuple[Connection, Connection]:
-    """Connects the ranks that are left after a failure, which have all reached the store.
-
-    `check` is called while this rank waits at the store for others, and raises if one will not come.
-    """
+    """Connects the ranks that are left after a failure, which have all reached the store; `check` is that of waits."""
+    place = Environment(rank, world_size, rank, world_size, store_is_kept=True, transport=chosen_transport())
     connect_timeout = timedelta(seconds=min(CONNECT_SECONDS, timeout.total_seconds()))
-    transport = chosen_transport()
-    place = Environment(rank, world_size, rank, world_size, store_is_kept=True, transport=transport)
-    return connect_at(store, place, device, connect_timeout, timeout, by_nodes=False, check=check)
+    return connect_at(Rendezvous(store, place, connect_timeout, check), device, timeout, by_nodes=False)
 
 
 def connect_at(
-    store: dist.Store,
-    place: Environment,
-    device: torch.device,
-    connect_timeout: timedelta,
-    timeout: timedelta,
-    by_nodes: bool = True,
-    check: Callable[[], None] = lambda: None,
+    met: Rendezvous, device: torch.device, timeout: timedelta, by_nodes: bool = True
 ) -> tuple[Connection, Connection]:
-    """Connects ranks that have all reached a store; as `connect` and `reconnect`."""
-    has_own_gpu = device.type == "cuda" and have_own_gpus(store, place, device, connect_timeout, check)
+    """Connects ranks that have met, as `connect` and `reconnect`; `timeout` is that of later exchanges."""
+    store, place = met.store, met.place
+    has_own_gpu = device.type == "cuda" and have_own_gpus(met, device)
     backend = "nccl" if has_own_gpu else "gloo"
     host = store_host(place)
     # Only a supervisor that sees all ranks can announce a quorum: no healing over several nodes.
@@ -81,7 +71,7 @@ def connect_at(
     shared = None
     # Tried first even with NCCL: then it carries the small values in host memory.
     try:
-        segment = _share(dist.PrefixStore("shared", store), place, connect_timeout, check)
+        segment = _map_segment(met.part("shared"))
         shared = SharedTransport(segment, place.rank, timeout, store, healing_store)
     except NoSegmentError as error:
         if place.transport == "shared":
@@ -89,7 +79,7 @@ def connect_at(
     if shared is not None and backend == "gloo":
         return shared, shared
     try:
-        _join_group(store, place, backend, device, connect_timeout, timeout)
+        _join_group(met, backend, device, timeout)
         # NCCL moves no host memory.
         control = dist.new_group(backend="gloo", timeout=timeout) if backend == "nccl" and shared is None else None
     except RuntimeError as error:
@@ -105,7 +95,7 @@ def connect_at(
     small = transport if control is None else GroupTransport(control, calls, timeout, host)
     try:
         if by_nodes:
-            transport.nodes = _connect_nodes(small, store, place, backend, connect_timeout, timeout)
+            transport.nodes = _connect_nodes(small, met, backend, timeout)
     except PeerLostError:
         transport.abandon()
         raise
@@ -133,9 +123,10 @@ def connect_process_group(
     except RuntimeError as error:
         raise PeerLostError(f"the store went while rank {rank} waited for the others") from error
     if missing:
-        raise _absent(rank, missing)
+        raise not_connected(rank, missing)
     try:
-        shared = SharedTransport(_share(dist.PrefixStore("shared", store), place, timeout), rank, timeout)
+        segment = _map_segment(Rendezvous(dist.PrefixStore("shared", store), place, timeout))
+        shared = SharedTransport(segment, rank, timeout)
         shared.spins = num_processes <= usable_cores()
     except NoSegmentError as error:
         if chosen == "shared":
@@ -154,24 +145,17 @@ def connect_process_group(
     return transport, gloo
 
 
-def have_own_gpus(
-    store: dist.Store,
-    place: Environment,
-    device: torch.device,
-    timeout: timedelta,
-    check: Callable[[], None] = lambda: None,
-) -> bool:
+def have_own_gpus(met: Rendezvous, device: torch.device) -> bool:
     """Whether each rank has a GPU to itself, as NCCL needs; the same on all ranks, all of which call it.
 
     By the identifiers of the GPUs: under Slurm each process may see one GPU, another one each, and call it cuda:0.
     """
     gpu = str(torch.cuda.get_device_properties(device).uuid)
-    word = gpu if place.transport == "auto" else NO_NCCL
-    words = _answers(dist.PrefixStore("gpus", store), place, timeout, word, check)
+    words = met.part("gpus").gather_words(gpu if met.place.transport == "auto" else NO_NCCL)
     sharing = [str(rank) for rank, word in enumerate(words) if words.count(word) > 1]
     if NO_NCCL in words:
         return False
-    if sharing and place.rank == 0:
+    if sharing and met.place.rank == 0:
         notify(
             f"ranks {', '.join(sharing)} have no GPU to themselves, so all ranks exchange through host "
             "memory instead of NCCL: start one rank a GPU, or set SAMESTEP_TRANSPORT=gloo if this is meant"
@@ -207,18 +191,11 @@ def node_size(places: Sequence[tuple[int, int]]) -> int | None:
     return size if list(places) == [(rank % size, size) for rank in range(len(places))] else None
 
 
-def _connect_nodes(
-    control: GroupTransport,
-    store: dist.Store,
-    place: Environment,
-    backend: str,
-    connect_timeout: timedelta,
-    timeout: timedelta,
-) -> Nodes | None:
+def _connect_nodes(control: GroupTransport, met: Rendezvous, backend: str, timeout: timedelta) -> Nodes | None:
     """Connects ranks that have a process group within and between their nodes; None for a flat reduction."""
     rank, num_ranks = control.rank, control.world_size
     # All ranks decide by the words of all: a variable that is set on one node only must not split the ranks.
-    words = [place.local_rank, place.local_world_size, int(place.nodes == "auto")]
+    words = [met.place.local_rank, met.place.local_world_size, int(met.place.nodes == "auto")]
     rows = control.gather(torch.tensor(words)).wait().view(num_ranks, 3).tolist()
     size = node_size([(local, count) for local, count, _ in rows])
     if size is None or not all(wants for _, _, wants in rows):
@@ -228,12 +205,10 @@ def _connect_nodes(
     within: Connection | None = None
     try:
         if backend == "gloo":
-            ours = nodes[rank // size]
-            memory = dist.PrefixStore(f"node {ours.start}", store)
-            within = _share_in_node(control, memory, place, ours, connect_timeout, timeout)
+            within = _share_in_node(control, met, nodes[rank // size], timeout)
         if within is None:
-            within = subgroup(nodes, rank, backend, store, timeout)
-        return Nodes(within, subgroup(same_local_ranks, rank, backend, store, timeout))
+            within = subgroup(nodes, rank, backend, met.store, timeout)
+        return Nodes(within, subgroup(same_local_ranks, rank, backend, met.store, timeout))
     except (RuntimeError, PeerLostError) as error:
         if within is not None:
             within.abandon()
@@ -241,19 +216,15 @@ def _connect_nodes(
 
 
 def _share_in_node(
-    control: GroupTransport,
-    store: dist.Store,
-    place: Environment,
-    ranks: range,
-    connect_timeout: timedelta,
-    timeout: timedelta,
+    control: GroupTransport, met: Rendezvous, ranks: range, timeout: timedelta
 ) -> SharedTransport | None:
     """The transport through the memory of this node; None, on all ranks of the run, if one node has none."""
-    local, size = place.local_rank, place.local_world_size
-    alone = Environment(local, size, local, size, store_is_kept=True, transport=place.transport)
+    local, size = met.place.local_rank, met.place.local_world_size
+    alone = Environment(local, size, local, size, store_is_kept=True, transport=met.place.transport)
+    here = replace(met.part(f"node {ranks.start}"), place=alone)
     transport = None
     with contextlib.suppress(NoSegmentError):
-        transport = SharedTransport(_share(store, alone, connect_timeout), local, timeout, store)
+        transport = SharedTransport(_map_segment(here), local, timeout, here.store)
         transport.ranks, transport.run_size = ranks, control.world_size
     # All nodes alike, since all ranks must make the process groups that stand in for it.
     have = bool(control.gather(torch.tensor([transport is not None])).wait().all())
@@ -262,28 +233,26 @@ def _share_in_node(
     return transport if have else None
 
 
-def _share(
-    store: dist.Store, place: Environment, timeout: timedelta, check: Callable[[], None] = lambda: None
-) -> Segment:
+def _map_segment(met: Rendezvous) -> Segment:
     """Maps memory that all ranks share; raises `NoSegmentError` on all of them if one cannot."""
-    rank, world_size = place.rank, place.world_size
+    place, rank, world_size = met.place, met.place.rank, met.place.world_size
     segment, fd, answer, address = None, -1, _refusal(place) or "yes", ""
     try:
         try:
             if rank > 0:
-                address = _segment_address(store, timeout, check)
-                if answer == "yes" and address:
+                address = met.wait_for(SEGMENT)
+                if answer == "yes" and address != NO_SEGMENT:
                     segment = segments.join(address, world_size)
             elif answer == "yes":
                 segment, fd, address = segments.create(world_size)
         except NoSegmentError as error:
             answer = str(error)
         if rank == 0:
-            store.set(SEGMENT, address or NO_SEGMENT)
+            met.store.set(SEGMENT, address or NO_SEGMENT)
         if segment is not None:
             segment.words[segment.lanes[rank].pid] = os.getpid()
         # Also the barrier after which rank 0 may close the descriptor by which the others open the segment.
-        answers = _answers(store, place, timeout, answer, check)
+        answers = met.gather_words(answer)
     except (RuntimeError, PeerLostError) as error:
         if segment is not None:  # ranks that go on would wait for this one until the timeout
             segment.words[segment.lanes[rank].gone] = 1
@@ -313,59 +282,25 @@ def _refusal(place: Environment) -> str:
     return ""
 
 
-def _segment_address(store: dist.Store, timeout: timedelta, check: Callable[[], None]) -> str:
-    """The address of rank 0's segment, once it has written it; empty if it has none."""
-    deadline, pause = time.monotonic() + timeout.total_seconds(), FIRST_POLL_SECONDS
-    while not store.check([SEGMENT]):
-        if time.monotonic() > deadline:
-            raise PeerLostError("rank 0 met all others, but did not connect to them", (0,))
-        check()
-        time.sleep(pause)
-        pause = min(2 * pause, POLL_SECONDS)
-    address = store.get(SEGMENT).decode()
-    return "" if address == NO_SEGMENT else address
-
-
-def _answers(
-    store: dist.Store, place: Environment, timeout: timedelta, answer: str, check: Callable[[], None]
-) -> list[str]:
-    """For each rank "yes" if it shares memory, or the reason for which it does not."""
-    missing = roll_call(store, place.rank, place.world_size, timeout.total_seconds(), store_host(place), answer, check)
-    if missing:
-        raise _absent(place.rank, missing)
-    return [store.get(str(rank)).decode() for rank in range(place.world_size)]
-
-
-def _absent(rank: int, missing: tuple[int, ...]) -> PeerLostError:
-    names = ", ".join(map(str, missing))
-    return PeerLostError(f"rank {rank} met all others, but rank {names} did not connect to them", missing)
-
-
-def _join_group(
-    store: dist.Store,
-    place: Environment,
-    backend: str,
-    device: torch.device,
-    connect_timeout: timedelta,
-    timeout: timedelta,
-) -> None:
+def _join_group(met: Rendezvous, backend: str, device: torch.device, timeout: timedelta) -> None:
     """Makes the default process group."""
+    connect_timeout = met.timeout
     # The functions of this module take the default group at its import as the default of an argument. An optimizer
     # imports it: after the group is made, that would keep the connections open for good. So it is imported before.
     import torch.distributed.nn.functional  # noqa: F401 - for when it is imported
 
-    store.set_timeout(connect_timeout)  # by which NCCL's ranks find each other, whatever the group's timeout
+    met.store.set_timeout(connect_timeout)  # by which NCCL's ranks find each other, whatever the group's timeout
     try:
         dist.init_process_group(
             backend,
-            store=dist.PrefixStore("group", store),
-            rank=place.rank,
-            world_size=place.world_size,
+            store=dist.PrefixStore("group", met.store),
+            rank=met.place.rank,
+            world_size=met.place.world_size,
             timeout=connect_timeout,
             device_id=device if backend == "nccl" else None,
         )
     finally:
-        store.set_timeout(timeout)
+        met.store.set_timeout(timeout)
     if connect_timeout != timeout:  # a lost rank must be noticed soon while connecting, a slow one be waited for later
         dist.distributed_c10d._set_pg_timeout(timeout)
 
@@ -385,6 +320,6 @@ def _adopt_group(environment: Environment, device: torch.device, timeout: timede
         transport = GroupTransport(dist.new_group(backend=backend, timeout=timeout), calls, timeout)
         transport.stream = torch.cuda.Stream(device)
     # No shared memory here: the script's group may have no store that all ranks reach.
-    unshared = replace(environment, transport="gloo")
-    transport.nodes = _connect_nodes(host, calls, unshared, backend, timeout, timeout)
+    met = Rendezvous(calls, replace(environment, transport="gloo"), timeout)
+    transport.nodes = _connect_nodes(host, met, backend, timeout)
     return transport, host

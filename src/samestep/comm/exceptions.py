@@ -11,10 +11,6 @@ from itertools import pairwise
 from operator import attrgetter
 from typing import Any, TypeVar
 
-import numpy as np
-import torch
-from torch import Tensor
-
 from samestep import errors
 from samestep.comm.communicator import Communicator
 from samestep.errors import (
@@ -48,21 +44,8 @@ def raise_together(communicator: Communicator, error: Exception | None) -> None:
     failed = [rank for rank, (has,) in enumerate(communicator.gather_words([error is not None])) if has]
     if not failed:
         return
-    theirs = share_bytes(communicator, b"\0" if error is None else packed(error), failed[0])
+    theirs = communicator.share_bytes(b"" if error is None else packed(error), failed[0])
     raise unpacked(theirs) if error is None or failed[0] != communicator.rank else error
-
-
-def share_text(communicator: Communicator, text: str, source: int = 0) -> str:
-    """The text of rank `source`, on every rank."""
-    return share_bytes(communicator, text.encode(), source).decode()
-
-
-def share_bytes(communicator: Communicator, data: bytes, source: int = 0) -> bytes:
-    """The bytes of rank `source`, at least one, on every rank."""
-    ours: Tensor | None = None
-    if communicator.rank == source:
-        ours = torch.from_numpy(np.frombuffer(data, np.uint8).copy()).to(communicator.device)
-    return communicator.share(ours, source).cpu().numpy().tobytes()
 
 
 def packed(error: BaseException) -> bytes:

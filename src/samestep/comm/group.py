@@ -101,11 +101,11 @@ class GroupTransport(Connection):
                 work = dist.broadcast(sent, group=self.group, group_src=source, async_op=True)
             else:
                 work = self._gloo.broadcast(sent, source)
-            self.settle(work)
+            self.wait_for(work)
         if moved is not ours:  # strided, or on an accelerator
             ours.copy_(moved)
 
-    def settle(self, work: dist.Work) -> None:
+    def wait_for(self, work: dist.Work) -> None:
         """Waits for a transfer; if a rank is lost meanwhile it raises, where its wait would block a stream for ever."""
         # Not on the stream of the exchange, on which only sums are computed: `Membership.await_exchange` waits for it.
         stream = self.stream
@@ -200,5 +200,5 @@ class GroupPending:
         """Waits, and copies what arrived in host memory to the device."""
         with self._transport.failures_named():
             if self._work is not None:
-                self._transport.settle(self._work)
+                self._transport.wait_for(self._work)
         return self._received.to(self._device)

@@ -284,7 +284,7 @@ class HeartbeatPage:
         number: int = _SHOWN.unpack_from(self._memory, 16)[0]
         return number
 
-    def note_shown(self) -> None:
+    def count_shown(self) -> None:
         """Counts one more line as shown."""
         self._write(16, _SHOWN.pack(self.shown + 1))
 

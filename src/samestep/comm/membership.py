@@ -13,8 +13,15 @@ same operation, or some (the advanced) are in the one after it. They then
 An operation changes nothing before its last exchange has arrived, and its results are the same bits on any number of
 ranks: so the ranks that are behind need no state, and none is torn.
 
+A quorum is a list of workers, by slot, that the supervisor announces on the heartbeat page; it alone can see which
+processes are alive, so ranks never vote. The place of a worker in the list is its rank, which changes; its slot stays.
+A rank that is lost while the others connect leads to the next quorum, and they begin again at 1.
+
+A spare is a rank without microbatches. It takes part in every exchange, so it has the same state as the others; when
+one of them is lost, dividing the microbatches anew (5) gives it some.
+
 A worker that is started late joins in the same way: it waits until a quorum includes it, connects before an operation
-for which another rank can send the state (`give`), receives it, and takes part from then on.
+for which another rank can send the state (`send_state`), receives it, and takes part from then on.
 """
 
 import gc
@@ -88,7 +95,7 @@ class Membership:
         self._is_performing = False
         self.healed: list[tuple[Quorum, float]] = []  # with the seconds that it took, oldest first
         # Sends the state of a source rank to ranks that join; None while none can join.
-        self.give: Callable[[Communicator, int], None] | None = None
+        self.send_state: Callable[[Communicator, int], None] | None = None
         self.is_late = healing_store is not None  # whether this worker still waits to join
         self.is_dealt = False  # whether microbatches are dealt to the ranks in turn
         self.needs_all = False  # whether each rank has state that no other has
@@ -276,7 +283,7 @@ class Membership:
                 reports = self._exchange_reports(quorum, Report(-1))
                 if not all_admit(reports):
                     continue
-                self._form("all", quorum, quorum.slots)
+                self._connect("all", quorum, quorum.slots)
                 self.heartbeat.quorum = quorum.number
                 value = receive(self.communicator, _source(quorum, reports))
             except (PeerLostError, dist.DistError):  # a rank was lost meanwhile, of which there will be a quorum
@@ -308,7 +315,7 @@ class Membership:
         page = self.heartbeat.page
         if page is None or not self.can_heal or self.is_late:
             return
-        if self._one_waits and self.give is not None:
+        if self._one_waits and self.send_state is not None:
             raise NewQuorumError("a late worker is to be counted in")
         if page.number != self.heartbeat.quorum:
             raise NewQuorumError("the supervisor has announced another quorum")
@@ -342,7 +349,7 @@ class Membership:
             number, self.heartbeat.quorum = quorum.number, quorum.number
             self._one_waits = False
             try:
-                admits, checkpoint = int(self.give is not None), int(self.checkpoint_agreed)
+                admits, checkpoint = int(self.send_state is not None), int(self.checkpoint_agreed)
                 own = Report(self.num_operations, admits, self.stop, checkpoint)
                 reports = self._exchange_reports(quorum, own)
                 present = {slot: report for slot, report in reports.items() if report.operations >= 0}
@@ -350,7 +357,7 @@ class Membership:
                 behind = tuple(slot for slot, report in present.items() if report.operations < most.operations)
                 if self.heartbeat.slot in behind:
                     # The advanced ranks have the result of this operation already, and wait at "all".
-                    self._form("behind", quorum, behind)
+                    self._connect("behind", quorum, behind)
                     values.append(attempt())
                     self.num_operations += 1
                     # As the advanced have agreed: a request that came later is for the next operation, and who asked
@@ -359,9 +366,9 @@ class Membership:
                     self.heartbeat.enter("regroup")
                     self._drop_connections()
                 members = quorum.slots if all_admit(reports) else tuple(present)
-                self._form("all", quorum, members)
-                if len(members) > len(present) and self.give is not None:
-                    self.give(self.communicator, _source(quorum, reports))
+                self._connect("all", quorum, members)
+                if len(members) > len(present) and self.send_state is not None:
+                    self.send_state(self.communicator, _source(quorum, reports))
                 self._one_waits = len(members) < len(quorum.slots)
                 break
             except (PeerLostError, dist.DistError):
@@ -418,10 +425,10 @@ class Membership:
 
     def _exchange_reports(self, quorum: Quorum, own: Report) -> dict[int, Report]:
         """The reports of all slots of a quorum."""
-        store = self._call(quorum, f"words {self._round}", quorum.slots, " ".join(map(str, own)))
+        store = self._call_roll(quorum, f"words {self._round}", quorum.slots, " ".join(map(str, own)))
         return {slot: Report(*map(int, store.get(str(rank)).split())) for rank, slot in enumerate(quorum.slots)}
 
-    def _form(self, name: str, quorum: Quorum, slots: tuple[int, ...]) -> None:
+    def _connect(self, name: str, quorum: Quorum, slots: tuple[int, ...]) -> None:
         """Connects some of the slots, in their order, and divides the microbatches among them."""
         self._slots = slots
         transport: Any = LocalTransport()
@@ -429,9 +436,9 @@ class Membership:
         if len(slots) > 1:
             from samestep.comm.connecting import reconnect  # with all transports between processes
 
-            store = self._call(quorum, f"{name} {self._round}", slots, "here")
+            store = self._call_roll(quorum, f"{name} {self._round}", slots, "here")
             rank = slots.index(self.heartbeat.slot)
-            device, check = self.communicator.device, lambda: self._check_meeting(quorum)
+            device, check = self.communicator.device, lambda: self._check_same_quorum(quorum)
             transport, control = reconnect(store, rank, len(slots), device, self.timeout, check)
         self.communicator = replace(self.communicator, transport=transport, control=control)
         self._let_name_missing(False)
@@ -439,17 +446,17 @@ class Membership:
         self.ranges = self._divide()
         self.version += 1
 
-    def _call(self, quorum: Quorum, name: str, slots: tuple[int, ...], word: str) -> dist.Store:
+    def _call_roll(self, quorum: Quorum, name: str, slots: tuple[int, ...], word: str) -> dist.Store:
         """Waits until all of some slots have written a word to the store, under their place among them."""
         assert self._healing_store is not None, "only a run with a store heals"
         store = dist.PrefixStore(f"quorum {quorum.number}/{name}", self._healing_store)
         # Without a time limit: the supervisor announces another quorum if one of them is lost, and `check` raises then.
-        calls, check = dist.PrefixStore("words", store), lambda: self._check_meeting(quorum)
+        calls, check = dist.PrefixStore("words", store), lambda: self._check_same_quorum(quorum)
         missing = roll_call(calls, slots.index(self.heartbeat.slot), len(slots), 1e9, None, word, check)
         assert not missing, "it waits until all are there, or the quorum changes"
         return calls
 
-    def _check_meeting(self, quorum: Quorum) -> None:
+    def _check_same_quorum(self, quorum: Quorum) -> None:
         """Posts a beat; raises if there is another quorum by now, in which case some of this one may not come."""
         self.heartbeat.enter("regroup")
         if self.heartbeat.page is not None and self.heartbeat.page.number != quorum.number:

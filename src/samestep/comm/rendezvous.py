@@ -1,10 +1,22 @@
-"""The rendezvous: the ranks of a run connect to one store, and find out which of them are missing."""
+"""The rendezvous: the ranks of a run connect to one store, and find out which of them are missing.
+
+A store is a table of keys in one process: in rank 0 under a plain starter, in a process of its own under `samestep run`
+and torchrun. Rank 0 cannot know at what moment the others start, whether a rank that comes belongs to this attempt or
+to one that has failed, and whether one will come at all. So the ranks
+
+    1. connect to the store, which does not wait for any of them (`rendezvous`);
+    2. learn from rank 0 the number of this round, under a key that no process has used before (`meet`);
+    3. write their names under keys of the round, and wait for those of the others (`roll_call`): who does not come in
+       time is named by its rank and machine;
+    4. agree, by words in the store, on how they connect (`Rendezvous`, used by `comm.connecting`).
+"""
 
 import contextlib
 import errno
 import socket
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -30,6 +42,53 @@ class Report(NamedTuple):
 
 class AbsentError(PeerLostError):
     """Ranks did not come to the rendezvous in time."""
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """Ranks that have all reached one store, in which they agree on how to connect.
+
+    Attributes:
+        store: the store.
+        place: the place of this rank among them.
+        timeout: the time in which every rank must answer. A lost rank must be noticed soon, so it may be shorter than
+            that of later exchanges.
+        check: called while this rank waits for another one; raises if that one will not come.
+    """
+
+    store: dist.Store
+    place: Environment
+    timeout: timedelta
+    check: Callable[[], None] = lambda: None
+
+    def part(self, name: str) -> "Rendezvous":
+        """The same ranks, with keys of their own."""
+        return replace(self, store=dist.PrefixStore(name, self.store))
+
+    def gather_words(self, word: str) -> list[str]:
+        """The words of all ranks, by rank."""
+        place, seconds = self.place, self.timeout.total_seconds()
+        missing = roll_call(self.store, place.rank, place.world_size, seconds, store_host(place), word, self.check)
+        if missing:
+            raise not_connected(place.rank, missing)
+        return [self.store.get(str(rank)).decode() for rank in range(place.world_size)]
+
+    def wait_for(self, key: str) -> str:
+        """The word that rank 0 writes under a key."""
+        deadline, pause = time.monotonic() + self.timeout.total_seconds(), FIRST_POLL_SECONDS
+        while not self.store.check([key]):
+            if time.monotonic() > deadline:
+                raise PeerLostError("rank 0 met all others, but did not connect to them", (0,))
+            self.check()
+            time.sleep(pause)
+            pause = min(2 * pause, POLL_SECONDS)
+        return self.store.get(key).decode()
+
+
+def not_connected(rank: int, missing: tuple[int, ...]) -> PeerLostError:
+    """The error of a rank that has met all others, of which some did not connect."""
+    names = ", ".join(map(str, missing))
+    return PeerLostError(f"rank {rank} met all others, but rank {names} did not connect to them", missing)
 
 
 def all_admit(reports: Mapping[int, Report]) -> bool:

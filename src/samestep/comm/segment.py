@@ -55,7 +55,7 @@ ALIGNMENT = 64
 PATIENCE = 1024  # operations: more than in most steps, which would have to fault the memory in again
 
 
-class Layout(NamedTuple):
+class RingOffsets(NamedTuple):
     """An operation's layout in shared memory."""
 
     rows: tuple[int, ...]  # the words after the number
@@ -66,7 +66,7 @@ class Layout(NamedTuple):
 
 # Cached, since a step makes the same exchanges as the one before: the layouts cost as much as a small exchange.
 @functools.lru_cache(1024)
-def exchange_layout(sizes: tuple[int, ...], width: int, rank: int) -> Layout:
+def exchange_offsets(sizes: tuple[int, ...], width: int, rank: int) -> RingOffsets:
     """The layout of a part for each rank."""
     sent = [size * width for size in sizes]
     before, own = sum(sent[:rank]), sent[rank]
@@ -74,16 +74,18 @@ def exchange_layout(sizes: tuple[int, ...], width: int, rank: int) -> Layout:
     sent[rank] = 0
     starts = list(accumulate(sent, initial=0))[:-1]
     copies = ((0, 0, before), (before, before + own, after))
-    return Layout((*starts, *sent, *_marks(len(sizes), rank)), before + after, copies, before)
+    return RingOffsets((*starts, *sent, *_marks(len(sizes), rank)), before + after, copies, before)
 
 
-def gather_layout(world_size: int, rank: int, start: int, size: int) -> Layout:
+def gather_offsets(world_size: int, rank: int, start: int, size: int) -> RingOffsets:
     """The layout of the same bytes for every rank."""
-    return Layout((*[0] * world_size, *[size] * world_size, *_marks(world_size, rank)), size, ((0, start, size),), 0)
+    return RingOffsets(
+        (*[0] * world_size, *[size] * world_size, *_marks(world_size, rank)), size, ((0, start, size),), 0
+    )
 
 
 @functools.lru_cache(1024)
-def receive_layout(sizes: tuple[int, ...], width: int) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+def receive_offsets(sizes: tuple[int, ...], width: int) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
     """The number of received elements, and start and size in bytes of each rank's part."""
     sent = tuple(size * width for size in sizes)
     return sum(sizes), tuple(accumulate(sent, initial=0))[:-1], sent
@@ -101,7 +103,7 @@ def _marks(world_size: int, rank: int) -> list[int]:
     return [int(other == rank) for other in range(world_size)]
 
 
-class Block(NamedTuple):
+class OutboxBlock(NamedTuple):
     """The place of an operation: its first byte in the outbox, the byte after its last, the operation's number."""
 
     start: int
@@ -115,18 +117,18 @@ class Outbox:
     An operation may be posted once the one `ring` before it is read, whose place in the ring it takes.
     """
 
-    def __init__(self, size: int, ring: int, is_read: Callable[[Block], bool]) -> None:
+    def __init__(self, size: int, ring: int, is_read: Callable[[OutboxBlock], bool]) -> None:
         self.size = size
         self._ring = ring
         self._is_read = is_read
-        self.blocks: list[Block] = []  # by place
+        self.blocks: list[OutboxBlock] = []  # by place
         self._reach = self._reached = 0  # the end of the farthest operation, and the last one that went so far
 
-    def oldest(self) -> Block:
+    def oldest(self) -> OutboxBlock:
         """The operation that has been under way for the longest time; there is one if `place` found no place."""
         return min(self.blocks, key=lambda block: block.number)
 
-    def place(self, length: int, number: int) -> Block | None:
+    def place(self, length: int, number: int) -> OutboxBlock | None:
         """The lowest free place for an operation; None if there is none."""
         self.blocks = blocks = [block for block in self.blocks if not self._is_read(block)]
         if blocks and number - self.oldest().number >= self._ring:
@@ -141,7 +143,7 @@ class Outbox:
             index += 1
         if start + length > self.size:
             return None
-        placed = Block(start, start + length, number)
+        placed = OutboxBlock(start, start + length, number)
         blocks.insert(index, placed)
         if placed.end >= self._reach:
             self._reach, self._reached = placed.end, number

@@ -80,13 +80,13 @@ class SequentialWorld:
             with self._changed:
                 missing = [other for other in range(self.world_size) if (call, other) not in self._sent]
                 if not missing:
-                    return self._take(call, rank)
+                    return self._pop_parts(call, rank)
                 if all(other in self._over for other in missing):
                     raise PeerLostError(f"rank {rank} waits for ranks {missing}, which have ended", tuple(missing))
                 self._pass_turn(rank)
             self._await_turn(rank)
 
-    def _take(self, call: int, rank: int) -> list[Tensor]:
+    def _pop_parts(self, call: int, rank: int) -> list[Tensor]:
         """This rank's parts of a call, which are freed after the last rank has taken its own."""
         device = self._sent[call, rank][rank].device  # each rank may have one of its own
         parts = [self._sent[call, other][rank].to(device) for other in range(self.world_size)]

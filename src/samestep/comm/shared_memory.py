@@ -23,17 +23,17 @@ from torch.distributed import Store
 from samestep.comm.segment import (
     RING,
     WORD,
-    Block,
     Lane,
-    Layout,
     Outbox,
+    OutboxBlock,
     Peers,
+    RingOffsets,
     Segment,
     copy,
-    exchange_layout,
-    gather_layout,
+    exchange_offsets,
+    gather_offsets,
     header,
-    receive_layout,
+    receive_offsets,
 )
 from samestep.comm.transport import Connection, Pending, RankOrderSum, unexpected_sizes
 from samestep.devices.inventory import usable_cores
@@ -79,7 +79,7 @@ class SharedTransport(Connection):
         self._peers = Peers({other: segment.words[segment.lanes[other].pid] for other in self.others})
         self._number = 0  # of the next operation: the same on all ranks, which make the same calls in the same order
         self._dropped: deque[tuple[int, int]] = deque()
-        self._broadcasts: deque[Block] = deque()
+        self._broadcasts: deque[OutboxBlock] = deque()
         self._lane = segment.lanes[rank]
         # Also when the run is dropped: nothing refers to it then.
         self._leave = finalize(self, _leave, segment, self._lane, self._peers, os.getpid())
@@ -93,15 +93,15 @@ class SharedTransport(Connection):
     def exchange(self, parts: Tensor, sizes: Sequence[int], receive_sizes: Sequence[int]) -> "SharedParts":
         """Starts an all-to-all."""
         parts = parts.contiguous()
-        layout = exchange_layout(tuple(sizes), parts.element_size(), self.rank)
-        return SharedParts(self, self._post(layout, parts).number, parts, layout.own_start, receive_sizes)
+        offsets = exchange_offsets(tuple(sizes), parts.element_size(), self.rank)
+        return SharedParts(self, self._post(offsets, parts).number, parts, offsets.own_start, receive_sizes)
 
     def gather(self, part: Tensor, sizes: Sequence[int] = ()) -> "SharedParts":
         """Starts an all-gather: one copy in shared memory, which all read."""
         part = part.contiguous()
         numel = part.numel()
-        layout = gather_layout(self.world_size, self.rank, 0, numel * part.element_size())
-        return SharedParts(self, self._post(layout, part).number, part, 0, sizes or (numel,) * self.world_size)
+        offsets = gather_offsets(self.world_size, self.rank, 0, numel * part.element_size())
+        return SharedParts(self, self._post(offsets, part).number, part, 0, sizes or (numel,) * self.world_size)
 
     def add(self, tensor: Tensor) -> Pending:
         """Sums by rank, from left to right: tier `allclose`."""
@@ -117,12 +117,12 @@ class SharedTransport(Connection):
             piece = min(PIECE_BYTES, size - start)
             if self.rank == source:
                 self._hold_back(piece)
-                layout = gather_layout(self.world_size, self.rank, start, piece)
-                self._broadcasts.append(self._post(layout, moved))
+                offsets = gather_offsets(self.world_size, self.rank, start, piece)
+                self._broadcasts.append(self._post(offsets, moved))
             else:
                 number = self._pass()
                 self.wait_for(source, number)
-                self.take(source, number, moved, start, piece)
+                self.read_part(source, number, moved, start, piece)
         if moved is not ours and self.rank != source:
             ours.copy_(moved)
 
@@ -142,15 +142,15 @@ class SharedTransport(Connection):
             raise PeerLostError("the exchange failed: this rank has dropped its connections")
         return self._segment
 
-    def _post(self, layout: Layout, tensor: Tensor) -> Block:
+    def _post(self, offsets: RingOffsets, tensor: Tensor) -> OutboxBlock:
         """Posts an operation with parts of a contiguous tensor."""
         segment = self._mapped()
         if self._dropped:  # here, since in `__del__` the parts may not be posted yet, and waiting there would block
             self._mark_dropped()
-        block = self._place(self._header.size + layout.size)
+        block = self._place(self._header.size + offsets.size)
         at = self._lane.outbox + block.start
-        self._header.pack_into(segment.memory, at, block.number | self.call << 48, *layout.rows)
-        for to, start, size in layout.copies:
+        self._header.pack_into(segment.memory, at, block.number | self.call << 48, *offsets.rows)
+        for to, start, size in offsets.copies:
             segment.write(at + self._header.size + to, tensor, start, size)
         self._announce(segment, block)
         if unused := self._outbox.unused(block.number):
@@ -158,7 +158,7 @@ class SharedTransport(Connection):
                 segment.memory.madvise(mmap.MADV_REMOVE, self._lane.outbox + unused.start, len(unused))
         return block
 
-    def _announce(self, segment: Segment, block: Block) -> None:
+    def _announce(self, segment: Segment, block: OutboxBlock) -> None:
         """Counts an operation as posted, whose bytes are in their place."""
         words, lane = segment.words, self._lane
         words[lane.ring + block.number % RING] = block.start
@@ -172,7 +172,7 @@ class SharedTransport(Connection):
         segment.words[self._lane.posted] = self._number = number + 1
         return number
 
-    def _place(self, size: int) -> Block:
+    def _place(self, size: int) -> OutboxBlock:
         """A free place in our outbox for the next operation; waits for one if need be."""
         outbox = self._outbox
         if size > outbox.size:
@@ -191,7 +191,7 @@ class SharedTransport(Connection):
         while sent and (len(sent) >= MAX_BROADCASTS or sum(b.end - b.start for b in sent) + size > MAX_BROADCAST_BYTES):
             self._wait_until_read(sent.popleft())
 
-    def take(self, peer: int, number: int, into: Tensor, start: int, size: int) -> None:
+    def read_part(self, peer: int, number: int, into: Tensor, start: int, size: int) -> None:
         """Copies a rank's part of an operation that it has posted to a place in a contiguous tensor, and marks it."""
         at, mark = self._find(peer, number, size)
         segment = self._mapped()
@@ -199,12 +199,12 @@ class SharedTransport(Connection):
         # After the copy: once all marks are set, the peer may overwrite these bytes.
         segment.words[mark] = 1
 
-    def look(self, peer: int, number: int, size: int, dtype: torch.dtype) -> tuple[Tensor, int]:
+    def view_part(self, peer: int, number: int, size: int, dtype: torch.dtype) -> tuple[Tensor, int]:
         """A rank's part of an operation that it has posted, where it lies, and the word to `mark` after reading it."""
         at, mark = self._find(peer, number, size)
         return self._mapped().view(at, size, dtype), mark
 
-    def mark(self, word: int) -> None:
+    def mark_read(self, word: int) -> None:
         """Marks a part as read, which the peer may overwrite from now on."""
         self._mapped().words[word] = 1
 
@@ -247,7 +247,7 @@ class SharedTransport(Connection):
             waited += min(time.monotonic() - before, LONGEST_COUNTED_SECONDS)
             pause = min(2 * pause, SLEEP_SECONDS[1])
 
-    def _wait_until_read(self, block: Block) -> None:
+    def _wait_until_read(self, block: OutboxBlock) -> None:
         """Waits until all have read an operation of ours."""
         segment = self._mapped()
         marks = (self._lane.outbox + block.start + self._marks) // WORD
@@ -265,12 +265,12 @@ class SharedTransport(Connection):
             waited += min(time.monotonic() - before, LONGEST_COUNTED_SECONDS)
             pause = min(2 * pause, SLEEP_SECONDS[1])
 
-    def _is_read(self, block: Block) -> bool:
+    def _is_read(self, block: OutboxBlock) -> bool:
         """Whether all ranks have read an operation of ours, which the outbox has."""
         marks = self._lane.outbox + block.start + self._marks
         return self._mapped().memory[marks : marks + len(self._all_read)] == self._all_read
 
-    def drop(self, number: int, peers: Sequence[int]) -> None:
+    def drop_parts(self, number: int, peers: Sequence[int]) -> None:
         """Notes that this rank will not read the parts of some ranks in an operation."""
         self._dropped.extend((number, peer) for peer in peers)
 
@@ -328,7 +328,7 @@ class SharedParts:
         if self._received is not None:
             return self._received
         transport, sent, unread = self._transport, self._sent, self._unread
-        numel, starts, sizes = receive_layout(self._sizes, sent.element_size())
+        numel, starts, sizes = receive_offsets(self._sizes, sent.element_size())
         received = sent.new_empty(numel)
         rank = transport.rank
         # First the own part: it is in this process's memory already, and the others have time to post theirs.
@@ -336,7 +336,7 @@ class SharedParts:
         while unread:
             peer = unread[-1]
             transport.wait_for(peer, self._number)
-            transport.take(peer, self._number, received, starts[peer], sizes[peer])
+            transport.read_part(peer, self._number, received, starts[peer], sizes[peer])
             unread.pop()  # only now: if the wait raised, `__del__` must mark the rest
         self._received = received
         return received
@@ -351,13 +351,13 @@ class SharedParts:
         marks = []
         for peer in reversed(self._unread):
             transport.wait_for(peer, self._number)
-            parts[peer], mark = transport.look(peer, self._number, self._sizes[peer] * width, sent.dtype)
+            parts[peer], mark = transport.view_part(peer, self._number, self._sizes[peer] * width, sent.dtype)
             marks.append(mark)
         yield parts
         for mark in marks:
-            transport.mark(mark)
+            transport.mark_read(mark)
         self._unread = []
 
     def __del__(self) -> None:
         if self._unread:  # given up, by an exception: its places in the outboxes of the others must become free
-            self._transport.drop(self._number, self._unread)
+            self._transport.drop_parts(self._number, self._unread)

@@ -55,6 +55,9 @@ class Transport(Protocol):
     @property
     def stream(self) -> torch.cuda.Stream | None:
         """The stream of the exchange, if waiting blocks a stream and not the host; else None."""
+        # NCCL's `wait` lets the current stream wait for the transfer and returns at once. On a stream of its own an
+        # exchange, with the folds between its messages, runs beside the backward that the caller's stream computes.
+        # Whatever crosses from one stream to the other needs `wait_stream` (order) and `record_stream` (memory).
         ...
 
     def exchange(self, parts: Tensor, sizes: Sequence[int], receive_sizes: Sequence[int]) -> Pending:

@@ -30,7 +30,7 @@ from samestep.comm.connecting import connect_at, have_own_gpus
 from samestep.comm.environment import Environment, read_environment
 from samestep.comm.group import ROLL_CALL_SECONDS, GroupTransport
 from samestep.comm.reduction import ALIGNMENT_ELEMENTS, tree_sum_rows
-from samestep.comm.rendezvous import rendezvous, roll_call, store_host
+from samestep.comm.rendezvous import Rendezvous, rendezvous, roll_call, store_host
 from samestep.comm.transport import Connection, Transport, gather_parts
 from samestep.core.microbatches import microbatch_ranges
 from samestep.core.tree import Block, TreeSum, rank_blocks
@@ -419,7 +419,7 @@ def _check_transports(session: Session, store: dist.Store) -> None:
     """Runs every collective on every transport, and compares the clocks on the first."""
     has_clocks, environment, device = False, session.environment, session.device
     seconds = timedelta(seconds=session.seconds)
-    own_gpus = device.type == "cuda" and have_own_gpus(store, environment, device, seconds)
+    own_gpus = device.type == "cuda" and have_own_gpus(Rendezvous(store, environment, seconds), device)
     for name, choice in transports(environment, own_gpus).items():
         own = dist.PrefixStore(f"doctor {name}", store)
         communicator = _connect(session, name, choice, own)
@@ -454,7 +454,7 @@ def _connect(session: Session, name: str, choice: str, store: dist.Store) -> Com
     control: Connection | None = None
     with _time_limit(session, name, "connecting", store):
         try:
-            transport, control = connect_at(store, environment, session.device, timeout, transfer)
+            transport, control = connect_at(Rendezvous(store, environment, timeout), session.device, transfer)
         except (SamestepError, RuntimeError) as error:
             problem = _describe(error)
     label = f"{name}: connecting"

@@ -115,9 +115,7 @@ class StepStats:
         if any(word not in (RAN_NONE, words[source]) for word in words):
             raise _other_names()
         if RAN_NONE in words:
-            text = json.dumps(self.names).encode()
-            ours = torch.frombuffer(bytearray(text), dtype=torch.uint8) if communicator.rank == source else None
-            self.names = tuple(json.loads(bytes(communicator.share(ours, source).tolist())))
+            self.names = tuple(json.loads(communicator.share_text(json.dumps(self.names), source)))
 
     def sums(self, num_leaves: int) -> tuple[Any, Any]:
         """Total and count over the microbatches with samples, along the tree: floats, or 0-d tensors on the device."""

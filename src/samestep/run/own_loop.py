@@ -15,7 +15,7 @@ from samestep.checkpoint.resume import check_state, find_checkpoint, names_check
 from samestep.checkpoint.saver import to_host_copy, write_sharded
 from samestep.checkpoint.state import Steps, capture, restore
 from samestep.checkpoint.storage import Snapshot, check_keep, list_checkpoints, write_checkpoint
-from samestep.comm.exceptions import on_main, share_text
+from samestep.comm.exceptions import on_main
 from samestep.comm.membership import Membership
 from samestep.data.loader import Loader
 from samestep.engine.determinism import check_alike
@@ -68,7 +68,7 @@ def save(
     def attempt() -> str:
         communicator = membership.communicator
         if not is_sharded(steps):
-            return share_text(communicator, on_main(communicator, write) or "")
+            return communicator.share_text(on_main(communicator, write) or "")
         on_main(communicator, check_ours)
         state, over = capture(steps, values), steps[0].state_communicator
         written = partial(write_sharded, communicator, over, folder, state, keep, replaces=True)

@@ -451,9 +451,9 @@ class Trainer:
         for batch in progress.batches(loader):
             rates = learning_rates(self.step.optimizers)
             if membership.can_heal:
-                membership.give = give
+                membership.send_state = give
             result = self.step(batch)
-            membership.give = None
+            membership.send_state = None
             log.remember_step(result, batch, rates)
             epoch.num_samples += result.num_samples
             epoch.num_batches += 1

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from samestep.comm.communicator import Communicator
+from samestep.comm.exceptions import on_main
 from samestep.data.randomness import Generators
 from samestep.engine.config import Pipeline
 from samestep.errors import UsageError
@@ -107,16 +108,12 @@ def _costs(parts: Parts, example: Any, communicator: Communicator) -> list[int]:
     if example is None:
         return [sum(parameter.numel() for parameter in module.parameters()) for _, module in parts]
     # Times differ from rank to rank, and ranks that cut differently would wait for each other forever.
-    costs, why = _measured(parts, example, communicator.device) if communicator.rank == 0 else ([0] * len(parts), b"")
-    size, *costs = communicator.gather_words([len(why), *costs])[0]
-    if size:
-        sent = torch.tensor(list(why), dtype=torch.uint8, device=communicator.device)
-        raise UsageError(bytes(communicator.share(sent).tolist()).decode())
-    return costs
+    measured = on_main(communicator, lambda: _measured(parts, example, communicator.device))
+    return communicator.gather_words(measured or [0] * len(parts))[0]
 
 
-def _measured(parts: Parts, example: Any, device: torch.device) -> tuple[list[int], bytes]:
-    """The nanoseconds of each part; or the sentence of an error, which rank 0 shares with the ranks that wait."""
+def _measured(parts: Parts, example: Any, device: torch.device) -> list[int]:
+    """The nanoseconds of each part."""
     generators = Generators(device)
     costs, value, number = [0] * len(parts), example, 0
     try:
@@ -125,17 +122,15 @@ def _measured(parts: Parts, example: Any, device: torch.device) -> tuple[list[in
             generators.seed(0)
             for number, (_, module) in enumerate(parts):
                 costs[number], value = _measure(module, value, device)
-    except UsageError as error:
-        return costs, str(error).encode()
+    except UsageError:
+        raise
     except Exception as error:  # whatever the parts make of the example
-        what = f"part {parts[number][0]} raised {type(error).__name__}: {error}"
-        text = (
-            f"Pipeline(example=…) does not fit the model: {what}; give what loss_fn gives to the model for one "
-            "microbatch, "
-            "or leave it out (stages are cut by parameters then)"
-        )
-        return costs, text.encode()
-    return costs, b""
+        raise UsageError(
+            f"Pipeline(example=…) does not fit the model: part {parts[number][0]} raised {type(error).__name__}: "
+            f"{error}; give what loss_fn gives to the model for one microbatch, or leave it out (stages are cut by "
+            "parameters then)"
+        ) from error
+    return costs
 
 
 def _measure(module: nn.Module, value: Any, device: torch.device) -> tuple[int, Any]:
