@@ -51,17 +51,15 @@ def run_script(script, devices, told, policy=None, start_method=None, forks=None
     """
     policy = Policy(hang_seconds=5.0) if policy is None else policy
     before = shared_memory()
-    job = Job("script", script, (json.dumps(told),), quiet=True)
+    job = Job("script", script, (json.dumps(told),), quiet=True, start_method=start_method, policy=policy)
     selection = select(f"cpu:{devices}" if DEVICE == "cpu" else f"{DEVICE}:" + ",".join(map(str, range(devices))))
     if start_method is None and (forks or not torch.cuda.is_available()):
         for name in IMPORTED_LATE:
             importlib.import_module(name)
         variables = process_variables(selection, 1)
-        outcome = supervise(
-            job, selection, policy=policy, open_pool=lambda: ServerPool.forked(lambda: run_program(job, {}), variables)
-        )
+        outcome = supervise(job, selection, lambda: ServerPool.forked(lambda: run_program(job, {}), variables))
     else:
-        outcome = supervise(job, selection, policy=policy, start_method=start_method)
+        outcome = supervise(job, selection)
     deadline = time.monotonic() + SHARED_SECONDS
     while shared_memory() - before and time.monotonic() < deadline:
         time.sleep(0.1)  # what other tests use beside this one goes by itself

@@ -119,11 +119,5 @@ def run_members(
     selection = select(devices)
     variables = process_variables(selection, 1)
     log = None if log_dir is None else str(log_dir)
-    job = Job("function", "members:play", log_dir=log, resume_hint=resume_hint)
-    return supervise(
-        job,
-        selection,
-        open_pool=lambda: ServerPool.forked(call, variables),
-        policy=policy,
-        relay=True,
-    )
+    job = Job("function", "members:play", log_dir=log, resume_hint=resume_hint, policy=policy or Policy(), relay=True)
+    return supervise(job, selection, lambda: ServerPool.forked(call, variables))

@@ -117,8 +117,10 @@ def test_logs_go_on_where_the_earlier_attempt_ended(tmp_path):
 @pytest.mark.slow
 def test_a_clean_crew_restarts_its_function_with_other_arguments(monkeypatch, capfd):
     monkeypatch.setenv("PYTHONPATH", os.path.dirname(__file__))
-    job = Job("function", "steps:fail_unless", kwargs={"resume": None, "factor": 2}, restart_kwargs={"resume": "auto"})
-    outcome = supervise(job, select("cpu:2"), policy=Policy(max_restarts=1))
+    first, again = {"resume": None, "factor": 2}, {"resume": "auto"}
+    policy = Policy(max_restarts=1)
+    job = Job("function", "steps:fail_unless", kwargs=first, restart_kwargs=again, policy=policy)
+    outcome = supervise(job, select("cpu:2"))
     assert (outcome.exit_code, outcome.result) == (0, {"resume": "auto", "factor": 2, "attempt": 1, "sum": 3.0})
     assert "ValueError: nothing to resume" in capfd.readouterr().err
 
@@ -126,7 +128,7 @@ def test_a_clean_crew_restarts_its_function_with_other_arguments(monkeypatch, ca
 @pytest.mark.slow
 def test_a_starter_that_was_killed_is_started_again_with_its_workers(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.path.dirname(__file__))
-    outcome = supervise(Job("function", "steps:kill_the_starter"), select("cpu:2"), policy=Policy(max_restarts=1))
+    outcome = supervise(Job("function", "steps:kill_the_starter", policy=Policy(max_restarts=1)), select("cpu:2"))
     assert (outcome.exit_code, outcome.result) == (0, 1)
 
 

@@ -207,7 +207,7 @@ def test_a_worker_that_ignores_the_request_to_end_is_killed_after_the_grace(star
         "from samestep.devices.selection import select\n"
         "from samestep.launcher.job import Job, Policy\n"
         "from samestep.launcher.supervisor import supervise\n"
-        "outcome = supervise(Job('script', 'mixed.py'), select('cpu:2'), policy=Policy(grace_seconds=0.3))\n"
+        "outcome = supervise(Job('script', 'mixed.py', policy=Policy(grace_seconds=0.3)), select('cpu:2'))\n"
         "print(outcome.exit_code, outcome.failure.splitlines()[-1])\n",
     )
     process = starter.start_program("program.py")

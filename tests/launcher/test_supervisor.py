@@ -49,8 +49,8 @@ def _slow_display(monkeypatch):
 @pytest.mark.usefixtures("_steps_importable", "_slow_display")
 @pytest.mark.parametrize("relay", [False, True], ids=["inherited", "relayed"])
 def test_lines_and_what_rank_0_prints_are_in_the_order_of_the_calls(capfd, relay):
-    job = Job("function", "steps:print_between_lines", kwargs={"count": 20})
-    assert supervise(job, select("cpu:2"), relay=relay).exit_code == 0
+    job = Job("function", "steps:print_between_lines", kwargs={"count": 20}, relay=relay)
+    assert supervise(job, select("cpu:2")).exit_code == 0
     assert capfd.readouterr().out.split() == [str(number) for number in range(40)]
 
 

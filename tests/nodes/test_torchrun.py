@@ -14,7 +14,7 @@ from samestep.cli.options import NodeOptions, WorkerOptions, chosen_devices, cho
 from samestep.comm.environment import torchrun_defaults
 from samestep.errors import UsageError
 from samestep.launcher.job import Policy, Torchrun, parse_nodes
-from samestep.launcher.torchrun import Meeting
+from samestep.launcher.torchrun import MachineWait
 
 PET = {
     "PET_NNODES": "2",
@@ -86,14 +86,14 @@ def test_options_that_cannot_be_are_a_sentence():
     ],
 )
 def test_what_a_machine_waits_for_is_read_from_the_options(options, place, told):
-    meeting = Meeting.of(Torchrun(options, 2, 2))
-    assert (meeting.place, (meeting.machines, meeting.option, meeting.seconds)) == (place, told)
+    wait = MachineWait.of(Torchrun(options, 2, 2))
+    assert (wait.place, (wait.machines, wait.option, wait.seconds)) == (place, told)
 
 
 def test_a_time_that_is_no_number_is_a_sentence(monkeypatch):
     monkeypatch.setenv("PET_RDZV_CONF", "timeout=soon")
     with pytest.raises(UsageError, match="got --rdzv-conf timeout=soon; it must be a whole number of seconds"):
-        Meeting.of(Torchrun({"master-addr": "a"}, 1, 4))
+        MachineWait.of(Torchrun({"master-addr": "a"}, 1, 4))
 
 
 def test_the_variables_of_kubeflows_runtime_are_defaults_of_the_options(monkeypatch):

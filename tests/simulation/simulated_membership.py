@@ -36,6 +36,7 @@ from samestep.comm.communicator import Communicator
 from samestep.comm.environment import Environment
 from samestep.comm.heartbeat import Channel, Heartbeat, HeartbeatPage
 from samestep.comm.membership import Membership
+from samestep.comm.rendezvous import Rendezvous
 from samestep.comm.transport import LocalTransport
 from samestep.engine.result import Agreed, read_headers, write_header
 from samestep.errors import PeerLostError
@@ -45,7 +46,7 @@ from samestep.launcher.worker_pool import Group, WorkerEvent
 from samestep.launcher.workers import WORKING, Restarts, report_exception
 from samestep.run.signals import stopping_on_request
 
-TIMED = (membership, rendezvous, connecting, heartbeat_page, shared_memory, healing, monitor)
+TIMED = (membership, rendezvous, heartbeat_page, shared_memory, healing, monitor)
 HANG_SECONDS, TIMEOUT_SECONDS, MOST_SECONDS, STEPS_AN_EPOCH = 5.0, 30.0, 500.0, 3
 HARMS = ("killed", "hangs", "fails", "given up", "exits")
 KINDS = (*HARMS, "breaks", "pauses", "stops", "ends")
@@ -251,7 +252,7 @@ class Rank:
         ends = (LocalTransport(),) * 2
         if not place.joins and schedule.ranks > 1:
             where = Environment(place.rank, schedule.ranks, place.rank, schedule.ranks, store_is_kept=True)
-            ends = connecting.connect_at(self.ranks.store, where, device, timeout, timeout)
+            ends = connecting.connect_at(Rendezvous(self.ranks.store, where, timeout), device, timeout)
         heartbeat = Heartbeat(page, self.slot)
         if place.joins:
             heartbeat.quorum = page.number
@@ -394,9 +395,8 @@ def check_schedule(schedule):
     alone = Communicator(torch.device("cpu"), *(LocalTransport(),) * 2, "ordered")
     with simulated(ranks):
         run_loop(Membership(alone, schedule.microbatches), whole, replace(schedule, checkpoints=()))
-        watch = monitor.Monitor(
-            ranks, ranks.page, show, Job("function", "simulated:run"), policy, Restarts(policy.max_restarts)
-        )
+        job = Job("function", "simulated:run", policy=policy)
+        watch = monitor.Monitor(job, ranks, ranks.page, show, Restarts(policy.max_restarts))
         watch.listen_for_stop(ranks.requests[0])
         try:
             for slot in range(schedule.ranks):

@@ -79,12 +79,9 @@ def in_processes(ranks, train, *args, faults=(), policy=NO_POLICY, **options):
                 threading.setprofile(None)
             Path(notes, f"found-{os.environ['SAMESTEP_SLOT']}").write_bytes(pickle.dumps((found, calls.seen)))
 
-        outcome = supervise(
-            Job("function", "simulated:train", quiet=True),
-            selection,
-            policy=Policy(hang_seconds=8.0 if {"hang", "SIGSTOP"} & {each[3] for each in faults} else 60.0, **policy),
-            open_pool=lambda: ServerPool.forked(rank_main, process_variables(selection, 1)),
-        )
+        hang_seconds = 8.0 if {"hang", "SIGSTOP"} & {each[3] for each in faults} else 60.0
+        job = Job("function", "simulated:train", quiet=True, policy=Policy(hang_seconds=hang_seconds, **policy))
+        outcome = supervise(job, selection, lambda: ServerPool.forked(rank_main, process_variables(selection, 1)))
         found = [pickle.loads(path.read_bytes()) for path in sorted(Path(notes).glob("found-*"))]
     deadline = time.monotonic() + SECONDS
     while left := [*_left(shared), *(set(psutil.Process().children(recursive=True)) - before)]:

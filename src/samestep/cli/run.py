@@ -67,7 +67,15 @@ def run(
         )
     if not program:
         raise UsageError("there is no script to run; give one: samestep run train.py, or samestep run -m package.train")
-    job = Job("module" if script.module else "script", program[0], tuple(program[1:]), log_dir=log_dir)
+    job = Job(
+        "module" if script.module else "script",
+        program[0],
+        tuple(program[1:]),
+        log_dir=log_dir,
+        num_threads=num_threads,
+        start_method=workers.start_method,
+        policy=policy,
+    )
     spec = chosen_devices(workers) or "auto"
     reading = reads_as(program[0], is_module=script.module)
     num_nodes = 1 if torchrun is None else torchrun.max_nodes
@@ -76,26 +84,18 @@ def run(
     are_several = spec.startswith("cpu") or selection.count > 1 or torchrun is not None
     is_simulated = selection.kind == "cpu" and (are_several or script.logical_devices is not None)
     each = [selection.only(index).environment for index in range(selection.count)] if torchrun is None else []
-    job, logical = _as_read(replace(job, preload=reading.preload), script, reading, is_simulated, each)
+    job = _as_read(replace(job, preload=reading.preload), script, reading, is_simulated, each)
     if script.single_process is None and reading.is_both:
         notify(f"{program[0]}: {reading.reason}")
     folder = profile_dir or (Path(PROFILE_FOLDER) if profile else None)
     if folder is not None:
         selection = profiled(selection, folder)
     if torchrun is None:
-        outcome = supervise(
-            job,
-            selection,
-            num_threads=num_threads,
-            start_method=workers.start_method,
-            policy=policy,
-            early=context.obj,
-            logical_devices=logical,
-        )
+        outcome = supervise(job, selection, early=context.obj)
     else:
         from samestep.launcher.torchrun import hand_over
 
-        outcome = hand_over(job, selection, torchrun, num_threads, policy, logical)
+        outcome = hand_over(job, selection, torchrun)
     if folder is not None and torchrun is None:
         print_traces(folder, to_stderr=True)
     if outcome.failure is not None:
@@ -103,16 +103,14 @@ def run(
     raise typer.Exit(outcome.exit_code)
 
 
-def _as_read(
-    job: Job, script: ScriptOptions, reading: "Reading", simulated: bool, places: Any
-) -> tuple[Job, int | None]:
-    """The job that runs a script as it was read, and how many ranks there are if not one a device."""
+def _as_read(job: Job, script: ScriptOptions, reading: "Reading", simulated: bool, places: Any) -> Job:
+    """The job that runs a script as it was read."""
     from samestep.errors import UsageError
 
     logical = script.logical_devices
     if script.single_process if script.single_process is not None else reading.kind == "single-process":
         asked = {"num_microbatches": logical, "seed": script.seed, "wrap": script.wrap, "simulated": simulated}
-        return _called(job, "samestep.scripts.single_process", "run_single_process", asked), None
+        return _called(job, "samestep.scripts.single_process", "run_single_process", asked)
     if script.wrap is not None:
         raise UsageError(
             f"--wrap is for scripts of one process, and {reading.reason}; leave it out, or give --single-process"
@@ -127,13 +125,15 @@ def _as_read(
         reading.refuse_own_ranks(script.single_process)
     if logical is None:
         more = {"seed": script.seed, "leaves_seeds": bool(reading.own), "starts": starts}
-        return _called(job, "samestep.scripts.spawning", "run_multi_process", more), None
+        return _called(job, "samestep.scripts.spawning", "run_multi_process", more)
     reading.check_logical_devices(logical)
     of_ranks = {"simulated": simulated and reading.names_gpus, "starts": (starts, places if starts else [])}
-    return _called(job, "samestep.logical.ranks", "run_logical", {"seed": script.seed, **of_ranks}), logical
+    job = replace(job, logical_devices=logical)
+    return _called(job, "samestep.logical.ranks", "run_logical", {"seed": script.seed, **of_ranks})
 
 
 def _called(job: Job, module: str, function: str, options: dict[str, Any]) -> Job:
     """The job that runs another one's script as a single-process or a multi-process one."""
     kwargs = {"kind": job.kind, "target": job.target, "argv": list(job.argv), **options}
-    return Job("function", f"{module}:{function}", kwargs=kwargs, log_dir=job.log_dir, preload=(*job.preload, module))
+    preload = (*job.preload, module)
+    return replace(job, kind="function", target=f"{module}:{function}", argv=(), kwargs=kwargs, preload=preload)

@@ -162,7 +162,7 @@ def _train_by_workers(
     num_nodes = 1 if torchrun is None else torchrun.max_nodes
     selection = select(chosen_devices(workers) or "auto", cpu_workers=_cpu_workers(config, num_nodes))
     _check_division(config, selection.count * num_nodes)
-    folder, num_threads = Path(str(config.run_dir)), config.num_threads or 1
+    folder = Path(str(config.run_dir))
     work = Job(
         kind="function",
         target="samestep.recipes.training:train",
@@ -172,24 +172,20 @@ def _train_by_workers(
         preload=(DYNAMO, "samestep.recipes.training"),
         restart_kwargs={"resume": "auto"},
         resume_hint=f"samestep train {config.recipe} --resume {folder}",
+        num_threads=config.num_threads or 1,
+        start_method=workers.start_method,
+        policy=policy,
     )
     if torchrun is not None:
         from samestep.launcher.torchrun import hand_over
 
         kwargs = {"as_json": as_json, **config.as_json()}
         work = replace(work, target="samestep.cli.train:train_as_rank", kwargs=kwargs)
-        outcome = hand_over(work, selection, torchrun, num_threads, policy)
+        outcome = hand_over(work, selection, torchrun)
         if outcome.failure is not None:
             notify(f"error: {outcome.failure}")
         raise typer.Exit(outcome.exit_code)
-    outcome = supervise(
-        work,
-        selection,
-        num_threads=num_threads,
-        start_method=workers.start_method,
-        policy=policy,
-        early=early,
-    )
+    outcome = supervise(work, selection, early=early)
     is_ended = outcome.exit_code == 0
     if config.profile is not None:
         print_traces(Path(config.profile), to_stderr=True)

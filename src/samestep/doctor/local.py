@@ -33,9 +33,9 @@ def check_ranks(
     with tempfile.TemporaryDirectory(prefix="samestep-doctor-") as folder:
         report = Path(folder, "results.jsonl")
         kwargs = {"report": str(report), "timeout_seconds": timeout_seconds, "quick": quick}
-        job = Job("function", target, kwargs=kwargs, quiet=True, preload=(target.partition(":")[0],))
-        policy = Policy(heal=False, hang_seconds=0, grace_seconds=GRACE_SECONDS)
-        outcome = supervise(job, selection, policy=policy)
+        policy, preload = Policy(heal=False, hang_seconds=0, grace_seconds=GRACE_SECONDS), (target.partition(":")[0],)
+        job = Job("function", target, kwargs=kwargs, quiet=True, preload=preload, policy=policy)
+        outcome = supervise(job, selection)
         lines = report.read_text(encoding="utf-8").splitlines() if report.exists() else []
     results = from_objects(map(json.loads, lines))
     if outcome.exit_code != 0 and is_good(results):

@@ -386,9 +386,10 @@ def _perform(row: Row, selection: Selection) -> dict[str, Any]:
         results, _ = check_ranks(selection, row.options["timeout_seconds"], False)
         return {"result": [asdict(each) for each in results]}
     kwargs = {"program": row.program, "seconds": row.seconds, "options": row.options}
-    job = Job("function", f"{PROGRAMS}:start", kwargs=kwargs, quiet=True, preload=(*TRAINING, PROGRAMS))
     policy = Policy(heal=row.survives, hang_seconds=0, grace_seconds=GRACE_SECONDS)
-    outcome = supervise(job, selection, policy=policy)
+    preload = (*TRAINING, PROGRAMS)
+    job = Job("function", f"{PROGRAMS}:start", kwargs=kwargs, quiet=True, preload=preload, policy=policy)
+    outcome = supervise(job, selection)
     if outcome.exit_code:
         return {"failure": outcome.failure or "it was stopped"}
     events = {"events": outcome.events} if row.survives else {}

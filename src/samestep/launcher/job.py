@@ -35,49 +35,6 @@ TRAINING = (DYNAMO, "samestep.run.run")
 """Modules that a first training step imports."""
 
 
-@dataclass(frozen=True)
-class Job:
-    """The program of every worker."""
-
-    kind: Kind  # "script" as `python FILE`, "module" as `python -m`, "function": rank 0's return value is the result
-    target: str  # the file, the module, or "package.module:function"
-    argv: tuple[str, ...] = ()
-    kwargs: Mapping[str, Any] = field(default_factory=dict)  # of the function; JSON
-    log_dir: str | None = None  # for rank-N.log, the output of ranks above 0; None keeps its end in memory
-    quiet: bool = False  # show neither the progress bar nor lines
-    lines_to: Literal["stdout", "stderr"] = "stdout"  # for rank 0's `line` events
-    preload: tuple[str, ...] = ()  # modules to import first, and only once if workers are forked
-    restart_kwargs: Mapping[str, Any] = field(default_factory=dict)  # replace others when all workers restart
-    resume_hint: str = "start the script again from what it last saved"  # for a run that ended, as part of a sentence
-
-    def __post_init__(self) -> None:
-        """Checks the job before a process is started."""
-        if self.kind == "script" and Path(self.target).is_dir():
-            raise UsageError(f"got the folder {self.target}; name the Python file in it, or use -m PACKAGE")
-        if self.kind == "script" and not Path(self.target).exists():
-            raise UsageError(f"there is no script {self.target}; give the path of a Python file, or -m MODULE")
-        if self.kind == "script" and not Path(self.target).is_file():
-            raise UsageError(f"{self.target} is no regular file; give the path of a Python file, or -m MODULE")
-        if self.kind == "module" and not all(part.isidentifier() for part in self.target.split(".")):
-            raise UsageError(f"got the module {self.target!r}; after -m give a dotted name such as package.train")
-        if self.kind == "function" and not all(self.target.partition(":")):
-            raise UsageError(f"got the function {self.target!r}; give it as package.module:function")
-
-    @property
-    def name(self) -> str:
-        """The name in titles of processes: the run folder, else the script, module or function."""
-        return str(self.kwargs.get("run_dir") or self.kwargs.get("target") or self.target)
-
-    def restarted(self) -> "Job":
-        """The job of restarted workers."""
-        return replace(self, kwargs={**self.kwargs, **self.restart_kwargs})
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> "Job":
-        """The job of a JSON object that `asdict` made."""
-        return cls(**{**value, "argv": tuple(value["argv"]), "preload": tuple(value["preload"])})
-
-
 def _option(help: str, default: Any, **more: Any) -> Any:
     """A field that is an option of the command line too."""
     return field(default=default, metadata={"help": help, "panel": "Failed workers", **more})
@@ -137,6 +94,55 @@ class Policy:
         if most < needed:
             advice = f"ulimit -n {needed}, or fewer workers (--devices, --logical-devices)"
             raise UsageError(f"{num_workers} workers need {needed} open files, and {most:.0f} are allowed: {advice}")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be run, and how: the program of every worker, and all that is decided before a process starts."""
+
+    kind: Kind  # "script" as `python FILE`, "module" as `python -m`, "function": rank 0's return value is the result
+    target: str  # the file, the module, or "package.module:function"
+    argv: tuple[str, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)  # of the function; JSON
+    log_dir: str | None = None  # for rank-N.log, the output of ranks above 0; None keeps its end in memory
+    quiet: bool = False  # show neither the progress bar nor lines
+    lines_to: Literal["stdout", "stderr"] = "stdout"  # for rank 0's `line` events
+    preload: tuple[str, ...] = ()  # modules to import first, and only once if workers are forked
+    restart_kwargs: Mapping[str, Any] = field(default_factory=dict)  # replace others when all workers restart
+    resume_hint: str = "start the script again from what it last saved"  # for a run that ended, as part of a sentence
+    num_threads: int = 1  # CPU threads a worker
+    start_method: str | None = None  # "fork" or "spawn"; None for fork where that is possible
+    policy: Policy = Policy()
+    logical_devices: int | None = None  # the number of workers, if it is not that of the devices
+    relay: bool = False  # print rank 0's output by `sys.stdout` of this process, instead of letting it inherit the file
+
+    def __post_init__(self) -> None:
+        """Checks the job before a process is started."""
+        if self.kind == "script" and Path(self.target).is_dir():
+            raise UsageError(f"got the folder {self.target}; name the Python file in it, or use -m PACKAGE")
+        if self.kind == "script" and not Path(self.target).exists():
+            raise UsageError(f"there is no script {self.target}; give the path of a Python file, or -m MODULE")
+        if self.kind == "script" and not Path(self.target).is_file():
+            raise UsageError(f"{self.target} is no regular file; give the path of a Python file, or -m MODULE")
+        if self.kind == "module" and not all(part.isidentifier() for part in self.target.split(".")):
+            raise UsageError(f"got the module {self.target!r}; after -m give a dotted name such as package.train")
+        if self.kind == "function" and not all(self.target.partition(":")):
+            raise UsageError(f"got the function {self.target!r}; give it as package.module:function")
+
+    @property
+    def name(self) -> str:
+        """The name in titles of processes: the run folder, else the script, module or function."""
+        return str(self.kwargs.get("run_dir") or self.kwargs.get("target") or self.target)
+
+    def restarted(self) -> "Job":
+        """The job of restarted workers."""
+        return replace(self, kwargs={**self.kwargs, **self.restart_kwargs})
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> "Job":
+        """The job of a JSON object that `asdict` made."""
+        lists = {"argv": tuple(value["argv"]), "preload": tuple(value["preload"])}
+        return cls(**{**value, **lists, "policy": Policy(**value["policy"])})
 
 
 def soft_limit(name: str) -> float:
@@ -232,38 +238,30 @@ class Instruction:
         return cls(Assignment(**value["assignment"]), Job.from_json(value["job"]), value["port"], value["fds"])
 
 
-def assign(
-    selection: "Selection",
-    num_threads: int,
-    run_id: str,
-    *,
-    logical_devices: int | None = None,
-    attempt: int = 0,
-    max_restarts: int = 0,
-) -> tuple[Assignment, ...]:
+def assign(job: Job, selection: "Selection", run_id: str, attempt: int) -> tuple[Assignment, ...]:
     """The places of all workers, in rank order: one a device, or as many as there are logical devices.
 
     Logical devices are dealt to the devices in contiguous ranges, and a worker then sees its own device alone.
     """
-    world_size = logical_devices or selection.count
+    world_size = job.logical_devices or selection.count
     places = []
     for rank in range(world_size):
         index = rank * selection.count // world_size
-        seen = selection if logical_devices is None else selection.only(index)
+        seen = selection if job.logical_devices is None else selection.only(index)
         places.append(
             Assignment(
                 rank=rank,
                 world_size=world_size,
                 device_kind=selection.kind,
                 device=selection.label(index),
-                num_threads=num_threads,
+                num_threads=job.num_threads,
                 run_id=run_id,
                 variables=dict(seen.environment),
                 device_index=index,
                 shares_device=world_size > selection.count,
                 slot=rank,
                 attempt=attempt,
-                max_restarts=max_restarts,
+                max_restarts=job.policy.max_restarts,
             )
         )
     return tuple(places)

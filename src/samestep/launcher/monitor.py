@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, Literal, TextIO
 from samestep.comm import heartbeat
 from samestep.comm.heartbeat import MAX_SLOTS, STOPS_ON_REQUEST, Beat, Event, HeartbeatPage
 from samestep.launcher.healing import LINGER_SECONDS, HangDetector, Healing
-from samestep.launcher.job import Assignment, Instruction, Job, Outcome, Policy
+from samestep.launcher.job import Assignment, Instruction, Job, Outcome
 from samestep.launcher.worker_pool import STARTER, WorkerPool
 from samestep.launcher.workers import (
     Failure,
@@ -156,21 +156,15 @@ ABORT_SECONDS = 2.0
 
 
 class Monitor:
-    """A running attempt; pool, page and display are closed by the caller.
-
-    `relay` prints rank 0's output by `sys.stdout` of this process; `fds` are further descriptors for all workers.
-    """
+    """A running attempt; pool, page and display are closed by the caller. `fds` are descriptors for all workers."""
 
     def __init__(
         self,
+        job: Job,
         pool: WorkerPool,
         page: HeartbeatPage,
         display: Display,
-        job: Job,
-        policy: Policy,
         restarts: Restarts,
-        log_dir: Path | None = None,
-        relay: bool = False,
         fds: Mapping[str, int] | None = None,
     ) -> None:
         self._pool = pool
@@ -180,13 +174,10 @@ class Monitor:
         self.is_broken = False
         self._display = display
         self._job = job
-        self._policy = policy
         self._restarts = restarts
-        self._log_dir = log_dir
-        self._relay = relay
         self._fds = fds or {}
-        self._hangs = HangDetector(policy.hang_seconds)
-        self._healing = Healing(self.workers, policy, display.notify, self._note)
+        self._hangs = HangDetector(job.policy.hang_seconds)
+        self._healing = Healing(self.workers, job.policy, display.notify, self._note)
         self._decoders: dict[tuple[int, Stream], codecs.IncrementalDecoder] = {}
         self._selector = selectors.DefaultSelector()
         self._owned: set[int] = set()
@@ -247,7 +238,7 @@ class Monitor:
 
     def start(self, place: Assignment) -> None:
         """Starts one worker."""
-        path = None if self._log_dir is None else str(self._log_dir / f"rank-{place.rank}.log")
+        path = None if self._job.log_dir is None else str(Path(self._job.log_dir) / f"rank-{place.rank}.log")
         log = path if place.rank > 0 else None
         worker = self.workers.add(place, log, path)
         with contextlib.ExitStack() as theirs:
@@ -265,7 +256,7 @@ class Monitor:
             given["dump"] = pipe(lambda fd: self._read_output(worker, fd))
             if log is not None:
                 begin_log(log, anew=place.attempt == 0 and not place.joins)
-            if place.rank > 0 or self._relay:  # else it inherits them
+            if place.rank > 0 or self._job.relay:  # else it inherits them
                 given["stdout"] = pipe(lambda fd: self._read_output(worker, fd, "stdout"))
                 given["stderr"] = pipe(lambda fd: self._read_output(worker, fd, "stderr"))
             self._pool.start(Instruction(place, self._job, 0, given))
@@ -298,7 +289,7 @@ class Monitor:
                 self._display.progress(event)
             elif name == "line":
                 self._display.line(str(event.get("text", "")))
-                self._page.note_shown()
+                self._page.count_shown()
             elif name == "ledger":
                 self._healing.receive(event)
             elif name == "saved":
@@ -346,7 +337,7 @@ class Monitor:
     @property
     def _look_seconds(self) -> float:
         """The interval between looks at heartbeats, short enough for the timeout."""
-        timeout = self._policy.hang_seconds
+        timeout = self._job.policy.hang_seconds
         return min(LOOK_SECONDS, timeout / 4) if timeout else LOOK_SECONDS
 
     def _poll(self, seconds: float) -> None:
@@ -396,7 +387,7 @@ class Monitor:
 
     def _replace_lost(self) -> None:
         """Starts a new worker on the device of each failed one, if the policy allows it."""
-        if not self._policy.replace or self._phase != "running":
+        if not self._job.policy.replace or self._phase != "running":
             return
         for worker in [w for w in self.workers.all if w.is_lost and w.ended and not w.is_replaced]:
             worker.is_replaced = True
@@ -447,7 +438,7 @@ class Monitor:
 
     def _too_few(self) -> str:
         """The reason that the others do not go on although they could, and the way to resume."""
-        left, needed = len(self.workers.living), self._policy.min_devices
+        left, needed = len(self.workers.living), self._job.policy.min_devices
         devices = f"{left or 'no'} {'device is' if left < 2 else 'devices are'} left"
         asked = f", and --min-devices asks for {needed}" if needed > 1 else ""
         return f"{devices}{asked}; {self._job.resume_hint}"
@@ -478,13 +469,13 @@ class Monitor:
             self._display.notify("stopping after this step; once more to end at once")
         else:
             if signum != signal.SIGINT:  # the terminal shows it by itself
-                self._display.notify(f"ending by {name}, within {self._policy.grace_seconds:g} s")
+                self._display.notify(f"ending by {name}, within {self._job.policy.grace_seconds:g} s")
             self._end(signum)
 
     def _end(self, signum: int) -> None:
         """Asks all workers to end."""
         if self._phase in ("running", "finishing", "settling"):
-            self._phase, self._deadline = "ending", time.monotonic() + self._policy.grace_seconds
+            self._phase, self._deadline = "ending", time.monotonic() + self._job.policy.grace_seconds
             self._signal(signum)
 
     def _kill(self) -> None:

@@ -55,67 +55,46 @@ StartMethod = Literal["fork", "spawn"]
 def supervise(
     job: Job,
     selection: Selection,
-    *,
-    num_threads: int = 1,
-    start_method: str | None = None,
-    policy: Policy | None = None,
     open_pool: Callable[[], WorkerPool] | None = None,
     early: EarlyServer | None = None,
-    relay: bool = False,
     fds: Mapping[str, int] | None = None,
-    logical_devices: int | None = None,
 ) -> Outcome:
     """Runs a job on the selected devices, one worker process each, and waits for its end.
 
-    With `logical_devices` there are as many workers, whatever the number of devices. Restarted, they go on without the
-    device on which the first failed, if another is left.
+    Logical devices that are restarted go on without the device on which the first failed, if another is left.
+
+    `open_pool` makes the worker pool, by default with a fork server: `early`, if it is given. `fds` are further
+    descriptors for all workers.
 
     In the main thread, the first SIGINT, SIGTERM or SIGHUP lets the workers finish their step if all of them can, else
     it is forwarded to them; a second one, SIGHUP excepted, kills them.
     """
     processes.open_standard_streams()
-    method, variables = resolve_start_method(start_method, num_threads), process_variables(selection, num_threads)
+    method = resolve_start_method(job.start_method, job.num_threads)
     if open_pool is None:
+        variables = process_variables(selection, job.num_threads)
         open_pool = partial(ServerPool.executed, variables, job.preload, method, early)
-    policy = policy or Policy()
-    num_workers = logical_devices or selection.count
-    policy.check_devices(selection.count, num_workers)
-    log_dir = make_log_dir(job.log_dir)
-    restarts = Restarts(policy.max_restarts)
+    num_workers = job.logical_devices or selection.count
+    job.policy.check_devices(selection.count, num_workers)
+    make_log_dir(job.log_dir)
+    restarts = Restarts(job.policy.max_restarts)
     events: list[Mapping[str, Any]] = []
     run_id = uuid.uuid4().hex
     with (
         stop_requests() as requests,
         contextlib.closing(Display(job.quiet, job.lines_to)) as display,
-        _token_file(logical_devices) as tokens,
+        _token_file(job) as tokens,
     ):
         pool = open_pool()
         for attempt in itertools.count():
             again = False
             page = HeartbeatPage.create(num_workers)
             attempted = job.restarted() if attempt else job
-            monitor = Monitor(
-                pool,
-                page,
-                display,
-                attempted,
-                policy,
-                restarts,
-                log_dir,
-                relay,
-                {**(fds or {}), **tokens},
-            )
+            monitor = Monitor(attempted, pool, page, display, restarts, {**(fds or {}), **tokens})
             try:
                 if requests is not None:
                     monitor.listen_for_stop(requests)
-                for place in assign(
-                    selection,
-                    num_threads,
-                    run_id,
-                    logical_devices=logical_devices,
-                    attempt=attempt,
-                    max_restarts=policy.max_restarts,
-                ):
+                for place in assign(job, selection, run_id, attempt):
                     monitor.start(place)
                 outcome = monitor.run()
                 events += monitor.events
@@ -130,8 +109,8 @@ def supervise(
             if not again:
                 break
             where = ""
-            if logical_devices is not None:
-                selection, where = _without(selection, monitor.failed_device, policy)
+            if job.logical_devices is not None:
+                selection, where = _without(selection, monitor.failed_device, job.policy)
             display.notify(
                 f"{outcome.failure}\nsamestep: all workers start again{where} ({restarts.used} of {restarts.limit})"
             )
@@ -154,9 +133,9 @@ def _without(selection: Selection, failed: int | None, policy: Policy) -> tuple[
 
 
 @contextlib.contextmanager
-def _token_file(logical_devices: int | None) -> Iterator[dict[str, int]]:
+def _token_file(job: Job) -> Iterator[dict[str, int]]:
     """The descriptor of a file without a name whose locks are the tokens of devices, if ranks may share one."""
-    if logical_devices is None:
+    if job.logical_devices is None:
         yield {}
         return
     with tempfile.TemporaryFile() as file:
@@ -264,8 +243,8 @@ def launch(
             write_payload(payload, content)
             fds["payload"] = payload.fileno()
             open_pool = partial(ServerPool.executed, variables, TRAINING, method)
-        job = Job("function", f"{fn.__module__}:{name}")
-        outcome = supervise(job, selection, num_threads=num_threads, open_pool=open_pool, relay=True, fds=fds)
+        job = Job("function", f"{fn.__module__}:{name}", num_threads=num_threads, relay=True)
+        outcome = supervise(job, selection, open_pool, fds=fds)
         if outcome.exit_code == 128 + signal.SIGINT and outcome.failure is None:
             raise KeyboardInterrupt
         if outcome.exit_code != 0:

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from samestep.errors import UsageError
 from samestep.launcher import processes
 from samestep.launcher.device_token import TOKEN_VARIABLE
 from samestep.launcher.forkserver import LOG_LEVEL
-from samestep.launcher.job import Job, Outcome, Policy, Torchrun, process_variables, run_program
+from samestep.launcher.job import Job, Outcome, Torchrun, process_variables, run_program
 from samestep.launcher.worker import exit_code_of, leave
 from samestep.launcher.workers import begin_log, describe_ending, explain_exception, make_log_dir, report_exception
 from samestep.text import counted, notify, show
@@ -30,30 +30,25 @@ from samestep.text import counted, notify, show
 TOKENS, STARTED, ABSENT = "tokens", "started-", "absent"  # files beside torchrun's logs; the second with a local rank
 DEFAULT_PORT = 29400  # torchrun's
 WAIT_SECONDS = "600"  # torchrun's
-LOOK_SECONDS, TELL_SECONDS, GONE_SECONDS = 0.5, 30.0, 5.0
+LOOK_SECONDS, GONE_SECONDS = 0.5, 5.0
 STOP_CODES = tuple(128 + signum for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
 PEER_LOST_SECONDS = 0.5  # torchrun polls every tenth of a second, and reports the worker whose end it finds first
 
 
-def hand_over(
-    job: Job,
-    selection: Selection,
-    torchrun: Torchrun,
-    num_threads: int,
-    policy: Policy,
-    logical_devices: int | None = None,
-) -> Outcome:
+def hand_over(job: Job, selection: Selection, torchrun: Torchrun) -> Outcome:
     """Runs a job on the devices of this and the other machines, and waits for its end.
 
-    With `logical_devices` there are as many workers on all machines together, equally many on each.
+    Logical devices are those of all machines together, equally many on each.
     """
+    policy, logical_devices = job.policy, job.logical_devices
     num_workers = selection.count if logical_devices is None else torchrun.ranks_each(logical_devices)
     policy.check_devices(selection.count, num_workers)
     make_log_dir(job.log_dir)
-    meeting = Meeting.of(torchrun)
-    meeting.say(f"waiting at {meeting.place} for {meeting.machines}, up to {meeting.seconds} s")
-    variables = {"SAMESTEP_DEVICE_KIND": selection.kind, "SAMESTEP_THREADS": str(num_threads)}
-    os.environ.update({**process_variables(selection, num_threads), **variables})
+    wait = MachineWait.of(torchrun)
+    if torchrun.max_nodes > 1:
+        notify(f"waiting at {wait.place} for {wait.machines}, up to {wait.seconds} s")
+    variables = {"SAMESTEP_DEVICE_KIND": selection.kind, "SAMESTEP_THREADS": str(job.num_threads)}
+    os.environ.update({**process_variables(selection, job.num_threads), **variables})
     os.environ.setdefault(LOG_LEVEL, "ERROR")  # else a page of C++ frames when another machine ends
     if policy.max_restarts:  # a store for each round: a script's own process groups would meet dead ranks in an old one
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
@@ -68,13 +63,13 @@ def hand_over(
         if logical_devices is not None:
             Path(folder, TOKENS).touch()
             own = [dict(selection.only(index).environment) for index in range(selection.count)]
-        worker.append(json.dumps({"folder": folder, "variables": own, "numbered": meeting.node_rank is not None}))
+        worker.append(json.dumps({"folder": folder, "variables": own, "numbered": wait.node_rank is not None}))
         given = {**torchrun.options, "nproc-per-node": num_workers, "max-restarts": policy.max_restarts}
         options = [f"--{name}={value}" for name, value in {**given, "log-dir": folder}.items()]
         started = Path(folder, f"{STARTED}0")
         try:
-            meeting.wait_for_answer()
-            with meeting.watched(started):
+            wait.for_host()
+            with ended_by_signals(started) if torchrun.max_nodes > 1 else nullcontext():
                 run.run(run.parse_args([*options, "--no-python", *worker]))
         except ChildFailedError as error:
             rank, failed = error.get_first_failure()
@@ -86,10 +81,10 @@ def hand_over(
         except UsageError:
             raise
         except RendezvousTimeoutError as error:
-            raise meeting.failure() from error
+            raise wait.failure() from error
         except (RendezvousError, DistError, ValueError, AssertionError) as error:
             if started.exists():  # torchrun asks the store, at the other machine, before it looks at its own workers
-                return Outcome(1, failure=f"the machine where all meet, {meeting.place}, has ended: see its own output")
+                return Outcome(1, failure=f"the machine where all meet, {wait.place}, has ended: see its own output")
             reason = str(error).strip().partition("\n")[0] or type(error).__name__
             raise UsageError(
                 f"torchrun says: {reason.rstrip('.')}; give all machines the same --nnodes, and --rdzv-endpoint or "
@@ -98,25 +93,26 @@ def hand_over(
     return Outcome(0)
 
 
-@dataclass
-class Meeting:
-    """The place where machines meet, and the lines that are printed while this one waits for the others."""
+@dataclass(frozen=True)
+class MachineWait:
+    """Where a machine waits for the others, for how many, and for how long."""
 
     place: str  # HOST:PORT
-    id: str
-    num_machines: tuple[int, int]  # least and most
+    machines: str  # how many are awaited, in words
     node_rank: str | None  # None if machines have no numbers
-    conf: Mapping[str, str]
+    conf: Mapping[str, str]  # torchrun's --rdzv-conf
 
     @classmethod
-    def of(cls, torchrun: Torchrun) -> "Meeting":
-        """The meeting by torchrun's options and the variables that stand for them, with torchrun's defaults."""
+    def of(cls, torchrun: Torchrun) -> "MachineWait":
+        """The wait by torchrun's options and the variables that stand for them, with torchrun's defaults."""
         defaults = {name.replace("_", "-"): value for name, value in torchrun_defaults().items()}
-        known = {"rdzv-id": "none", "master-port": "29500", "node-rank": "0", **defaults, **torchrun.options}
+        known = {"master-port": "29500", "node-rank": "0", **defaults, **torchrun.options}
         place = known.get("rdzv-endpoint") or f"{known.get('master-addr')}:{known['master-port']}"
         conf = dict(part.partition("=")[::2] for part in known.get("rdzv-conf", "").split(","))
         node_rank = known["node-rank"] if known.get("rdzv-backend", "static") == "static" else None
-        found = cls(place, known["rdzv-id"], (torchrun.min_nodes, torchrun.max_nodes), node_rank, conf)
+        least, most = torchrun.min_nodes, torchrun.max_nodes
+        machines = counted(most, "machine") if least == most else f"{least} to {most} machines"
+        found = cls(place, machines, node_rank, conf)
         if not found.seconds.isdecimal():
             raise UsageError(f"got --rdzv-conf {found.option}={found.seconds}; it must be a whole number of seconds")
         return found
@@ -131,19 +127,8 @@ class Meeting:
         """The time in which all must be there."""
         return self.conf.get(self.option, WAIT_SECONDS)
 
-    @property
-    def machines(self) -> str:
-        """How many are awaited."""
-        least, most = self.num_machines
-        return counted(most, "machine") if least == most else f"{least} to {most} machines"
-
-    def say(self, text: str) -> None:
-        """Tells something on stderr, if several machines meet."""
-        if self.num_machines[1] > 1:
-            notify(text)
-
     def failure(self, is_silent: bool = False) -> UsageError:
-        """What is said when the time is up."""
+        """The error when the time is up."""
         came = "nothing answered at" if is_silent else f"not all of {self.machines} came to"
         return UsageError(
             f"{came} {self.place} in {self.seconds} s; check that the command was started on every machine with the "
@@ -151,21 +136,17 @@ class Meeting:
             f"firewalls, or wait longer by --rdzv-conf {self.option}=SECONDS"
         )
 
-    def wait_for_answer(self) -> None:
-        """Waits until another machine, if it is to host the meeting, listens: torch would give up after a minute."""
+    def for_host(self) -> None:
+        """Waits until the machine where all meet, if it is another one, listens: torch would give up after a minute."""
         from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
         host, port = parse_rendezvous_endpoint(self.place, DEFAULT_PORT)
         if self._is_host(host):
             return
-        began = printed = time.monotonic()
+        deadline = time.monotonic() + float(self.seconds)
         while not _answers(host, port):
-            now = time.monotonic()
-            if now - began > float(self.seconds):
+            if time.monotonic() > deadline:
                 raise self.failure(is_silent=True)
-            if now - printed > TELL_SECONDS:
-                self.say(f"nothing answers at {self.place} after {now - began:.0f} s")
-                printed = now
             time.sleep(LOOK_SECONDS)
 
     def _is_host(self, host: str) -> bool:
@@ -182,43 +163,36 @@ class Meeting:
             return False
         return True
 
-    @contextmanager
-    def watched(self, started: Path) -> Iterator[None]:
-        """Ends this process upon a signal meanwhile, by a thread, until a worker has made the file `started`."""
-        if self.num_machines[1] == 1:
-            yield
-            return
-        is_over = threading.Event()
-        signals, ours = socket.socketpair()
-        for end in (signals, ours):
-            end.setblocking(False)
-        thread = threading.Thread(target=_watch, args=(started, is_over, signals), daemon=True)
-        before = signal.set_wakeup_fd(ours.fileno(), warn_on_full_buffer=False)
-        thread.start()
-        try:
-            yield
-        finally:
-            is_over.set()
-            signal.set_wakeup_fd(before)
-            thread.join(GONE_SECONDS)
-            for end in (signals, ours):
-                end.close()
 
+@contextmanager
+def ended_by_signals(started: Path) -> Iterator[None]:
+    """Ends this process upon a signal within the block, until a worker has made the file `started`."""
+    # torch's store waits for the other machines in C++, where no handler of Python runs. But the interpreter's own, in
+    # C, writes the number of each signal to the descriptor of `set_wakeup_fd`, which a thread can read meanwhile.
+    is_over = threading.Event()
+    signals, ours = socket.socketpair()
+    for end in (signals, ours):
+        end.setblocking(False)
 
-def _watch(started: Path, is_over: threading.Event, signals: socket.socket) -> None:
-    """Looks for signals until it is over."""
-    while not is_over.wait(LOOK_SECONDS) and not started.exists():
-        _leave_if_asked(signals, is_over, started)
+    def read_signals() -> None:
+        while not is_over.wait(LOOK_SECONDS) and not started.exists():
+            with suppress(BlockingIOError):
+                code = 128 + signals.recv(1)[0]
+                # Not at once: the handler may run after all, and leave in good order.
+                if code in STOP_CODES and not is_over.wait(LOOK_SECONDS) and not started.exists():
+                    os._exit(code)
 
-
-def _leave_if_asked(signals: socket.socket, is_over: threading.Event, started: Path) -> None:
-    """Ends this process after a signal whose handler does not run: torch's store waits for machines in C++."""
+    thread = threading.Thread(target=read_signals, daemon=True)
+    before = signal.set_wakeup_fd(ours.fileno(), warn_on_full_buffer=False)
+    thread.start()
     try:
-        signum = signals.recv(1)[0]
-    except BlockingIOError:
-        return
-    if 128 + signum in STOP_CODES and not is_over.wait(LOOK_SECONDS) and not started.exists():
-        os._exit(128 + signum)
+        yield
+    finally:
+        is_over.set()
+        signal.set_wakeup_fd(before)
+        thread.join(GONE_SECONDS)
+        for end in (signals, ours):
+            end.close()
 
 
 def _answers(host: str, port: int) -> bool:
@@ -240,7 +214,7 @@ def main() -> None:
     is_numbered, absent = settings.pop("numbered"), Path(settings["folder"], ABSENT)
     if absent.exists():  # torchrun starts it again all the same
         os._exit(1)
-    is_restarted = _settle(place, **settings)
+    is_restarted = _begin_worker(place, **settings)
     if place.rank > 0:
         _redirect(log, anew=not is_restarted)
     report = None
@@ -267,8 +241,8 @@ def main() -> None:
     leave(code)
 
 
-def _settle(place: Environment, folder: str, variables: Sequence[Mapping[str, str]]) -> bool:
-    """Tells the agent of the start, and gives a logical device its device and tokens; whether it is a restart."""
+def _begin_worker(place: Environment, folder: str, variables: Sequence[Mapping[str, str]]) -> bool:
+    """Marks the start for the agent, and gives a logical device its device and tokens; whether it is a restart."""
     # torchrun's count of restarts leaves out those that another machine's failure caused.
     mark = Path(folder, f"{STARTED}{place.local_rank}")
     is_restarted = mark.exists()

@@ -160,16 +160,14 @@ def read_available(fd: int) -> bytes | None:
     return data
 
 
-def make_log_dir(log_dir: str | None) -> Path | None:
+def make_log_dir(log_dir: str | None) -> None:
     """Makes the folder for logs if it does not exist."""
-    if log_dir is None:
-        return None
     try:
-        Path(log_dir).mkdir(parents=True, exist_ok=True)
+        if log_dir is not None:
+            Path(log_dir).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         reason = f"cannot make the log folder {log_dir}: {error.strerror}; choose another folder (--log-dir, --run-dir)"
         raise RunFolderError(reason) from error
-    return Path(log_dir)
 
 
 def begin_log(path: str, *, anew: bool) -> None:

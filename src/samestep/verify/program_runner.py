@@ -162,17 +162,19 @@ class ProgramRunner(AbstractContextManager["ProgramRunner"]):
             "number": self.num_runs if self._pool is None else self._pool.num_runs + 1,
             "hang_seconds": self._hang_seconds,
         }
-        job = Job("function", "samestep.verify.probe:run_probed", kwargs=options, quiet=True, preload=PRELOAD)
-        forks = resolve_start_method(self._start_method, self._num_threads) == "fork"
-        outcome = supervise(
-            job,
-            selection,
+        job = Job(
+            "function",
+            "samestep.verify.probe:run_probed",
+            kwargs=options,
+            quiet=True,
+            preload=PRELOAD,
             num_threads=self._num_threads,
             start_method=self._start_method,
             policy=POLICY,
-            open_pool=partial(self._forking_pool, selection) if forks else None,
             logical_devices=program.logical_devices,
         )
+        forks = resolve_start_method(self._start_method, self._num_threads) == "fork"
+        outcome = supervise(job, selection, partial(self._forking_pool, selection) if forks else None)
         if outcome.exit_code != 0 and outcome.failure is None:
             raise Stopped(outcome.exit_code)
         failure = None if outcome.exit_code == 0 else _describe(outcome, folder)
