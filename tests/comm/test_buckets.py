@@ -36,7 +36,7 @@ def test_views_write_through_and_keep_dense_strides():
     views = dict(zip(bucket.members, bucket.views(flat, [weight, torch.randn(7)]), strict=True))
     views[0].copy_(weight)
     assert views[0].stride() == weight.stride()
-    assert flat.sum() == weight.sum() or torch.allclose(flat.sum(), weight.sum())
+    assert torch.equal(flat[flat != 0].sort().values, weight.flatten().sort().values)
     assert dense_strides(torch.randn(6, 4)[:, :2]) == (2, 1)
 
 
