@@ -47,20 +47,6 @@ def test_the_best_is_the_first_of_equal_ones_and_never_one_that_is_not_finite():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"patience": 2}, "got patience=2 without best"),
-        ({"best": ("loss", "least")}, "the name of a metric, or its name and 'min' or 'max'"),
-        ({"best": ""}, "the name of a metric"),
-        ({"best": "loss", "patience": 0}, "got patience=0; it must be 1 or more"),
-    ],
-)
-def test_goals_that_cannot_be_are_named(options, message):
-    with pytest.raises(UsageError, match=message):
-        in_turns(1, lambda communicator: make(communicator, **options))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
         ({}, "got best='f1', and fit has no eval_data"),
         ({"eval_data": points(), "metrics": METRICS}, "got best='f1', and fit has the metrics accuracy, loss; needed"),
     ],
@@ -253,15 +239,19 @@ def test_evaluations_are_as_rare_as_asked_for():
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("goal", "end", "message"),
     [
-        ({}, "got neither epochs nor max_steps"),
-        ({"max_steps": 0}, "got max_steps=0; it must be 1 or more"),
-        ({"epochs": 2, "eval_every": 0}, "got eval_every=0; it must be 1 or more"),
-        ({"epochs": 1.5}, "got epochs=1.5; it must be 1 or more"),
-        ({"epochs": 1, "resume": True}, 'got resume=True; needed: "auto", the folder of a run, or a checkpoint'),
+        ({}, {}, "got neither epochs nor max_steps"),
+        ({}, {"max_steps": 0}, "got max_steps=0; it must be 1 or more"),
+        ({}, {"epochs": 2, "eval_every": 0}, "got eval_every=0; it must be 1 or more"),
+        ({}, {"epochs": 1.5}, "got epochs=1.5; it must be a whole number, 1 or more"),
+        ({}, {"epochs": 1, "resume": True}, 'got resume=True; needed: "auto", the folder of a run, or a checkpoint'),
+        ({"patience": 2}, {}, "got patience=2 without best"),
+        ({"best": ("loss", "least")}, {}, "the name of a metric, or its name and 'min' or 'max'"),
+        ({"best": ""}, {}, "the name of a metric"),
+        ({"best": "loss", "patience": 0}, {}, "got patience=0; it must be 1 or more"),
     ],
 )
-def test_ends_that_cannot_be_are_named(options, message):
+def test_goals_and_ends_that_cannot_be_are_named(goal, end, message):
     with pytest.raises(UsageError, match=message):
-        in_turns(1, lambda communicator: make(communicator).fit(points(), **options))
+        in_turns(1, lambda communicator: make(communicator, **goal).fit(points(), **end))

@@ -204,7 +204,7 @@ SHORT = {
 
 
 @pytest.mark.parametrize("what", SHORT)
-def test_memory_that_runs_out_is_told_with_what_mends_it(tmp_path, what):
+def test_memory_that_runs_out_is_told_with_what_helps(tmp_path, what):
     recipe, mib, parts = SHORT[what]
     train = ("train", recipe, "--epochs", 1, "--devices", "0,1", "--run-dir", "run")
     said = on(2, *train, cwd=tmp_path, status=1, FAKE_CUDA_MEMORY_MIB=str(mib)).stderr

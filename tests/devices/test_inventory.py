@@ -148,7 +148,7 @@ def test_an_order_that_only_cuda_knows_is_noted_where_cuda_does_not_tell() -> No
     assert certain.notes == ()
 
 
-def test_without_a_driver_no_process_asks_for_it_and_the_mend_is_the_driver() -> None:
+def test_without_a_driver_no_process_asks_for_it_and_the_remedy_is_the_driver() -> None:
     if load_driver() is not None:
         pytest.skip("this machine has a driver")
     inventory = found(CUDA_TORCH, Reading(), {})  # a process would fail this test, which is one of `make test`

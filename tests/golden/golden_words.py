@@ -174,7 +174,7 @@ def judging():
     from samestep.devices.selection import select
     from samestep.launcher.job import Job
     from samestep.launcher.supervisor import supervise
-    from samestep.verify.program_runner import KeptPool, Program, ProgramRunner
+    from samestep.verify.program_runner import KeptPool, ProgramRunner, VerifiedProgram
     from samestep.verify.verdict import reach_verdict
 
     alone = select("cpu:1")
@@ -182,7 +182,7 @@ def judging():
     supervise(Job("function", "os:getpid", quiet=True), alone, open_pool=lambda: pool)
 
     def judge(script, devices, steps, tier):
-        program = Program("script", str(script), (), None, str(script))
+        program = VerifiedProgram("script", str(script), (), None, str(script))
         with ProgramRunner(program, {name: select(name) for name in devices}, hang_seconds=120.0, pool=pool) as runner:
             found = reach_verdict(runner, devices, steps, tier)
         return sorted(cause.key for cause in found.causes), None if found.difference is None else found.difference.step

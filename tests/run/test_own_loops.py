@@ -25,6 +25,7 @@ from samestep.run.run import Run
 from samestep.run.trainer import Trainer
 
 OUTCOMES = slice(0, 3)
+ALLOWED = {"allow_contract_change": True}
 
 
 def alone(program, *args, **options):
@@ -57,14 +58,6 @@ class Parts:
 
 def draws():
     return torch.rand(1).item(), float(np.random.randn()), random.random()
-
-
-@pytest.mark.parametrize("after", [1, 5])
-def test_two_steps_over_one_model_go_on_with_their_draws_and_what_the_user_keeps(tmp_path, after):
-    reference = alone(gan_loop, tmp_path / "whole")
-    resumed = alone(gan_loop, tmp_path / "whole", place=reference[3][after - 1], saves=False)
-    assert resumed[OUTCOMES] == reference[OUTCOMES]
-    assert reference[3] == [str(tmp_path / "whole" / f"step-{2 * n:08d}") for n in range(1, 10)]
 
 
 def test_real_processes_go_on_with_a_loop_of_their_own(worlds, tmp_path):
@@ -118,16 +111,6 @@ def test_the_newest_is_taken_and_some_are_kept(tmp_path):
     assert [step for step, _ in list_checkpoints(tmp_path / "kept")] == [4, 5]
 
 
-def test_a_checkpoint_that_is_not_there_beside_others_is_refused(tmp_path):
-    def program(communicator):
-        parts = Parts(communicator)
-        parts.run.save_checkpoint(tmp_path, parts.train(1).step, parts.loader)
-        with pytest.raises(UsageError, match=r"there is no .*step-1; .* has step-00000001: name one of them"):
-            parts.run.load_checkpoint(tmp_path / "step-1", parts.step, parts.loader)
-
-    alone(program)
-
-
 def test_without_a_checkpoint_there_is_nothing_to_load(tmp_path, capsys):
     def program(communicator):
         parts = Parts(communicator)
@@ -140,22 +123,6 @@ def test_without_a_checkpoint_there_is_nothing_to_load(tmp_path, capsys):
     assert capsys.readouterr().out.splitlines() == [
         f"{tmp_path / folder} holds no checkpoint: the run begins at its beginning" for folder in ("empty", "not there")
     ]
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda path: path.write_bytes(b""), "is a file; needed: the folder that run.save_checkpoint wrote"),
-        (lambda path: write_json(path / CONTRACT_FILE, {}), "is the run folder of a Trainer, or of a command"),
-    ],
-)
-def test_a_path_that_is_no_folder_of_checkpoints_is_refused(tmp_path, make, message):
-    (tmp_path / "folder").mkdir()
-    place = tmp_path / ("folder" if "Trainer" in message else "file")
-    make(place)
-    parts = Parts(None)
-    with pytest.raises(UsageError, match=message):
-        parts.run.load_checkpoint(place, parts.step)
 
 
 def test_what_is_kept_comes_back_as_it_was(tmp_path):
@@ -342,6 +309,26 @@ def test_of_several_steps_the_contract_is_listed_by_step(tmp_path):
         (lambda p, f: p.run.save_checkpoint(f / "step-00000003", p.step), UsageError, "names one checkpoint"),
         (lambda p, f: p.run.load_checkpoint(f / "step-00000003", p.step), CheckpointError, "there is no such folder"),
         (lambda p, f: p.run.save_checkpoint("/proc/nowhere", p.step), OSError, "cannot write /proc/nowhere"),
+        (
+            lambda p, f: p.run.load_checkpoint(p.run.save_checkpoint(f, p.step).with_name("step-1"), p.step),
+            UsageError,
+            r"there is no .*step-1; .* has step-00000000: name one of them",
+        ),
+        (
+            lambda p, f: p.run.load_checkpoint(p.run.save_checkpoint(f, p.step), p.step, p.loader, **ALLOWED),
+            UsageError,
+            "was saved without a loader",
+        ),
+        (
+            lambda p, f: p.run.load_checkpoint(__file__, p.step),
+            UsageError,
+            "is a file; needed: the folder",
+        ),
+        (
+            lambda p, f: write_json(f / CONTRACT_FILE, {}) or p.run.load_checkpoint(f, p.step),
+            UsageError,
+            "is the run folder of a Trainer, or of a command",
+        ),
     ],
 )
 def test_a_mistake_is_an_error_on_all_ranks(tmp_path, call, kind, sentence):
@@ -351,17 +338,6 @@ def test_a_mistake_is_an_error_on_all_ranks(tmp_path, call, kind, sentence):
         return True
 
     assert in_turns(2, program) == [True, True]
-
-
-def test_one_saved_without_a_loader_does_not_tell_a_loader_its_place(tmp_path):
-    def program(communicator):
-        parts = Parts(communicator).train(1)
-        parts.run.save_checkpoint(tmp_path / "run", parts.step)
-        again = Parts(communicator)
-        with pytest.raises(UsageError, match="was saved without a loader"):
-            again.run.load_checkpoint(tmp_path / "run", again.step, again.loader, allow_contract_change=True)
-
-    alone(program)
 
 
 def test_state_dicts_of_all_parts_go_through_torch_s_own_files(tmp_path):

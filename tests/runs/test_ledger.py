@@ -118,7 +118,7 @@ LINES = [{"step": 0, "loss": "0x1.8p+0"}, {"event": "stop", "step": 1, "signal":
 WHOLE = b"".join(map(to_line, LINES))
 
 
-def test_a_file_cut_anywhere_is_mended_when_it_is_opened(tmp_path):
+def test_a_file_cut_anywhere_is_repaired_when_it_is_opened(tmp_path):
     path = tmp_path / "ledger.jsonl"
     for cut in range(len(WHOLE) + 1):
         path.write_bytes(WHOLE[:cut])

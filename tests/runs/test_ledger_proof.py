@@ -168,17 +168,33 @@ def test_what_the_ledger_does_not_write_is_no_number(value):
     assert number(value) is None
 
 
-def test_equal_steps_do_not_differ_whatever_the_devices_and_events():
-    a = ledger_of(event("start", 0, world_size=1), line(0), line(1))
-    b = ledger_of(line(0, world_size=3), event("death", 1, rank=2), line(1, world_size=2))
-    assert compare(a, b) is None
-    assert extent(a, b) == Extent(common=2, digests=0, only_a=0, only_b=0)
+DIGEST = {"digest": "00"}
+AGREEING = {
+    "other devices and events": (
+        [event("start", 0, world_size=1), line(0), line(1)],
+        [line(0, world_size=3), event("death", 1, rank=2), line(1, world_size=2)],
+        Extent(common=2, digests=0, only_a=0, only_b=0),
+    ),
+    "one that ended early": (
+        [line(0), line(1, **DIGEST)],
+        [line(0), line(1, **DIGEST), line(2), line(3)],
+        Extent(common=2, digests=1, only_a=0, only_b=2),
+    ),
+    "fields that one alone recorded": ([line(0, ids=None, **DIGEST)], [line(0)], Extent(1, 0, 0, 0)),
+    "another spelling": ([line(0, loss="0x1.80000p+0")], [line(0, loss="0x1.8p+0")], Extent(1, 0, 0, 0)),
+    "NaN": ([line(0, loss="nan")], [line(0, loss="nan")], Extent(1, 0, 0, 0)),
+}
 
 
-def test_a_run_that_ended_early_is_no_difference_but_is_counted():
-    a, b = ledger_of(line(0), line(1, digest="00")), ledger_of(line(0), line(1, digest="00"), line(2), line(3))
+@pytest.mark.parametrize("name", AGREEING)
+def test_what_is_no_difference_is_counted(name):
+    a, b = (ledger_of(*lines) for lines in AGREEING[name][:2])
     assert compare(a, b) is compare(b, a) is None
-    assert extent(a, b) == Extent(common=2, digests=1, only_a=0, only_b=2)
+    assert extent(a, b) == AGREEING[name][2]
+
+
+def test_a_difference_says_whether_both_recorded_the_samples():
+    assert not compare(ledger_of(line(0, ids=None)), ledger_of(line(0, loss="0x1.9p+0"))).known_samples
 
 
 def test_the_first_step_that_differs_is_told_with_what_agreed_before():
@@ -189,13 +205,6 @@ def test_the_first_step_that_differs_is_told_with_what_agreed_before():
     (field,) = difference.fields
     assert (field.field, field.a, field.b) == ("loss", "0x1.8p+0", "0x1.9p+0")
     assert field.relative == pytest.approx(1 / 25)
-
-
-def test_fields_that_only_one_run_recorded_are_not_compared():
-    a, b = ledger_of(line(0, digest="01", ids=None)), ledger_of(line(0))
-    assert compare(a, b) is None
-    a, b = ledger_of(line(0, ids=None)), ledger_of(line(0, loss="0x1.9p+0"))
-    assert not compare(a, b).known_samples
 
 
 @pytest.mark.parametrize(
@@ -216,11 +225,6 @@ def test_numbers_are_told_apart_by_floats_between_them_and_relatively(a, b, ulps
     (field,) = compare(ledger_of(line(0, loss=a.hex())), ledger_of(line(0, loss=b.hex()))).fields
     assert field.relative == (None if relative is None else pytest.approx(relative))
     assert ulps is None or field.ulps == ulps
-
-
-def test_equal_numbers_in_other_spellings_agree_and_nan_agrees_with_nan():
-    assert compare(ledger_of(line(0, loss="0x1.80000p+0")), ledger_of(line(0, loss="0x1.8p+0"))) is None
-    assert compare(ledger_of(line(0, loss="nan")), ledger_of(line(0, loss="nan"))) is None
 
 
 def test_learning_rates_are_compared_group_by_group():

@@ -8,7 +8,7 @@ import pytest
 from samestep.devices.selection import select
 from samestep.launcher.job import Job
 from samestep.launcher.supervisor import supervise
-from samestep.verify.program_runner import KeptPool, Program, ProgramRunner
+from samestep.verify.program_runner import KeptPool, ProgramRunner, VerifiedProgram
 from samestep.verify.verdict import reach_verdict
 
 
@@ -28,7 +28,9 @@ def runner_of(pool):
     with ExitStack() as stack:
 
         def make(path, *arguments, devices=("cpu:1", "cpu:2"), single_process=None, logical=None):
-            program = Program("script", str(path), tuple(map(str, arguments)), single_process, str(path), logical)
+            program = VerifiedProgram(
+                "script", str(path), tuple(map(str, arguments)), single_process, str(path), logical
+            )
             selections = {name: select(name) for name in devices}
             return stack.enter_context(ProgramRunner(program, selections, hang_seconds=60.0, pool=pool))
 

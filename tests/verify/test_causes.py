@@ -22,7 +22,7 @@ from samestep.cli.verify import show
 from samestep.patch import applied
 from samestep.verify.causes.evidence import Evidence
 from samestep.verify.causes.means import divisor
-from samestep.verify.causes.table import CAUSES, Recorder
+from samestep.verify.causes.table import CAUSES, FactRecorder
 from samestep.verify.program_runner import RunSpec
 from samestep.verify.wraps import Wrap, patches_for
 
@@ -356,7 +356,7 @@ OWNERS = (torch, torch.nn.functional, torch.Tensor, nn.Module, torch.optim.Optim
 
 def test_listening_changes_no_number_and_leaves_torch_as_it_was(warm):
     alone, before = trained(), places(*OWNERS)
-    recorder = Recorder()
+    recorder = FactRecorder()
     with applied(recorder.patches()):
         listened = trained()
         facts = recorder.facts()
@@ -399,7 +399,7 @@ def test_dropout_is_drawn_again_once_the_antidote_is_gone():
 
 
 def test_dropout_keeps_its_own_defaults_while_it_is_recorded():
-    recorder, x = Recorder(), torch.ones(64)
+    recorder, x = FactRecorder(), torch.ones(64)
     with applied(recorder.patches()):
         assert torch.equal(F.alpha_dropout(x, 0.5), x)  # in training only if it is told so
         assert not torch.equal(F.dropout(x), x)

@@ -37,7 +37,7 @@ def script(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FIXES)
-def test_the_causes_in_a_script_of_a_framework_are_named_with_mends_in_its_own_words(verdict_on, name):
+def test_the_causes_in_a_script_of_a_framework_are_named_with_fixes_in_its_own_words(verdict_on, name):
     verdict = verdict_on(script(name), steps=STEPS)
     assert verdict.family == "ddp"
     assert verdict.difference.quantity == "samples"
@@ -76,7 +76,7 @@ def test_a_loss_that_the_trainer_of_transformers_multiplies_by_the_devices_is_fo
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FIXES)
-def test_once_mended_a_script_of_a_framework_is_equal_up_to_rounding(verdict_on, name):
+def test_once_fixed_a_script_of_a_framework_is_equal_up_to_rounding(verdict_on, name):
     verdict = verdict_on(script(name), "fixed", steps=STEPS)
     assert verdict.agrees, verdict
     assert verdict.reached == "allclose"

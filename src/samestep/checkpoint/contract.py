@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader, RandomSampler
 
 from samestep.checkpoint.local_shards import SEVERAL, local_tensors
+from samestep.checks import check_choice
 from samestep.comm.reduction import REDUCTIONS
 from samestep.core.microbatches import check_num_microbatches
 from samestep.data.loader import Loader
@@ -58,8 +59,7 @@ class Contract:
 def check_contract(global_batch_size: int, num_microbatches: int | None, reduction: str, seed: int) -> int:
     """Checks arguments of `Run`; returns the number of microbatches."""
     count = check_num_microbatches(num_microbatches, global_batch_size)
-    if reduction not in REDUCTIONS:
-        raise UsageError(f"got reduction={reduction!r}; it is one of {', '.join(REDUCTIONS)} (--reduction)")
+    check_choice("reduction", reduction, REDUCTIONS)
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
         raise UsageError(f"got seed={seed!r}; it must be an integer from 0 to 2^63 - 1 (--seed)")
     return count

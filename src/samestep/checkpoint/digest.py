@@ -287,6 +287,7 @@ class Drift:
 
         Local shards should be equal on ranks at equal places of several groups only.
         """
+        # What most ranks have is taken for right; of two ranks, what rank 0 has.
         stride = step.state_communicator.world_size if is_shard else 1
         for first in range(stride):
             ranks = range(first, len(values), stride)
@@ -300,7 +301,7 @@ class Drift:
         membership, entries = self._membership, list(_entries(step))
         draws = checksum(list(leaves(generator_states(membership.communicator.device))))
         rows = membership.communicator.gather_words([len(entries), draws])
-        most = max(count for count, _ in rows)
+        most = max(count for count, _ in rows)  # one rank may have an entry more
         own = [total for _, total, _ in entries] + [0] * (most - len(entries))
         columns = zip(*membership.communicator.gather_words(own), strict=True)
         found = []

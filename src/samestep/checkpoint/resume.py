@@ -300,6 +300,7 @@ def _newest(folder: Path, what: str, advice: str, tell: Callable[[str], None]) -
 
 
 def _resumed(found: Found) -> Resumed:
+    # A newer one that was skipped is damaged: going on from here loses nothing that could be had.
     last = list_checkpoints(found.path.parent)[-1][1].name
     newer = last if last != found.path.name and last not in " ".join(found.skipped) else None
     return Resumed(found.path.name, found.snapshot, found.path.parent, newer)

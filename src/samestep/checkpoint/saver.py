@@ -41,8 +41,10 @@ class SavedCheckpoint:
 class CheckpointSaver:
     """Writes checkpoints in a thread on rank 0, at most one at a time; a failed one is tried again `retries` times.
 
-    A save is `saver.save(Snapshot(step, saver.to_host_copy(files), facts))`. An error of the writer is raised by the
-    next `save`, `poll` or `close`, once; the saver stays usable.
+    Training waits while the state is copied to host memory, and goes on while the copy is written: what is being
+    written must not change, and the model does with the next step. A save is
+    `saver.save(Snapshot(step, saver.to_host_copy(files), facts))`. An error of the writer is raised by the next `save`,
+    `poll` or `close`, once; the saver stays usable.
     """
 
     def __init__(self, folder: Path, keep: int = 3, retries: int = 0) -> None:
@@ -70,6 +72,7 @@ class CheckpointSaver:
 
     def save(self, snapshot: Snapshot) -> None:
         """Has a snapshot written, which must not change until then; waits for an earlier one under way."""
+        # Two at a time would share the disk, and the older state might be named `latest` by the slower one.
         self._reap(wait=True)
         self._raise_error()
         self._in_use = frozenset(id(tensor) for tensors in snapshot.files.values() for tensor in tensors.values())
@@ -211,6 +214,7 @@ def write_sharded(
     check_keep(keep)
     state = with_rows(state, over, communicator.rank == 0)
     whole, shards = split_files(state.files)
+    # Every rank has to know the temporary folder. None if a good checkpoint of this step is kept: no rank writes then.
     begun = on_main(communicator, lambda: begin_checkpoint(folder, state.step, replaces))
     name = json.loads(communicator.share_text(json.dumps(None if begun is None else begun.name)))
     temporary = None if name is None else folder / name

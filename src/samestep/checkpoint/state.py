@@ -80,6 +80,7 @@ def capture(step: Steps, rest: Mapping[str, Any]) -> Snapshot:
     files["optimizer"] = {name: tensor for each in packed for name, tensor in each.tensors.items()}
     files["rest"] = remaining.tensors
     facts = {"format": FORMAT, "optimizers": [each.facts for each in packed], "run": remaining.facts}
+    # Only what training has changed: what the program freezes when it begins is its own, and may be other now.
     facts["trained"] = {
         name: {key: p.requires_grad for key, p in model.named_parameters() if p.requires_grad != began.get(key)}
         for (name, (model, _)), began in zip(parts.models.items(), parts.began, strict=True)
@@ -110,6 +111,7 @@ def rest_of(state: Snapshot) -> dict[str, Any]:
 
 def check_captured(state: Snapshot) -> None:
     """Raises a `CheckpointError` unless a snapshot, of unknown origin, is of the form that `capture` gives."""
+    # Checksums that fit do not tell who wrote the files. So all is checked here that is used later without a check.
     with as_bad_checkpoint("it does not hold the state of a run"):
         others = _others(state)
         check_packed(state.facts["run"], state.files["rest"], "run")
@@ -132,6 +134,7 @@ def check_fits(step: Steps, state: Snapshot) -> None:
 
 def _check_parts(parts: _Parts, others: Mapping[str, Any], state: Snapshot) -> None:
     check_generators(others["generators"], parts.steps[0].communicator.device)
+    # Numbers first: what follows pairs the parts of the checkpoint with those of the program.
     counts = (
         ("steps", len(others["steps"]), len(parts.steps)),
         ("models", sum(name not in ("optimizer", "rest") for name in state.files), len(parts.models)),

@@ -39,7 +39,8 @@ from samestep.checkpoint.verified_files import (
     write_sealed,
     write_sealed_tensors,
 )
-from samestep.errors import CheckpointError, UsageError
+from samestep.checks import check_number
+from samestep.errors import CheckpointError
 from samestep.files import read_small, remove_entry, remove_leftovers, sync_folder, temporary_name, writing
 
 LATEST_FILE, BEST_FILE = "latest", "best"
@@ -152,8 +153,7 @@ def complete_checkpoint(
 
 def check_keep(keep: int) -> None:
     """Raises a `UsageError` unless at least one checkpoint is to be kept."""
-    if keep < 1:
-        raise UsageError(f"got keep={keep}; it must be 1 or more, the newest checkpoint (--keep)")
+    check_number("keep", keep, 1)
 
 
 def verify_checkpoint(path: Path) -> str | None:

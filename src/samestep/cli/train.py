@@ -132,11 +132,11 @@ def _check_kept(asked: Mapping[str, Any], source: Path, resume: Path) -> None:
     """
     from samestep.checkpoint.contract_diff import check_contract_kept, differences
     from samestep.checkpoint.paths import CHECKPOINT_FOLDER
-    from samestep.runs.run_list import checkpoint_contract, newest_checkpoint
+    from samestep.runs.run_list import checkpoint_contract, newest_checkpoint_name
 
     checkpoint = resume
     if resume.parent.name != CHECKPOINT_FOLDER:
-        checkpoint = source / CHECKPOINT_FOLDER / (newest_checkpoint(source) or "")
+        checkpoint = source / CHECKPOINT_FOLDER / (newest_checkpoint_name(source) or "")
     recorded = checkpoint_contract(checkpoint)
     names = [name for name in COMPARED if name in asked and name in recorded]
     if recorded.get("device_kind") != "cpu":  # there the number of threads decides nothing

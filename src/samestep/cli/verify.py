@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from samestep.devices.selection import Selection
-    from samestep.verify.program_runner import Program
-    from samestep.verify.verdict import Named, Verdict
+    from samestep.verify.program_runner import VerifiedProgram
+    from samestep.verify.verdict import NamedCause, Verdict
 
 TIERS = {
     "bitwise": "every bit is equal",
@@ -186,12 +186,12 @@ def _program(
     single_process: bool | None,
     options: dict[str, Any],
     selections: "dict[str, Selection]",
-) -> "Program":
+) -> "VerifiedProgram":
     """The program: a recipe by `samestep train`, a script as by `samestep run`."""
     from samestep.errors import UsageError
     from samestep.launcher.job import Job
     from samestep.scripts.script_analysis import reads_as
-    from samestep.verify.program_runner import Program
+    from samestep.verify.program_runner import VerifiedProgram
 
     name, *arguments = program
     given = [f"--{option.replace('_', '-')}" for option, value in options.items() if value is not None]
@@ -200,7 +200,7 @@ def _program(
             raise UsageError(
                 f"got {', '.join(given) or '--single-process'} before a recipe; a recipe's own options go after it"
             )
-        return Program("module", "samestep", ("train", name, *arguments, "--run-dir", "{folder}"), None, name)
+        return VerifiedProgram("module", "samestep", ("train", name, *arguments, "--run-dir", "{folder}"), None, name)
     kind: Literal["module", "script"] = "module" if module else "script"
     if not module and not Path(name).suffix and not Path(name).exists():
         raise UsageError(f"there is no script and no recipe {name}; recipes are {', '.join(NAMES)}")
@@ -213,14 +213,14 @@ def _program(
         if given not in ([], ["--logical-devices"]):
             raise UsageError(f"got {', '.join(given)}, for scripts of one process; this one deals with ranks itself")
         simulated = on_cpus and reading.names_gpus
-        return Program(kind, name, tuple(arguments), None, name, options["logical_devices"], simulated)
+        return VerifiedProgram(kind, name, tuple(arguments), None, name, options["logical_devices"], simulated)
     script = {
         "num_microbatches": options["logical_devices"] or max(selection.count for selection in selections.values()),
         "seed": 0 if options["seed"] is None else options["seed"],
         "wrap": options["wrap"],
         "simulated": on_cpus,
     }
-    return Program(kind, name, tuple(arguments), script, name)
+    return VerifiedProgram(kind, name, tuple(arguments), script, name)
 
 
 @contextmanager
@@ -281,7 +281,7 @@ def _compared(verdict: "Verdict") -> str:
     return ", ".join(parts)
 
 
-def _show_cause(console: "Console", word: str, cause: "Named") -> None:
+def _show_cause(console: "Console", word: str, cause: "NamedCause") -> None:
     """Prints a cause with its evidence, its remedy and the command that shows its page."""
     _say(console, word, cause.title, "bold")
     _say(console, "", f"seen: {cause.evidence}")

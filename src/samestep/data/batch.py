@@ -178,12 +178,16 @@ def tensor_checksum(tensor: Tensor) -> Tensor:
     # Part by part: what is computed for a word has 2 to 8 times its size, several times over.
     for start in range(0, words.numel(), CHECKSUM_WORDS):
         part = words[start : start + CHECKSUM_WORDS].to(torch.int64)
-        positions = torch.arange(start + 1, start + part.numel() + 1, device=words.device)
-        weights = (positions * -7046029254386353131).bitwise_xor_(positions.bitwise_left_shift_(17)).bitwise_or_(1)
-        sums.append(part.add_(1).mul_(weights).sum())
+        sums.append(part.add_(1).mul_(position_weights(start, part.numel(), words.device)).sum())
     if len(sums) == 1:
         return sums[0]
     return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.int64, device=words.device)
+
+
+def position_weights(start: int, count: int, device: torch.device) -> Tensor:
+    """Odd weights that depend on the positions from `start` on: int64 [count]."""
+    positions = torch.arange(start + 1, start + count + 1, device=device)
+    return (positions * -7046029254386353131).bitwise_xor_(positions.bitwise_left_shift_(17)).bitwise_or_(1)
 
 
 def flattened(tensor: Tensor) -> Tensor:

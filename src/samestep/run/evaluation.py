@@ -291,6 +291,7 @@ def _forward_all(
             bounds = batch.bounds(membership.num_microbatches)
             rounds = membership.num_rounds(batch.num_leaves(membership.num_microbatches))
             value = None if batch.stand_in is None else batch.stand_in[0]
+            # By batch and microbatch, never by rank: a metric that draws does so alike whichever rank measures.
             with generators.preserved():
                 for microbatch, value in batch.microbatches.items():
                     generators.seed(derive_seed(loader.seed, EVALUATION_STREAM, number, microbatch))

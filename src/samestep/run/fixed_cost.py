@@ -38,50 +38,47 @@ class FixedCost(StepObserver):
         self._computing: list[float] = []  # of them, in the forward and backward of one microbatch
         self._began, self._forward_began = 0.0, 0.0
         self._num_own, self._num_nodes = 0, 0
-        self._is_measuring = False
 
     def on_step(self, step: "TrainStep", batch: Any) -> None:
         """Notes when a step begins."""
-        self._is_measuring = FIRST_STEP <= len(self._starts) < LAST_STEP
-        if len(self._starts) < LAST_STEP:
-            self._starts.append(time.perf_counter())
+        self._starts.append(time.perf_counter())
 
     def on_batch(self, batch: Batch) -> None:
         """Notes when the microbatches begin."""
-        if self._is_measuring:
-            self._began, self._num_own = time.perf_counter(), len(batch.microbatches)
+        self._began, self._num_own = time.perf_counter(), len(batch.microbatches)
 
     def on_phase(self, phase: str) -> None:
         """Notes when a forward begins, and when all microbatches have ended."""
-        if self._is_measuring and phase == "forward":
+        if phase == "forward":
             self._forward_began = time.perf_counter()
-        elif self._is_measuring and phase == "exchange":
+        elif phase == "exchange":
             self._inside.append(time.perf_counter() - self._began)
 
     def on_loss(self, index: int, loss: MicrobatchLoss) -> None:
         """Counts the operations of one microbatch."""
-        if self._is_measuring and self._num_nodes == 0:
+        if self._num_nodes == 0:
             self._num_nodes = len(graph_nodes([loss.value]))
 
     def on_gradients(self, index: int | None) -> None:
         """Notes when a backward has ended."""
-        if self._is_measuring and index is not None:
+        if index is not None:
             self._computing.append(time.perf_counter() - self._forward_began)
 
     def on_update(self, step: "TrainStep", result: StepResult) -> None:
-        """Prints the line after the last measured step, and leaves."""
+        """Forgets what the first steps took; prints the line after the last one, and leaves."""
+        if len(self._starts) <= FIRST_STEP:
+            self._inside, self._computing = [], []
         if len(self._starts) < LAST_STEP:
             return
         step.observers.remove(self)
-        if not self._is_measuring or self._num_own == 0:
-            return
-        if step.config.compile:
+        if step.config.compile and self._computing:
             step.membership.notice(self._describe_compiled())
         elif self._num_own > 1:
             self._hint(step, result.num_samples)
 
     def _hint(self, step: "TrainStep", num_samples: int) -> None:
         """Prints the line if fewer microbatches would be much faster."""
+        # With one microbatch a device a step would lack the fixed cost of all but one of those that it has now.
         whole = median(later - earlier for earlier, later in pairwise(self._starts[FIRST_STEP:]))
         inside, computing = median(self._inside), median(self._computing)
         fixed = min(self._num_nodes * seconds_of_operation(step.communicator.device), computing)

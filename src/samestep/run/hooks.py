@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from samestep.checks import check_number
 from samestep.data.batch import version_of
 from samestep.data.nested import leaves
 from samestep.engine.losses import describe
@@ -251,8 +252,7 @@ class EMA(Hook):
     """
 
     def __init__(self, decay: float = 0.999, name: str = "ema") -> None:
-        if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 <= decay <= 1:
-            raise UsageError(f"got decay={decay!r}; it must be from 0 to 1, such as 0.999")
+        check_number("decay", decay, 0, 1, whole=False, option="")
         self.decay, self.name = decay, name
         self.weights: dict[str, Tensor] = {}
         self.num_updates = 0

@@ -85,7 +85,14 @@ def is_end_of(rest: Mapping[str, Any], epoch: int) -> bool:
 
 
 class Progress:
-    """The epochs of a trainer: the records of those that are done, and the one under way."""
+    """The epochs of a trainer: the records of those that are done, and the one under way.
+
+    A state is captured between two steps, anywhere in an epoch, and restored in two parts. `restore` writes model,
+    optimizers and records when a call of `fit` opens the run. `go_on` follows when training begins: it sets the loader
+    to its place and the generators to their states, since the program may draw until then. A loader of the run has a
+    cursor. One of the user's own has none: it gets the generators, and what its samplers hold, as they were when the
+    epoch began, draws the same order again, and the batches that are done are skipped (`batches`).
+    """
 
     def __init__(self, run: Run, step: TrainStep) -> None:
         self.history: list[EpochRecord] = []
@@ -313,6 +320,8 @@ def restore_loader(loader: Loader | DataLoader[Any], state: Mapping[str, Any]) -
 
 def _waiting_workers(loader: DataLoader[Any]) -> Any:
     """An iterator of a loader whose workers live and have read nothing."""
+    # Torch starts workers when an iterator is made. Over an empty sampler they get their seed and wait; then it has the
+    # sampler of the loader.
     empty = copy(loader)
     vars(empty)["sampler" if loader.batch_sampler is None else "batch_sampler"] = ()
     iterator = empty._get_iterator()

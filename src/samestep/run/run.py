@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from samestep.checkpoint.contract import Contract, check_contract
 from samestep.checkpoint.contract_diff import check_contract_kept, differences
+from samestep.checks import check_number
 from samestep.comm.communicator import DTYPES, Communicator, make_communicator
 from samestep.comm.environment import Environment, chosen_profile, read_environment
 from samestep.comm.heartbeat import LEAVES_EARLY, READY_TO_JOIN, Heartbeat, HeartbeatPage
@@ -115,10 +116,9 @@ class Run:
             device, shares, spares, communicator = rerun.device, None, 0, None
             num_threads = rerun.num_threads if num_threads is None else num_threads
         count = check_contract(global_batch_size, num_microbatches, reduction, seed)
-        if num_threads is not None and (type(num_threads) is not int or num_threads < 1):
-            raise UsageError(f"got num_threads={num_threads!r}; it must be 1 or more (--num-threads)")
-        if not 0 < timeout_seconds <= MAX_TIMEOUT_SECONDS:
-            raise UsageError(f"got timeout_seconds={timeout_seconds}; it must be above 0, and no more than a year")
+        if num_threads is not None:
+            check_number("num_threads", num_threads, 1)
+        check_number("timeout_seconds", timeout_seconds, above=0, high=MAX_TIMEOUT_SECONDS, whole=False, option="")
         is_script = device is None and communicator is None  # a rerun has a device
         environment = read_environment() if communicator is None else Environment()
         world_size = environment.world_size if communicator is None else communicator.world_size

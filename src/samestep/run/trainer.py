@@ -450,6 +450,7 @@ class Trainer:
 
         for batch in progress.batches(loader):
             rates = learning_rates(self.step.optimizers)
+            # A rank that joins within this step gets the state from before it, and takes the step too.
             if membership.can_heal:
                 membership.send_state = give
             result = self.step(batch)
@@ -580,6 +581,7 @@ class Trainer:
             record_end(self.digest)
             self._ended_at = self.step.num_steps
 
+        # Repeated as a whole if a rank is lost in it: the next writer finds what is written, and writes the rest.
         def attempt() -> None:
             log.record_healings(self._progress.epoch)
             if not is_sharded(self.step):

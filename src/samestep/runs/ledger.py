@@ -86,7 +86,7 @@ class LedgerWriter:
         self._waiting = bytearray()
         self._file = open_unbuffered(path, "a+b")
         try:
-            mend_last_line(self._file, path, lambda line: from_line(line) is not None)
+            complete_last_line(self._file, path, lambda line: from_line(line) is not None)
         except BaseException:
             self._file.close()
             raise
@@ -229,7 +229,7 @@ def lacking(path: Path, steps: int) -> str:
     return f"{path}: {', '.join(parts)}" if parts else ""
 
 
-def mend_last_line(file: IO[bytes], path: Path, is_whole: Callable[[bytes], bool]) -> None:
+def complete_last_line(file: IO[bytes], path: Path, is_whole: Callable[[bytes], bool]) -> None:
     """Ends a last line without a newline if it is whole, else cuts it off."""
     with writing(path):
         if not (last := next(lines_backwards(file, path))):
@@ -355,6 +355,7 @@ def _read(file: Path) -> Ledger:
             if entry["event"] == "contract_change":  # steps under another contract are no repetitions
                 steps = {step: kept for step, kept in steps.items() if step < entry["step"]}
         else:
+            # After a crash a run goes on from its last checkpoint: the steps since then are there twice.
             if entry["step"] in steps:
                 num_repeated += 1
                 found = differing_fields(steps[entry["step"]], entry)

@@ -60,7 +60,14 @@ from samestep.engine.result import StepResult
 from samestep.errors import UsageError
 from samestep.extras import is_installed, missing
 from samestep.files import append_whole, make_folder, open_unbuffered, write_json
-from samestep.runs.ledger import TIMED_KINDS, LedgerWriter, ledger_entry, lines_backwards, mend_last_line, read_losses
+from samestep.runs.ledger import (
+    TIMED_KINDS,
+    LedgerWriter,
+    complete_last_line,
+    ledger_entry,
+    lines_backwards,
+    read_losses,
+)
 from samestep.text import notify
 
 
@@ -113,7 +120,7 @@ class JsonlLogger:
         self._path = Path(path)
         make_folder(self._path.parent)
         self._file = open_unbuffered(self._path, "a+b")
-        mend_last_line(self._file, self._path, lambda _: False)  # cuts off a line that a crash left unfinished
+        complete_last_line(self._file, self._path, lambda _: False)  # cuts off a line that a crash left unfinished
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
         """Writes one line."""
@@ -293,6 +300,7 @@ class Recorder:
     def healed(self, step: int, quorum: Quorum, seconds: float) -> None:
         """Records that a quorum does a step again, after workers were lost or joined."""
         about = {"world_size": len(quorum.slots), "seconds": seconds}
+        # A quorum names all workers that were lost so far, and a death is recorded once.
         lost = [loss for loss in quorum.lost if loss["slot"] not in self._known_deaths]
         for loss in lost:
             self._known_deaths.add(loss["slot"])

@@ -104,7 +104,7 @@ def run_status(folder: Path) -> RunStatus:
                 run.size_bytes += status.st_size
                 run.changed = max(run.changed, status.st_mtime)
     run.state = _state(folder, last_event, run.changed)
-    run.checkpoint = newest_checkpoint(folder)
+    run.checkpoint = newest_checkpoint_name(folder)
     run.problems = tuple(problems)
     return run
 
@@ -134,6 +134,7 @@ def try_object(path: Path, problems: list[str]) -> dict[str, Any]:
 
 def _read_ledger(path: Path, run: RunStatus) -> tuple[Any, list[int]]:
     """Reads all events and of the steps the first and the last; returns the last event, and damaged lines' numbers."""
+    # A ledger may have millions of steps: of these only the checksums are looked at, but for the first and the last.
     first = last = b""
     last_event, damaged, sizes = None, [], list[Any]()
     for place, line in enumerate(read_lines(path), 1):
@@ -214,7 +215,7 @@ def _time(path: Path) -> float:
         return 0.0
 
 
-def newest_checkpoint(folder: Path) -> str | None:
+def newest_checkpoint_name(folder: Path) -> str | None:
     """The name of the whole checkpoint of the highest step in a run's folder; None without one."""
     names = [entry.name for entry in _folders(folder / CHECKPOINT_FOLDER) if entry.name.startswith("step-")]
     return max(names, key=lambda name: (len(name), name), default=None)

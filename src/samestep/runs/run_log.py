@@ -27,13 +27,14 @@ from samestep.checkpoint.paths import (
     create_folder,
     take_lock,
 )
+from samestep.checks import check_number
 from samestep.comm.heartbeat import Channel, HeartbeatPage
 from samestep.comm.membership import Membership
 from samestep.data.batch import Batch
 from samestep.data.randomness import Generators
 from samestep.engine.result import StepResult
 from samestep.engine.step import TrainStep
-from samestep.errors import NonFiniteError, RunFolderError, UsageError
+from samestep.errors import NonFiniteError, RunFolderError
 from samestep.files import check_retries, remove_leftovers, retrying
 from samestep.runs.history import EpochRecord, EpochSoFar
 from samestep.runs.ledger import lacking
@@ -125,10 +126,8 @@ class RunLog:
     ) -> None:
         check_counts(checkpoint_steps=checkpoint_steps, keep=keep, digest_every=digest_every)
         check_retries(checkpoint_retries)
-        if checkpoint_minutes is not None and not 0 < checkpoint_minutes < float("inf"):
-            raise UsageError(
-                f"got checkpoint_minutes={checkpoint_minutes!r}; it must be above 0 (--checkpoint-minutes)"
-            )
+        if checkpoint_minutes is not None:
+            check_number("checkpoint_minutes", checkpoint_minutes, above=0, whole=False)
         self.folder = folder
         self.display = TrainingDisplay(membership.rank)
         self.has_begun = False  # on all ranks
@@ -448,5 +447,5 @@ class RunLog:
 def check_counts(**counts: int | None) -> None:
     """Raises a `UsageError` for a count that is not a whole number from 1 on."""
     for name, value in counts.items():
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise UsageError(f"got {name}={value!r}; it must be 1 or more (--{name.replace('_', '-')})")
+        if value is not None:
+            check_number(name, value, 1)

@@ -15,12 +15,14 @@ from samestep.verify.recording import Line, Recording
 from samestep.verify.summaries import distance
 
 Calls = Mapping[tuple[object, ...], Line]  # calls of modules in order; without microbatches a line has "by_row"
+# Units of rounding by which a row may differ: kernels for batches of other sizes add in another order.
 ROW_FACTOR = 256.0
+# Share of the rows that may be in one run alone, before the inputs themselves are said to differ.
 MAX_UNKNOWN = 0.25
 
 
 @dataclass(frozen=True)
-class Place:
+class DivergencePlace:
     """The place at which two runs part."""
 
     module: str  # its dotted name in the model; empty for the model itself, or if no module differs
@@ -29,8 +31,10 @@ class Place:
     text: str  # a sentence with numbers
 
 
-def first_place(ours: Recording, theirs: Recording, *, exact: bool) -> Place | None:
+def first_place(ours: Recording, theirs: Recording, *, exact: bool) -> DivergencePlace | None:
     """The first module that differs; None if modules could not be compared."""
+    # A microbatch gives the same bits on any rank: its outputs are compared whole. A script of ranks computes on shares
+    # of other sizes: there single rows are compared, each recognised by the content of its input.
     in_microbatches = ours.family != "ddp"
     unit = None if exact else ROW_FACTOR * _epsilon(ours)
     read = _by_microbatch if in_microbatches else _by_row
@@ -57,15 +61,15 @@ def first_place(ours: Recording, theirs: Recording, *, exact: bool) -> Place | N
                 mode = "" if line["training"] else ", in evaluation mode"
                 what = "output" if direction == "forward" else "the gradient of its output"
                 text = f"{name}{mode}, {direction}: {what} differs between {ours.label} and {theirs.label}, {differs}"
-                return Place(line["name"], line["type"], direction, text)
+                return DivergencePlace(line["name"], line["type"], direction, text)
     if not compared:
         return None
     if other_inputs:
         text = (
             f"before the model: its inputs have other contents on {ours.label} than on {theirs.label}, {other_inputs}"
         )
-        return Place("", "", "input", text)
-    return Place(
+        return DivergencePlace("", "", "input", text)
+    return DivergencePlace(
         "", "", "exchange", "all modules agree, forward and backward: the difference arises after the backward"
     )
 
@@ -163,10 +167,14 @@ ORDER = (
 )
 MAX_NAMED = 6
 FACTOR = 8.0
+# The response is that to changes of one kind: others of the same size may grow more.
 RESPONSE_FACTOR = 16.0
+# Types with a larger unit of rounding than this are float16 and bfloat16.
 COARSE = 1e-5
 COARSE_FACTOR = 2.0
+# A momentum of 0.9 adds up ten gradients.
 MOMENTUM_FACTOR = 10.0
+# Of the loss: where rounding may change more of it, agreement proves nothing.
 MOST_LOST = 0.1
 
 
@@ -208,6 +216,8 @@ class Tolerance:
         """The error of a sum in a step, relative to its size."""
         line = self.plain.steps[0][step]
         epsilon = float(line["epsilon"]) or 2.0**-23
+        # The bound of a sum, of some hundred terms and after some steps, would allow anything in a coarse type. Sums
+        # are taken in float32 there, and only values are rounded to it.
         if epsilon > COARSE:
             return COARSE_FACTOR * epsilon * math.sqrt(1 + step)
         return FACTOR * math.sqrt(max(1, line["num_samples"] or 256)) * epsilon * (1 + step)
@@ -284,6 +294,7 @@ def ranks_apart(recording: Recording, parts: Sequence[str] = ("gradients", "stat
     names = [[line["names"] for line in recording.lines("parameters", rank)] for rank in range(recording.world_size)]
     if any(other != names[0] for other in names):
         return None  # each rank trains other parameters
+    # Checksums, without a tolerance: what ranks have exchanged they hold alike to the bit.
     for step in range(recording.num_steps):
         first, *others = (steps[step] for steps in recording.steps)
         for part in parts:
@@ -416,6 +427,8 @@ class _RecordingPair:
 
     def _losses(self, step: int) -> Iterator[Difference]:
         """The loss: on several ranks that hold a share each, their mean or their sum."""
+        # A rank may begin its backward with the loss of its share or with a part of the whole: equal in one reading is
+        # equal.
         first, second = (losses_of(run, step) for run in (self.ours, self.theirs))
         if not first or not second or set(map(repr, first)) & set(map(repr, second)):
             return
@@ -451,6 +464,7 @@ class _RecordingPair:
 
     def _metrics(self) -> Iterator[Difference]:
         """Numbers that the program reduced over its ranks: their sum, or their mean, must not depend on the ranks."""
+        # Whether the program divides the sum by the ranks cannot be seen: a number differs if it does in both readings.
         ours, theirs = self.ours, self.theirs
         for index, first, second in paired_metrics(ours, theirs):
             if index in self.allowed.clocks:

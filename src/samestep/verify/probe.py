@@ -1,8 +1,8 @@
 """The probe: runs a program in a worker and records its steps, without changing a number.
 
-Its own wraps come first, then those of the causes' `Recorder`, which enclose them, and then the antidotes of the causes
-that are to have no effect; all before the program is imported. After every step, and at the end, the recorder's facts
-become lines of the recording.
+Its own wraps come first, then those of `FactRecorder`, which enclose them, and then the antidotes of the causes that
+are to have no effect; all before the program is imported. After every step, and at the end, the recorder's facts become
+lines of the recording.
 """
 
 import faulthandler
@@ -34,11 +34,11 @@ from samestep.scripts.shared_script import SharedScript
 from samestep.scripts.single_process import run_single_process
 from samestep.scripts.spawning import run_multi_process
 from samestep.scripts.wrapped import forward
-from samestep.verify.causes.table import CAUSES, Recorder
+from samestep.verify.causes.table import CAUSES, FactRecorder
 from samestep.verify.recording import JsonlWriter
 from samestep.verify.summaries import bits
 from samestep.verify.trained_batches import Batches, Metrics, describe
-from samestep.verify.watching import EPSILONS, Modules, ShardedParameters, Steps, with_gradients
+from samestep.verify.watching import EPSILONS, ModuleRecorder, ShardedParameters, StepRecorder, with_gradients
 from samestep.verify.wraps import Wrap, patches_for, wrapped
 
 PATIENCE_SECONDS = 20.0
@@ -94,11 +94,11 @@ def run_probed(
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if rank == 0:
         _redirect(str(Path(folder) / "rank-0.out"))
-    recorder = Recorder()
+    recorder = FactRecorder()
     writer = JsonlWriter(str(Path(folder) / f"rank-{rank}.jsonl"))
     end_barrier = EndBarrier(folder, rank, world_size, writer)
-    modules = Modules(writer, in_microbatches=single_process is not None, world_size=world_size)
-    watch = Steps(
+    modules = ModuleRecorder(writer, in_microbatches=single_process is not None, world_size=world_size)
+    watch = StepRecorder(
         writer, Batches(), Metrics(), modules, recorder.facts, end_barrier.end, steps, detail=detail, nudge=nudge
     )
     watcher = StepWatcher(watch, "ddp" if single_process is None else "single-process")
@@ -154,7 +154,7 @@ def _one_of_many_runs(number: int) -> Iterator[None]:
 
 
 @contextmanager
-def _watched(watch: Steps, hang_seconds: float) -> Iterator[None]:
+def _watched(watch: StepRecorder, hang_seconds: float) -> Iterator[None]:
     """A context in which everything but `samestep.Run`'s steps is hooked in; between steps it kills a hung process."""
 
     def after(optimizer: Any, *_: Any) -> None:
@@ -172,7 +172,7 @@ def _watched(watch: Steps, hang_seconds: float) -> Iterator[None]:
         yield
 
 
-def _wraps(watch: Steps) -> list[Wrap]:
+def _wraps(watch: StepRecorder) -> list[Wrap]:
     """Wraps that record losses, the coarsest type, and the chunks and inputs of wrapped forwards."""
     in_backward = False
 
@@ -226,7 +226,7 @@ def _wraps(watch: Steps) -> list[Wrap]:
 class StepWatcher(StepObserver):
     """Records a step of `samestep.Run` as one, whatever optimizers step in it; `family` is "api" from the first on."""
 
-    def __init__(self, watch: Steps, family: str) -> None:
+    def __init__(self, watch: StepRecorder, family: str) -> None:
         self.family = family
         self._watch = watch
         self._stream = 0

@@ -24,7 +24,7 @@ POLICY = Policy(heal=False)
 
 
 @dataclass(frozen=True)
-class Program:
+class VerifiedProgram:
     """The program that is run."""
 
     kind: str  # "script" or "module"
@@ -59,7 +59,7 @@ class Stopped(Exception):
 
 
 class KeptPool(ServerPool):
-    """A fork server that stays for the next run.
+    """A fork server that stays for the next run: importing torch takes longer than most runs.
 
     Attributes:
         num_runs: runs that it has started; they share a store.
@@ -99,7 +99,7 @@ class ProgramRunner(AbstractContextManager["ProgramRunner"]):
 
     def __init__(
         self,
-        program: Program,
+        program: VerifiedProgram,
         selections: Mapping[str, Selection],
         *,
         num_threads: int = 1,

@@ -5,7 +5,7 @@ Each rank appends lines to `rank-N.jsonl` in the recording's folder:
     {"kind": "start", "rank": 0, "world_size": 2, "family": "ddp", "threads": 1}
     {"kind": "parameters", "optimizer": 0, "names": ["0.weight", …], "numel": […], "dtype": ["float32", …]}
     {"kind": "step", "step": 0, "loss": […], …}    a step of an optimizer, or of `samestep.Run.train_step`
-    {"kind": "fact", "step": 1, "name": "…", …}    an observation of `causes.table.Recorder` before this step
+    {"kind": "fact", "step": 1, "name": "…", …}    an observation of `causes.table.FactRecorder` before this step
     {"kind": "module", "step": 3, …}               a module's forward or backward, in the step of `RunSpec.detail`
     {"kind": "metric", "step": 3, …}               a few numbers that the program reduced over ranks before this step
     {"kind": "end", "step": 20, "reason": "steps"} "steps": as many as were asked for; "program": it ended before

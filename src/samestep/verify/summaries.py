@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from samestep.data.batch import flattened, tensor_checksum
+from samestep.data.batch import flattened, position_weights, tensor_checksum
 from samestep.data.nested import leaves
 
 WIDTH = 16
@@ -75,8 +75,7 @@ def row_checksums(value: Any, length: int) -> list[int]:
             continue
         plain = flattened(local_part(tensor)).cpu()
         words = plain.view({1: torch.uint8, 2: torch.int16}.get(plain.element_size(), torch.int32)).reshape(length, -1)
-        positions = torch.arange(1, words.shape[1] + 1)
-        weights = ((positions * -7046029254386353131) ^ (positions << 17)) | 1
+        weights = position_weights(0, words.shape[1], words.device)
         total = total * 1_000_003
         step = max(1, CHUNK // max(1, words.shape[1]))  # a few rows at a time: int64 is wider than the data
         for start in range(0, length, step):

@@ -29,7 +29,7 @@ MAX_OVER = 8
 
 
 @dataclass(frozen=True)
-class Seen:
+class SeenBatch:
     """One batch: its sample ids and a checksum of each sample's content, as far as they are known."""
 
     ids: tuple[int, ...] | None
@@ -38,20 +38,20 @@ class Seen:
 
 
 @dataclass
-class _Waiting:
+class _WaitingBatch:
     """A batch that may be trained on."""
 
-    seen: Seen
+    seen: SeenBatch
     contents: frozenset[int]  # checksums of its tensors
     is_recorded: bool  # whether gradients were recorded when it was returned
     is_given: bool = False  # whether a forward was given one of its tensors
 
 
 @dataclass
-class _Returned:
+class _ReturnedBatches:
     """The batches of one iterator that wait for a backward, oldest first."""
 
-    waiting: list[_Waiting] = field(default_factory=list)
+    waiting: list[_WaitingBatch] = field(default_factory=list)
     lag: int | None = None  # how many newer ones there were when one was last recognised
 
     def end(self) -> None:
@@ -60,8 +60,9 @@ class _Returned:
             self.waiting = [batch for batch in self.waiting if not batch.is_given]
             self.lag = len(self.waiting)  # the others are taken if they are recognised yet
 
-    def pop_trained(self) -> list[_Waiting]:
+    def pop_trained(self) -> list[_WaitingBatch]:
         """The batches that a backward trains on; they wait no more, nor do older ones."""
+        # Those before the last one that was trained on were left out by the program: they will not come again.
         given = [index for index, batch in enumerate(self.waiting) if batch.is_given]
         last = given[-1] if given else len(self.waiting) - 1 - (self.lag or 0)
         found = [self.waiting[index] for index in given or [last] if index >= 0]
@@ -76,9 +77,10 @@ class Batches:
     """The batches of this rank's DataLoaders."""
 
     _drawn: weakref.WeakKeyDictionary[Any, deque[Any]] = field(default_factory=weakref.WeakKeyDictionary)
-    _returned: weakref.WeakKeyDictionary[Any, _Returned] = field(default_factory=weakref.WeakKeyDictionary)
-    _over: deque[_Returned] = field(default_factory=lambda: deque(maxlen=MAX_OVER))  # their iterators may be gone
-    _trained: list[Seen] = field(default_factory=list)
+    _returned: weakref.WeakKeyDictionary[Any, _ReturnedBatches] = field(default_factory=weakref.WeakKeyDictionary)
+    # Of iterators that have come to their end, and may be gone.
+    _over: deque[_ReturnedBatches] = field(default_factory=lambda: deque(maxlen=MAX_OVER))
+    _trained: list[SeenBatch] = field(default_factory=list)
     _depth: int = 0
 
     def wraps(self) -> list[Wrap]:
@@ -91,7 +93,7 @@ class Batches:
             return index
 
         def next_batch(inner: Any, this: Any) -> Any:
-            returned = self._returned.setdefault(this, _Returned())
+            returned = self._returned.setdefault(this, _ReturnedBatches())
             try:
                 value = inner(this)
             except StopIteration:
@@ -100,7 +102,7 @@ class Batches:
                 raise
             queue = self._drawn.get(this)
             seen = seen_batch(queue.popleft() if queue else None, value)
-            returned.waiting.append(_Waiting(seen, _contents(value), torch.is_grad_enabled()))
+            returned.waiting.append(_WaitingBatch(seen, _contents(value), torch.is_grad_enabled()))
             del returned.waiting[:-MAX_WAITING]
             return value
 
@@ -152,7 +154,7 @@ def _contents(value: Any) -> frozenset[int]:
         return frozenset(bits(leaf) for leaf in leaves(value) if isinstance(leaf, Tensor) and leaf.numel() > 1)
 
 
-def seen_batch(index: Any, value: Any) -> Seen:
+def seen_batch(index: Any, value: Any) -> SeenBatch:
     """A batch, by its index or indices in the dataset (None for an iterable one) and its content."""
     indices = index if isinstance(index, list | tuple) else [index]
     try:
@@ -164,10 +166,10 @@ def seen_batch(index: Any, value: Any) -> Seen:
     if length:
         found = tuple(row_checksums(value, length))
         rows = found if any(found) else None
-    return Seen(ids, rows, len(ids) if ids is not None else length)
+    return SeenBatch(ids, rows, len(ids) if ids is not None else length)
 
 
-def describe(seen: list[Seen]) -> dict[str, Any]:
+def describe(seen: list[SeenBatch]) -> dict[str, Any]:
     """Batches as fields of a step's line."""
     ids = [entry for batch in seen for entry in batch.ids or ()]
     rows = [entry for batch in seen for entry in batch.rows or ()]

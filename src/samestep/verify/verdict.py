@@ -25,7 +25,7 @@ from samestep.verify.comparison import (
     ORDER,
     TIERS,
     Difference,
-    Place,
+    DivergencePlace,
     Tier,
     Tolerance,
     first_difference,
@@ -46,7 +46,7 @@ Pair = tuple[RunSpec, RunSpec]
 
 
 @dataclass(frozen=True)
-class Compared:
+class ComparedCounts:
     """Counts of what was compared, in the reference, over the steps that all runs took."""
 
     steps: int
@@ -58,7 +58,7 @@ class Compared:
     metrics: int  # numbers that the program reduced over its ranks itself
 
 
-def count_compared(recordings: Sequence[Recording]) -> Compared:
+def count_compared(recordings: Sequence[Recording]) -> ComparedCounts:
     """The counts of some runs, the reference first."""
     reference = recordings[0]
     steps = min(recording.num_steps for recording in recordings)
@@ -66,7 +66,7 @@ def count_compared(recordings: Sequence[Recording]) -> Compared:
     norms = [norm for line in lines for group in line["gradients"] for norm in group["norm"] if norm is not None]
     ranks = reference.steps if reference.family == "ddp" else reference.steps[:1]  # else each rank knows them all
     counts = [line["num_samples"] for rank in ranks for line in rank[:steps]]
-    return Compared(
+    return ComparedCounts(
         steps=steps,
         parameters=sum(len(line["names"]) for line in reference.lines("parameters")),
         nonzero_gradients=sum(norm != 0 for norm in norms),
@@ -138,7 +138,7 @@ def _not_shared(recording: Recording) -> Iterator[str]:
 
 
 @dataclass(frozen=True)
-class Named:
+class NamedCause:
     """A cause of the table with the evidence for it."""
 
     key: str
@@ -156,14 +156,14 @@ class Verdict:
     devices: tuple[str, ...]
     required: Tier
     reached: Tier | None  # the highest tier at which all runs agree
-    compared: Compared
+    compared: ComparedCounts
     refusals: tuple[str, ...] = ()  # reasons why agreement would prove nothing
     difference: Difference | None = None  # the first that the required tier does not allow
-    place: Place | None = None
-    causes: tuple[Named, ...] = ()  # those that were confirmed
-    suspects: tuple[Named, ...] = ()  # the others, if not all of the difference could be explained
+    place: DivergencePlace | None = None
+    causes: tuple[NamedCause, ...] = ()  # those that were confirmed
+    suspects: tuple[NamedCause, ...] = ()  # the others, if not all of the difference could be explained
     unexplained: Difference | None = None  # the first difference with all causes and suspects neutralised
-    unexplained_place: Place | None = None  # its place, if it is not that of the first difference
+    unexplained_place: DivergencePlace | None = None  # its place, if it is not that of the first difference
     notes: tuple[str, ...] = ()
     num_runs: int = 0
 
@@ -175,17 +175,20 @@ class Verdict:
 
 @dataclass
 class _Investigation:
-    """The results so far for one program. `report` is called with what happens next; `base` are confirmed causes."""
+    """The results so far for one program. `report` is called with what happens next; `base` are confirmed causes.
+
+    A run is made once and kept by its `RunSpec` (`ProgramRunner.record`), so comparisons may ask for it again.
+    """
 
     runner: ProgramRunner
     steps: int
     required: Tier
     report: Callable[[str], None]
     base: tuple[Cause, ...] = ()
-    named: list[Named] = field(default_factory=list)
-    suspects: list[Named] = field(default_factory=list)
+    named: list[NamedCause] = field(default_factory=list)
+    suspects: list[NamedCause] = field(default_factory=list)
     unexplained: Difference | None = None
-    unexplained_place: Place | None = None
+    unexplained_place: DivergencePlace | None = None
     clocks: frozenset[int] = frozenset()  # the reduced numbers that are not compared
     _response: tuple[Recording, Recording] | None = None
 
@@ -204,11 +207,13 @@ class _Investigation:
         A run that fails under a counterfactual differs. If the tier allows rounding, the first time that more than the
         simple bound is seen, it is measured how rounding grows in this program.
         """
+        # The program as it is must not fail. Without the effect of some cause it may, and then that is a difference.
         ours, theirs = (self.runner.record(spec) if spec.neutral else self.run(spec) for spec in pair)
         for recording in (ours, theirs):
             if recording.failure is not None:
                 text = f"the counterfactual run failed: {recording.failure}"
                 return Difference(recording.num_steps, "steps", "", text, (ours.label, theirs.label))
+        # The measurement takes two more runs, so that it is made only once something is out of the simple bound.
         tier = tier or self.required
         found = first_difference(ours, theirs, tier, self.tolerance(pair))
         if found is not None and tier == "allclose" and found.quantity in ("loss", "gradient", "state", "buffer"):
@@ -246,7 +251,7 @@ class _Investigation:
             if not found:
                 return
 
-    def place(self, pair: Pair, difference: Difference) -> Place | None:
+    def place(self, pair: Pair, difference: Difference) -> DivergencePlace | None:
         """The first module that differs in the step in which runs part."""
         if difference.quantity in ("samples", "inputs", "start", "steps", "metric", "lr"):
             return None
@@ -259,8 +264,11 @@ class _Investigation:
 
     def explain(self, pair: Pair, evidence: Evidence) -> None:
         """Confirms causes until the two runs agree with all of them neutralised, or no suspect is left."""
+        # A round for each first difference that is left without the causes that are confirmed. Its suspects lose their
+        # effect; what differs still has further ones, until the runs agree or nothing new is suspected.
         while (left := self.compare(current := self._without(pair, (), self.steps))) is not None:
-            steps, shown, suspects, gone = min(self.steps, left.step + 1), evidence, dict[Cause, Named](), ""
+            # No further than this difference: what differs later may have other causes, which the next round finds.
+            steps, shown, suspects, gone = min(self.steps, left.step + 1), evidence, dict[Cause, NamedCause](), ""
             while left is not None and (fresh := self._suspects(shown, current, suspects)):
                 suspects.update({cause: replace(one, evidence=one.evidence + gone) for cause, one in fresh.items()})
                 names = ", ".join(cause.key for cause in suspects)
@@ -277,7 +285,7 @@ class _Investigation:
             self.named += [suspects[cause] for cause in confirmed]
             self.base += tuple(confirmed)
 
-    def _suspects(self, evidence: Evidence, current: Pair, known: Container[Cause]) -> dict[Cause, Named]:
+    def _suspects(self, evidence: Evidence, current: Pair, known: Container[Cause]) -> dict[Cause, NamedCause]:
         """The further causes that something points to; those of rounding alone only if nothing else is left."""
         if any(run.failure for run in evidence.runs):
             return {}
@@ -287,7 +295,7 @@ class _Investigation:
             if cause not in self.base and cause not in known and (only_rounding or not cause.bits_only):
                 sign = cause.suspect(evidence)
                 if sign is not None:
-                    found[cause] = Named(cause.key, cause.title, sign, advice_on(cause, evidence))
+                    found[cause] = NamedCause(cause.key, cause.title, sign, advice_on(cause, evidence))
         return found
 
     def _needed(self, pair: Pair, suspects: list[Cause], steps: int) -> list[Cause]:
@@ -344,6 +352,7 @@ def reach_verdict(
         notes=tuple(_notes(investigation, pairs[0], recordings)) if others else (),
     )
     if differing and verdict.compared.steps > 0:
+        # The earliest one; of equal ones that between two runs on the same devices, which no exchange can explain.
         differing.sort(key=lambda item: (item[1].rank, item[0][1].attempt == 0))
         pair, difference = differing[0]
         place = investigation.place(pair, difference)

@@ -50,7 +50,7 @@ class RootCall:
 
 
 @dataclass
-class Modules:
+class ModuleRecorder:
     """Records the modules of this rank in the step of interest."""
 
     writer: JsonlWriter
@@ -90,7 +90,7 @@ class Modules:
         """A module returned, or raised."""
         if module not in self._stack or self._root is None:
             return
-        while self._stack.pop() is not module:
+        while self._stack.pop() is not module:  # those within it that raised, which its forward caught
             continue
         root = self._root
         name = root.names.get(id(module))
@@ -134,6 +134,7 @@ class Modules:
         tensor = next((found for found in tensors if keys and found.shape[:1] == (len(keys),)), None)
         if tensor is None:
             return {"keys": [], "rows": []}
+        # Chosen by content: every run, whatever its ranks, keeps the same rows.
         limit = 1024 * MAX_ROWS / (len(keys) * self.world_size)
         chosen = [index for index, key in enumerate(keys) if (key * 0x9E3779B97F4A7C15 >> 7) % 1024 < limit]
         return {"keys": [keys[index] for index in chosen], "rows": summarize_rows(tensor[chosen]) if chosen else []}
@@ -182,13 +183,18 @@ class _KnownOptimizer:
 
 
 @dataclass
-class Steps:
-    """Records the steps of this rank's optimizers."""
+class StepRecorder:
+    """Records the steps of this rank's optimizers.
+
+    A hook before an update reads the gradients, one after it the state. Losses, inputs and microbatches come before
+    them, and are gathered until the step is written down (`finish`): after each update of an optimizer; but once, at
+    its end, in a step of `samestep.Run`, whatever optimizers step in it.
+    """
 
     writer: JsonlWriter
     batches: Batches
     metrics: Metrics
-    modules: Modules
+    modules: ModuleRecorder
     facts: Callable[..., Sequence[dict[str, Any]]]  # the causes' observations since the last call
     end: Callable[[], None]  # ends the program after the last step
     num_wanted: int  # steps to record
@@ -278,6 +284,7 @@ class Steps:
         names: dict[int, str] = dict(self.sharded.names) if self.sharded is not None else {}
         for name, parameter in (found for model in models for found in model.named_parameters()):
             names.setdefault(id(parameter), name)  # the first of several models to hold it
+        # Models are found among all objects: a script may call its model by any name, or hold several.
         own = {id(parameter) for parameter in parameters}
         holders = [model for model in models if any(id(p) in own for p in model.parameters())]
         known = _KnownOptimizer(len(self._known), parameters, [weakref.ref(model) for model in holders])
@@ -334,6 +341,7 @@ def with_gradients(act: Callable[[Optimizer], None]) -> Callable[..., Any]:
 
 def nudge(parameters: Sequence[Tensor]) -> None:
     """Changes gradients by a few rounding errors, of their own size and of that of the whole gradient's elements."""
+    # Signs by position, and no draw: all ranks change their gradients alike, and the program's generators do not move.
     count = sum(parameter.numel() for parameter in parameters)
     size = sum(norm(p.grad) ** 2 for p in parameters if p.grad is not None)
     typical = (size / count) ** 0.5 if count else 0.0

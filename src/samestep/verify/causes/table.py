@@ -44,7 +44,7 @@ CAUSES: tuple[Cause, ...] = (  # in the order in which they are suspected, and g
 )
 
 
-class Recorder:
+class FactRecorder:
     """Records, in one worker, the signs of all causes."""
 
     def __init__(self) -> None:
