@@ -69,7 +69,8 @@ def state_digest(model: nn.Module | TrainStep, optimizers: Optimizer | Sequence[
         if optimizers is None:
             raise UsageError("got a model alone; give its optimizers, too ([] for its own state alone), or the step")
         for name, parameter in model.named_parameters():
-            if hasattr(parameter, "to_local"):  # a DTensor, without importing what makes one
+            # A DTensor, without importing what makes one.
+            if hasattr(parameter, "to_local"):
                 raise UsageError(
                     f"{name} is sharded over the ranks; call state_digest(step) with the training step in place of "
                     "model and optimizers, on all ranks"
@@ -175,7 +176,8 @@ def sum_of_rows(tensors: Sequence[Tensor | LocalShard], over: Communicator | Non
     num_rest = max(1, -(-sum(-(-(size % ROW_BYTES) // _SLOT_BYTES) * _SLOT_BYTES for size in sizes) // ROW_BYTES))
     num_rows = num_rest + sum(size // ROW_BYTES for size in sizes)
     share = -(-num_rows // ranks)
-    sums = torch.zeros(share * ranks, dtype=torch.int64, device=main)  # [rows], rounded up to equal shares
+    # [rows], rounded up to equal shares.
+    sums = torch.zeros(share * ranks, dtype=torch.int64, device=main)
     partial: dict[torch.device, list[tuple[int, Tensor]]] = {}  # (place among all rows in bytes, bytes of one row)
     rest_at, rows_at = 0, num_rest * ROW_BYTES
     for value, each, size in zip(tensors, held, sizes, strict=True):
@@ -187,7 +189,8 @@ def sum_of_rows(tensors: Sequence[Tensor | LocalShard], over: Communicator | Non
             if first >= stop:
                 continue
             at = base + first - begin
-            head = min(stop, first + -at % ROW_BYTES)  # where the first full row begins, and the last one ends
+            # Where the first full row begins, and the last one ends.
+            head = min(stop, first + -at % ROW_BYTES)
             tail = max(head, stop - (at + stop - first) % ROW_BYTES)
             if head < tail:
                 row = (at + head - first) // ROW_BYTES
@@ -238,7 +241,8 @@ def random_words(start: int, count: int, device: torch.device | None = None) -> 
 
 def scattered(words: Tensor) -> Tensor:
     """The finalizer of SplitMix64, a bijection of 64-bit words: int64 of any shape."""
-    words = (words ^ ((words >> 30) & 0x3FFFFFFFF)) * _signed(_FIRST)  # >> copies the sign, & removes the copies
+    # >> copies the sign, & removes the copies.
+    words = (words ^ ((words >> 30) & 0x3FFFFFFFF)) * _signed(_FIRST)
     words = (words ^ ((words >> 27) & 0x1FFFFFFFFF)) * _signed(_SECOND)
     return words ^ ((words >> 31) & 0x1FFFFFFFF)
 

@@ -66,7 +66,8 @@ def local_state(optimizer: Optimizer, state: ShardedState | None, world_size: in
     shards = state.state_of(optimizer)
     held = {}
     for number, of_parameter in states.items():
-        local = shards.get(names.get(id(parameters[number]), ""), of_parameter)  # of a frozen parameter it is whole
+        # Of a frozen parameter it is whole.
+        local = shards.get(names.get(id(parameters[number]), ""), of_parameter)
         held[number] = {key: _held(local[key], world_size) for key in of_parameter}
     return held
 
@@ -83,7 +84,8 @@ def localized(optimizer: Optimizer, saved: Mapping[str, Any], state: ShardedStat
         return dict(saved)
     names = {id(part): name for name, part in state.parts.items()}
     indices = [index for group in saved["param_groups"] for index in group["params"]]
-    parts = dict(zip(indices, held_by(optimizer), strict=False))  # torch raises if their numbers differ
+    # Torch raises if their numbers differ.
+    parts = dict(zip(indices, held_by(optimizer), strict=False))
     entries = dict(saved["state"])
     for index, entry in entries.items():
         part = parts.get(index)

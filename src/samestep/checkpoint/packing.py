@@ -137,7 +137,8 @@ class _Packer:
             return {key: self.pack(entry, _below(path, key)) for key, entry in value.items()}
         if kind in _DICTS:
             packed = {_DICTS[kind]: [[self._key(k, path), self.pack(v, _below(path, k))] for k, v in value.items()]}
-            if "_metadata" in getattr(value, "__dict__", ()):  # of nn.Module.state_dict: the versions of modules
+            # Of nn.Module.state_dict: the versions of modules.
+            if "_metadata" in getattr(value, "__dict__", ()):
                 packed["metadata"] = self.pack(value._metadata, _below(path, "_metadata"))
             return packed
         raise _refused(value, path)

@@ -134,7 +134,8 @@ def _precedes_record(entry: Path) -> bool:
 
 def remove_if_unused(folder: Path) -> None:
     """Removes the folder of a run that did not begin: its logs, and itself (and `runs`) if nothing else is in it."""
-    if (folder / CONTRACT_FILE).exists() or (folder / LOCK_FILE).exists():  # another run may be about to begin there
+    # Another run may be about to begin there.
+    if (folder / CONTRACT_FILE).exists() or (folder / LOCK_FILE).exists():
         return
     logs = folder / LOG_FOLDER
     with suppress(OSError):
@@ -192,7 +193,8 @@ def take_lock(
             is_locked, reason = _try_to_lock(file)
             # The holder removes the file when it ends. A process that opened the file before then locks one that has no
             # name any more, beside the one that a third process makes: the lock counts only if the name is still its.
-            if is_locked and not is_at(path, file):  # its holder has given it back and removed the file
+            # Its holder has given it back and removed the file.
+            if is_locked and not is_at(path, file):
                 file.close()
                 continue
             if is_locked or reason:

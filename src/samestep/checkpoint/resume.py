@@ -225,7 +225,8 @@ def check_state(
         changes = differences(state.rest["contract"], now)
     breaking = [change for change in changes if change.breaks]
     if allow_change or all("model" in change.field.split(".") for change in breaking):
-        check_fits(step, state.snapshot)  # its error names the parameter, the contract's only the model's form
+        # Its error names the parameter, the contract's only the model's form.
+        check_fits(step, state.snapshot)
     check_contract_kept(changes, allow_change)
     if breaking and state.newer is not None and state.is_in(folder):
         raise ContractError(

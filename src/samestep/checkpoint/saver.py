@@ -104,7 +104,8 @@ class CheckpointSaver:
         began, parent = time.monotonic(), self._folder.parent
 
         def attempt() -> Path:
-            if self._parent not in (None, _identity(parent)):  # a run that was moved away would be made anew
+            # A run that was moved away would be made anew.
+            if self._parent not in (None, _identity(parent)):
                 raise RunFolderError(f"{parent} is not there any more: it was removed, moved or replaced")
             return write_checkpoint(self._folder, snapshot, self._keep, replace=True)
 
@@ -189,7 +190,8 @@ def with_rows(state: Snapshot, over: Communicator, is_writer: bool) -> Snapshot:
         return replace(state, files=files)
     for tensors in files.values():
         for name, value in list(tensors.items()):
-            whole = unsharded(value, over)  # a collective call: also on ranks that do not keep it
+            # A collective call: also on ranks that do not keep it.
+            whole = unsharded(value, over)
             if is_writer:
                 tensors[name] = whole.cpu() if isinstance(value, LocalShard) else whole
             else:
@@ -249,7 +251,8 @@ def _write_parts(
                 mine.append(write_part(temporary / part_name(file, rank, ranks), own, rank))
     except RunFolderError as failure:
         error = failure
-    raise_together(communicator, error)  # before the exchange: a rank without its file has no checksum to send
+    # Before the exchange: a rank without its file has no checksum to send.
+    raise_together(communicator, error)
     words = [word for written in mine for word in _as_words(written)] if writes else [0] * _WORDS * len(shards)
     rows = communicator.gather_words(words)[:ranks]
     return {

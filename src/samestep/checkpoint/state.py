@@ -281,7 +281,8 @@ def load_optimizer(
     state = localized(optimizer, state, sharding, rank)
     parameters = held_by(optimizer)
     indices = [index for group in state["param_groups"] for index in group["params"]]
-    for index, parameter in zip(indices, parameters, strict=False):  # torch raises if their numbers differ
+    # Torch raises if their numbers differ.
+    for index, parameter in zip(indices, parameters, strict=False):
         _check_entries(optimizer, state["state"].get(index, {}), parameter)
     try:
         optimizer.load_state_dict(state)
@@ -307,7 +308,8 @@ def _parts(step: Steps) -> _Parts:
     # By identity, in the order of the steps: the two steps of a GAN share a model, and name it once.
     steps = (step,) if isinstance(step, TrainStep) else tuple(step)
     models = {id(each.model): (each.model, each.sharded_state) for each in steps}.values()
-    began = {id(each.model): each.began_trained for each in reversed(steps)}  # by the first step of a model
+    # By the first step of a model.
+    began = {id(each.model): each.began_trained for each in reversed(steps)}
     names = ("model" if number == 0 else f"model.{number}" for number in range(len(models)))
     optimizers = {id(one): (one, each.sharded_state) for each in steps for one in each.optimizers}.values()
     settings = [{"optimizers": each.settings.optimizers, "scheduler": each.settings.scheduler} for each in steps]

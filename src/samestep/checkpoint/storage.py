@@ -219,7 +219,8 @@ def located(path: Path) -> Path:
 
 
 def _listed(folder: Path) -> list[tuple[int, Path]]:
-    paths = sorted(folder.iterdir(), reverse=True)  # one in its place comes after the one that it replaces
+    # One in its place comes after the one that it replaces.
+    paths = sorted(folder.iterdir(), reverse=True)
     matches = [(_NAME.fullmatch(path.name), path) for path in paths]
     return sorted({int(match[1]): path for match, path in matches if match and path.is_dir()}.items())
 

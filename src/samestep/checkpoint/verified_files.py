@@ -70,7 +70,8 @@ class Manifest:
 def seal(path: Path) -> Written:
     """Waits until a file that was just written is on the disk, and hashes it; raises an `OSError`."""
     with path.open("rb") as file:
-        os.fsync(file.fileno())  # first: an error of the disk comes before there is a checksum
+        # First: an error of the disk comes before there is a checksum.
+        os.fsync(file.fileno())
         return Written(os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest())
 
 
@@ -87,7 +88,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     memory: set[int] = set()
     for name, tensor in tensors.items():
         host = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-        if host.numel() and host.untyped_storage().data_ptr() in memory:  # the library refuses views of one storage
+        # The library refuses views of one storage.
+        if host.numel() and host.untyped_storage().data_ptr() in memory:
             host = host.clone()
         memory.add(host.untyped_storage().data_ptr())
         stored[name] = host
@@ -294,4 +296,5 @@ def _refuse(name: str) -> NoReturn:
 
 def _is_name(name: str) -> bool:
     """Whether a text is the name of a file in the folder itself."""
-    return Path(name).name == name and name.isprintable()  # no NUL, and no name that cannot be encoded
+    # No NUL, and no name that cannot be encoded.
+    return Path(name).name == name and name.isprintable()

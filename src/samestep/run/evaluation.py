@@ -266,7 +266,8 @@ def _evaluating(model: nn.Module, device: torch.device, precision: str) -> Itera
             yield restore_buffers
     finally:
         restore_buffers()
-        model.train(modes[0][1])  # also of modules that do more there, such as to merge weights and to undo it
+        # Also of modules that do more there, such as to merge weights and to undo it.
+        model.train(modes[0][1])
         for module, mode in modes:
             module.training = mode
 
@@ -300,7 +301,8 @@ def _forward_all(
                         take(number, microbatch, bounds[microbatch + 1] - bounds[microbatch], value, output)
                     restore_buffers()
                     rounds -= 1
-                for _ in range(rounds):  # the others need this rank's shard of the model once more
+                # The others need this rank's shard of the model once more.
+                for _ in range(rounds):
                     compute(model, value)
                     restore_buffers()
                 if end_batch is not None:

@@ -82,7 +82,8 @@ class FixedCost(StepObserver):
         whole = median(later - earlier for earlier, later in pairwise(self._starts[FIRST_STEP:]))
         inside, computing = median(self._inside), median(self._computing)
         fixed = min(self._num_nodes * seconds_of_operation(step.communicator.device), computing)
-        fixed += max(0.0, inside / self._num_own - computing)  # what a microbatch costs beside its operations
+        # What a microbatch costs beside its operations.
+        fixed += max(0.0, inside / self._num_own - computing)
         rest = whole - (self._num_own - 1) * fixed
         if inside < LEAST_SHARE * whole or whole < LEAST_GAIN * rest:
             return

@@ -156,7 +156,8 @@ class Unsaved(StepObserver):
         step.observers.remove(self)
         if any(isinstance(thing, Tensor) for *_, thing in self._kept):
             self.report(step)
-            self._kept = [found for found in self._kept if not isinstance(found[3], Tensor)]  # their memory is freed
+            # Their memory is freed.
+            self._kept = [found for found in self._kept if not isinstance(found[3], Tensor)]
 
     def report(self, step: Any) -> None:
         """Names what has changed since the first step."""
@@ -192,7 +193,8 @@ def _held_by(source: str, thing: Any) -> Iterator[tuple[str, str, Any, Any]]:
     functions = [thing, vars(type(thing)).get("__call__"), *(getattr(thing, event, None) for event in EVENTS)]
     for function in (getattr(one, "__func__", one) for one in functions):
         if isinstance(function, FunctionType):
-            with suppress(ValueError):  # a variable of an enclosing function that has no value yet
+            # A variable of an enclosing function that has no value yet.
+            with suppress(ValueError):
                 found = getclosurevars(function)
                 variables |= {**found.globals, **found.nonlocals}
     owner = getattr(thing, "__self__", thing)
@@ -280,7 +282,8 @@ class EMA(Hook):
     @torch.no_grad()
     def update(self, model: nn.Module) -> None:
         """Takes the model's parameters, as they are now, into the average."""
-        from torch.optim.swa_utils import get_ema_multi_avg_fn  # not loaded by programs without an average
+        # Not loaded by programs without an average.
+        from torch.optim.swa_utils import get_ema_multi_avg_fn
 
         now = dict(model.named_parameters())
         if self.num_updates == 0:

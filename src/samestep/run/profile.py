@@ -45,7 +45,8 @@ class StepTrace:
 
     def close(self) -> None:
         """Writes the trace of a run that ends before all steps are recorded."""
-        if not self.is_done and os.getpid() == self._process:  # not in a process that the script forked
+        # Not in a process that the script forked.
+        if not self.is_done and os.getpid() == self._process:
             self.is_done = True
             self._profile.stop()
 

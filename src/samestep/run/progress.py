@@ -65,7 +65,8 @@ def enter_training_mode(model: nn.Module) -> str:
     """Puts a model into training mode, except parts of it that are in evaluation mode; returns a line about these."""
     kept, all_names = in_evaluation_mode(model), [name for name, _ in model.named_modules()]
     model.train()  # may be the model's own method, which leaves a part in evaluation mode
-    if kept == all_names:  # as an evaluation of the script's, or `from_pretrained`, leaves it: no part was chosen
+    # As an evaluation of the script's, or `from_pretrained`, leaves it: no part was chosen.
+    if kept == all_names:
         return "the model was in evaluation mode as a whole: it is put into training mode"
     kept = sorted({*kept} - {*in_evaluation_mode(model)})
     for name in kept:
@@ -230,7 +231,8 @@ class Progress:
         self.history, self.epoch, self._calls = history, epoch, calls
         with as_bad_checkpoint(NOT_OURS):
             for name, state in rest.get("state", {}).items():
-                if name in self._step.extra_state:  # else the change of the contract was allowed
+                # The state of an object that is gone is left out: the change of the contract was allowed.
+                if name in self._step.extra_state:
                     self._step.extra_state[name].load_state_dict(state)
 
     def go_on(self, loader: Loader | DataLoader[Any]) -> None:

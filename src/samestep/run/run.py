@@ -149,7 +149,8 @@ class Run:
             if not joins and members != slots:
                 own, slots = environment.among(members, heartbeat.slot), members
         if joins:
-            from samestep.comm.rendezvous import join_store  # only a worker that replaces a lost one joins late
+            # Only a worker that replaces a lost one joins late.
+            from samestep.comm.rendezvous import join_store
 
             healing_store = join_store(environment, timeout)
         if communicator is None:
@@ -179,10 +180,12 @@ class Run:
         self._folders: set[Path] = set()  # of checkpoints that are this run's
         self._drawn_before = DrawnBefore()
         if is_script and self.device.type == "cpu" and environment.launcher == "none" and threads == 1:
-            from samestep.devices.selection import describe_unused_cores  # not loaded by workers
+            # Not loaded by workers.
+            from samestep.devices.selection import describe_unused_cores
 
             self.membership.notice(describe_unused_cores(count))
-        seed_process(seed)  # last: nothing above moves the generators by which the script makes its model
+        # Last: nothing above moves the generators by which the script makes its model.
+        seed_process(seed)
 
     @property
     def communicator(self) -> Communicator:
@@ -200,7 +203,8 @@ class Run:
             UsageError: the ranks have no way to form a process group.
         """
         if self._device_mesh is None:
-            from samestep.comm.mesh_groups import device_mesh  # loads half of torch.distributed
+            # Loads half of torch.distributed.
+            from samestep.comm.mesh_groups import device_mesh
 
             self._device_mesh = device_mesh(self.communicator, self._grid, self._timeout)
         return self._device_mesh
@@ -220,7 +224,8 @@ class Run:
         if self._give_signals_back is None:
             until_end = ExitStack()
             until_end.enter_context(stopping_on_request(self.membership))
-            self._give_signals_back = finalize(self, until_end.close)  # before the interpreter drops its modules
+            # Before the interpreter drops its modules.
+            self._give_signals_back = finalize(self, until_end.close)
         if self.membership.stop == 0:
             return False
         self.membership.heartbeat.set_flags(self.membership.heartbeat.flags | LEAVES_EARLY)
@@ -521,7 +526,8 @@ class Run:
                 cannot be merged.
             DeterminismError: the ranks have datasets of different sizes.
         """
-        from samestep.run.evaluation import evaluate  # not loaded by programs that only train
+        # Not loaded by programs that only train.
+        from samestep.run.evaluation import evaluate
 
         loader = data if isinstance(data, Loader) else self.loader(data, num_workers=num_workers, collate_fn=collate_fn)
         with self._placed(model) as placed:

@@ -38,13 +38,15 @@ def stopping_on_request(membership: Membership) -> Iterator[None]:
     ends: Any = signal.SIG_DFL
     defaults = ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, ends), (HANGUP, ends))
     ours = {signum: old for signum, old in defaults if signum is not None and signal.getsignal(signum) == old}
-    speaks = read_environment().local_rank == 0  # of all ranks that a terminal's Ctrl-C reaches
+    # One of all ranks that a terminal's Ctrl-C reaches.
+    speaks = read_environment().local_rank == 0
 
     def request(signum: int, _frame: FrameType | None) -> None:
         # The system's, which also ends what hangs; but of a terminal that is closed come two: the shell's and its own.
         signal.signal(signum, signal.SIG_IGN if signum == HANGUP else ours[signum])
         heartbeat.ask_to_stop(signum)
-        if speaks and sys.__stderr__ is not None:  # else descriptor 2 was closed, and is that of another file by now
+        # Without it descriptor 2 was closed, and is that of another file by now.
+        if speaks and sys.__stderr__ is not None:
             with suppress(OSError, ValueError):  # not print, which may be under way
                 os.write(sys.__stderr__.fileno(), b"samestep: stopping after this step; once more to end at once\n")
 

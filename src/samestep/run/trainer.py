@@ -144,7 +144,8 @@ class Trainer:
         self._planned: int | None = 0  # epochs of all calls so far; None if steps alone are planned
         self._max_steps: int | None = None
         self._ended_at = -1
-        self._checkpointed_at = 0  # the step of the last checkpoint of which hooks know, on all ranks
+        # The step of the last checkpoint of which hooks know, on all ranks.
+        self._checkpointed_at = 0
 
     @property
     def history(self) -> list[EpochRecord]:
@@ -261,7 +262,8 @@ class Trainer:
         progress, self._resume = self._progress, resume
         loader = make_loader(self.run, dataset, len(self.history), num_workers, collate_fn, shuffle)
         if eval_data is not None:
-            from samestep.run.evaluation import check_forward  # loaded by runs that evaluate
+            # Loaded by runs that evaluate.
+            from samestep.run.evaluation import check_forward
 
             if not isinstance(eval_data, Loader):
                 eval_data = self.run.loader(eval_data, num_workers=num_workers, collate_fn=collate_fn)
@@ -289,7 +291,8 @@ class Trainer:
             try:
                 if text := enter_training_mode(self.model):
                     self.say(text)
-                if not joins:  # the others are in a step: an evaluation in a hook would wait for them
+                # The others are in a step: an evaluation in a hook would wait for them.
+                if not joins:
                     self._hooks.call("on_fit_start")
                 progress.go_on(loader)
                 if self._is_over() and not progress.is_complete(loader):
@@ -436,7 +439,8 @@ class Trainer:
         membership, log, progress = self.run.membership, self._log, self._progress
         number, is_cut = len(self.history) + 1, False
         log.forget_unread()
-        if not progress.epoch.generators:  # else it was begun before the program was resumed, or this rank joined
+        # One with generators was begun before the program was resumed, or before this rank joined.
+        if not progress.epoch.generators:
             enter_training_mode(self.model)
             self._hooks.call("on_epoch_start", number)
             progress.begin_epoch(loader)
@@ -574,7 +578,8 @@ class Trainer:
 
         def end_on_main() -> None:
             if not log.is_writer or self._ended_at == self.step.num_steps:
-                return  # all was written; the attempt is repeated since another rank was lost after that
+                # All was written; the attempt is repeated since another rank was lost after that.
+                return
             if not log.has_checkpoint or not self.history:
                 self._checkpoint(loader)
             write_weights(weights, self.step)

@@ -328,7 +328,8 @@ class Extent:
 
 def read_ledger(path: Path) -> Ledger:
     """Reads a ledger, damaged or not; raises `DataError` if there is none."""
-    file = path / LEDGER_FILE if path.is_dir() else Path(os.path.realpath(path))  # a link that the user names
+    # A link that the user names.
+    file = path / LEDGER_FILE if path.is_dir() else Path(os.path.realpath(path))
     try:
         return _read(file)
     except OSError as error:
@@ -352,7 +353,8 @@ def _read(file: Path) -> Ledger:
             problems.append(f"line {number} {problem}")
         elif "event" in entry:
             events.append(entry)
-            if entry["event"] == "contract_change":  # steps under another contract are no repetitions
+            # Steps under another contract are no repetitions.
+            if entry["event"] == "contract_change":
                 steps = {step: kept for step, kept in steps.items() if step < entry["step"]}
         else:
             # After a crash a run goes on from its last checkpoint: the steps since then are there twice.

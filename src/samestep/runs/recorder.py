@@ -120,7 +120,8 @@ class JsonlLogger:
         self._path = Path(path)
         make_folder(self._path.parent)
         self._file = open_unbuffered(self._path, "a+b")
-        complete_last_line(self._file, self._path, lambda _: False)  # cuts off a line that a crash left unfinished
+        # Cuts off a line that a crash left unfinished.
+        complete_last_line(self._file, self._path, lambda _: False)
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
         """Writes one line."""
@@ -244,16 +245,19 @@ class Recorder:
             if contract is not None:
                 # First: a folder with other files of a run, and without this one, could never be resumed.
                 write_json(folder / CONTRACT_FILE, {**relaunch(), **contract})
-                (folder / RESULT_FILE).unlink(missing_ok=True)  # a run that goes on has not ended after all
+                # A run that goes on has not ended after all.
+                (folder / RESULT_FILE).unlink(missing_ok=True)
             self._ledger = LedgerWriter(folder / LEDGER_FILE)
             if contract is None:
                 self._known_deaths, self._last = self._ledger.recorded_deaths(), self._ledger.last_step()
-                purge_step = 1 if self._last is None else self._last + 2  # loggers count the updates
+                # Loggers count the updates.
+                purge_step = 1 if self._last is None else self._last + 2
             if is_installed("tensorboard"):
                 self._loggers.append(TensorBoardLogger(folder / TENSORBOARD_FOLDER, purge_step))
             self._metrics = JsonlLogger(folder / METRICS_FILE)
             self._loggers.append(self._metrics)  # the last one: what it has, all have
-            if contract is not None:  # once a run: a rank that takes over does not repeat it
+            # Once a run: a rank that takes over does not repeat it.
+            if contract is not None:
                 for module, file in (("tensorboard", "TensorBoard's event file"), ("matplotlib", PICTURE_FILE)):
                     if not is_installed(module):
                         notify(missing(module, file))
@@ -275,7 +279,8 @@ class Recorder:
         """Records a step."""
         self.log(note.result.step + 1, note.scalars())
         if self._ledger is not None:
-            self._ledger.write(note.entry())  # after the loggers: a step in the ledger is owed to none of them
+            # After the loggers: a step in the ledger is owed to none of them.
+            self._ledger.write(note.entry())
         for kind, seconds in note.seconds.items():
             self._seconds[kind] += seconds
         self._timed_steps += 1
@@ -319,7 +324,8 @@ class Recorder:
         """Draws the losses so far, with those of evaluations by the updates done."""
         if self._folder is None or not is_installed("matplotlib"):
             return
-        from samestep.runs.curves import Curve, draw_losses, loss_series  # at the end of a run only
+        # At the end of a run only.
+        from samestep.runs.curves import Curve, draw_losses, loss_series
 
         self.flush()
         losses = read_losses(self._folder / LEDGER_FILE)

@@ -84,7 +84,8 @@ class TrainingDisplay:
             return
         shown = self._shown()
         self._send("line", text=text)
-        deadline = time.monotonic() + SHOWN_SECONDS  # a stopped supervisor must not stop the training
+        # A stopped supervisor must not stop the training.
+        deadline = time.monotonic() + SHOWN_SECONDS
         while self._shown() == shown and time.monotonic() < deadline:
             time.sleep(0.0005)
 
@@ -181,7 +182,8 @@ class RunLog:
         if self.folder is not None:
             create_folder(self.folder)
             self.lock()
-            check_untaken(self.folder)  # once more: another run may have begun, and ended, until now
+            # Once more: another run may have begun, and ended, until now.
+            check_untaken(self.folder)
 
     def record_start(
         self, contract: Mapping[str, Any], goes_on: bool, resumed_from: str | None, changes: Sequence[ContractChange]
@@ -256,7 +258,8 @@ class RunLog:
             try:
                 note.result.check()
             except NonFiniteError:
-                self._step.check()  # raises the same, and takes the step back to the state before
+                # Raises the same, and takes the step back to the state before.
+                self._step.check()
                 raise
             if not note.result.skipped:
                 epoch.total += note.result.total
@@ -301,7 +304,8 @@ class RunLog:
         """Records an epoch and shows its line, on the rank that writes; on all it is owed until `epochs_agreed`."""
         # Owed on all ranks: the writer may be lost before the line is in its files.
         self._owed.append((self._step.num_steps, record, line))
-        self._last_checkpoint = (-1, self._last_checkpoint[1])  # one of this step is without the record
+        # One of this step is without the record.
+        self._last_checkpoint = (-1, self._last_checkpoint[1])
         self._record_epoch(*self._owed[-1])
 
     def epochs_agreed(self, epoch: EpochSoFar) -> None:
@@ -320,7 +324,8 @@ class RunLog:
         if self._recorder is not None:
             per_epoch = max(1, self._step.num_steps // max(1, len(history)))
             evals = {record.epoch * per_epoch: record.eval["loss"] for record in history if "loss" in record.eval}
-            with self._generators.aside(self._step.num_steps):  # a library that it loads may draw
+            # A library that it loads may draw.
+            with self._generators.aside(self._step.num_steps):
                 self._recorder.draw(evals, name)
 
     # Checkpoints: whole states are written by a thread, sharded ones by all ranks while training waits.
@@ -338,7 +343,8 @@ class RunLog:
         is_old = time.monotonic() - when >= (self._checkpoint_seconds or inf)
         if membership.world_size == 1:
             return is_old
-        membership.asks_checkpoint = is_old and membership.rank == 0  # sent to the others with the next step
+        # Sent to the others with the next step.
+        membership.asks_checkpoint = is_old and membership.rank == 0
         return membership.checkpoint_agreed and step != self._step.num_steps
 
     @property
@@ -357,13 +363,15 @@ class RunLog:
         if self.folder is None:
             return
         self.record_arrived(epoch, wait=True)  # on every rank: it may raise
-        self.record_healings(epoch)  # the ranks have compared their states just now, perhaps without the writer
+        # The ranks have compared their states just now, perhaps without the writer.
+        self.record_healings(epoch)
         self._begun = self._step.num_steps
         if self._recorder is None and not collective:
             return
         heartbeat = self._membership.heartbeat
         state, folder = heartbeat.call("checkpoint", capture), self.folder / CHECKPOINT_FOLDER
-        before = heartbeat.enter("files")  # a slow disk, and a rank that waits for the one that writes, do not hang
+        # A slow disk, and a rank that waits for the one that writes, do not hang.
+        before = heartbeat.enter("files")
         if self._recorder is not None:
             self._recorder.flush()
         is_written = False

@@ -234,7 +234,8 @@ class Tolerance:
             size = self._gradient_size(line, entry["optimizer"], index)
         else:
             size = float(entry["norm"][index])
-        if part == "states":  # an update by Adam is as large as the rate, whatever the gradient
+        # An update by Adam is as large as the rate, whatever the gradient.
+        if part == "states":
             numel = self.plain.parameters(entry["optimizer"])["numel"][index]
             moved = MOMENTUM_FACTOR * self._gradient_size(line, entry["optimizer"], index) + math.sqrt(numel)
             size += max(entry["lr"], default=0.0) * moved
@@ -380,7 +381,8 @@ class _RecordingPair:
     def _samples(self, step: int) -> Iterator[Difference]:
         """The samples that were trained on."""
         first, second = self.ours.samples(step), self.theirs.samples(step)
-        if self.ours.devices == self.theirs.devices:  # ids are positions, behind which there may be other samples
+        # Ids are positions, behind which there may be other samples.
+        if self.ours.devices == self.theirs.devices:
             rows = [[rank[step]["rows"] for rank in run.steps] for run in (self.ours, self.theirs)]
             if first == second and rows[0] != rows[1] and all(None not in taken for taken in rows):
                 text = f"other samples: those of equal numbers have other contents on {self.theirs.label}"
@@ -405,10 +407,12 @@ class _RecordingPair:
         if not is_ddp and first["inputs"] != second["inputs"]:
             yield self._found(step, "inputs", "the inputs of the model are not the same")
         gradients = list(self._tensors(step, "gradients", first, second))
-        if not is_ddp or gradients:  # a loss that the ranks reduce otherwise, with equal gradients, is no difference
+        # A loss that the ranks reduce otherwise, with equal gradients, is no difference.
+        if not is_ddp or gradients:
             yield from self._losses(step)
         if gradients:
-            yield max(gradients, key=lambda found: found[0])[1]  # the one that is farthest out of bounds
+            # The one that is farthest out of bounds.
+            yield max(gradients, key=lambda found: found[0])[1]
         for one, two in zip(first["states"], second["states"], strict=False):
             for a, b in zip(one["lr"], two["lr"], strict=False):
                 if a != b and not abs(a - b) <= 1e-12 * abs(a):

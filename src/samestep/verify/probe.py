@@ -238,9 +238,11 @@ class StepWatcher(StepObserver):
         watch = self._watch
         self.family, watch.modules.in_microbatches, watch.in_train_step = "api", True, True
         self._stream, watch.sharded = step.config.stream, ShardedParameters.of(step)
-        if step.membership.mesh is not None:  # modules give a part of the output there, or run on some ranks only
+        # Modules give a part of the output there, or run on some ranks only.
+        if step.membership.mesh is not None:
             watch.modules.step = None
-            self._is_noted = bool(step.membership.mine)  # of ranks that compute a microbatch together one records it
+            # Of ranks that compute a microbatch together one records it.
+            self._is_noted = bool(step.membership.mine)
         watch.end_if_done()
         with torch._C.DisableTorchFunction():
             self._samples = describe([])

@@ -77,7 +77,8 @@ def row_checksums(value: Any, length: int) -> list[int]:
         words = plain.view({1: torch.uint8, 2: torch.int16}.get(plain.element_size(), torch.int32)).reshape(length, -1)
         weights = position_weights(0, words.shape[1], words.device)
         total = total * 1_000_003
-        step = max(1, CHUNK // max(1, words.shape[1]))  # a few rows at a time: int64 is wider than the data
+        # A few rows at a time: int64 is wider than the data.
+        step = max(1, CHUNK // max(1, words.shape[1]))
         for start in range(0, length, step):
             part = words[start : start + step].to(torch.int64)
             total[start : start + step] += ((part + 1) * weights).sum(1)

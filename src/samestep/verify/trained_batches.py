@@ -158,7 +158,8 @@ def seen_batch(index: Any, value: Any) -> SeenBatch:
     """A batch, by its index or indices in the dataset (None for an iterable one) and its content."""
     indices = index if isinstance(index, list | tuple) else [index]
     try:
-        ids = tuple(map(operator.index, indices)) or None  # samplers also give NumPy's integers
+        # Samplers also give NumPy's integers.
+        ids = tuple(map(operator.index, indices)) or None
     except (TypeError, ValueError):
         ids = None
     length = len(ids) if ids is not None and len(ids) > 1 else num_rows(value)

@@ -64,7 +64,8 @@ def count_compared(recordings: Sequence[Recording]) -> ComparedCounts:
     steps = min(recording.num_steps for recording in recordings)
     lines = reference.steps[0][:steps] if reference.steps else ()
     norms = [norm for line in lines for group in line["gradients"] for norm in group["norm"] if norm is not None]
-    ranks = reference.steps if reference.family == "ddp" else reference.steps[:1]  # else each rank knows them all
+    # In a program of one process, or of samestep, each rank knows all of them.
+    ranks = reference.steps if reference.family == "ddp" else reference.steps[:1]
     counts = [line["num_samples"] for rank in ranks for line in rank[:steps]]
     return ComparedCounts(
         steps=steps,
@@ -368,7 +369,8 @@ def reach_verdict(
             unexplained_place=investigation.unexplained_place,
         )
         if investigation.unexplained is not None and verdict.reached == "count-exact":
-            verdict = replace(verdict, reached="sample-exact")  # a difference without a cause may be a denominator
+            # A difference without a cause may be a denominator.
+            verdict = replace(verdict, reached="sample-exact")
     return replace(verdict, num_runs=runner.num_runs)
 
 

@@ -90,7 +90,8 @@ class ModuleRecorder:
         """A module returned, or raised."""
         if module not in self._stack or self._root is None:
             return
-        while self._stack.pop() is not module:  # those within it that raised, which its forward caught
+        # Those within it that raised, which its forward caught.
+        while self._stack.pop() is not module:
             continue
         root = self._root
         name = root.names.get(id(module))

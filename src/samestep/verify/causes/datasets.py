@@ -45,7 +45,8 @@ MAX_SEARCHES = 8
 
 def fact_wraps(facts: Facts) -> list[Wrap]:
     """Records which generators datasets draw from, in worker processes too, the samples of streams, and generators."""
-    drawn = mmap.mmap(-1, len(KINDS) * 8)  # shared with the worker processes of DataLoaders, which are forks
+    # Shared with the worker processes of DataLoaders, which are forks.
+    drawn = mmap.mmap(-1, len(KINDS) * 8)
     watches: dict[int, tuple[Any, Watch]] = {}
     own = _OwnGenerators()
 
@@ -208,7 +209,8 @@ def _with_one_stream() -> AbstractContextManager[None]:
     place = read_environment()
 
     def init(inner: Callable[..., None], self: Any, dataset: Any, *args: Any, **kwargs: Any) -> None:
-        places = (getattr(value, "__dict__", {}) for value in vars(dataset).values())  # as of datasets' streams
+        # As of datasets' streams.
+        places = (getattr(value, "__dict__", {}) for value in vars(dataset).values())
         for names in [vars(dataset), *(names for names in places if {"rank", "world_size"} <= names.keys())]:
             for name, value in names.items():
                 is_count = any(word in name for word in ("world", "replicas", "num_ranks"))

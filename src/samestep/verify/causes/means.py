@@ -107,7 +107,8 @@ def divisor(loss: Any) -> tuple[str, float] | None:
             path.append(kind)
             count *= int(node._saved_self_sym_numel)
             break
-        if kind == "_DDPSink":  # DistributedDataParallel passes the outputs of its module through, one by one
+        # DistributedDataParallel passes the outputs of its module through, one by one.
+        if kind == "_DDPSink":
             node, output = node.next_functions[output]
             continue
         following = [edge for edge in node.next_functions if edge[0] is not None]
@@ -225,7 +226,8 @@ def _suspect_factor(evidence: Evidence) -> str | None:
         if not all(losses) or not all(gradients):
             continue
         more, ratio = run.world_size / first.world_size, losses[1] / losses[0]
-        is_sum = abs(ratio * more - 1) < NEAR and gradients[1] < gradients[0] * (1 - NEAR)  # not all add gradients up
+        # Not all add gradients up.
+        is_sum = abs(ratio * more - 1) < NEAR and gradients[1] < gradients[0] * (1 - NEAR)
         if is_sum or abs(ratio / more - 1) < NEAR:
             sizes = (f"{loss:.6g} on {on_devices(one)}" for loss, one in zip(losses, (first, run), strict=True))
             return f"the mean over the ranks of the first losses was {' and '.join(sizes)}: {ratio:.3g} times as much"
@@ -278,7 +280,8 @@ def _suspect_metrics(evidence: Evidence) -> str | None:
     for run in others:
         ours, theirs = _evaluated(first), _evaluated(run)
         if any(ours) and all(one == theirs[0] for one in theirs) and sum(ours, Counter()) == sum(theirs, Counter()):
-            continue  # in equal batches, as many on every rank: the mean over ranks of means is the mean
+            # In equal batches, as many on every rank: the mean over ranks of means is the mean.
+            continue
         for number, (one, many) in enumerate(zip(first.lines("metric"), run.lines("metric"), strict=False)):
             for alone, together in zip(one["after"], many["after"], strict=False):
                 alone, mean = alone / first.world_size, together / run.world_size

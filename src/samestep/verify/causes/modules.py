@@ -50,7 +50,8 @@ def fact_wraps(facts: Facts) -> list[Wrap]:
         return inner(input, *args, **kwargs)
 
     def drop(name: str, inner: Any, input: Tensor, p: float = 0.5, *args: Any, **kwargs: Any) -> Any:
-        training = kwargs.get("training", args[0] if args else "alpha" not in name)  # the functions' own defaults
+        # The functions' own defaults.
+        training = kwargs.get("training", args[0] if args else "alpha" not in name)
         if training and p > 0 and torch.is_grad_enabled():
             facts.count("dropout", module=facts.calls.name() or name, p=p)
         return inner(input, p, *args, **kwargs)
@@ -259,7 +260,8 @@ def _with_frozen_buffers() -> AbstractContextManager[None]:
         for name, buffer in unwrapped(root).named_buffers() if root in kept else ():
             start = kept[root].get(name)
             if start is not None and buffer.shape == start.shape:
-                buffer.data.copy_(start)  # not counted as a write, which the backward would refuse
+                # Not counted as a write, which the backward would refuse.
+                buffer.data.copy_(start)
 
     return wrapped(around_roots(before, after))
 

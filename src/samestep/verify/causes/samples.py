@@ -72,7 +72,8 @@ def _suspect_global_batch(evidence: Evidence) -> str | None:
         for step, ranks in by_step(run, "backward", lambda fact: int(fact["times"])).items():
             count = sum(samples.get(step, ()))
             skipped = sum(int(fact["times"]) for fact in run.facts("skipped", 0) if fact["step"] == step)
-            if count and len({tuple(rank) for rank in ranks}) == 1:  # all ranks took part alike
+            # All ranks took part alike.
+            if count and len({tuple(rank) for rank in ranks}) == 1:
                 counts.setdefault((step, skipped), []).append((run, count))
     for (step, _), seen in sorted(counts.items()):
         if len({count for _, count in seen}) > 1:
@@ -134,7 +135,8 @@ def suspect_order(evidence: Evidence, *, streamed: bool = False) -> str | None:
             {str(fact["type"]) for fact in run.facts("sampler", 0) if fact["shuffles"]} for run in (first, other)
         ]
         count = _parted(first, other)
-        if count:  # steps differ in their number of samples too, and do not show it one by one
+        # Steps differ in their number of samples too, and do not show it one by one.
+        if count:
             return f"the first {count} samples on {on_devices(other)} are others than on {on_devices(first)}"
         if shuffling[0] != shuffling[1]:
             pairs = zip(shuffling, (first, other), strict=True)
@@ -228,7 +230,8 @@ def _suspect_sampler(evidence: Evidence) -> str | None:
         before = 0
         for step, (count, taken) in enumerate(_taken(run)):
             length = len(taken)
-            if before < length < count and length in lengths:  # the whole dataset, and some of it again
+            # The whole dataset, and some of it again.
+            if before < length < count and length in lengths:
                 return (
                     f"in step {step} on {on_devices(run)} the epoch of {length} samples ended, and {count - length} of "
                     "them were taken twice"
@@ -251,7 +254,8 @@ def _with_divisible_datasets() -> AbstractContextManager[None]:
         length = len(sampler.dataset)
         alone = {"rank": 0, "num_replicas": 1, "num_samples": length, "total_size": length}
         own = {name: getattr(sampler, name) for name in alone}
-        vars(sampler).update(alone)  # the order stays that of the sampler, or of another antidote
+        # The order stays that of the sampler, or of another antidote.
+        vars(sampler).update(alone)
         try:
             indices = list(inner(sampler))
         finally:

@@ -41,7 +41,8 @@ def fact_wraps(facts: Facts) -> list[Wrap]:
             facts.add_once("no_group")
 
     def zero_grad(inner: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        if facts.has_counted("backward"):  # since the last update: its gradients are thrown away
+        # A backward since the last update: its gradients are thrown away.
+        if facts.has_counted("backward"):
             facts.count("skipped")
         inner(*args, **kwargs)
 
