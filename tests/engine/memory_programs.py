@@ -1,8 +1,8 @@
-"""Programs whose memory is limited while they take a step; they run on every rank of a world of processes."""
+"""Programs whose memory is limited while they take a step: on a rank of a world, or `memory_programs.py PHASE …`."""
 
 import ctypes
 import resource
-import time
+import sys
 from contextlib import contextmanager
 
 import torch
@@ -10,7 +10,6 @@ from torch import nn
 from worlds import DEVICE
 
 from samestep.checkpoint.digest import state_digest
-from samestep.errors import OutOfMemoryError
 from samestep.run.run import Run
 
 MIB = 2**20
@@ -82,33 +81,29 @@ def square(model, batch):
     return model(batch).square().mean()
 
 
-def run_short(communicator, phases, num_microbatches=4, sample_mib=32, norm=True):
+def run_short(communicator, phases, sample_mib=32, norm=True, strategy="replicate"):
     """A step for which the memory of some ranks (those with a phase) does not suffice, and another after it.
 
-    Returns the message, whether the state was as before, the digest after a smaller batch, the seconds.
+    Returns the errors' classes and messages, and whether the state was as before.
     """
-    run = Run(BATCH, num_microbatches, communicator=communicator)
-    phase = phases[communicator.rank]
-    model = Hungry(phase, sample_mib * MIB if phase else 0, norm)
+    run = Run(BATCH, 4, communicator=communicator)
+    phase = phases[run.rank]
+    model = Hungry(phase, 0, norm)
     optimizer = torch.optim.Adam(model.parameters())
-    step = run.train_step(model, optimizer, square, bucket_bytes=1024)
+    step = run.train_step(model, optimizer, square, bucket_bytes=1024, strategy=strategy)
     samples = torch.randn(BATCH, 8)
-    small = samples[: 2 * num_microbatches]
-    model.sample_bytes, asked = 0, model.sample_bytes
-    step(small)  # what is made once is there
-    before, message = state_digest(model, optimizer), None
+    step(samples[:8])  # what is made once is there
+    before, said = state_digest(step), []
     with limited(ROOM):
-        model.sample_bytes = asked
-        start = time.monotonic()
-        try:
-            step(samples)
-        except OutOfMemoryError as error:
-            message = str(error)
-        seconds = time.monotonic() - start
-    same = state_digest(model, optimizer) == before and step.num_steps == 1
-    model.sample_bytes = 0
-    step(small)
-    return message, same, state_digest(model, optimizer), seconds
+        model.sample_bytes = sample_mib * MIB if phase else 0
+        for _ in range(2):
+            try:
+                step(samples)
+            except Exception as error:
+                said.append((type(error).__name__, str(error)))
+                if run.world_size > 1:
+                    raise
+    return said, state_digest(step) == before and step.num_steps == 1
 
 
 class Stateful(torch.optim.SGD):
@@ -136,3 +131,7 @@ def run_update(communicator):
             except Exception as error:
                 said.append((type(error).__name__, str(error)))
     return said
+
+
+if __name__ == "__main__":
+    run_short(None, [None if phase == "-" else phase for phase in sys.argv[2:]], strategy=sys.argv[1])

@@ -257,8 +257,8 @@ def test_neither_checks_nor_checksums_need_the_memory_of_a_second_model():
         step = run.train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda model, x: model(x).sum(1))
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        step._layout.purity.begin(0)
-        step._layout.purity.check()
+        step._purity.begin(0)
+        step._purity.check()
         print(torch.cuda.max_memory_allocated() - before < size / 8)
 
         large = torch.zeros(4 * CHECKSUM_WORDS, dtype=torch.uint8, device="cuda")

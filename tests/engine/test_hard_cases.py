@@ -243,7 +243,7 @@ def test_a_step_that_is_dropped_is_freed():
         model = net()
         step = make_step(communicator, model, bucket_bytes=4)
         step(table())
-        watched = weakref.ref(step._layout.gradients)
+        watched = weakref.ref(step.strategy.gradients)
         del step
         gc.collect()
         return watched() is None, [len(p._post_accumulate_grad_hooks or {}) for p in model.parameters()]

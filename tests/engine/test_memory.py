@@ -1,63 +1,62 @@
-"""A microbatch that does not fit: one message on all ranks, and the state as before the step."""
+"""A microbatch that does not fit: one message, the state as before the step, and no rank that waits for ever."""
 
+import os
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from memory_programs import run_short, run_update
 
-from samestep.engine.diagnosis import describe_lone_shortage, describe_shortage, is_out_of_memory
+from samestep.engine.diagnosis import describe_shortage, is_out_of_memory
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits of address space are Linux's")
+PROGRAM = Path(__file__).with_name("memory_programs.py")
 
-CASES = [
-    ["forward"],
-    ["backward"],
-    ["forward", None],
-    [None, "backward"],
-    ["backward", "forward"],
-    [None, "forward", None],
-    ["forward", "backward", None],
-    ["backward", "backward", "backward"],
-]
-QUICK = (["forward"], [None, "backward"], ["forward", "backward", None])
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_the_microbatch_is_named_the_state_is_kept_and_the_step_cannot_be_repeated(worlds, phase):
+    (([(first, message), (second, again)], is_same),) = worlds(1).run(run_short, [phase])
+    assert first == "OutOfMemoryError"
+    assert message.startswith("out of memory: microbatch 0 of 4 (16 samples) does not fit in the memory of rank 0")
+    assert "use num_microbatches=8 (--num-microbatches 8), for microbatches about half as large" in message
+    assert second == "DeterminismError"
+    assert "cannot be repeated" in again
+    assert is_same
+    assert worlds(1).run(run_short, [None]) == [([], False)], "with less it fits"
 
 
 @pytest.mark.parametrize(
-    "phases", [case if case in QUICK else pytest.param(case, marks=pytest.mark.slow) for case in CASES], ids=str
+    ("strategy", "phases"),
+    [
+        ("replicate", ["-", "backward"]),
+        pytest.param("replicate", ["forward", "-", "backward"], marks=pytest.mark.slow),
+        pytest.param("sharded", ["-", "backward"], marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
-def test_all_ranks_raise_the_same_error_keep_their_state_and_go_on(worlds, phases):
-    world = worlds(len(phases))
-    results = world.run(run_short, phases)
-    messages = {message for message, *_ in results}
-    assert len(messages) == 1
-    (message,) = messages
-    assert message.startswith("out of memory: microbatch ")
-    short = [rank for rank, phase in enumerate(phases) if phase]
-    assert f"does not fit in the memory of rank {short[0]}" in message
-    if len(short) > 1:
-        assert f"nor do others on ranks {', '.join(map(str, short[1:]))}" in message
-    assert all(same for _, same, _, _ in results)
-    undisturbed = world.run(run_short, [None] * len(phases))
-    assert undisturbed[0][0] is None
-    assert len({digest for *_, digest, _ in results}) == 1
-    assert "of 4 (16 samples)" in message
-    assert "use num_microbatches=8 (--num-microbatches 8), for microbatches about half as large" in message
-    assert world.run(run_short, phases, 16)[0][0] is None, "microbatches of 4 samples fit"
+def test_a_rank_that_runs_out_while_others_wait_for_it_ends_the_run(strategy, phases):
+    environment = {**os.environ, "PYTHONPATH": str(PROGRAM.parents[1])}
+    command = [sys.executable, "-m", "samestep", "run", "--devices", f"cpu:{len(phases)}", PROGRAM, strategy, *phases]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert ended.returncode == 1, ended.stderr
+    short = [rank for rank, phase in enumerate(phases) if phase != "-"]
+    assert any(f"does not fit in the memory of rank {rank}" in ended.stderr for rank in short), ended.stderr
+    assert "use num_microbatches=8" in ended.stderr
 
 
-def test_if_one_sample_does_not_fit_it_says_so_on_all_ranks(worlds):
-    results = worlds(2).run(run_short, [None, "backward"], 64, 400, False)
-    assert results[0][0] == results[1][0]
-    assert "(1 sample) does not fit in the memory of rank 1, and one sample is the least: use a" in results[0][0]
-    assert all(same for _, same, _, _ in results)
-
-
-def test_no_more_microbatches_than_samples_are_advised():
-    rows, cpu = [[-1, 0], [2, 2]], torch.device("cpu")
-    assert "of 4 (2 samples) does not fit in the memory of rank 1: use num_microbatches=7 " in describe_shortage(
-        rows, 7, 4, cpu
-    )
+@pytest.mark.parametrize(
+    ("num_samples", "length", "advice", "said"),
+    [
+        (2, 7, "", "of 4 (2 samples) does not fit in the memory of rank 1: use num_microbatches=7 (--num-mic"),
+        (1, 4, "", "(1 sample) does not fit in the memory of rank 1, and one sample is the least: use a smaller"),
+        (9, 36, "smaller `wrap`", "the bits of another one are others), or smaller `wrap`"),
+    ],
+    ids=["no more microbatches than samples", "one sample is the least", "the strategy's own advice"],
+)
+def test_the_message_says_what_would_fit(num_samples, length, advice, said):
+    assert said in describe_shortage(3, num_samples, length, 4, 1, torch.device("cpu"), advice)
 
 
 def test_an_update_that_does_not_fit_is_a_sentence_and_cannot_be_repeated(worlds):
@@ -67,21 +66,6 @@ def test_an_update_that_does_not_fit_is_a_sentence_and_cannot_be_repeated(worlds
     assert "go on from a checkpoint" in message
     assert second == "DeterminismError"
     assert "cannot be repeated" in again
-
-
-@pytest.mark.parametrize(
-    ("strategy", "advice", "others"),
-    [
-        ("sharded", ("smaller `wrap`", "Sharded(activation_checkpointing=True)"), ("pipe", "sequence")),
-        ("pipeline", ('ranks along "pipe"', "torch.utils.checkpoint"), ("wrap", "Sharded", "sequence")),
-        ("tensor", ('ranks along "tensor"', "SequenceParallel()"), ("wrap", "Sharded", "pipe")),
-    ],
-)
-def test_a_microbatch_beside_a_part_of_the_model_gets_the_advice_of_its_strategy(strategy, advice, others):
-    message = describe_lone_shortage(3, 20, 1, strategy)
-    assert "out of memory: microbatch 3 (20 samples) does not fit in the memory of rank 1" in message
-    assert all(text in message for text in ("--num-microbatches", *advice))
-    assert not any(text in message for text in others)
 
 
 def test_other_errors_are_no_shortage():

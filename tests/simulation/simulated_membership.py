@@ -297,9 +297,7 @@ def run_loop(member, state, schedule, note=lambda: None):
     def step():
         heart.step = len(log)
         ours = rows(0.3, "forward")
-        asked = Agreed(
-            membership.END_OF_FIT if member.asks_end else heart.stop_asked, False, member.asks_checkpoint, []
-        )
+        asked = Agreed(membership.END_OF_FIT if member.asks_end else heart.stop_asked, member.asks_checkpoint, [])
         batch = SimpleNamespace(length=8, epoch=0, position=len(log), checksum=1)
         counts = list(map(len, member.ranges))
         _, headers = member.communicator.gather_header(ours, counts, write_header(batch, len(log), asked))

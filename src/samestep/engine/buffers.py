@@ -14,6 +14,7 @@ from samestep.comm.reduction import fold
 from samestep.core.tree import Block, TreeSum
 from samestep.data.batch import tensor_checksum, versions_of
 from samestep.engine.losses import wide_dtype
+from samestep.engine.strategy import StepBuffers
 from samestep.errors import BufferMergeError, UsageError
 
 COMPARED_ELEMENTS = 2**16  # up to which buffers in host memory are compared after each microbatch
@@ -58,7 +59,7 @@ def is_mean_buffer(module: nn.Module, key: str) -> bool:
     return isinstance(module, _NormBase) and key in MEAN_BUFFERS
 
 
-class BufferMerge:
+class BufferMerge(StepBuffers):
     """Restores the buffers before each microbatch and merges what the microbatches left of them."""
 
     def __init__(self, model: nn.Module, communicator: Communicator) -> None:

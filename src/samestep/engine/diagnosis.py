@@ -3,13 +3,10 @@
 Imported only once something has failed.
 """
 
-import gc
 import os
 import re
-from collections.abc import Sequence
 from itertools import chain
 from types import TracebackType
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -27,11 +24,6 @@ SHORT_OF_MEMORY = re.compile(
 LONE_SAMPLE = "Expected more than 1 value per channel when training"
 CUBLAS_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
 NONDETERMINISTIC = re.compile(r"(\S+) does not have a deterministic implementation")
-LONE_ADVICE = {  # besides smaller microbatches, by strategy
-    "sharded": "more devices, smaller `wrap`, or Sharded(activation_checkpointing=True)",
-    "pipeline": 'more stages (ranks along "pipe"), or activation checkpointing (torch.utils.checkpoint)',
-    "tensor": 'more ranks along "tensor", or SequenceParallel() for the norms and dropout between divided layers',
-}
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -41,49 +33,26 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and SHORT_OF_MEMORY.search(str(error)) is not None
 
 
-def free_memory(device: torch.device) -> None:
-    """Frees garbage, and returns the allocator's cache to the device."""
-    gc.collect()  # a failed forward leaves cycles: frames, exceptions and the tensors in them
-    if device.type != "cpu":
-        torch.get_device_module(device).empty_cache()
-
-
-class Shortage(NamedTuple):
-    """A microbatch for which memory ran out on this rank; without an index if there is none."""
-
-    microbatch: int = -1
-    num_samples: int = 0
-
-
-def describe_shortage(rows: Sequence[Sequence[int]], length: int, num_microbatches: int, device: torch.device) -> str:
-    """The message, from the shortages of all ranks."""
-    short = [(rank, Shortage(*row)) for rank, row in enumerate(rows) if row[0] >= 0]
-    rank, (microbatch, num_samples) = short[0]
+def describe_shortage(
+    microbatch: int, num_samples: int, length: int, num_microbatches: int, rank: int, device: torch.device, advice: str
+) -> str:
+    """The message if a microbatch of a batch of `length` samples does not fit; `advice` is the strategy's."""
     size = "1 sample" if num_samples == 1 else f"{num_samples} samples"
-    which = f"microbatch {microbatch} of {num_microbatches} ({size})"
-    where = f"{which} does not fit in the memory of rank {rank}"
-    if len(short) > 1:
-        where += f" (nor do others on ranks {', '.join(str(other) for other, _ in short[1:])})"
-    where += _memory_of(device)
-    if any(num_samples == 1 for _, (_, num_samples) in short):
+    where = (
+        f"out of memory: microbatch {microbatch} of {num_microbatches} ({size}) does not fit in the memory of rank "
+        f"{rank}{_memory_of(device)}"
+    )
+    more = f", or {advice}" if advice else ""
+    if num_samples == 1:
         return (
-            f"out of memory: {where}, and one sample is the least: use a smaller model, precision='bf16-mixed' "
-            "(--precision bf16-mixed), or activation checkpointing (torch.utils.checkpoint)"
+            f"{where}, and one sample is the least: use a smaller model, precision='bf16-mixed' (--precision "
+            f"bf16-mixed), activation checkpointing (torch.utils.checkpoint){more}"
         )
     twice = min(2 * num_microbatches, length)
     return (
-        f"out of memory: {where}: use num_microbatches={twice} (--num-microbatches {twice}), for microbatches about "
-        "half as large, or more of them if those do not fit either (the number is part of the contract: the bits of "
-        "another one are others)"
-    )
-
-
-def describe_lone_shortage(microbatch: int, num_samples: int, rank: int, strategy: str) -> str:
-    """The message if no rank alone has the whole model: the other ranks cannot go on."""
-    return (
-        f"out of memory: microbatch {microbatch} ({num_samples} samples) does not fit in the memory of rank {rank} "
-        "beside its part of the model: use a larger num_microbatches, for smaller ones (--num-microbatches; it is "
-        f"part of the contract), {LONE_ADVICE[strategy]}"
+        f"{where}: use num_microbatches={twice} (--num-microbatches {twice}), for microbatches about half as large, or "
+        "more of them if those do not fit either (the number is part of the contract: the bits of another one are "
+        f"others){more}"
     )
 
 

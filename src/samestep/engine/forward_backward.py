@@ -18,7 +18,7 @@ from samestep.data.randomness import Generators
 from samestep.engine.config import LossScale, StepConfig, autocast, check_precision
 from samestep.engine.losses import LossFn, MicrobatchLoss, read_loss
 from samestep.engine.observer import Observers
-from samestep.errors import LossError, UsageError
+from samestep.errors import LossError, OutOfMemoryError, UsageError
 
 MOST_WEIGHTS = 64  # whose tensors are kept
 MOST_SHAPES = 1024  # that torch.compile generates code for
@@ -40,7 +40,7 @@ def backward_on_this_thread(device: torch.device) -> AbstractContextManager[Any]
 
 
 class ForwardBackward:
-    """Computes the loss and the gradients of one microbatch; `explain` gives the strategy's own errors."""
+    """Computes the loss and the gradients of one microbatch; `explain` and `memory_advice` are the strategy's."""
 
     def __init__(
         self,
@@ -50,6 +50,7 @@ class ForwardBackward:
         scale: LossScale,
         observers: Observers,
         explain: Callable[[RuntimeError], Exception | None],
+        memory_advice: str,
     ) -> None:
         refuse_dynamic_shapes(model)
         self.membership = membership
@@ -61,7 +62,7 @@ class ForwardBackward:
         self._device = membership.communicator.device
         self._dtype = check_precision(config.precision)
         self._scale = scale
-        self._explain = explain
+        self._explain, self._memory_advice = explain, memory_advice
         self._weights: dict[tuple[float, torch.dtype], Tensor] = {}
         self._alive: list[weakref.ref[Tensor]] | None = None  # leaves, found when they are needed
 
@@ -156,23 +157,27 @@ class ForwardBackward:
             self._weights[weight, dtype] = torch.full((), weight, dtype=dtype, device=self._device)
         return self._scale.apply(self._weights[weight, dtype])
 
-    def explain_lone(
-        self, error: ValueError, microbatch: int, num_samples: int, batch: Batch, step: int
-    ) -> UsageError | None:
-        """The error to raise if torch refused a microbatch because it has one sample; None for other errors."""
-        if num_samples > 1:
-            return None
-        from samestep.engine.diagnosis import explain_lone_sample
+    def refuse(self, error: Exception, microbatch: int, num_samples: int, batch: Batch, step: int) -> None:
+        """Raises the error that explains why a microbatch failed, if memory ran out or BatchNorm got one sample."""
+        from samestep.engine.diagnosis import describe_shortage, explain_lone_sample, is_out_of_memory
 
-        length = batch.length
-        where = (
-            f"of the {length} samples of step {step} microbatch {microbatch} (of {self.membership.num_microbatches})"
-        )
-        fewer = f"cut batches into fewer microbatches (num_microbatches={length // 2} or less, --num-microbatches)"
-        advice = fewer if length > 1 else "take a global_batch_size (--global-batch-size) that leaves more"
+        number = self.membership.num_microbatches
+        if is_out_of_memory(error):
+            text = describe_shortage(
+                microbatch, num_samples, batch.length, number, self.membership.rank, self._device, self._memory_advice
+            )
+            raise OutOfMemoryError(text) from error
+        if num_samples > 1 or not isinstance(error, ValueError):
+            return
+        where = f"of the {batch.length} samples of step {step} microbatch {microbatch} (of {number})"
+        advice = "take a global_batch_size (--global-batch-size) that leaves more"
+        if batch.length > 1:
+            fewer = batch.length // 2
+            advice = f"cut batches into fewer microbatches (num_microbatches={fewer} or less, --num-microbatches)"
         if batch.sizes is not None:
             advice = "let each stream end with two samples or more"
-        return explain_lone_sample(error, self.model, where, advice)
+        if (explained := explain_lone_sample(error, self.model, where, advice)) is not None:
+            raise explained from None
 
 
 def graph_nodes(roots: Iterable[Tensor]) -> list[Any]:

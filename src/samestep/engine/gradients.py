@@ -19,6 +19,7 @@ from samestep.comm.reduction import Reduction, finish_all
 from samestep.core.tree import Block, TreeSum
 from samestep.engine.norms import NORM_ELEMENTS, block_norm, block_norms, finite_sum, join_norms
 from samestep.engine.observer import StepObserver
+from samestep.engine.strategy import MicrobatchGradients
 from samestep.engine.zero1 import Zero1Parts
 from samestep.errors import DeterminismError
 
@@ -33,13 +34,11 @@ class FlatSum(NamedTuple):
     views: list[Tensor]
 
 
-class GradientSum:
-    """Sums the gradients of all microbatches of a step over all ranks: the `GradientExchange` of replicated parameters.
+class GradientSum(MicrobatchGradients):
+    """Sums the gradients of all microbatches of a step over all ranks: of parameters that every rank has.
 
     With `shard_optimizer`, `zero1` are this rank's local shards; else it is None.
     """
-
-    is_sharded = False
 
     def __init__(
         self,
@@ -53,7 +52,7 @@ class GradientSum:
     ) -> None:
         self._observer = StepObserver() if observer is None else observer
         self.parameters = list(parameters)
-        self.inputs: tuple[Tensor, ...] = tuple(self.parameters)
+        self._inputs = tuple(self.parameters)
         self._names = list(names)
         self._communicator = communicator
         self._buckets = make_buckets(self.parameters, bucket_bytes, communicator.world_size)
@@ -81,6 +80,16 @@ class GradientSum:
         """The bytes of the gradient of one microbatch, by bucket."""
         return [bucket.numel * bucket.dtype.itemsize for bucket in self._buckets]
 
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        """The parameters."""
+        return self._inputs
+
+    @property
+    def used(self) -> list[bool]:
+        """By parameter."""
+        return self._used
+
     def begin(self, blocks_by_rank: Sequence[Sequence[Block]]) -> None:
         """Starts a step in which each rank ships these blocks, from `core.tree.rank_blocks`."""
         self._blocks_by_rank = blocks_by_rank
@@ -93,7 +102,7 @@ class GradientSum:
         self._totals: list[Tensor] = []
         self._last_microbatch: int | None = None
         self._held -= 1
-        self.used = [False] * len(self.parameters)
+        self._used = [False] * len(self.parameters)
         self.forget()
         if self._hooks:
             self._put_hooks_last()
@@ -104,7 +113,7 @@ class GradientSum:
         return [result.flat for result in self._results]
 
     def forget(self) -> None:
-        """Drops the parameters' gradients."""
+        """Drops the parameters' `.grad`."""
         # Gradients of ZeRO-1's local shards are views of what the last exchange received: as large as the gradient.
         shards = [] if self.zero1 is None else self.zero1.state.parts.values()
         for parameter in (*self.parameters, *shards):
@@ -130,7 +139,9 @@ class GradientSum:
         return totals[0] if len(totals) == 1 else torch.stack([total.float() for total in totals]).sum()
 
     def start(self) -> None:
-        """Sends every bucket to the other ranks that was not sent during the backward."""
+        """Sends every bucket to the other ranks, if any, that was not sent during the backward."""
+        if self._communicator.world_size == 1:
+            return
         for number in range(len(self._started), len(self._buckets)):
             self._send(number)
 
@@ -172,21 +183,6 @@ class GradientSum:
         """The number of each parameter, and its sum as a view of the results."""
         for number, bucket in enumerate(self._buckets):
             yield from zip(bucket.members, self._views(number), strict=True)
-
-    def fill_up(self, rank: int) -> None:
-        """Contributes zeros to the exchanges for this rank, which could not run its microbatches."""
-        # Buckets that have left hold gradients of the microbatch that failed; no rank uses the sums of such a step.
-        self._last_microbatch = None
-        self._totals = []
-        for number in range(len(self._started), len(self._buckets)):
-            self._trees[number] = self._new_tree(number)
-            for block in self._blocks_by_rank[rank]:
-                self._trees[number].push(block, FlatSum(self._buckets[number].empty(), []))
-
-    def drain(self) -> None:
-        """Waits for the exchanges that every rank has begun, and drops their results."""
-        finish_all(self._started)
-        self.abandon()
 
     def abandon(self) -> None:
         """Drops the sums of a step that failed, and the exchanges under way."""
@@ -249,7 +245,7 @@ class GradientSum:
                 # Reused memory holds the gradient of another microbatch; and 0 is added, since it makes 0 of -0.
                 view.zero_() if left is None else view.add_(0)
                 continue
-            self.used[index] = True
+            self._used[index] = True
             present.append(view)
             gradients.append(gradient.to_dense() if gradient.is_sparse else gradient)
         if present:

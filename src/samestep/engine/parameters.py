@@ -24,6 +24,11 @@ def is_dtensor(tensor: Tensor) -> bool:
     return hasattr(tensor, "device_mesh")
 
 
+def is_tensor_parallel(model: nn.Module) -> bool:
+    """Whether `parallelize_module` has made DTensors of some parameters."""
+    return any(is_dtensor(parameter) for parameter in model.parameters())
+
+
 def named_parameters(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, nn.Parameter]:
     """The model's parameters that the optimizers update, by name, each once, in the model's order."""
     held: set[int] = set()  # by identity: tensors compare by their elements

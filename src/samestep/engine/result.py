@@ -26,7 +26,7 @@ ADVICE = (
 COLUMNS = 3  # of a microbatch's row: total, count, sum of the gradient's elements
 NUM_SUMS = 5  # in a result's scalars before the rows: total, count, gradient norm, skipped, failed
 IDENTITY = 5  # in a header: length, epoch, position and checksum of the batch, and the number of the step
-OPTIONS = 4  # then stop, is_short, checkpoint, failed
+OPTIONS = 3  # then stop, checkpoint, failed
 FLAGS_A_WORD = 62
 RAN_NONE, NO_NAMES = 0, 1  # the word of a rank without microbatches, and of one without scalars beside its losses
 
@@ -51,10 +51,6 @@ class StepStats:
     def begin(self, mine: range) -> None:
         """Starts a step in which this rank runs some microbatches; those without samples count as zero."""
         self._mine = mine
-        self.forget()
-
-    def forget(self) -> None:
-        """Counts all microbatches of this rank as zero: it could not run them."""
         # On the host a list: writing to a tensor costs as much as a whole layer of a small model.
         self._rows: Any = [(0.0, 0.0, 0.0)] * len(self._mine) if self.on_host else None
         self._noted.clear()
@@ -188,7 +184,6 @@ class Agreed:
     """The requests of one rank; after the exchange those of any rank."""
 
     stop: int  # the signal by which the run is to stop, or `membership.END_OF_FIT`; 0 for none
-    is_short: bool  # whether memory ran out
     checkpoint: bool  # whether all ranks are to write a checkpoint after the step
     flags: list[bool]  # any others, equally many on every rank
     failed: int = 0  # 1 + the number of an earlier step whose failure was read since; 0 for none
@@ -202,7 +197,7 @@ def write_header(batch: Batch, step: int, asked: Agreed) -> list[int]:
         sum(flag << k for k, flag in enumerate(flags[i : i + FLAGS_A_WORD])) for i in range(0, len(flags), FLAGS_A_WORD)
     ]
     identity = [batch.length, batch.epoch, batch.position, batch.checksum, step]
-    return [*identity, asked.stop, int(asked.is_short), int(asked.checkpoint), asked.failed, *packed]
+    return [*identity, asked.stop, int(asked.checkpoint), asked.failed, *packed]
 
 
 def read_headers(headers: Sequence[Sequence[int]], num_flags: int) -> Agreed:
@@ -223,12 +218,12 @@ def read_headers(headers: Sequence[Sequence[int]], num_flags: int) -> Agreed:
             )
     # The greatest: any rank's request is everyone's, and of two signals all ranks choose the same.
     options = [header[IDENTITY : IDENTITY + OPTIONS] for header in headers]
-    stop, is_short, checkpoint, failed = (max(column) for column in zip(*options, strict=True))
+    stop, checkpoint, failed = (max(column) for column in zip(*options, strict=True))
     merged = [0] * (len(headers[0]) - IDENTITY - OPTIONS)
     for header in headers:
         merged = [a | b for a, b in zip(merged, header[IDENTITY + OPTIONS :], strict=True)]
     flags = [bool(merged[k // FLAGS_A_WORD] >> (k % FLAGS_A_WORD) & 1) for k in range(num_flags)]
-    return Agreed(stop, bool(is_short), bool(checkpoint), flags, failed)
+    return Agreed(stop, bool(checkpoint), flags, failed)
 
 
 @dataclass(slots=True)

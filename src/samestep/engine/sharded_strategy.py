@@ -29,13 +29,16 @@ from samestep.comm.communicator import Communicator
 from samestep.comm.membership import Membership
 from samestep.comm.reduction import merge_blocks, merge_received
 from samestep.core.tree import Block, TreeSum
+from samestep.data.batch import Batch
 from samestep.engine.buffers import BufferMerge
 from samestep.engine.config import Sharded
+from samestep.engine.microbatch_runner import MicrobatchRunner
 from samestep.engine.norms import ShardedNorm, finite_sum
 from samestep.engine.observer import Observers
+from samestep.engine.parameters import check_same_model, settle_model
 from samestep.engine.sharded_model import Group, ShardedModel
 from samestep.engine.sharded_state import MIXED
-from samestep.engine.strategy import Strategy
+from samestep.engine.strategy import MicrobatchGradients, StepParts, Strategy
 from samestep.errors import DeterminismError, UsageError
 
 
@@ -100,10 +103,8 @@ class UnsummedReduceScatter(ReduceScatter):
         self._take(input_tensor, received)
 
 
-class ShardedGradientSum:
-    """Sums the gradients of all microbatches of a step, each rank its part: a `GradientExchange`."""
-
-    is_sharded = True
+class ShardedGradientSum(MicrobatchGradients):
+    """Sums the gradients of all microbatches of a step, each rank its part."""
 
     def __init__(
         self, sharded: ShardedModel, trainable: dict[str, nn.Parameter], membership: Membership, observers: Observers
@@ -115,9 +116,9 @@ class ShardedGradientSum:
         self.parameters = list(trainable.values())
         self._index = {name: index for index, name in enumerate(self._names)}
         self._groups = sharded.groups
-        self.used = [False] * len(self._names)  # by a microbatch of this rank
+        self._used = [False] * len(self._names)  # by a microbatch of this rank
         self._sums: list[TreeSum[Tensor]] = []
-        self.flats: list[Tensor] = []
+        self._flats: list[Tensor] = []
         self._order: list[int] = []  # the numbers of modules by exchange of gradients, -1 - number by unsharding
         self._unread: Tensor | None = None
         self.abandon()
@@ -134,12 +135,22 @@ class ShardedGradientSum:
         """The leaves that a backward goes to."""
         return (*self._inputs, *self._sharded.outlived())
 
+    @property
+    def used(self) -> list[bool]:
+        """By parameter."""
+        return self._used
+
+    @property
+    def flats(self) -> list[Tensor]:
+        """One a module."""
+        return self._flats
+
     def begin(self, blocks_by_rank: Sequence[Sequence[Block]]) -> None:
         """Starts a step."""
         self._num_leaves = sum(block.size for blocks in blocks_by_rank for block in blocks)
         self._sums = [TreeSum(Tensor.add_) for _ in self._groups]
-        self.flats = []
-        self.used = [False] * len(self._names)
+        self._flats = []
+        self._used = [False] * len(self._names)
         self._order = []
         self.forget()
 
@@ -193,9 +204,11 @@ class ShardedGradientSum:
             )
 
     def finish(self) -> None:
-        """Completes this rank's part of the sums over all microbatches, `flats`: one flat tensor a module."""
+        """Completes this rank's part of the sums over all microbatches: one flat tensor a module."""
         totals = (counter.root() for counter in self._sums)
-        self.flats = [self._zeros(g) if total is None else total for g, total in zip(self._groups, totals, strict=True)]
+        self._flats = [
+            self._zeros(g) if total is None else total for g, total in zip(self._groups, totals, strict=True)
+        ]
 
     def norm(self) -> Tensor:
         """The 2-norm of all sums on all ranks, of the same blocks as on one."""
@@ -212,7 +225,7 @@ class ShardedGradientSum:
     def abandon(self) -> None:
         """Drops the sums of a step that failed."""
         self._num_leaves = 0
-        self._sums, self.flats = [], []
+        self._sums, self._flats = [], []
         self.forget()
 
     def remove_hooks(self) -> None:
@@ -265,7 +278,7 @@ class ShardedGradientSum:
         def on_gradient(_: Tensor) -> None:
             owner = reference()
             if owner is not None and not owner._is_out:
-                owner.used[index] = True
+                owner._used[index] = True
 
         return on_gradient
 
@@ -310,8 +323,8 @@ class ShardedGradientSum:
         return torch.zeros(group.numel, dtype=part.dtype, device=self._communicator.device)
 
     def _views(self) -> Iterator[tuple[str, Tensor]]:
-        """This rank's part of the gradient of each parameter, as a view of `flats`."""
-        for group, flat in zip(self._groups, self.flats, strict=True):
+        """This rank's part of the gradient of each parameter, as a view of `_flats`."""
+        for group, flat in zip(self._groups, self._flats, strict=True):
             for name, offset in group.members:
                 part = self._sharded.state.parts[name]
                 yield name, flat[offset : offset + part.numel()].view(part.shape)
@@ -326,25 +339,32 @@ PARTLY_UNSHARDED = (
 class ShardedStrategy(Strategy):
     """Parameters, gradients and optimizer state are sharded over all ranks, by FSDP2."""
 
+    gradients: ShardedGradientSum
+    buffers: BufferMerge
+    memory_advice = "more devices, smaller `wrap`, or Sharded(activation_checkpointing=True)"
+
     def __init__(
         self, membership: Membership, model: nn.Module, optimizers: Sequence[Optimizer], options: Sharded
     ) -> None:
         super().__init__(membership, model)
+        # Compared before it is sharded, and settled afterwards: each rank then moves its local shards alone.
+        membership.perform(lambda: check_same_model(model, membership.communicator))
         self._sharded = ShardedModel(membership, model, optimizers, options)
+        settle_model(model, membership.communicator.device)
         self.state = self._sharded.state
         if options.param_dtype is not None:
             self.contract = {"param_dtype": options.param_dtype}
 
     def lay_out(
-        self,
-        trainable: dict[str, nn.Parameter],
-        optimizers: Sequence[Optimizer],
-        observers: Observers,
-    ) -> tuple[ShardedGradientSum, BufferMerge]:
-        """Lays the step out; each module is a message of its own."""
-        membership, model = self._membership, self._sharded.model
-        gradients = ShardedGradientSum(self._sharded, trainable, membership, observers)
-        return gradients, BufferMerge(model, membership.data)
+        self, trainable: dict[str, nn.Parameter], optimizers: Sequence[Optimizer], observers: Observers
+    ) -> None:
+        """Makes the sums; each module is a message of its own."""
+        self.gradients = ShardedGradientSum(self._sharded, trainable, self._membership, observers)
+        self.buffers = BufferMerge(self._sharded.model, self._membership.data)
+
+    def run(self, batch: Batch, step: StepParts) -> None:
+        """Runs them one after another."""
+        MicrobatchRunner(batch, step, self.gradients, self.buffers).run()
 
     def sync_trainable(self) -> None:
         """Raises a `UsageError` if parameters were frozen or unfrozen since."""

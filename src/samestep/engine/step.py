@@ -11,7 +11,7 @@ import sys
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,21 +34,17 @@ from samestep.engine.config import (
     left_out_if,
     settings_of,
 )
-from samestep.engine.factory import check_mesh, is_tensor_parallel, make_strategy
+from samestep.engine.factory import check_mesh, make_strategy
 from samestep.engine.forward_backward import ForwardBackward, backward_on_this_thread, compiling_alike
 from samestep.engine.gradients import divide, scale
 from samestep.engine.losses import GlobalCounts, wide_dtype
-from samestep.engine.microbatch_runner import MicrobatchRunner
 from samestep.engine.observer import HeartbeatObserver, Observers, StepObserver, observers_in_scope
-from samestep.engine.parameters import PurityCheck, named_parameters, settle_states
+from samestep.engine.parameters import PurityCheck, is_tensor_parallel, named_parameters, settle_states
 from samestep.engine.result import ADVICE, Agreed, StepResult, StepStats, read_headers, write_header
 from samestep.engine.sharded_state import ShardedState
-from samestep.engine.side_effects import MOST_NAMES, Traces
-from samestep.engine.strategy import ExchangeOptions, Layout
+from samestep.engine.side_effects import MOST_NAMES, WATCHED_STEPS, Traces
+from samestep.engine.strategy import ExchangeOptions, StepParts
 from samestep.errors import DataError, DeterminismError, NonFiniteError, OutOfMemoryError, PeerLostError, UsageError
-
-if TYPE_CHECKING:
-    from samestep.engine.diagnosis import Shortage  # loaded by failures alone
 
 FIRST_STEPS = 3  # after which parameters without a gradient are named
 CLIP_EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
@@ -63,9 +59,8 @@ class TrainStep:
         settings: the settings of optimizers and scheduler when the step was made.
         began_trained: by the parameters' names, whether they were trainable then.
         extra_state: further objects by name whose `state_dict()` counts as state in digests; equal on all ranks.
-        strategy: places the state on the ranks.
+        strategy: places the state on the ranks, and runs the microbatches.
         compute: forward and backward of one microbatch.
-        microbatches: runs this rank's microbatches.
     """
 
     def __init__(
@@ -122,14 +117,13 @@ class TrainStep:
             if not is_out_of_memory(error):
                 raise
             raise OutOfMemoryError(describe_model_shortage(model, membership.rank, device)) from error
-        self.compute = ForwardBackward(membership, model, config, self._scale, self.observers, self.strategy.explain)
+        explain, memory_advice = self.strategy.explain, self.strategy.memory_advice
+        self.compute = ForwardBackward(membership, model, config, self._scale, self.observers, explain, memory_advice)
         is_watched = is_replicated and membership.num_microbatches > 1
-        traces = Traces(membership, model, config.loss_fn) if is_watched else None
+        self._traces = Traces(membership, model, config.loss_fn) if is_watched else None
         is_compiled = membership.communicator.reduction == "ordered" and "torch._dynamo" in sys.modules
         self._compiling = compiling_alike if is_compiled else nullcontext
-        self.microbatches = MicrobatchRunner(self.compute, traces)
-        self._runner = self.strategy.make_runner(self.compute) or self.microbatches
-        self._layout = self._lay_out()
+        self._lay_out()
         self.observers.on_made(self)
 
     @property
@@ -182,20 +176,23 @@ class TrainStep:
         membership = self.membership
         batch = self._local_microbatches(value)
         self.observers.on_batch(batch)
-        layout = self._current_layout()
+        self._adapt()
+        strategy, gradients, buffers = self.strategy, self.strategy.gradients, self.strategy.buffers
         num_leaves = batch.num_leaves(membership.num_microbatches)
         blocks_by_rank = rank_blocks(membership.data_ranges, num_leaves)
 
         # 1. Forward and backward, one microbatch at a time: neither memory nor kernels depend on the number of ranks.
         #    Gradients are added along the tree as they come; the last backward starts their exchange.
-        layout.gradients.begin(blocks_by_rank)
-        layout.buffers.begin(self.num_steps)
+        gradients.begin(blocks_by_rank)
+        buffers.begin(self.num_steps)
         self._stats.begin(membership.mine)
+        traces = self._traces if self.num_steps < WATCHED_STEPS else None
+        parts = StepParts(self.num_steps, self.compute, self._purity, self._counts, self._stats, traces)
         try:
             with backward_on_this_thread(self.communicator.device), self._compiling():
-                shortage = self._runner.run(batch, self.num_steps, layout, self._stats)
+                strategy.run(batch, parts)
         except BaseException as error:
-            self._abandon(layout)
+            self._abandon()
             # The script's own exception is refused on one rank as on several; Ctrl-C in a notebook is no failure.
             alone = membership.world_size == 1
             self._failed = isinstance(error, Exception) if alone else not isinstance(error, PeerLostError)
@@ -205,23 +202,25 @@ class TrainStep:
         #    It raises on all ranks alike, and nothing has been written yet.
         self.observers.on_phase("exchange")
         try:
-            agreed = self._exchange(batch, layout, shortage)
-            layout.gradients.finish()
-            num_flags = len(layout.buffers.touched)
-            layout.buffers.exchange(agreed.flags[:num_flags], blocks_by_rank, batch.length)
+            flags = [*buffers.touched, *gradients.used]
+            agreed = self._exchange(batch, flags)
+            gradients.finish()
+            num_flags = len(buffers.touched)
+            buffers.exchange(agreed.flags[:num_flags], blocks_by_rank, batch.length)
             membership.await_exchange()
-        except (PeerLostError, OutOfMemoryError):
-            self._abandon(layout)
+        except PeerLostError:
+            self._abandon()
             raise
         if agreed.failed:
             # An earlier step, whose failure not every rank may have read: they raise it together, or some would wait.
-            self._abandon(layout)
+            self._abandon()
             self._read_up_to(agreed.failed - 1)
 
         # 3. The same arithmetic on every rank.
-        self._note_used(layout, agreed.flags[num_flags:])
+        used = agreed.flags[num_flags:]
+        self._note_used(used)
         self.observers.on_phase("update")
-        return self._update(batch, layout, num_leaves, used=agreed.flags[num_flags:])
+        return self._update(batch, num_leaves, used)
 
     def _local_microbatches(self, value: Any) -> Batch:
         """This rank's microbatches of a global batch, by index, as the ranks are now."""
@@ -245,25 +244,21 @@ class TrainStep:
             raise DataError("the batch holds no samples; leave empty batches out")
         return batch
 
-    def _exchange(self, batch: Batch, layout: Layout, shortage: "Shortage | None") -> Agreed:
+    def _exchange(self, batch: Batch, flags: list[bool]) -> Agreed:
         """Exchanges the gradients, the statistics of all microbatches and the control messages of all ranks."""
-        membership, gradients = self.membership, layout.gradients
-        flags = [*layout.buffers.touched, *gradients.used]
+        membership = self.membership
         first = self._unread[0][0] if self._unread else None
         failed = first.step + 1 if first is not None and first.is_there and not first.is_good else 0
         stop = END_OF_FIT if membership.asks_end else membership.heartbeat.stop_asked
-        agreed = Agreed(stop, shortage is not None, membership.asks_checkpoint, flags, failed)
+        agreed = Agreed(stop, membership.asks_checkpoint, flags, failed)
         if membership.world_size > 1:
-            gradients.start()
+            self.strategy.gradients.start()
             header = write_header(batch, self.num_steps, agreed)
             agreed = read_headers(self._stats.exchange(membership.communicator, membership.ranges, header), len(flags))
-        if agreed.is_short:
-            # Not before all ranks know: they raise the same error.
-            raise self.microbatches.explain_shortage(batch, shortage, layout)
         membership.stop, membership.checkpoint_agreed = agreed.stop, agreed.checkpoint
         return agreed
 
-    def _note_used(self, layout: Layout, used: list[bool]) -> None:
+    def _note_used(self, used: list[bool]) -> None:
         """Names the parameters that got no gradient in the first steps; raises a `UsageError` if none got one."""
         if self._num_noted == FIRST_STEPS:
             return
@@ -271,7 +266,7 @@ class TrainStep:
         names = [name for name, parameter in self._named.items() if parameter.requires_grad]
         self._used.update(name for name, is_used in zip(names, used, strict=True) if is_used)
         if not self._used:
-            self._abandon(layout)
+            self._abandon()
             raise UsageError(
                 f"none of the {len(names)} parameters that are trained got a gradient in step {self.num_steps}: the "
                 "loss depends on other tensors alone; check detach(), no_grad, and what the optimizer holds"
@@ -284,9 +279,9 @@ class TrainStep:
             )
 
     @torch.no_grad()
-    def _update(self, batch: Batch, layout: Layout, num_leaves: int, used: list[bool]) -> StepResult:
+    def _update(self, batch: Batch, num_leaves: int, used: list[bool]) -> StepResult:
         """Divides, clips, and updates the model, unless a number is not finite."""
-        gradients, config = layout.gradients, self.config
+        gradients, buffers, config = self.strategy.gradients, self.strategy.buffers, self.config
         total, count = self._stats.sums(num_leaves)
         flats = gradients.flats
         if config.counts_fn is not None:
@@ -307,13 +302,13 @@ class TrainStep:
         if self._finite.is_late:
             with left_out_if(skipped, self.optimizers):
                 self._step_optimizers()
-            layout.buffers.write(ok)
+            buffers.write(ok)
             self._unread.append((result, self._schedule()))
         else:
             self._read(result, None)  # waits for the device, once a step
             if not result.skipped:
                 self._step_optimizers()
-                layout.buffers.write(None)
+                buffers.write(None)
         if self.scheduler is not None:
             self.scheduler.step()
         self.num_steps += 1  # moves last: until here the step can be repeated
@@ -344,27 +339,27 @@ class TrainStep:
                 raise OutOfMemoryError(describe_update_shortage(name, self.num_steps, self.membership.rank)) from error
         self.strategy.after_update()
 
-    def _abandon(self, layout: Layout) -> None:
+    def _abandon(self) -> None:
         """Restores the model after a step that failed."""
-        layout.buffers.abandon()
-        layout.gradients.abandon()
+        self.strategy.buffers.abandon()
+        self.strategy.gradients.abandon()
 
-    # The layout of a step: for the ranks, and the parameters that are trainable.
+    # The sums of a step depend on the ranks, and on the parameters that are trainable.
 
-    def _current_layout(self) -> Layout:
-        """The layout, made anew if ranks were lost, or parameters were frozen or unfrozen, since the last step."""
+    def _adapt(self) -> None:
+        """Makes the sums anew if ranks were lost, or parameters were frozen or unfrozen, since the last step."""
+        strategy = self.strategy
         if self.membership.version != self._version:
-            self._layout.gradients.remove_hooks()
-            self._layout = self._lay_out()
-        self.strategy.sync_trainable()
+            strategy.gradients.remove_hooks()
+            self._lay_out()
+        strategy.sync_trainable()
         if self._what_is_trained() != self._trained:
-            before = self._layout
-            self._layout = self._lay_out()
-            before.gradients.remove_hooks()  # after it: laying out may be refused, and the change then undone
-        self.strategy.check_in_use()
-        return self._layout
+            before = strategy.gradients
+            self._lay_out()
+            before.remove_hooks()  # after it: laying out may be refused, and the change then undone
+        strategy.check_in_use()
 
-    def _lay_out(self) -> Layout:
+    def _lay_out(self) -> None:
         self._version = self.membership.version
         self._named = self.strategy.held(self.optimizers)
         trainable = {name: p for name, p in self._named.items() if p.requires_grad}
@@ -372,13 +367,13 @@ class TrainStep:
         # A gradient from before, of the script's or of another layout, must not be taken for that of a microbatch.
         for parameter in self._named.values():
             parameter.grad = None
-        gradients, buffers = self.strategy.lay_out(trainable, self.optimizers, self.observers)
+        self.strategy.lay_out(trainable, self.optimizers, self.observers)
         state, counts_fn, seeds = self.strategy.state, self.config.counts_fn, (self.config.seed, self.config.stream)
         # Local shards are what microbatches could write to, unless each rank has the parameters whole (ZeRO-1).
         parts = None if state is None or state.has_whole_parameters else state.parts
-        counts = None if counts_fn is None else GlobalCounts(counts_fn, self.membership.data, seeds)
+        self._purity = PurityCheck(self.model, parts)
+        self._counts = None if counts_fn is None else GlobalCounts(counts_fn, self.membership.data, seeds)
         self._trained = self._what_is_trained()
-        return Layout(gradients, buffers, PurityCheck(self.model, parts), counts)
 
     def _what_is_trained(self) -> tuple[Any, ...]:
         """Changes when parameters are frozen or unfrozen, join an optimizer, or lie in memory in another order."""
@@ -438,7 +433,7 @@ class TrainStep:
             self._finite.reset()
             self._unread.clear()
             self._restore_schedule(schedule)
-            if (name := self._layout.purity.not_finite()) is not None:
+            if (name := self._purity.not_finite()) is not None:
                 when = "the first step" if result.step == 0 else "this step"
                 advice = (
                     f"Parameter {name} held NaN or infinity before {when}: look at how it was initialised or loaded"

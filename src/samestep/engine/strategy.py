@@ -1,17 +1,18 @@
-"""The interfaces between the step, which is the same for all strategies, and a strategy, which places its state.
+"""The seam between the step, which is the same for all strategies, and a strategy, which places its state.
 
-replicate     every rank has everything               engine.factory; with `shard_optimizer` engine.zero1
-sharded       every rank has 1/D                      engine.sharding.strategy
-pipeline      every rank has some layers              engine.pipelining.strategy
+replicate     every rank has everything               engine.replicate; with `shard_optimizer` engine.zero1
+sharded       every rank has 1/D                      engine.sharded_strategy
+pipeline      every rank has some layers              engine.pipelining.pipeline_strategy
 tensor        DTensors over the axis "tensor"         engine.tensor_parallel
 
-The user passes options (`engine.strategies`), of which `engine.factory` makes a strategy. This module imports neither.
+The user passes options (`engine.config`), of which `engine.factory` makes a strategy. This module imports neither.
+CONTRIBUTING has a page on writing another one.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -23,120 +24,137 @@ from samestep.data.batch import Batch
 from samestep.engine.forward_backward import ForwardBackward
 from samestep.engine.losses import GlobalCounts
 from samestep.engine.observer import Observers
-from samestep.engine.parameters import PurityCheck
+from samestep.engine.parameters import PurityCheck, named_parameters
 from samestep.engine.result import StepStats
 from samestep.engine.sharded_state import ShardedState
-
-if TYPE_CHECKING:
-    from samestep.engine.diagnosis import Shortage  # loaded by failures alone
+from samestep.engine.side_effects import Traces
 
 
-class GradientExchange(Protocol):
-    """Sums the gradients of all microbatches of a step along the tree, over all ranks."""
+class StepGradients(ABC):
+    """Sums the gradients of all microbatches of a step along the tree, over all ranks.
 
-    # A step calls `begin`, then for each microbatch `expect`, its backward and `push`, then `start`, `finish`, `norm`
-    # and `assign`; after a failure `abandon` instead.
-
-    @property
-    def parameters(self) -> Sequence[nn.Parameter]:
-        """The parameters that the optimizers update."""
+    A step calls `begin`, lets the strategy run its microbatches, then `start`, `finish`, `norm` and `assign`; after a
+    failure `abandon` instead of what is left of these.
+    """
 
     @property
-    def inputs(self) -> tuple[Tensor, ...]:
-        """The leaves whose gradients autograd computes; those of others stay what they were."""
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether this rank lacks parameters: no rank can then run a microbatch alone."""
-
-    @property
+    @abstractmethod
     def used(self) -> Sequence[bool]:
         """For each parameter whether a microbatch of this rank used it."""
 
     @property
+    @abstractmethod
     def flats(self) -> list[Tensor]:
         """After `finish` the sums over all microbatches, or this rank's local shards of them, as flat tensors."""
 
+    @abstractmethod
     def begin(self, blocks_by_rank: Sequence[Sequence[Block]]) -> None:
-        """Starts a step in which each rank ships these blocks."""
+        """Starts a step in which each rank ships these blocks, from `core.tree.rank_blocks`."""
+
+    @abstractmethod
+    def start(self) -> None:
+        """Starts the exchanges that the last backward has not started."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Waits for the sums over all microbatches."""
+
+    @abstractmethod
+    def norm(self) -> Tensor:
+        """The 2-norm of all sums, 0-d, of at least 32 bits: the same on every rank."""
+
+    @abstractmethod
+    def assign(self, used: Sequence[bool]) -> None:
+        """Sets the `.grad` of each parameter that any microbatch used to its sum, that of the others to None."""
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """Drops the sums of a step that failed, and the parameters' `.grad`."""
+
+    def remove_hooks(self) -> None:
+        """Removes the hooks from the parameters, before others take the place of these sums."""
+
+
+class MicrobatchGradients(StepGradients):
+    """Gradients that arrive one whole microbatch after another, as `microbatch_runner` runs them.
+
+    For each microbatch: `expect`, its forward and backward, `push`.
+    """
+
+    @property
+    @abstractmethod
+    def inputs(self) -> tuple[Tensor, ...]:
+        """The leaves whose gradients autograd computes; those of others stay what they were."""
 
     def expect(self, microbatch: int, is_last: bool, is_empty: bool = False) -> None:
         """Announces the microbatch whose forward and backward come next; one without samples counts as zero."""
 
+    @abstractmethod
     def push(self, microbatch: int, loss: Tensor) -> Tensor:
-        """Adds the gradients that the backward of a microbatch left in `.grad`; returns the sum of their elements."""
+        """Adds the gradients that the backward of a microbatch left in `.grad`, and drops these.
 
-    def start(self) -> None:
-        """Starts the exchanges that the last backward has not started."""
-
-    def finish(self) -> None:
-        """Waits for the sums over all microbatches."""
-
-    def norm(self) -> Tensor:
-        """The 2-norm of all sums, of at least 32 bits: the same on every rank."""
-
-    def assign(self, used: Sequence[bool]) -> None:
-        """Sets the `.grad` of each parameter that any microbatch used to its sum, that of the others to None."""
-
-    def forget(self) -> None:
-        """Drops the parameters' `.grad`."""
-
-    def abandon(self) -> None:
-        """Drops the sums of a step that failed."""
-
-    def remove_hooks(self) -> None:
-        """Removes the hooks from the parameters."""
+        Returns a 0-d sum that is not finite if one of their elements is not.
+        """
 
 
-class BufferExchange(Protocol):
-    """Merges the module buffers over the microbatches."""
+class StepBuffers(ABC):
+    """Merges the module buffers over the microbatches of a step.
 
-    # `exchange` only receives, and `write` only writes: a rank that is lost in between leaves the model as it was.
+    `exchange` only receives and `write` only writes, so a rank that is lost in between leaves the model as it was.
+    """
 
     @property
+    @abstractmethod
     def touched(self) -> Sequence[bool]:
         """Flags for what this rank's microbatches changed; `exchange` takes those of all ranks together."""
 
+    @abstractmethod
     def begin(self, step: int) -> None:
         """Remembers the buffers at the start of a step."""
 
+    @abstractmethod
     def exchange(self, touched: Sequence[bool], blocks_by_rank: Sequence[Sequence[Block]], num_samples: int) -> None:
         """Merges over the ranks; nothing is written to the model yet."""
 
+    @abstractmethod
     def write(self, ok: Tensor | None) -> None:
         """Writes the merged values to the model, if `ok` (a bool on the device; None if the host has decided)."""
 
+    @abstractmethod
     def abandon(self) -> None:
         """Restores the buffers from the start of the step."""
 
 
-@dataclass(frozen=True)
-class Layout:
-    """The parts of a step that depend on the ranks as they are now, and on the parameters that are trainable now."""
+@dataclass(frozen=True, slots=True)
+class StepParts:
+    """What running the microbatches of one step needs besides the batch and the strategy's own sums."""
 
-    gradients: GradientExchange
-    buffers: BufferExchange
+    number: int
+    compute: ForwardBackward
     purity: PurityCheck
     counts: GlobalCounts | None
-
-
-class StepRunner(Protocol):
-    """Runs forward and backward of the microbatches of a step."""
-
-    def run(self, batch: Batch, step: int, layout: Layout, stats: StepStats) -> "Shortage | None":
-        """Runs them; returns the microbatch for which memory ran out, if the other ranks can go on without it."""
+    stats: StepStats
+    traces: Traces | None  # in the first steps
 
 
 class Strategy(ABC):
-    """Places the state of a step on the ranks; made once. By default every rank has the whole state.
+    """Places the state of a step on the ranks and runs its microbatches; made once, as the model is.
+
+    The defaults are those of a model whose parameters and optimizer state every rank has.
 
     Attributes:
         forward: the model for evaluation.
         state: the sharded state; None if each rank has all of it.
         contract: the options that decide the bits.
+        gradients: their sums, made by `lay_out`.
+        buffers: the merging of the module buffers, made by `lay_out`.
+        memory_advice: what else makes a microbatch fit in memory, besides more microbatches.
     """
 
     state: ShardedState | None = None
+    gradients: StepGradients
+    buffers: StepBuffers
+    memory_advice = ""
 
     def __init__(self, membership: Membership, forward: nn.Module) -> None:
         self._membership = membership
@@ -154,18 +172,20 @@ class Strategy(ABC):
         Raises:
             UsageError: they hold something else.
         """
-        assert self.state is not None, "a strategy without sharded state names the parameters itself"
-        return self.state.held(optimizers)
+        return named_parameters(self.forward, optimizers) if self.state is None else self.state.held(optimizers)
 
     @abstractmethod
     def lay_out(
         self, trainable: dict[str, nn.Parameter], optimizers: Sequence[Optimizer], observers: Observers
-    ) -> tuple[GradientExchange, BufferExchange]:
-        """The exchanges for these of the `held` parameters; again if ranks are lost, or others become trainable."""
+    ) -> None:
+        """Makes `gradients` and `buffers` for these of the `held` parameters.
 
-    def make_runner(self, compute: ForwardBackward) -> StepRunner | None:
-        """The runner of a step's microbatches; None for `microbatches.MicrobatchRunner`, one after another."""
-        return None
+        Again if ranks are lost, or if others become trainable; if it raises, both stay those from before.
+        """
+
+    @abstractmethod
+    def run(self, batch: Batch, step: StepParts) -> None:
+        """Runs forward and backward of this rank's microbatches of a global batch."""
 
     def sync_trainable(self) -> None:
         """Before each step: freezes the local shards of parameters that were frozen in the model, or refuses it."""

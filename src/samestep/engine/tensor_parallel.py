@@ -19,16 +19,18 @@ from samestep.comm.communicator import Communicator
 from samestep.comm.group import GroupTransport
 from samestep.comm.heartbeat import Heartbeat
 from samestep.comm.membership import Membership
-from samestep.data.batch import tensor_checksum
+from samestep.core.tree import Block
+from samestep.data.batch import Batch, tensor_checksum
 from samestep.engine.buffers import COMPARED_ELEMENTS, COMPARED_EVERY, COMPARED_STEPS, BufferMerge
 from samestep.engine.config import REPLICATE, Replicate, StrategyOptions
 from samestep.engine.gradients import GradientSum
 from samestep.engine.losses import wide_dtype
+from samestep.engine.microbatch_runner import MicrobatchRunner
 from samestep.engine.norms import block_norm, block_norms
-from samestep.engine.observer import Observers, StepObserver
-from samestep.engine.parameters import check_same_tensors
+from samestep.engine.observer import Observers
+from samestep.engine.parameters import check_same_tensors, settle_model
 from samestep.engine.sharded_state import MIXED, ShardedState, Sharding, check_contiguous, check_elementwise
-from samestep.engine.strategy import ExchangeOptions, Strategy
+from samestep.engine.strategy import ExchangeOptions, MicrobatchGradients, StepParts, Strategy
 from samestep.errors import DeterminismError, PeerLostError, UsageError
 
 AXIS = "tensor"
@@ -38,12 +40,17 @@ LOST = ("gloo/transport", "Connection closed by peer", "NCCL")  # in torch's mes
 class TensorParallelStrategy(Strategy):
     """The state of a model with DTensors over the axis "tensor", and the exchange of its gradients."""
 
+    state: ShardedState
+    gradients: "TensorParallelGradients"
+    buffers: BufferMerge
+    memory_advice = 'more ranks along "tensor", or SequenceParallel() for norms and dropout between divided layers'
+
     def __init__(
         self, membership: Membership, model: nn.Module, optimizers: Sequence[Optimizer], exchange: ExchangeOptions
     ) -> None:
-        # Each rank has state that no other has: no rank can be lost.
         super().__init__(membership, model)
-        membership.rely_on_all()
+        settle_model(model, membership.communicator.device)
+        membership.rely_on_all()  # each rank has state that no other has: none can be lost
         check_elementwise(optimizers, membership.communicator.device, by_rows=False)
         self._exchange = exchange
         self.leaves = dict(model.named_parameters())  # DTensors among them
@@ -63,9 +70,7 @@ class TensorParallelStrategy(Strategy):
             name: nn.Parameter(local, leaf.requires_grad) if isinstance(leaf := self.leaves[name], DTensor) else leaf
             for name, local in locals_.items()
         }
-        self.state: ShardedState = ShardedState(
-            parts, shardings, has_whole_parameters=False, communicator=self.communicator
-        )
+        self.state = ShardedState(parts, shardings, has_whole_parameters=False, communicator=self.communicator)
         # From now on the optimizers hold the local shards; other parameters are replicated.
         names = {id(leaf): name for name, leaf in self.leaves.items()}
         self.state.hand_over(optimizers, names, self.communicator.rank)
@@ -85,15 +90,18 @@ class TensorParallelStrategy(Strategy):
         return self._membership.along(AXIS)
 
     def lay_out(
-        self,
-        trainable: dict[str, nn.Parameter],
-        optimizers: Sequence[Optimizer],
-        observers: Observers,
-    ) -> tuple["TensorParallelGradientSum", BufferMerge]:
-        """Lays the step out over the ranks along "data"."""
-        data, model = self._membership.data, self.forward
-        gradients = TensorParallelGradientSum(self, trainable, data, self._exchange.bucket_bytes, observers)
-        return gradients, BufferMerge(model, data)
+        self, trainable: dict[str, nn.Parameter], optimizers: Sequence[Optimizer], observers: Observers
+    ) -> None:
+        """Makes the sums over the ranks along "data"."""
+        data, size = self._membership.data, self._exchange.bucket_bytes
+        # Without overlap: the gradients of the local shards are there only after the backward.
+        sums = GradientSum(list(trainable.values()), list(trainable), data, size, False, observers)
+        self.gradients = TensorParallelGradients(self, trainable, sums)
+        self.buffers = BufferMerge(self.forward, data)
+
+    def run(self, batch: Batch, step: StepParts) -> None:
+        """Runs them one after another, together with the other ranks along "tensor"."""
+        MicrobatchRunner(batch, step, self.gradients, self.buffers).run()
 
     def sync_trainable(self) -> None:
         """Freezes or unfreezes the local shards as the model's parameters are now."""
@@ -121,56 +129,66 @@ class TensorParallelStrategy(Strategy):
         check_same_tensors({name: t for name, t in tensors.items() if name not in shardings}, self.communicator)
 
 
-class TensorParallelGradientSum(GradientSum):
-    """Sums the gradients of the local shards, microbatch by microbatch and over the ranks along "data"."""
+class TensorParallelGradients(MicrobatchGradients):
+    """Moves the gradients of DTensors to the local shards, which are summed like those of a replicated model.
 
-    is_sharded = True
+    `sums` adds those of the local shards, microbatch by microbatch and over the ranks along "data".
+    """
 
-    def __init__(
-        self,
-        strategy: TensorParallelStrategy,
-        trainable: dict[str, nn.Parameter],
-        data: Communicator,
-        bucket_bytes: int,
-        observer: StepObserver,
-    ) -> None:
-        super().__init__(list(trainable.values()), list(trainable), data, bucket_bytes, False, observer)
+    def __init__(self, strategy: TensorParallelStrategy, trainable: dict[str, nn.Parameter], sums: GradientSum) -> None:
+        self._sums = sums
         # Autograd writes the gradients of the DTensors; the trees hold those of the local shards.
-        self.inputs = tuple(strategy.leaves[name] for name in trainable)
+        self._inputs = tuple(strategy.leaves[name] for name in trainable)
+        self._parts, self._names = list(trainable.values()), list(trainable)
         self._tensor = strategy.communicator
         self._model = strategy.forward
         self._is_local_shard = [name in strategy.state.shardings for name in trainable]
         self._num_finished = 0
         self._losses: list[Tensor] = []
 
-    def forget(self) -> None:
-        """Drops the gradients of the local shards and of the DTensors."""
-        super().forget()
-        for leaf in self.inputs:
-            leaf.grad = None
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        """The DTensors, and the parameters that are none."""
+        return self._inputs
+
+    @property
+    def used(self) -> list[bool]:
+        """By parameter."""
+        return self._sums.used
+
+    @property
+    def flats(self) -> list[Tensor]:
+        """Those of the local shards."""
+        return self._sums.flats
+
+    def begin(self, blocks_by_rank: Sequence[Sequence[Block]]) -> None:
+        """Starts a step; the blocks are those of the ranks along "data"."""
+        self._drop_gradients()
+        self._sums.begin(blocks_by_rank)
 
     def push(self, microbatch: int, loss: Tensor) -> Tensor:
         """Pushes the gradients of a microbatch on the tree; DTensor sums those that are partial over the ranks."""
         if self._compares:
             # NaN differs from itself: two ranks with the same NaN must not count as different.
             self._losses.append(loss.detach().double().nan_to_num())
-        for leaf, part in zip(self.inputs, self.parameters, strict=True):
+        for leaf, part in zip(self._inputs, self._parts, strict=True):
             if leaf is not part and leaf.grad is not None:
                 own, gradient = cast(DTensor, leaf.detach()), cast(DTensor, leaf.grad)
                 if gradient.placements == own.placements:
                     part.grad = gradient.to_local()
                 else:  # a copy, because the result of a collective is one of torch's asynchronous tensors
                     part.grad = gradient.redistribute(placements=own.placements).to_local().clone()
-        return super().push(microbatch, loss)
+        total = self._sums.push(microbatch, loss)
+        self._drop_gradients()
+        return total
 
     def start(self) -> None:
-        """Starts the exchange of every bucket, unless there is one rank along "data"."""
-        if self._communicator.world_size > 1:
-            super().start()
+        """Starts the exchange of every bucket."""
+        self._sums.start()
 
     def finish(self) -> None:
-        """Waits for the sums."""
-        super().finish()
+        """Waits for the sums; now and then compares what must be equal along "tensor"."""
+        self._sums.finish()
         if self._compares:
             self._compare()
         self._num_finished += 1
@@ -178,9 +196,9 @@ class TensorParallelGradientSum(GradientSum):
     def norm(self) -> Tensor:
         """The 2-norm of the whole gradient, 0-d, the same on all ranks; local shards are gathered as their norms."""
         if self._tensor.world_size == 1:
-            return super().norm()  # the blocks of a replicated model
-        by_index = dict(self.views())
-        wide = wide_dtype(self._communicator.device)
+            return self._sums.norm()  # the blocks of a replicated model
+        by_index = dict(self._sums.views())
+        wide = wide_dtype(self._tensor.device)
         norms = [norm.to(wide) for norm in block_norms([by_index[k] for k in range(len(by_index))])]
         # Replicated parameters are counted once, not once per rank.
         sharded = [norm for norm, is_sharded in zip(norms, self._is_local_shard, strict=True) if is_sharded]
@@ -189,6 +207,20 @@ class TensorParallelGradientSum(GradientSum):
         if sharded:
             blocks.append(self._tensor.transport.gather(torch.stack(sharded)).wait())
         return block_norm(torch.cat(blocks)).to(norms[0].dtype)
+
+    def assign(self, used: Sequence[bool]) -> None:
+        """Gives each local shard its gradient: the optimizers hold these."""
+        self._sums.assign(used)
+
+    def abandon(self) -> None:
+        """Drops the sums of a step that failed."""
+        self._sums.abandon()
+        self._drop_gradients()
+
+    def _drop_gradients(self) -> None:
+        """Drops the gradients of the DTensors; `sums` drops those of the local shards."""
+        for leaf in self._inputs:
+            leaf.grad = None
 
     @property
     def _compares(self) -> bool:
@@ -210,7 +242,7 @@ class TensorParallelGradientSum(GradientSum):
     def _replicated(self) -> Iterator[tuple[str, Tensor]]:
         """The values that must be equal along "tensor", by name; large buffers are tables, and left out."""
         yield from (("losses of one microbatch", loss) for loss in self._losses)
-        for index, view in self.views():
+        for index, view in self._sums.views():
             if not self._is_local_shard[index]:
                 yield f"gradients of the replicated parameter {self._names[index]}", view
         for name, buffer in self._model.named_buffers():

@@ -15,17 +15,17 @@ from samestep.comm.membership import Membership
 from samestep.core.seeds import derive_seed
 from samestep.data.batch import Batch
 from samestep.engine.config import Pipeline
-from samestep.engine.forward_backward import ForwardBackward, check_differentiable, graph_nodes
+from samestep.engine.forward_backward import check_differentiable, graph_nodes
 from samestep.engine.losses import MicrobatchLoss, wide_dtype
 from samestep.engine.observer import Observers
+from samestep.engine.parameters import check_same_model, settle_model
 from samestep.engine.pipelining.p2p import Contents, packed, unpacked
 from samestep.engine.pipelining.schedule import BACKWARD, FORWARD, Action, StageMessages, actions_of
 from samestep.engine.pipelining.stage_model import PipelinedGradientSum, PipelinedModel, StageBuffers
 from samestep.engine.pipelining.stages import as_tensors, like
-from samestep.engine.result import StepStats
 from samestep.engine.sharded_state import reads_itself
-from samestep.engine.strategy import ExchangeOptions, Layout, Strategy
-from samestep.errors import LossError, OutOfMemoryError, UsageError
+from samestep.engine.strategy import ExchangeOptions, StepParts, Strategy
+from samestep.errors import LossError, UsageError
 
 CHECKED_STEPS = 2  # in which a loss is searched for parameters of other stages: slow, and the loss stays the same
 
@@ -49,9 +49,12 @@ def check_read(loss: Tensor, foreign: Mapping[int, str]) -> None:
 class StageRunner:
     """Runs the microbatches of a step; `compute` computes the loss of one, given a proxy of the model."""
 
-    def __init__(self, pipelined: PipelinedModel, compute: ForwardBackward) -> None:
+    def __init__(
+        self, pipelined: PipelinedModel, step: StepParts, gradients: PipelinedGradientSum, buffers: StageBuffers
+    ) -> None:
         self._pipelined = pipelined
-        self._compute = compute
+        self._parts, self._compute = step, (compute := step.compute)
+        self._gradients, self._buffers, self._purity, self._stats = gradients, buffers, step.purity, step.stats
         self._membership = compute.membership
         self._observers = compute.observers
         self._generators = compute.generators
@@ -59,14 +62,11 @@ class StageRunner:
         self._module = pipelined.stages[self._stage]
         self._is_last = self._stage + 1 == len(pipelined.stages)
 
-    def run(self, batch: Batch, step: int, layout: Layout, stats: StepStats) -> None:
+    def run(self, batch: Batch) -> None:
         """Forward and backward of the microbatches that this rank executes together with those of its pipeline."""
-        membership, options = self._membership, self._pipelined.options
-        assert isinstance(layout.gradients, PipelinedGradientSum), "laid out by the pipeline's strategy"
-        assert isinstance(layout.buffers, StageBuffers), "laid out by the pipeline's strategy"
-        self._gradients, self._buffers, self._purity = layout.gradients, layout.buffers, layout.purity
-        self._stats = stats
-        self._counts = None if layout.counts is None else layout.counts.sum(batch, membership.data_ranges, step)
+        membership, options, step = self._membership, self._pipelined.options, self._parts.number
+        counts = self._parts.counts
+        self._counts = None if counts is None else counts.sum(batch, membership.data_ranges, step)
         self._is_only = self._compute.is_only(batch)
         if batch.sizes is not None and 0 in batch.sizes:
             raise UsageError(
@@ -118,20 +118,9 @@ class StageRunner:
                 self._observers.on_phase("backward")
                 self._backward(action, microbatch)
                 self._buffers.merge.check_start()
-        except (RuntimeError, MemoryError) as error:
-            from samestep.engine.diagnosis import describe_lone_shortage, is_out_of_memory
-
-            if not is_out_of_memory(error):
-                raise
-            text = describe_lone_shortage(microbatch, self._num_samples(microbatch), self._membership.rank, "pipeline")
-            raise OutOfMemoryError(text) from error
-        except ValueError as error:
-            explained = self._compute.explain_lone(
-                error, microbatch, self._num_samples(microbatch), self._batch, self._step
-            )
-            if explained is None:
-                raise
-            raise explained from None
+        except (RuntimeError, MemoryError, ValueError) as error:
+            self._compute.refuse(error, microbatch, self._num_samples(microbatch), self._batch, self._step)
+            raise
 
     def _num_samples(self, microbatch: int) -> int:
         return self._bounds[microbatch + 1] - self._bounds[microbatch]
@@ -282,6 +271,10 @@ class ModelProxy:
 class PipelineStrategy(Strategy):
     """The model is cut into stages, of which each rank along "pipe" has one."""
 
+    gradients: PipelinedGradientSum
+    buffers: StageBuffers
+    memory_advice = 'more stages (ranks along "pipe"), or activation checkpointing (torch.utils.checkpoint)'
+
     def __init__(
         self,
         membership: Membership,
@@ -290,8 +283,11 @@ class PipelineStrategy(Strategy):
         options: Pipeline,
         exchange: ExchangeOptions,
     ) -> None:
+        # Compared before it is cut, and settled afterwards: each rank then moves its own stages alone.
+        membership.perform(lambda: check_same_model(model, membership.communicator))
         self._exchange = exchange
         self.pipelined = PipelinedModel(membership, model, optimizers, options)
+        settle_model(model, membership.communicator.device)
         super().__init__(membership, self.pipelined.whole)
         self.state = self.pipelined.state
 
@@ -301,16 +297,13 @@ class PipelineStrategy(Strategy):
         return self._membership.along("pipe")
 
     def lay_out(
-        self,
-        trainable: dict[str, nn.Parameter],
-        optimizers: Sequence[Optimizer],
-        observers: Observers,
-    ) -> tuple[PipelinedGradientSum, StageBuffers]:
-        """The exchanges of this rank's stage."""
-        membership, pipelined = self._membership, self.pipelined
-        gradients = PipelinedGradientSum(pipelined, trainable, membership, self._exchange.bucket_bytes, observers)
-        return gradients, StageBuffers(pipelined, membership)
+        self, trainable: dict[str, nn.Parameter], optimizers: Sequence[Optimizer], observers: Observers
+    ) -> None:
+        """Makes the sums of this rank's stage."""
+        membership, pipelined, bucket_bytes = self._membership, self.pipelined, self._exchange.bucket_bytes
+        self.gradients = PipelinedGradientSum(pipelined, trainable, membership, bucket_bytes, observers)
+        self.buffers = StageBuffers(pipelined, membership)
 
-    def make_runner(self, compute: ForwardBackward) -> StageRunner:
-        """Runs the microbatches through this rank's stage, in the order of the schedule."""
-        return StageRunner(self.pipelined, compute)
+    def run(self, batch: Batch, step: StepParts) -> None:
+        """Runs them through this rank's stage, in the order of the schedule."""
+        StageRunner(self.pipelined, step, self.gradients, self.buffers).run(batch)

@@ -20,6 +20,7 @@ from samestep.engine.parameters import named_parameters
 from samestep.engine.pipelining.p2p import PIPE, PointToPoint, connect_stages, packed, unpacked
 from samestep.engine.pipelining.stages import Stage, cut, parts_of
 from samestep.engine.sharded_state import ShardedState, Sharding, check_contiguous, check_dimension, check_elementwise
+from samestep.engine.strategy import StepBuffers, StepGradients
 
 
 class PipelinedModel:
@@ -101,11 +102,8 @@ class Whole(nn.Module):
         return value if p2p.rank == last else unpacked(self._generators, *p2p.receive(last))
 
 
-class PipelinedGradientSum:
+class PipelinedGradientSum(StepGradients):
     """Sums the gradients of this rank's stage; in `parameters`, those of other stages have no elements."""
-
-    is_sharded = True
-    inputs: tuple[Tensor, ...] = ()
 
     def __init__(
         self,
@@ -121,7 +119,6 @@ class PipelinedGradientSum:
         numbers = {name: number for number, name in enumerate(trainable)}
         self._places = [numbers[name] for name in names]
         self.of_stage = [trainable[name] for name in names]
-        self._data = data
         self._zero = torch.zeros((), device=data.device)
         # None for a stage without trainable parameters. Ranks with the same stage lie along "data": the tree is that of
         # data parallelism. Without overlap: every backward may be followed by a message to a neighbour, which would
@@ -154,16 +151,13 @@ class PipelinedGradientSum:
         for parameter in self.parameters:
             parameter.grad = None
 
-    def expect(self, microbatch: int, is_last: bool, is_empty: bool = False) -> None:
-        """Does nothing: no bucket leaves during a backward."""
-
     def push(self, microbatch: int, loss: Tensor) -> Tensor:
         """Pushes the `.grad` of the stage's parameters on its tree after the backward of a microbatch."""
         return self._zero if self._sum is None else self._sum.push(microbatch, loss)
 
     def start(self) -> None:
-        """Starts the exchange of every bucket, unless there is one rank along "data"."""
-        if self._sum is not None and self._data.world_size > 1:
+        """Starts the exchange of every bucket."""
+        if self._sum is not None:
             self._sum.start()
 
     def finish(self) -> None:
@@ -193,11 +187,8 @@ class PipelinedGradientSum:
             self._sum.abandon()
         self.forget()
 
-    def remove_hooks(self) -> None:
-        """Does nothing: there are none."""
 
-
-class StageBuffers:
+class StageBuffers(StepBuffers):
     """Merges the buffers of this rank's stage, and then gives every rank those of all stages.
 
     They are small, and a checkpoint holds all of them.
