@@ -156,7 +156,7 @@ def test_twin_a_backward_that_is_told_its_inputs_leaves_hidden_layers_out(monkey
 
 
 def test_twin_a_gradient_that_comes_after_its_bucket_was_sent_is_refused(monkeypatch):
-    monkeypatch.setattr("samestep.engine.gradients.HELD_STEPS", -1)
+    monkeypatch.setattr("samestep.engine.gradients.OBSERVED_STEPS", -1)
     with pytest.raises(DeterminismError, match="received a second gradient in one backward"):
         in_turns(2, train, "tied", "reentrant")
     repaired, reference = (

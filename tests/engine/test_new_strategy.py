@@ -11,7 +11,7 @@ from samestep.engine import step as step_module
 from samestep.engine.buffers import BufferMerge
 from samestep.engine.microbatch_runner import MicrobatchRunner
 from samestep.engine.norms import block_norm
-from samestep.engine.parameters import check_same_model, settle_model
+from samestep.engine.parameters import check_same_model, move_model
 from samestep.engine.strategy import MicrobatchGradients, Strategy
 
 
@@ -83,7 +83,7 @@ class GatheredStrategy(Strategy):
 
     def __init__(self, membership, model, optimizers, options, exchange):
         super().__init__(membership, model)
-        settle_model(model, membership.communicator.device)
+        move_model(model, membership.communicator.device)
         membership.perform(lambda: check_same_model(model, membership.communicator))
 
     def lay_out(self, trainable, optimizers, observers):

@@ -6,7 +6,7 @@ from engine_programs import bits, in_turns, make_step, mean_squared, table
 from torch import nn
 from worlds import close_mesh, cpu_only
 
-from samestep.engine.parameters import named_parameters, settle_model
+from samestep.engine.parameters import move_model, named_parameters
 from samestep.errors import DeterminismError, UsageError
 from samestep.run.run import Run
 
@@ -127,7 +127,7 @@ def test_stray_parameters_are_put_on_memory_borders_and_stay_the_same_parameters
     model[1].to(memory_format=torch.channels_last)
     parameter, strides = model[0].weight, model[1].weight.stride()
     value = stray.clone()
-    settle_model(model, torch.device("cpu"))
+    move_model(model, torch.device("cpu"))
     assert model[0].weight is parameter
     assert torch.equal(parameter, value)
     assert parameter.data_ptr() % 64 == 0
@@ -151,7 +151,7 @@ class Straying(nn.Module):
 def test_a_buffer_that_is_moved_to_the_device_is_put_on_a_memory_border_there():
     model = Straying()
     old, place = model.scale, model.scale.data_ptr()
-    settle_model(model, torch.device("cpu", 0))  # for torch this is another device than "cpu"
+    move_model(model, torch.device("cpu", 0))  # for torch this is another device than "cpu"
     assert model.scale is not old
     assert old.data_ptr() == place
     assert model.scale.data_ptr() % 64 == 0
@@ -162,7 +162,7 @@ def test_parameters_that_are_views_of_one_memory_stay_so():
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     flat = torch.randn(18)
     model[0].weight.data, model[1].weight.data = flat[:9].view(3, 3), flat[9:].view(3, 3)
-    settle_model(model, torch.device("cpu"))
+    move_model(model, torch.device("cpu"))
     flat.zero_()
     assert not model[0].weight.any()
     assert not model[1].weight.any()

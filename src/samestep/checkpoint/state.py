@@ -28,7 +28,7 @@ from samestep.checkpoint.packing import as_bad_checkpoint, check_packed, extra_s
 from samestep.checkpoint.paths import FACTS_FILE
 from samestep.checkpoint.storage import Snapshot
 from samestep.data.nested import leaves
-from samestep.engine.config import Settings, take_new_settings
+from samestep.engine.config import Settings, apply_new_settings
 from samestep.engine.determinism import check_generators, generator_states, restore_generators
 from samestep.engine.sharded_state import LocalShard, ShardedState, Sharding
 from samestep.engine.step import TrainStep
@@ -204,7 +204,7 @@ def _restore(parts: _Parts, others: Mapping[str, Any], state: Snapshot) -> dict[
             each.scheduler.load_state_dict(schedule)
         each.load_state_dict(progress)
         if seen.isdisjoint(map(id, each.optimizers)):
-            take_new_settings(each.optimizers, each.scheduler, Settings(**old), each.settings)
+            apply_new_settings(each.optimizers, each.scheduler, Settings(**old), each.settings)
         seen.update(map(id, each.optimizers))
     restore_generators(others["generators"], parts.steps[0].communicator.device)
     rest: dict[str, Any] = others["rest"]

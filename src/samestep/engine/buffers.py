@@ -104,7 +104,7 @@ class BufferMerge(StepBuffers):
         for index in self._find_changed(now, len(self._means)):
             tensor = self._tensors[index] = now[index]
             self._starts[index] = None if tensor is None else tensor.detach().clone()
-        self._note_means(now[: len(self._means)])
+        self._save_means(now[: len(self._means)])
         self._versions = versions_of(now)
         self._mean_sum = TreeSum(Tensor.add_)
         self._ends, self._checksums, self._merged_means = {}, [], None
@@ -127,7 +127,7 @@ class BufferMerge(StepBuffers):
         self._checksums.append([LEFT_ALONE if num_samples else DID_NOT_RUN] * len(self._others))
         for index in changed:
             if index >= len(self._means):
-                self._note_end(index, now[index])
+                self._save_end(index, now[index])
         self._restore(now, changed)
 
     def check_start(self) -> None:
@@ -204,7 +204,7 @@ class BufferMerge(StepBuffers):
                         "built"
                     )
 
-    def _note_means(self, tensors: Sequence[Tensor | None]) -> None:
+    def _save_means(self, tensors: Sequence[Tensor | None]) -> None:
         """Remembers the running statistics, of which a model has hundreds of small ones: one launch a dtype."""
         forms = [None if tensor is None else (tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
         if forms != self._forms:
@@ -224,7 +224,7 @@ class BufferMerge(StepBuffers):
                     self._starts[index] = start
         self._tensors[: len(tensors)] = tensors
         # Made once a step, since each costs as much as copying a statistic.
-        self._own_views = [[each.data for each in _there(tensors, group)] for group in self._groups]
+        self._own_views = [[each.data for each in _present(tensors, group)] for group in self._groups]
         for starts, own in zip(self._start_views, self._own_views, strict=True):
             torch._foreach_copy_(starts, own)
 
@@ -232,7 +232,7 @@ class BufferMerge(StepBuffers):
         """The statistics of one microbatch, times its samples."""
         for group, views, own in zip(self._groups, self._end_views, self._own_views, strict=True):
             replaced = [index for index in group if now[index] is not self._tensors[index]]
-            torch._foreach_copy_(views, _there(now, group) if replaced else own)
+            torch._foreach_copy_(views, _present(now, group) if replaced else own)
         # Samples may be normalised in unequal numbers; the division by their sum comes once, after the tree.
         return self._wide(self._end_flats).mul_(num_samples)
 
@@ -243,7 +243,7 @@ class BufferMerge(StepBuffers):
         torch._foreach_copy_(list(wide.split(sizes)), list(flats))
         return wide
 
-    def _note_end(self, index: int, end: Tensor | None) -> None:
+    def _save_end(self, index: int, end: Tensor | None) -> None:
         """Remembers a microbatch's result in a buffer that has no rule for merging."""
         if end is None:
             raise BufferMergeError(
@@ -292,7 +292,7 @@ class BufferMerge(StepBuffers):
             merged = torch.where(ok, merged, self._wide(self._start_flats))
         parts = merged.split([flat.numel() for flat in self._start_flats])
         for part, group in zip(parts, self._groups, strict=True):
-            targets = _there(self._tensors, group)
+            targets = _present(self._tensors, group)
             # A count of batches is an integer, and its mean over microbatches is one but for rounding.
             values = part if targets[0].is_floating_point() else part.round()
             torch._foreach_copy_(targets, _split(values, [target.shape for target in targets]))
@@ -325,6 +325,6 @@ def _split(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
-def _there(tensors: Sequence[Tensor | None], indices: Sequence[int]) -> list[Tensor]:
+def _present(tensors: Sequence[Tensor | None], indices: Sequence[int]) -> list[Tensor]:
     """Those of some tensors that are there, outside of autograd."""
     return [tensor.detach() for index in indices if (tensor := tensors[index]) is not None]

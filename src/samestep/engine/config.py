@@ -376,7 +376,7 @@ def settings_of(optimizers: Sequence[Optimizer], scheduler: LRScheduler | None) 
     return Settings(of_optimizers, None if scheduler is None else _of_scheduler(scheduler))
 
 
-def take_new_settings(
+def apply_new_settings(
     optimizers: Sequence[Optimizer], scheduler: LRScheduler | None, old: Settings, new: Settings
 ) -> None:
     """Changes optimizers and a scheduler whose state was loaded to the settings that they are made with now."""

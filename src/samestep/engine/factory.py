@@ -9,7 +9,7 @@ from samestep.comm.membership import Membership
 from samestep.engine.config import Pipeline, Sharded, StrategyOptions
 from samestep.engine.parameters import is_tensor_parallel
 from samestep.engine.replicate import ReplicateStrategy
-from samestep.engine.sharded_state import load_whole_weights
+from samestep.engine.sharded_state import accept_whole_weights
 from samestep.engine.strategy import ExchangeOptions, Strategy
 from samestep.errors import UsageError
 
@@ -40,7 +40,7 @@ def make_strategy(
     else:
         strategy = ReplicateStrategy(membership, model, optimizers, options, exchange)
     if strategy.state is not None:
-        load_whole_weights(model, strategy.state, strategy.communicator)
+        accept_whole_weights(model, strategy.state, strategy.communicator)
     return strategy
 
 

@@ -23,7 +23,7 @@ from samestep.engine.strategy import MicrobatchGradients
 from samestep.engine.zero1 import Zero1Parts
 from samestep.errors import DeterminismError
 
-HELD_STEPS = 2  # in which nothing is sent during a backward, to see whether it adds to a gradient again
+OBSERVED_STEPS = 2  # in which nothing is sent during a backward, to see whether it adds to a gradient again
 REUSED_BYTES = 4 * 2**20  # memory of larger gradients is allocated anew: nothing beside copying them, and none is held
 
 
@@ -66,7 +66,7 @@ class GradientSum(MicrobatchGradients):
         self._reuses = sum(self.bucket_bytes) <= REUSED_BYTES
         self._spare: list[list[FlatSum]] = [[] for _ in self._buckets]
         self._hooks: list[RemovableHandle] = []
-        self._held: float = HELD_STEPS + 1
+        self._steps_to_observe: float = OBSERVED_STEPS + 1
         self.begin(())
         if overlap and communicator.world_size > 1 and len(self._buckets) > 1:
             self._hooks = [
@@ -101,7 +101,7 @@ class GradientSum(MicrobatchGradients):
         self._results: list[FlatSum] = []
         self._totals: list[Tensor] = []
         self._last_microbatch: int | None = None
-        self._held -= 1
+        self._steps_to_observe -= 1
         self._used = [False] * len(self.parameters)
         self.forget()
         if self._hooks:
@@ -132,7 +132,7 @@ class GradientSum(MicrobatchGradients):
         Of a right leaf it is the sum of both siblings; for the only microbatch of a step zero: the norm tells the same.
         """
         for number in range(len(self._totals), len(self._buckets)):
-            self._take(number, microbatch)
+            self._push_bucket(number, microbatch)
         self._last_microbatch = None
         self.forget()
         totals, self._totals = self._totals, []
@@ -231,7 +231,7 @@ class GradientSum(MicrobatchGradients):
                 hook.remove()
                 self._hooks[index] = parameter.register_post_accumulate_grad_hook(self._make_hook(index))
 
-    def _take(self, number: int, microbatch: int) -> None:
+    def _push_bucket(self, number: int, microbatch: int) -> None:
         """Pushes a microbatch's gradients of one bucket on the tree; after the last one the exchange starts."""
         bucket, tree, block = self._buckets[number], self._trees[number], Block(microbatch, 1)
         # A right leaf needs no memory of its own. The left one does: autograd may give two parameters the same memory
@@ -280,7 +280,7 @@ class GradientSum(MicrobatchGradients):
             if owner is None or owner._last_microbatch is None:
                 return
             if index not in owner._awaited[number]:
-                owner._held = math.inf
+                owner._steps_to_observe = math.inf
             if number < len(owner._started):
                 raise DeterminismError(
                     f"parameter {owner._names[index]} received a second gradient in one backward after its first was "
@@ -288,11 +288,11 @@ class GradientSum(MicrobatchGradients):
                     "this): use use_reentrant=False there, or train_step(..., overlap=False)"
                 )
             owner._awaited[number].discard(index)
-            if owner._held >= 0:
+            if owner._steps_to_observe >= 0:
                 return
             # In the order of the buckets, whatever the order of the gradients: all ranks must send in the same order.
             while len(owner._started) < len(owner._buckets) and not owner._awaited[len(owner._started)]:
-                owner._take(len(owner._started), owner._last_microbatch)
+                owner._push_bucket(len(owner._started), owner._last_microbatch)
 
         return on_gradient
 

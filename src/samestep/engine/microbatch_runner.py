@@ -62,10 +62,10 @@ class MicrobatchRunner:
             purity.check()
             gradient_sum = gradients.push(microbatch, loss.value)
             if self._membership.mine:  # else another rank, which executes it too, notes it
-                step.stats.note(microbatch, loss, gradient_sum)
+                step.stats.record(microbatch, loss, gradient_sum)
             self._buffers.collect(microbatch, num_samples)
             if step.traces is not None:
-                step.traces.look()
+                step.traces.compare()
         except (RuntimeError, MemoryError, ValueError) as error:
             compute.refuse(error, microbatch, num_samples, self._batch, step.number)
             raise
@@ -81,7 +81,7 @@ class MicrobatchRunner:
         nothing = torch.zeros((), device=membership.communicator.device)
         gradient_sum = self._gradients.push(microbatch, nothing)
         if membership.mine:
-            self._step.stats.note_nothing(microbatch, nothing, gradient_sum)
+            self._step.stats.record_empty(microbatch, nothing, gradient_sum)
         self._buffers.collect(microbatch, 0)
 
     def _run_along(self, mine: list[int]) -> None:

@@ -62,9 +62,9 @@ class Homes:
     def __init__(self, model: nn.Module, trained: Mapping[str, nn.Parameter]) -> None:
         self._model = model
         self._trained = dict(trained)
-        self._note()
+        self._list_members()
 
-    def _note(self) -> None:
+    def _list_members(self) -> None:
         self._places = [
             (members, key, member)
             for module in self._model.modules()
@@ -85,7 +85,7 @@ class Homes:
                     "optimizer holds the one from before, which is not used any more: give the optimizer the new one, "
                     "write to the old one in place, or change the model before train_step"
                 )
-        self._note()
+        self._list_members()
 
 
 class PurityCheck:
@@ -170,7 +170,7 @@ def _sum_of_words(tensor: Tensor) -> Tensor:
     return flat[:num_even].view(torch.int64).sum() + rest.sum(dtype=torch.int64)
 
 
-def settle_model(model: nn.Module, device: torch.device) -> None:
+def move_model(model: nn.Module, device: torch.device) -> None:
     """Moves a model to the device, in place, and its parameters and buffers to memory borders."""
     # Vectorised kernels may round differently by the alignment of their inputs, which must be alike on all ranks.
     if any(tensor.device != device for tensor in _own_tensors(model).values()):
@@ -186,7 +186,7 @@ def settle_model(model: nn.Module, device: torch.device) -> None:
             tensor.data = home.copy_(tensor.data)
 
 
-def settle_states(optimizers: Sequence[Optimizer]) -> None:
+def move_states(optimizers: Sequence[Optimizer]) -> None:
     """Moves state that an optimizer, such as Adagrad, made before the model moved to the devices of the parameters."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:

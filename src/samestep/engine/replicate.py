@@ -12,7 +12,7 @@ from samestep.engine.config import Replicate, StrategyOptions
 from samestep.engine.gradients import GradientSum
 from samestep.engine.microbatch_runner import MicrobatchRunner
 from samestep.engine.observer import Observers
-from samestep.engine.parameters import Homes, check_same_model, settle_model
+from samestep.engine.parameters import Homes, check_same_model, move_model
 from samestep.engine.sharded_state import check_elementwise
 from samestep.engine.strategy import ExchangeOptions, StepParts, Strategy
 from samestep.errors import UsageError
@@ -40,7 +40,7 @@ class ReplicateStrategy(Strategy):
         if self._shards_optimizer:
             check_elementwise(optimizers, device, by_rows=False)
             membership.rely_on_all()
-        settle_model(model, device)
+        move_model(model, device)
         membership.perform(lambda: check_same_model(model, membership.communicator))
 
     def held(self, optimizers: Sequence[Optimizer]) -> dict[str, nn.Parameter]:
@@ -84,9 +84,9 @@ class ReplicateStrategy(Strategy):
     def before_update(self) -> None:
         """Makes sure that this rank's local shards lie in the memory of the parameters."""
         if self.gradients.zero1 is not None:
-            self.gradients.zero1.settle()
+            self.gradients.zero1.relink()
 
     def after_update(self) -> None:
         """Gathers the updated local shards on every rank."""
         if self.gradients.zero1 is not None:
-            self.gradients.zero1.hand_out()
+            self.gradients.zero1.gather_parameters()

@@ -42,7 +42,7 @@ class StepStats:
         self._device = device
         self._dtype = wide_dtype(device)
         # By place among this rank's microbatches: loss, its weight, count, sum of the gradient's elements.
-        self._noted: dict[int, tuple[Tensor, float, float | Tensor, Tensor]] = {}
+        self._on_device: dict[int, tuple[Tensor, float, float | Tensor, Tensor]] = {}
         self._names_by_place: dict[int, tuple[str, ...]] = {}
         self._scalars: dict[int, Tensor] = {}  # beside the loss: totals and counts by place
         self.names: tuple[str, ...] = ()  # of these
@@ -53,13 +53,13 @@ class StepStats:
         self._mine = mine
         # On the host a list: writing to a tensor costs as much as a whole layer of a small model.
         self._rows: Any = [(0.0, 0.0, 0.0)] * len(self._mine) if self.on_host else None
-        self._noted.clear()
+        self._on_device.clear()
         self._names_by_place.clear()
         self._scalars.clear()
         self._scalar_rows: Tensor | None = None
         self.names = ()
 
-    def note(self, microbatch: int, loss: MicrobatchLoss, gradient_sum: Tensor) -> None:
+    def record(self, microbatch: int, loss: MicrobatchLoss, gradient_sum: Tensor) -> None:
         """Notes a microbatch's row."""
         index = self._mine.index(microbatch)
         if self._names_by_place and self.names != loss.names:
@@ -71,15 +71,15 @@ class StepStats:
             self._rows[index] = (loss.value.item() * loss.weight, float(loss.count), gradient_sum.item())
         else:
             value = loss.value.detach().to(self._dtype, copy=True)  # the loss function may write to its own tensor
-            self._noted[index] = value, loss.weight, loss.count, gradient_sum
+            self._on_device[index] = value, loss.weight, loss.count, gradient_sum
 
-    def note_nothing(self, microbatch: int, nothing: Tensor, gradient_sum: Tensor) -> None:
+    def record_empty(self, microbatch: int, nothing: Tensor, gradient_sum: Tensor) -> None:
         """Notes the row of a microbatch without samples."""
         index = self._mine.index(microbatch)
         if self.on_host:
             self._rows[index] = (0.0, 0.0, gradient_sum.item())
         else:
-            self._noted[index] = nothing.to(self._dtype), 0.0, 0.0, gradient_sum
+            self._on_device[index] = nothing.to(self._dtype), 0.0, 0.0, gradient_sum
 
     def exchange(self, communicator: Communicator, ranges: Sequence[range], header: Sequence[int]) -> list[list[int]]:
         """Gives every rank the rows of all microbatches; returns the headers of all ranks, from the same message."""
@@ -144,10 +144,12 @@ class StepStats:
 
     def _own_rows(self) -> Tensor:
         """The rows of this rank's microbatches, on the device."""
-        if not self._noted:
+        if not self._on_device:
             return torch.zeros(len(self._mine), COLUMNS, dtype=self._dtype, device=self._device)
         # In the order of the microbatches, those with samples first: a pipeline's may end in another one.
-        values, weights, counts, gradients = zip(*(self._noted[index] for index in sorted(self._noted)), strict=True)
+        values, weights, counts, gradients = zip(
+            *(self._on_device[index] for index in sorted(self._on_device)), strict=True
+        )
         factors = self._column(weights)
         are_means = not any(isinstance(count, Tensor) for count in counts) and counts == weights
         divisors = factors if are_means else self._column(counts)
@@ -245,7 +247,7 @@ class StepResult:
     _num_microbatches: int = field(repr=False)
     _scalars: Tensor | list[float] = field(repr=False)
     _event: torch.Event | None = field(default=None, repr=False)
-    _settle: Callable[[int], None] | None = field(default=None, repr=False)
+    _read_before: Callable[[int], None] | None = field(default=None, repr=False)
     _values: list[float] | None = field(default=None, repr=False)
     _names: tuple[str, ...] = field(default=(), repr=False)
 
@@ -313,8 +315,8 @@ class StepResult:
 
     def _fetch(self) -> list[float]:
         # Earlier steps first: the first of several failures is the one to raise, and the later steps did not update.
-        if self._settle is not None:
-            self._settle(self.step)
+        if self._read_before is not None:
+            self._read_before(self.step)
         self.check()
         return self._raw()
 

@@ -306,8 +306,8 @@ def check_elementwise(optimizers: Sequence[Optimizer], device: torch.device, by_
 
 
 @dataclass(frozen=True)
-class Layout:
-    """The layout of a module's parameter in memory and on the ranks, without a reference to it."""
+class ParameterPlacement:
+    """The placement of a module's parameter in memory and on the ranks, without a reference to it."""
 
     shape: torch.Size  # of the local shard
     sharding: Sharding | None  # None if every rank has the whole
@@ -330,32 +330,34 @@ class Layout:
         )
 
 
-def load_whole_weights(model: nn.Module, state: ShardedState, communicator: Communicator) -> None:
+def accept_whole_weights(model: nn.Module, state: ShardedState, communicator: Communicator) -> None:
     """Lets `load_state_dict` of a sharded model take unsharded tensors."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for module in model.modules():
-        layouts = {}
+        placements_by_key = {}
         for key, leaf in module._parameters.items():
             if leaf is not None:
                 name = names[id(leaf)]
                 of_dtensor = (leaf.device_mesh, leaf.placements, leaf.stride()) if isinstance(leaf, DTensor) else ()
-                layouts[key] = Layout(state.parts[name].shape, state.shardings.get(name), communicator, *of_dtensor)
-        if layouts:
-            _hook(module, layouts)
+                placements_by_key[key] = ParameterPlacement(
+                    state.parts[name].shape, state.shardings.get(name), communicator, *of_dtensor
+                )
+        if placements_by_key:
+            _hook(module, placements_by_key)
 
 
-def _hook(module: nn.Module, layouts: dict[str, Layout]) -> None:
-    def take(_: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Mapping[str, Any], *__: Any) -> None:
+def _hook(module: nn.Module, placements_by_key: dict[str, ParameterPlacement]) -> None:
+    def cut(_: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Mapping[str, Any], *__: Any) -> None:
         # assign=True replaces the parameter objects, which the optimizers and FSDP2 hold.
         if metadata.get("assign_to_params_buffers"):
             raise UsageError(
                 "load_state_dict(assign=True) would put other parameters in the place of those that are sharded over "
                 "the ranks; leave assign=True out, or load before train_step"
             )
-        for key, layout in layouts.items():
+        for key, placement in placements_by_key.items():
             # load_state_dict copies into the local shards in place, so that optimizers keep their
             # references.
             if prefix + key in state_dict:
-                state_dict[prefix + key] = layout.local_shard(state_dict[prefix + key])
+                state_dict[prefix + key] = placement.local_shard(state_dict[prefix + key])
 
-    module.register_load_state_dict_pre_hook(take)
+    module.register_load_state_dict_pre_hook(cut)

@@ -35,7 +35,7 @@ from samestep.engine.config import Sharded
 from samestep.engine.microbatch_runner import MicrobatchRunner
 from samestep.engine.norms import ShardedNorm, finite_sum
 from samestep.engine.observer import Observers
-from samestep.engine.parameters import check_same_model, settle_model
+from samestep.engine.parameters import check_same_model, move_model
 from samestep.engine.sharded_model import Group, ShardedModel
 from samestep.engine.sharded_state import MIXED
 from samestep.engine.strategy import MicrobatchGradients, StepParts, Strategy
@@ -45,10 +45,10 @@ from samestep.errors import DeterminismError, UsageError
 class TransportAllGather(AllGather):
     """Gathers the parameters of one module by our transport."""
 
-    def __init__(self, communicator: Communicator, observers: Observers, note: Callable[[], None]) -> None:
+    def __init__(self, communicator: Communicator, observers: Observers, on_gather: Callable[[], None]) -> None:
         self._communicator = communicator
         self._observers = observers
-        self._note = note
+        self._on_gather = on_gather
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory for what arrives."""
@@ -59,7 +59,7 @@ class TransportAllGather(AllGather):
     ) -> None:
         """Fills the output with the inputs of all ranks."""
         # The order in which modules are gathered is compared between the ranks at the end of the step.
-        self._note()
+        self._on_gather()
         transport = self._communicator.transport
         output_tensor.copy_(self._observers.waits(lambda: transport.gather(input_tensor).wait()))
 
@@ -71,13 +71,13 @@ class UnsummedReduceScatter(ReduceScatter):
         self,
         communicator: Communicator,
         observers: Observers,
-        take: Callable[[Tensor, Tensor], None],
+        receive: Callable[[Tensor, Tensor], None],
         unread: Callable[[int], Tensor],
         is_empty: Callable[[], bool],
     ) -> None:
         self._communicator = communicator
         self._observers = observers
-        self._take = take
+        self._receive = receive
         self._unread = unread
         self._is_empty = is_empty
         self._is_sum_next = False
@@ -100,7 +100,7 @@ class UnsummedReduceScatter(ReduceScatter):
         # An all-to-all: each rank receives its shard of every rank's gradient, and no transport adds.
         transport, sizes = self._communicator.transport, [part] * ranks
         received = self._observers.waits(lambda: transport.exchange(input_tensor, sizes, sizes).wait())
-        self._take(input_tensor, received)
+        self._receive(input_tensor, received)
 
 
 class ShardedGradientSum(MicrobatchGradients):
@@ -181,7 +181,7 @@ class ShardedGradientSum(MicrobatchGradients):
                 self._sums[number].push(Block(microbatch, 1), flat)
         # Modules that are called several times in a forward: now the sum over their calls is complete.
         for number, received in self._waiting.items():
-            self._push(number, received)
+            self._push_round(number, received)
         self._waiting = {}
         totals = [total.float() for total in self._totals]
         self._totals = []
@@ -236,8 +236,8 @@ class ShardedGradientSum(MicrobatchGradients):
     def _connect(self, number: int, group: Group, observers: Observers) -> None:
         """Replaces FSDP2's collectives for a module."""
         communicator, module = self._communicator, group.module
-        take = partial(self._take, number)
-        scatter = UnsummedReduceScatter(communicator, observers, take, self._unread_part, lambda: self._is_empty)
+        receive = partial(self._receive, number)
+        scatter = UnsummedReduceScatter(communicator, observers, receive, self._unread_part, lambda: self._is_empty)
         module.set_custom_reduce_scatter(scatter)
         # Neither a mean over the ranks, nor a rescaling for 16 bits: the tree adds plain sums.
         module.set_gradient_divide_factor(1.0)
@@ -256,23 +256,23 @@ class ShardedGradientSum(MicrobatchGradients):
         prefix = paths[id(group.module)]
         # FSDP2 makes the unsharded parameters at the first unsharding.
         group.module.unshard()  # gradients accumulate in the unsharded parameters, which exist only now
-        hooks = [group.module.register_forward_pre_hook(self._note_call(number))]  # type: ignore[attr-defined]
+        hooks = [group.module.register_forward_pre_hook(self._count_calls(number))]  # type: ignore[attr-defined]
         for path, parameter in group.module.named_parameters():  # type: ignore[attr-defined]
             name = f"{prefix}.{path}" if prefix else path
             if name in wanted and name in self._index and id(parameter) not in names:
                 self._inputs += (parameter,)
-                hooks.append(parameter.register_post_accumulate_grad_hook(self._note_use(self._index[name])))
+                hooks.append(parameter.register_post_accumulate_grad_hook(self._mark_used(self._index[name])))
         group.module.reshard()
         return hooks
 
-    def _note_call(self, number: int) -> Callable[..., None]:
+    def _count_calls(self, number: int) -> Callable[..., None]:
         def on_call(*_: object) -> None:
             is_run_anew = torch._C._current_graph_task_id() != -1  # in the backward, by activation checkpointing
             self._calls[number] += torch.is_grad_enabled() and not is_run_anew
 
         return on_call
 
-    def _note_use(self, index: int) -> Callable[[Tensor], None]:
+    def _mark_used(self, index: int) -> Callable[[Tensor], None]:
         reference = weakref.ref(self)  # the parameter outlives a step that the user drops
 
         def on_gradient(_: Tensor) -> None:
@@ -282,7 +282,7 @@ class ShardedGradientSum(MicrobatchGradients):
 
         return on_gradient
 
-    def _take(self, number: int, sent: Tensor, received: Tensor) -> None:
+    def _receive(self, number: int, sent: Tensor, received: Tensor) -> None:
         """Takes the received parts of a module's gradients; those of a module called several times are added first."""
         self._order.append(number)
         group = self._groups[number]
@@ -300,9 +300,9 @@ class ShardedGradientSum(MicrobatchGradients):
         elif self._calls[number] > 1:
             self._waiting[number] = received
         else:
-            self._push(number, received)
+            self._push_round(number, received)
 
-    def _push(self, number: int, received: Tensor) -> None:
+    def _push_round(self, number: int, received: Tensor) -> None:
         """Pushes the parts of a round's microbatches on the tree of a module."""
         group = self._groups[number]
         last = min(self._first + self._communicator.world_size, self._num_leaves)
@@ -350,7 +350,7 @@ class ShardedStrategy(Strategy):
         # Compared before it is sharded, and settled afterwards: each rank then moves its local shards alone.
         membership.perform(lambda: check_same_model(model, membership.communicator))
         self._sharded = ShardedModel(membership, model, optimizers, options)
-        settle_model(model, membership.communicator.device)
+        move_model(model, membership.communicator.device)
         self.state = self._sharded.state
         if options.param_dtype is not None:
             self.contract = {"param_dtype": options.param_dtype}

@@ -183,7 +183,7 @@ class Traces:
         self._before, self._ends = _values(self._model), {}
         self._membership.on_rank_asked = lambda name: self._asked.update({name: None})
 
-    def look(self) -> None:
+    def compare(self) -> None:
         """Compares with the state before the last microbatch, and with what other microbatches of the step left."""
         now = _values(self._model)
         for place, value in now.items():
@@ -249,11 +249,11 @@ def _values(model: nn.Module) -> Values:
     own = [(name, child) for name, child in model.named_modules() if not type(child).__module__.startswith("torch.")]
     found: Values = {}
     for name, value in plain_attributes(own):
-        _note(name, name, value, MAX_DEPTH, found)
+        _add_values(name, name, value, MAX_DEPTH, found)
     return found
 
 
-def _note(attribute: str, path: str, value: Any, depth: int, found: Values) -> None:
+def _add_values(attribute: str, path: str, value: Any, depth: int, found: Values) -> None:
     """Notes a value, or those in it. Entries that a dict gains are new places, so that a cache by size is no trace."""
     if isinstance(value, Tensor) and lacks_bytes(value):
         found[attribute, path] = (value.dtype, value.layout, version_of(value))
@@ -270,13 +270,13 @@ def _note(attribute: str, path: str, value: Any, depth: int, found: Values) -> N
     elif depth and isinstance(value, list | tuple | deque | set | frozenset):
         found[attribute, f"{path} length"] = len(value)
         for index, entry in enumerate(value if len(value) <= MAX_ENTRIES and not isinstance(value, set) else ()):
-            _note(attribute, f"{path}[{index}]", entry, depth - 1, found)
+            _add_values(attribute, f"{path}[{index}]", entry, depth - 1, found)
     elif depth and isinstance(value, dict):
         for key, entry in value.items() if len(value) <= MAX_ENTRIES else ():
-            _note(attribute, f"{path}[{key!r}]", entry, depth - 1, found)
+            _add_values(attribute, f"{path}[{key!r}]", entry, depth - 1, found)
     elif depth and not isinstance(value, _CLOSED) and isinstance(getattr(value, "__dict__", None), dict):
         for key, entry in vars(value).items():
-            _note(attribute, f"{path}.{key}", entry, depth - 1, found)
+            _add_values(attribute, f"{path}.{key}", entry, depth - 1, found)
 
 
 def _progress(one: Any) -> Any:

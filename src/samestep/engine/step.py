@@ -39,7 +39,7 @@ from samestep.engine.forward_backward import ForwardBackward, backward_on_this_t
 from samestep.engine.gradients import divide, scale
 from samestep.engine.losses import GlobalCounts, wide_dtype
 from samestep.engine.observer import HeartbeatObserver, Observers, StepObserver, observers_in_scope
-from samestep.engine.parameters import PurityCheck, is_tensor_parallel, named_parameters, settle_states
+from samestep.engine.parameters import PurityCheck, is_tensor_parallel, move_states, named_parameters
 from samestep.engine.result import ADVICE, Agreed, StepResult, StepStats, read_headers, write_header
 from samestep.engine.sharded_state import ShardedState
 from samestep.engine.side_effects import MOST_NAMES, WATCHED_STEPS, Traces
@@ -83,7 +83,7 @@ class TrainStep:
         self.began_trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
         self.observers = Observers([HeartbeatObserver(membership.heartbeat), *observers, *observers_in_scope()])
         self._used: set[str] = set()  # parameters that had a gradient in the first steps of this process
-        self._num_noted = 0
+        self._num_checked = 0
         self._failed = False  # once true, for good: the other ranks are at another step
         self._num_threads = torch.get_num_threads()
 
@@ -110,7 +110,7 @@ class TrainStep:
         options = ExchangeOptions(bucket_bytes, config.overlap)
         try:
             self.strategy = make_strategy(membership, model, self.optimizers, config.strategy, options)
-            settle_states(self.optimizers)
+            move_states(self.optimizers)
         except (RuntimeError, MemoryError) as error:
             from samestep.engine.diagnosis import describe_model_shortage, is_out_of_memory
 
@@ -218,7 +218,7 @@ class TrainStep:
 
         # 3. The same arithmetic on every rank.
         used = agreed.flags[num_flags:]
-        self._note_used(used)
+        self._check_used(used)
         self.observers.on_phase("update")
         return self._update(batch, num_leaves, used)
 
@@ -258,11 +258,11 @@ class TrainStep:
         membership.stop, membership.checkpoint_agreed = agreed.stop, agreed.checkpoint
         return agreed
 
-    def _note_used(self, used: list[bool]) -> None:
+    def _check_used(self, used: list[bool]) -> None:
         """Names the parameters that got no gradient in the first steps; raises a `UsageError` if none got one."""
-        if self._num_noted == FIRST_STEPS:
+        if self._num_checked == FIRST_STEPS:
             return
-        self._num_noted += 1
+        self._num_checked += 1
         names = [name for name, parameter in self._named.items() if parameter.requires_grad]
         self._used.update(name for name, is_used in zip(names, used, strict=True) if is_used)
         if not self._used:
@@ -272,7 +272,7 @@ class TrainStep:
                 "loss depends on other tensors alone; check detach(), no_grad, and what the optimizer holds"
             )
         missing = [name for name in names if name not in self._used]
-        if missing and self._num_noted == FIRST_STEPS:
+        if missing and self._num_checked == FIRST_STEPS:
             self.membership.notice(
                 f"{len(missing)} of {len(names)} parameters got no gradient in the first {FIRST_STEPS} steps, such as "
                 f"{', '.join(missing[:MOST_NAMES])}: check detach() and no_grad, or freeze them (requires_grad)"
@@ -419,10 +419,10 @@ class TrainStep:
             scalars = torch.empty(scalars.shape, dtype=scalars.dtype, pin_memory=True).copy_(scalars, non_blocking=True)
             event = torch.Event(scalars_on)
             event.record(torch.cuda.current_stream(scalars_on))  # the device need not be the current one
-        settle = self._read_up_to if self._finite.is_late else None
+        read_before = self._read_up_to if self._finite.is_late else None
         number, num_microbatches = self.num_steps, self.membership.num_microbatches
         light, names = batch.without_samples(), self._stats.names
-        return StepResult(number, batch.length, light, num_microbatches, scalars, event, settle, _names=names)
+        return StepResult(number, batch.length, light, num_microbatches, scalars, event, read_before, _names=names)
 
     def _read(self, result: StepResult, schedule: _Schedule | None) -> None:
         """Raises the failure of a step; later steps then update again, from the state before that one."""

@@ -28,7 +28,7 @@ from samestep.engine.losses import wide_dtype
 from samestep.engine.microbatch_runner import MicrobatchRunner
 from samestep.engine.norms import block_norm, block_norms
 from samestep.engine.observer import Observers
-from samestep.engine.parameters import check_same_tensors, settle_model
+from samestep.engine.parameters import check_same_tensors, move_model
 from samestep.engine.sharded_state import MIXED, ShardedState, Sharding, check_contiguous, check_elementwise
 from samestep.engine.strategy import ExchangeOptions, MicrobatchGradients, StepParts, Strategy
 from samestep.errors import DeterminismError, PeerLostError, UsageError
@@ -49,7 +49,7 @@ class TensorParallelStrategy(Strategy):
         self, membership: Membership, model: nn.Module, optimizers: Sequence[Optimizer], exchange: ExchangeOptions
     ) -> None:
         super().__init__(membership, model)
-        settle_model(model, membership.communicator.device)
+        move_model(model, membership.communicator.device)
         membership.rely_on_all()  # each rank has state that no other has: none can be lost
         check_elementwise(optimizers, membership.communicator.device, by_rows=False)
         self._exchange = exchange

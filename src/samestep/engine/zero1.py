@@ -45,7 +45,7 @@ class Zero1Parts:
         dtypes = [parameter.dtype for parameter in parameters]
         self._norm = ShardedNorm(communicator, [shardings[name] for name in names], dtypes)
 
-    def settle(self) -> None:
+    def relink(self) -> None:
         """Makes the parts views of the parameters again if these have other memory now (`model.to`, `p.data = …`)."""
         rank = self._communicator.rank
         for name, parameter in zip(self._names, self._parameters, strict=True):
@@ -67,7 +67,7 @@ class Zero1Parts:
             self.state.parts[name].grad = views[name] if is_used else None
 
     @torch.no_grad()
-    def hand_out(self) -> None:
+    def gather_parameters(self) -> None:
         """Gathers the parameters' parts of all ranks."""
         pending = []
         for bucket in self._buckets:

@@ -22,7 +22,7 @@ from samestep.data.tensors import TensorData
 from samestep.engine.config import autocast, check_precision
 from samestep.engine.forward_backward import compiling_alike
 from samestep.engine.losses import describe, wide_dtype
-from samestep.engine.parameters import settle_model
+from samestep.engine.parameters import move_model
 from samestep.errors import DeterminismError, UsageError
 from samestep.metrics import Metric, StateMetric, as_metric, result, sums
 
@@ -245,7 +245,7 @@ def _evaluating(model: nn.Module, device: torch.device, precision: str) -> Itera
     which another rank may run.
     """
     dtype = check_precision(precision)
-    settle_model(model, device)
+    move_model(model, device)
     modes = [(module, module.training) for module in model.modules()]
     places = [(module, key, buffer) for module in model.modules() for key, buffer in module._buffers.items()]
     kept = [(m, k, b, None if b is None else b.clone(), 0 if b is None else version_of(b)) for m, k, b in places]

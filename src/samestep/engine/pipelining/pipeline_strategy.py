@@ -18,7 +18,7 @@ from samestep.engine.config import Pipeline
 from samestep.engine.forward_backward import check_differentiable, graph_nodes
 from samestep.engine.losses import MicrobatchLoss, wide_dtype
 from samestep.engine.observer import Observers
-from samestep.engine.parameters import check_same_model, settle_model
+from samestep.engine.parameters import check_same_model, move_model
 from samestep.engine.pipelining.p2p import Contents, packed, unpacked
 from samestep.engine.pipelining.schedule import BACKWARD, FORWARD, Action, StageMessages, actions_of
 from samestep.engine.pipelining.stage_model import PipelinedGradientSum, PipelinedModel, StageBuffers
@@ -189,7 +189,7 @@ class StageRunner:
         if self._stage:
             self._messages.send(BACKWARD, [value, stats, *found], weight)
         elif self._membership.mine:
-            self._stats.note(microbatch, MicrobatchLoss(value, weight, stats[0]), stats[1])
+            self._stats.record(microbatch, MicrobatchLoss(value, weight, stats[0]), stats[1])
 
     def _differentiate(self, kept: MicrobatchInStage, seeds: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Leaves the gradients of the parameters in their `.grad`; returns those of the inputs."""
@@ -287,7 +287,7 @@ class PipelineStrategy(Strategy):
         membership.perform(lambda: check_same_model(model, membership.communicator))
         self._exchange = exchange
         self.pipelined = PipelinedModel(membership, model, optimizers, options)
-        settle_model(model, membership.communicator.device)
+        move_model(model, membership.communicator.device)
         super().__init__(membership, self.pipelined.whole)
         self.state = self.pipelined.state
 
