@@ -9,7 +9,6 @@ import multiprocessing.util
 import os
 import sys
 import tempfile
-import textwrap
 import threading
 import time
 from dataclasses import dataclass, field
@@ -23,7 +22,8 @@ import psutil
 import simulated_collectives
 import simulated_membership
 import simulated_processes
-from grammar import HEAD, Program, programs
+import simulated_ranks
+from grammar import Program, programs
 from hypothesis import strategies as st
 from simulated_collectives import Call
 from simulated_membership import Fault, Schedule
@@ -50,7 +50,7 @@ def over_processes(program, check, strategies=("replicate",) * 2, ranks=(0, 0), 
     first, second = ("replicate",) * 2 if check == "launchers" else strategies
     if {first, second} & grammar.OF_TIERS:
         second = first  # no other one has its bits
-    program = grammar.replace(program, options=(), named="", files=False)  # which place ranks, or look at one of them
+    program = program.but(options=(), named="", files=False)  # which place ranks, or look at one of them
     program = program if check == "launchers" else saved(grammar.placed(program, first, second))
     given, total = [], []
     for name, number in zip((first, second), ranks, strict=True):
@@ -66,11 +66,11 @@ def over_processes(program, check, strategies=("replicate",) * 2, ranks=(0, 0), 
     is_lost = all(how not in ("stop", "exception") for *_, how in faults)
     heals = first in ("replicate", "zero1") and is_lost and len(faults) < total[0]
     numbers = {
-        "first": given[0],
-        "second": given[1],
+        "first": f"dict({given[0]})",
+        "second": f"dict({given[1]})",
         "ranks_first": total[0],
         "ranks_second": total[1],
-        "reference": f"in_processes({inner}, train, {given[0]})[0][0]" if first in grammar.OF_TIERS else "one",
+        "inner": inner if first in grammar.OF_TIERS else 0,
         "faults": [*faults],
         "heals": heals,
         "policy": {"replace": True, "max_restarts": len(faults)} if heals and "replaces" in more else {},
@@ -78,154 +78,20 @@ def over_processes(program, check, strategies=("replicate",) * 2, ranks=(0, 0), 
     return Case(program, (check,), place=place, numbers=numbers)
 
 
-TEXTS = {
-    "ranks": """
-        for found in in_turns({ranks}, train, order={order}):
-            check_same(found, one)
-    """,
-    "resumed": """
-        for found in in_turns({ranks}, train, folder / "run", order={order}):
-            check_same(found, one)
-        places = sorted((folder / "run" / "checkpoints").glob("step-*"))
-        assert places
-        stride = -(-len(places) // 5)
-        for place in {{*places[{place} % stride :: stride], places[-1]}}:
-            done = int(place.name[5:])
-            others = (done + {ranks}) % {most} + 1
-            for found in in_turns(others, train, None, place, order={order}):
-                check_same(found, one, done, ("draws", "drawn") if place == places[-1] else ())
-    """,
-    "seldom": """
-        check_same(in_turns(1, train, folder / "seldom", every=3)[0], one)
-    """,
-    "watched": """
-        check_same(in_turns({ranks}, train, looks=True)[0], one)
-    """,
-    "workers": """
-        check_same(in_turns(1, train, num_workers=2)[0], one)
-    """,
-    "resumed workers": """
-        whole = in_turns(1, train, folder / "workers", num_workers=1)[0]
-        places = sorted((folder / "workers" / "checkpoints").glob("step-*"))[:-1]
-        for place in places[{place} % max(1, len(places)) :][:1]:
-            check_same(in_turns(1, train, None, place, num_workers=2)[0], whole, int(place.name[5:]))
-    """,
-    "plain": """
-        check_same(plain(), {{name: one[name] for name in ("digest", "weights")}})
-    """,
-    "nearly plain": """
-        for a, b in zip(one["weights"], plain()["weights"], strict=True):
-            assert abs(a - b) <= 1e-4 * (1 + abs(b)), (a, b)  # another order of the sums: float32, some steps
-    """,
-    "loops": """
-        check_same(in_turns(1, train_by_hand)[0], one, but=("history", "best", "drawn", "averaged"))
-    """,
-    "lost": """
-        world = Turns({ranks})
-        world.run(lambda t: train(Communicator(torch.device("cpu"), t, t, "ordered"), folder / "whole"))
-        lost = {order} % {ranks}, {place} % world.exchanges
-        assert in_turns({ranks}, train, folder / "run", lost=lost) == "lost"
-        place = folder / "run" if any((folder / "run" / "checkpoints").glob("step-*")) else None
-        for found in in_turns({others}, train, None, place):
-            check_same(found, one, 1 << 30, ("draws", "drawn"))
-    """,
-    "stopped": """
-        first = {place} % len(one["losses"])
-        in_turns({ranks}, train, folder / "run", stops=({order} % {ranks}, first))
-        in_turns({others}, train, folder / "run", resume="auto", stops=(0, first + {count}))
-        for found in in_turns({ranks}, train, folder / "run", resume="auto"):
-            check_same(found, one, 1 << 30, ("draws", "drawn"))
-    """,
-    "named": """
-        with redirect_stderr(io.StringIO()) as said:
-            in_turns(1, train, folder / "named")
-        assert {named!r} in said.getvalue(), said.getvalue()
-    """,
-    "full disk": """
-        with failing(folder / "run", 1 << 30, 0, "full") as disk:
-            in_turns(1, train, folder / "run")
-        shutil.rmtree(folder / "run")
-        try:
-            with failing(folder / "run", 1 + {place} % disk.seen, {count}, "full"):
-                found = in_turns({ranks}, train, folder / "run")
-        except RunFolderError:
-            found = None
-        if found is None:
-            found = in_turns({others}, train, folder / "run", resume="auto")
-        for each in found:
-            check_same(each, one, 1 << 30, ("draws", "drawn"))
-    """,
-    "crash": """
-        with failing(folder / "run", 1 << 30, 0, "full") as disk:
-            in_turns(1, train, folder / "run")
-        shutil.rmtree(folder / "run")
-        with failing(folder / "run", 1 + {place} % disk.seen, 1, "crash"), suppress(BaseException):
-            in_turns(1, train, folder / "run")
-        if (folder / "run").exists():
-            shutil.copytree(folder / "run", folder / "left")  # without the lock, which ends with a process
-        for found in in_turns({others}, train, folder / "left", resume="auto"):
-            check_same(found, one, 1 << 30, ("draws", "drawn"))
-    """,
-    "damaged": """
-        in_turns({ranks}, train, folder / "run")
-        places = sorted((folder / "run" / "checkpoints").glob("step-*"))
-        file = sorted(places[-1].iterdir())[{place} % len([*places[-1].iterdir()])]
-        data = bytearray(file.read_bytes())
-        data[{order} * len(data) // 100] ^= 1
-        file.write_bytes(data)
-        if len(places) > 1:
-            for found in in_turns({others}, train, None, folder / "run"):
-                check_same(found, one, 1 << 30, ("draws", "drawn"))
-    """,
-    "strategies": """
-        one = {reference}
-        for found in in_processes({ranks_first}, train, folder / "run", {first})[0]:
-            check_same(found, one, but=("weights",))
-        places = sorted((folder / "run" / "checkpoints").glob("step-*"))
-        place = places[{place} % len(places)]
-        done, but = int(place.name[5:]), ("weights", "draws", "drawn") if place == places[-1] else ("weights",)
-        for found in in_processes({ranks_second}, train, None, place, {second})[0]:
-            check_same(found, one, done, but)
-    """,
-    "struck": """
-        one = {reference}
-        whole, calls, _ = in_processes({ranks_first}, train, folder / "whole", {first})
-        for found in whole:
-            check_same(found, one, but=("weights",))
-        faults = [drawn_fault(calls, *each) for each in {faults}]
-        found, _, outcome = in_processes(
-            {ranks_first}, train, folder / "run", {first}, faults=faults, policy={policy}
-        )
-        if outcome.exit_code:
-            assert not {heals}, outcome.failure
-            found = in_processes({ranks_second}, train, folder / "run", resume="auto", {second})[0]
-        assert found
-        for each in found:
-            check_same(each, one, 1 << 30, ("weights", "draws", "drawn"))
-        check_same(ledger(folder / "run"), ledger(folder / "whole"))
-    """,
-    "launchers": """
-        ways = "run --devices cpu:{ranks_first}", "torch.distributed.run --nproc-per-node {ranks_first}"
-        for options in [f"-m samestep {{ways[0]}}", f"-m {{ways[1]}}", ""]:
-            for found in by_command(__file__, options.split(), folder):
-                check_same(found, one)
-        check_same(samestep.launch(train, devices="cpu:{ranks_first}"), one)
-    """,
-}
 EXCUSES = {  # of a check that says nothing about a program
     # A loader of one's own draws a seed for workers that begin, and they draw by it.
     "workers": lambda p: p.data in ("streams", "iterable", "own loader", "own persistent"),
     "resumed workers": lambda p: p.data in ("streams", "iterable", "own loader"),
     "resumed": lambda p: any("keep=2" in option for option in p.options),  # some are gone
     "stopped": lambda p: p.calls,  # of which the next one goes on
-    "plain": lambda p: not (p.plain and p.microbatches == 1),
-    "nearly plain": lambda p: not (p.plain and p.microbatches > 1),
+    "plain": lambda p: not (p.is_plain and p.microbatches == 1),
+    "nearly plain": lambda p: not (p.is_plain and p.microbatches > 1),
     "loops": lambda p: (
         p.loop == "own"
         or p.data in grammar.OF_LOADERS
         or bool(p.hooks or p.calls or p.patience or p.steps or p.best)
         or any(option.startswith(("fit", "Trainer: state")) for option in p.options)
-        or p.scheduler in ("epochs", "plateau")
+        or p.scheduler in grammar.BY_HOOK
     ),
 }
 PLAIN_CHECKS = ["plain", "nearly plain"]  # wherever they apply
@@ -338,7 +204,7 @@ def schedules():
 
 def saved(program):
     """The program by a trainer, which writes a run folder."""
-    return grammar.allowed(grammar.replace(program, loop="trainer"))
+    return grammar.allowed(program.but(loop="trainer"))
 
 
 def script(case):
@@ -352,47 +218,39 @@ def script(case):
         listed = "".join(f"    {call!r},\n" for call in drawn)
         head = Path(simulated_collectives.__file__).read_text()
         return f"{head}\n\nCALLS = [\n{listed}]\n\ncheck_calls(CALLS, {ranks}, {odd!r}, {at})\n"
-    program = case.program
-    wanted = case.checks if case.numbers else dict.fromkeys([*case.checks, *PLAIN_CHECKS])
+    program, processes = case.program, bool(case.numbers)
+    wanted = case.checks if processes else dict.fromkeys([*case.checks, *PLAIN_CHECKS])
     checks = [name for name in wanted if not EXCUSES.get(name, lambda p: False)(program)] or ["resumed"]
     checks = ["named"] if program.named else checks
     most = min(4, program.microbatches)
-    numbers = {
-        "ranks": min(case.ranks, most),
-        "most": most,
-        "others": case.order % most + 1,
-        "order": case.order,
-        "place": case.place,
-        "count": case.count,
-        "named": grammar.NAMED.get(program.named),
-        **case.numbers,
-    }
-    head = HEAD.read_text().split('"""\n', 1)[1]
-    head = head.replace("import sys\n", "import io\nimport shutil\nimport sys\nimport tempfile\n")
-    more = "contextlib import contextmanager, redirect_stderr, suppress\nfrom pathlib import Path"
-    head = head.replace("contextlib import contextmanager", more)
-    head = head.replace("import PeerLostError", "import PeerLostError, RunFolderError")
-    body = grammar.text(program)
+    numbers = {"ranks": min(case.ranks, most), "most": most, "others": case.order % most + 1, "order": case.order}
+    numbers |= {"place": case.place, "count": case.count, "named": repr(grammar.NAMED.get(program.named))}
+    numbers |= case.numbers
+    heads = [simulated_ranks, simulated_processes] if processes else [simulated_ranks]
+    texts = [Path(head.__file__).read_text() for head in heads]
+    texts = [texts[0].split('"""\n\n', 1)[1], *(text.replace(FROM_HEAD, "") for text in texts[1:])]
+    texts.append(grammar.text(program, processes=processes))
     if "loops" in checks:
-        by_hand = grammar.text(grammar.replace(program, loop="own", evaluated=False))
-        body += "\n\ndef train_by_hand(" + by_hand.split("def train(", 1)[1].split("\n\n\n")[0]
-    by_command = ""
-    if case.numbers:
-        made = "    optimizer = make_optimizer(model)\n"
-        body = body.replace(made, f"    strategy = divided(run, model, strategy)\n{made}")
-        body = Path(simulated_processes.__file__).read_text() + "\n\n" + body
-        by_command = "    train_by_command()\n"
-    text = "".join(textwrap.dedent(TEXTS[name]).format(**numbers) for name in checks)
-    return (
-        f'"""{program}: {", ".join(checks)}."""\n{head}\n\n{body}\n\n'
-        f"def check(folder, one):\n{textwrap.indent(text, '    ')}\n\n"
+        by_hand = grammar.text(program.but(loop="own", evaluated=""), "train_by_hand")
+        texts.append(next(part for part in by_hand.split("\n\n\n") if part.startswith("def train_by_hand")))
+    functions = {"plain": "plain", "nearly plain": "plain", "loops": "train_by_hand"}
+    calls = [f"check_{name.replace(' ', '_')}({functions.get(name, 'train')}, one, folder, n)" for name in checks]
+    texts.append(
+        f"def check(folder, one):\n    n = SimpleNamespace({', '.join(f'{k}={v}' for k, v in numbers.items())})\n"
+        + "".join(f"    {call}\n" for call in calls)
+    )
+    texts.append(
         'if __name__ == "__main__":\n'
-        f"{by_command}    with tempfile.TemporaryDirectory() as folder:\n"
+        f"{'    train_by_command()' if processes else ''}\n    with tempfile.TemporaryDirectory() as folder:\n"
         "        check(Path(folder), in_turns(1, train)[0])\n"
         '    print("all checks hold")\n'
     )
+    texts[0] = f'"""{program}: {", ".join(checks)}."""\n{IMPORTS}{texts[0]}'
+    return grammar.used("\n\n\n".join(texts), {"check", "in_turns"})
 
 
+IMPORTS = "import tempfile\nfrom pathlib import Path\nfrom types import SimpleNamespace\n"
+FROM_HEAD = "from simulated_ranks import check_same, checkpoints_in\n"
 MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # where syncing files takes no time
 
 

@@ -1,13 +1,13 @@
 """The grammar of other people's scripts: from choices to the text of one, and how it is run and compared."""
 
-import re
 import textwrap
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import ClassVar
 
+import grammar
 import simulated_scripts
-from grammar import BLOCK, CLASS_BLOCKS, SIMPLE_BLOCKS
 from hypothesis import strategies as st
 
 TEMPLATE = Path(__file__).with_name("drawn_script.txt")
@@ -106,14 +106,10 @@ class Call:
         )
 
 
-class Script(dict):
-    """The choices of a script; those left out are the simplest."""
+class Script(grammar.Choices):
+    """The choices of a script."""
 
-    def __init__(self, **choices):
-        super().__init__({name: values[0] for name, values in CHOICES.items()} | {"blocks": (), "calls": ()} | choices)
-
-    def __repr__(self):
-        return f"Script({', '.join(f'{name}={value!r}' for name, value in self.items() if value != Script()[name])})"
+    simplest: ClassVar = {name: values[0] for name, values in CHOICES.items()} | {"blocks": (), "calls": ()}
 
 
 @st.composite
@@ -140,46 +136,46 @@ def scripts(draw):
 def allowed(**choices):
     """The nearest script that torch and the documentation allow."""
     s = Script(**choices)
-    kind, ranks, is_alone = s["kind"], s["ranks"], s["kind"] in ONE_PROCESS
-    if kind != "ddp":
-        s |= {"option": "", "uneven": False, "sync": False}
-    if kind in ("fsdp", "accelerate"):
-        s["gpus"] = False
+    is_alone = s.kind in ONE_PROCESS
+    if s.kind != "ddp":
+        s.option, s.uneven, s.sync = "", False, False
+    if s.kind in ("fsdp", "accelerate"):
+        s.gpus = False
     if is_alone:
-        s["calls"] = ()
-    if s["sync"]:
-        s |= {"uneven": False, "blocks": (*s["blocks"], "batch norm")}
-    if s["uneven"]:  # ranks that have ended take part in the exchanges of the others, and in nothing else
-        s |= {"calls": (), "sampler": "every other", "early": False, "accumulate": 1, "option": ""}
-        s["blocks"] = tuple(name for name in s["blocks"] if name != "batch norm")
-    elif s["sampler"] == "every other":
-        s["samples"] -= s["samples"] % ranks
-    if (is_alone or kind == "accelerate") and s["sampler"] not in ("random", "replaced"):
-        s["sampler"] = "shuffled"
-    if "batch norm" in s["blocks"]:  # no chunk of one sample
-        s |= {"batch": 2 * ranks if is_alone else 2, "samples": 4 * ranks}
-    if s["option"] == "static_graph=True":
-        s["accumulate"] = 1
-    if kind == "fsdp":
-        if s["saves"] and s["optimizer"] == "SGD":  # torch loads no state of an optimizer that has none
-            s["optimizer"] = "SGD, momentum=0.9"
-        s["blocks"] = tuple(name for name in s["blocks"] if name not in ("frozen", "weight norm"))
-    s["early"] &= compared(s) != "words"  # other numbers end it elsewhere
+        s.calls = ()
+    if s.sync:
+        s.uneven, s.blocks = False, (*s.blocks, "batch norm")
+    if s.uneven:  # ranks that have ended take part in the exchanges of the others, and in nothing else
+        s.calls, s.sampler, s.early, s.accumulate, s.option = (), "every other", False, 1, ""
+        s.blocks = tuple(name for name in s.blocks if name != "batch norm")
+    elif s.sampler == "every other":
+        s.samples -= s.samples % s.ranks
+    if (is_alone or s.kind == "accelerate") and s.sampler not in ("random", "replaced"):
+        s.sampler = "shuffled"
+    if "batch norm" in s.blocks:  # no chunk of one sample
+        s.batch, s.samples = 2 * s.ranks if is_alone else 2, 4 * s.ranks
+    if s.option == "static_graph=True":
+        s.accumulate = 1
+    if s.kind == "fsdp":
+        if s.saves and s.optimizer == "SGD":  # torch loads no state of an optimizer that has none
+            s.optimizer = "SGD, momentum=0.9"
+        s.blocks = tuple(name for name in s.blocks if name not in ("frozen", "weight norm"))
+    s.early &= compared(s) != "words"  # other numbers end it elsewhere
     return s
 
 
 def script(case):
     """The text that runs the scripts of a case in each way and compares."""
     first = case[0]
-    reference = "python" if first["kind"] in ONE_PROCESS else "torch"
-    if any(s["sync"] for s in case):
+    reference = "python" if first.kind in ONE_PROCESS else "torch"
+    if any(s.sync for s in case):
         reference = "none"  # torch has it for GPUs alone
-    texts = [text(case), text([Script(**{**s, "gpus": False}) for s in case])]
+    texts = [text(case), text([s.but(gpus=False) for s in case])]
     return (
         f'"""Drawn by the simulator: {case!r}."""\n'
         + Path(simulated_scripts.__file__).read_text().split('"""\n', 1)[1]
         + "".join(f'\n\n{name} = r"""\n{each}\n"""' for name, each in zip(("SCRIPT", "ON_CPUS"), texts, strict=True))
-        + f'\n\ncheck_script(SCRIPT, {first["ranks"]}, ON_CPUS, "{reference}")\nprint("all checks hold")\n'
+        + f'\n\ncheck_script(SCRIPT, {first.ranks}, ON_CPUS, "{reference}")\nprint("all checks hold")\n'
     )
 
 
@@ -190,32 +186,29 @@ def text(case):
 
 def compared(s):
     """How the lines of a script are compared with those without samestep."""
-    if s["seeds"] == "none" or (s["kind"] in ONE_PROCESS and {*s["blocks"]} & CHUNKED):
+    if s.seeds == "none" or (s.kind in ONE_PROCESS and {*s.blocks} & CHUNKED):
         return "words"
-    if s["ranks"] == 2 and s["kind"] not in ONE_PROCESS:
+    if s.ranks == 2 and s.kind not in ONE_PROCESS:
         return "bits"  # of two numbers there is one sum
-    return "words" if s["half"] or not s["optimizer"].startswith("SGD") else "rounding"
+    return "words" if s.half or not s.optimizer.startswith("SGD") else "rounding"
 
 
 def _text(s, **places):
     """The lines of the template whose condition holds, with the choices filled in."""
-    calls, blocks = [*enumerate(s["calls"])], {name: CLASS_BLOCKS.get(name) for name in s["blocks"]}
-    made = {name: f"{c.split('class ')[1].split('(')[0]}()" if c else SIMPLE_BLOCKS[name] for name, c in blocks.items()}
+    calls = [*enumerate(s.calls)]
     names = {
-        **s,
+        **vars(s),
         **places,
-        "alone": s["kind"] in ONE_PROCESS,
-        "scaled": s["half"] and s["kind"] not in ("fsdp", "accelerate"),
+        "alone": s.kind in ONE_PROCESS,
+        "scaled": s.half and s.kind not in ("fsdp", "accelerate"),
         "compared": compared(s),
-        "loading": LOADING.get(s["sampler"], "batch_size=BATCH, sampler=sampler"),
-        "classes": "\n".join(textwrap.dedent(c).rstrip() for c in (BLOCK, *blocks.values()) if c),
-        "model": ", ".join(["nn.Linear(6, 6)", *(made[name] for name in s["blocks"]), "nn.Linear(6, 3)"]),
+        "loading": LOADING.get(s.sampler, "batch_size=BATCH, sampler=sampler"),
+        "CLASSES": grammar.CLASSES.strip(),
+        "model": ", ".join(["nn.Linear(6, 6)", *(grammar.BLOCKS[name] for name in s.blocks), "nn.Linear(6, 3)"]),
         "functions": "\n\n\n".join(call.lines(number) for number, call in calls),
         "begun": "; ".join(f"end_{n} = {call.begun(n)}" + f"; end_{n}()" * (not call.later) for n, call in calls),
         "ended": "; ".join(f"end_{n}()" for n, call in calls if call.later),
-        "sampler": SAMPLERS.get(s["sampler"]),
-        "trained": "{}(model.parameters(), lr=0.05,{})".format(*s["optimizer"].partition(",")[::2]),
+        "sampler": SAMPLERS.get(s.sampler),
+        "trained": "{}(model.parameters(), lr=0.05,{})".format(*s.optimizer.partition(",")[::2]),
     }
-    lines = [line.split("  #? ") for line in TEMPLATE.read_text().splitlines()]
-    kept = "\n".join(line for line, *condition in lines if not condition or eval(condition[0], dict(names)))
-    return re.sub("<<(.*?)>>", lambda found: str(eval(found[1], dict(names))), kept)
+    return grammar.rendered(TEMPLATE.read_text(), names)

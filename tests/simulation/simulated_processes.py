@@ -16,6 +16,7 @@ from collections import Counter
 from pathlib import Path
 
 import psutil
+from simulated_ranks import check_same, checkpoints_in
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -56,7 +57,7 @@ class Calls:
         if how == "stop":
             os.kill(int(os.environ["SIMULATED_SUPERVISOR"]), signal.SIGTERM)
         elif how == "hang":
-            time.sleep(1000)
+            time.sleep(SECONDS)  # in files that is waited for, and the rank goes on
         else:
             os.kill(os.getpid(), getattr(signal, how))
 
@@ -132,11 +133,44 @@ def ledger(folder):
     }
 
 
-def divided(run, model, strategy):
-    """Divides the first and the last layer for "tensor", which is no strategy of a step."""
-    if strategy != "tensor":
-        return strategy
-    last = str(len(model) - 1)
-    plan = {"0": ColwiseParallel(output_layouts=Replicate()), last: RowwiseParallel(input_layouts=Replicate())}
-    parallelize_module(model, run.mesh["tensor"], plan)
-    return "replicate"
+def divide(run, model, placing):
+    """Divides the first and the last layer along an axis "tensor", which no strategy of a step does."""
+    if "tensor" in placing.get("mesh", ()):
+        last = str(len(model) - 1)
+        plan = {"0": ColwiseParallel(output_layouts=Replicate()), last: RowwiseParallel(input_layouts=Replicate())}
+        parallelize_module(model, run.mesh["tensor"], plan)
+
+
+def check_strategies(train, one, folder, n):
+    one = in_processes(n.inner, train, **n.first)[0][0] if n.inner else one
+    for found in in_processes(n.ranks_first, train, folder / "run", **n.first)[0]:
+        check_same(found, one, but=("weights",))
+    places = checkpoints_in(folder / "run")
+    place = places[n.place % len(places)]
+    but = ("weights", "draws", "drawn") if place == places[-1] else ("weights",)
+    for found in in_processes(n.ranks_second, train, None, place, **n.second)[0]:
+        check_same(found, one, int(place.name[5:]), but)
+
+
+def check_struck(train, one, folder, n):
+    one = in_processes(n.inner, train, **n.first)[0][0] if n.inner else one
+    whole, calls, _ = in_processes(n.ranks_first, train, folder / "whole", **n.first)
+    for found in whole:
+        check_same(found, one, but=("weights",))
+    faults = [drawn_fault(calls, *each) for each in n.faults]
+    found, _, outcome = in_processes(n.ranks_first, train, folder / "run", faults=faults, policy=n.policy, **n.first)
+    if outcome.exit_code:
+        assert not n.heals, outcome.failure
+        found = in_processes(n.ranks_second, train, folder / "run", resume="auto", **n.second)[0]
+    assert found
+    for each in found:
+        check_same(each, one, 1 << 30, ("weights", "draws", "drawn"))
+    check_same(ledger(folder / "run"), ledger(folder / "whole"))
+
+
+def check_launchers(train, one, folder, n):
+    ways = f"run --devices cpu:{n.ranks_first}", f"torch.distributed.run --nproc-per-node {n.ranks_first}"
+    for options in [f"-m samestep {ways[0]}", f"-m {ways[1]}", ""]:
+        for found in by_command(__file__, options.split(), folder):
+            check_same(found, one)
+    check_same(samestep.launch(train, devices=f"cpu:{n.ranks_first}"), one)

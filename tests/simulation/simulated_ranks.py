@@ -1,13 +1,16 @@
-"""Ranks that take turns in an order drawn from a seed, of which one may be lost, and a disk that may fail.
+"""Ranks that take turns in an order drawn from a seed, of which one may be lost, a disk that may fail, and the checks.
 
-Its text is the head of each script that the simulator prints.
+A check takes the functions of the program that it runs, what an undisturbed rank returns, a folder, and drawn numbers.
+What is used of its text is the head of each script that the simulator prints.
 """
 
 import errno
+import io
 import os
 import random
+import shutil
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, suppress
 from unittest.mock import patch
 
 import numpy as np
@@ -15,7 +18,7 @@ import torch
 
 from samestep.comm.communicator import Communicator
 from samestep.comm.sequential import SequentialWorld
-from samestep.errors import PeerLostError
+from samestep.errors import PeerLostError, RunFolderError
 from samestep.runs.run_log import RunLog
 
 
@@ -133,3 +136,122 @@ def check_same(found, expected, since=-1, but=()):
         if ours != theirs:
             wrong[name] = f"{ours}, not {theirs}" if name not in ("weights", "digest") else "another one"
     assert not wrong, wrong
+
+
+def checkpoints_in(folder):
+    """The checkpoints below a folder, from the first step on."""
+    return sorted((folder / "checkpoints").glob("step-*"))
+
+
+def check_ranks(train, one, folder, n):
+    for found in in_turns(n.ranks, train, order=n.order):
+        check_same(found, one)
+
+
+def check_resumed(train, one, folder, n):
+    for found in in_turns(n.ranks, train, folder / "run", order=n.order):
+        check_same(found, one)
+    places = checkpoints_in(folder / "run")
+    assert places
+    stride = -(-len(places) // 5)
+    for place in {*places[n.place % stride :: stride], places[-1]}:
+        done = int(place.name[5:])
+        for found in in_turns((done + n.ranks) % n.most + 1, train, None, place, order=n.order):
+            check_same(found, one, done, ("draws", "drawn") if place == places[-1] else ())
+
+
+def check_seldom(train, one, folder, n):
+    check_same(in_turns(1, train, folder / "seldom", every=3)[0], one)
+
+
+def check_watched(train, one, folder, n):
+    check_same(in_turns(n.ranks, train, looks=True)[0], one)
+
+
+def check_workers(train, one, folder, n):
+    check_same(in_turns(1, train, num_workers=2)[0], one)
+
+
+def check_resumed_workers(train, one, folder, n):
+    whole = in_turns(1, train, folder / "workers", num_workers=1)[0]
+    places = checkpoints_in(folder / "workers")[:-1]
+    for place in places[n.place % max(1, len(places)) :][:1]:
+        check_same(in_turns(1, train, None, place, num_workers=2)[0], whole, int(place.name[5:]))
+
+
+def check_plain(plain, one, folder, n):
+    check_same(plain(), {name: one[name] for name in ("digest", "weights")})
+
+
+def check_nearly_plain(plain, one, folder, n):
+    for a, b in zip(one["weights"], plain()["weights"], strict=True):
+        assert abs(a - b) <= 1e-4 * (1 + abs(b)), (a, b)  # another order of the sums: float32, some steps
+
+
+def check_loops(train_by_hand, one, folder, n):
+    check_same(in_turns(1, train_by_hand)[0], one, but=("history", "best", "drawn", "averaged"))
+
+
+def check_lost(train, one, folder, n):
+    world = Turns(n.ranks)
+    world.run(lambda t: train(Communicator(torch.device("cpu"), t, t, "ordered"), folder / "whole"))
+    lost = n.order % n.ranks, n.place % world.exchanges
+    assert in_turns(n.ranks, train, folder / "run", lost=lost) == "lost"
+    for found in in_turns(n.others, train, None, folder / "run" if checkpoints_in(folder / "run") else None):
+        check_same(found, one, 1 << 30, ("draws", "drawn"))
+
+
+def check_stopped(train, one, folder, n):
+    first = n.place % len(one["losses"])
+    in_turns(n.ranks, train, folder / "run", stops=(n.order % n.ranks, first))
+    in_turns(n.others, train, folder / "run", resume="auto", stops=(0, first + n.count))
+    for found in in_turns(n.ranks, train, folder / "run", resume="auto"):
+        check_same(found, one, 1 << 30, ("draws", "drawn"))
+
+
+def check_named(train, one, folder, n):
+    with redirect_stderr(io.StringIO()) as said:
+        in_turns(1, train, folder / "named")
+    assert n.named in said.getvalue(), said.getvalue()
+
+
+def num_writes(train, folder):
+    """How often a run changes files."""
+    with failing(folder / "run", 1 << 30, 0, "full") as disk:
+        in_turns(1, train, folder / "run")
+    shutil.rmtree(folder / "run")
+    return disk.seen
+
+
+def check_full_disk(train, one, folder, n):
+    place = 1 + n.place % num_writes(train, folder)
+    try:
+        with failing(folder / "run", place, n.count, "full"):
+            found = in_turns(n.ranks, train, folder / "run")
+    except RunFolderError:
+        found = in_turns(n.others, train, folder / "run", resume="auto")
+    for each in found:
+        check_same(each, one, 1 << 30, ("draws", "drawn"))
+
+
+def check_crash(train, one, folder, n):
+    place = 1 + n.place % num_writes(train, folder)
+    with failing(folder / "run", place, 1, "crash"), suppress(BaseException):
+        in_turns(1, train, folder / "run")
+    if (folder / "run").exists():
+        shutil.copytree(folder / "run", folder / "left")  # without the lock, which ends with a process
+    for found in in_turns(n.others, train, folder / "left", resume="auto"):
+        check_same(found, one, 1 << 30, ("draws", "drawn"))
+
+
+def check_damaged(train, one, folder, n):
+    in_turns(n.ranks, train, folder / "run")
+    places = checkpoints_in(folder / "run")
+    files = sorted(places[-1].iterdir())
+    file = files[n.place % len(files)]
+    data = bytearray(file.read_bytes())
+    data[n.order * len(data) // 100] ^= 1
+    file.write_bytes(data)
+    if len(places) > 1:
+        for found in in_turns(n.others, train, None, folder / "run"):
+            check_same(found, one, 1 << 30, ("draws", "drawn"))
