@@ -3,11 +3,12 @@
     python tests/simulation/run.py --seed 7
     python tests/simulation/run.py --minutes 10 --kind faults
 
-A seed and a commit repeat a failure. See CONTRIBUTING.md.
+A seed and a commit repeat a failure. See CONTRIBUTING.md. SIGTERM and Ctrl-C end the search, with what it found.
 """
 
 import argparse
 import os
+import signal
 import sys
 import time
 import traceback
@@ -17,14 +18,29 @@ from dataclasses import dataclass, field
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import hypothesis
+import psutil
 import torch
 from checks import Refused, cases, run_script, script
+
+from samestep.launcher.processes import end_with_parent
 
 KINDS = ("programs", "faults", "collectives", "scripts", "membership", "processes")
 EXAMPLES = 10  # of a seed
 FEW_EXAMPLES = {"scripts": 3, "processes": 3}  # which start processes
 GATE_SEEDS = 6  # from 1 on: a faster machine runs no others
 SHRINKING_SECONDS = 60
+ENDING = signal.SIGRTMIN  # to the process that searches: the runs in it take SIGTERM and SIGINT for their own
+
+
+class Ended(KeyboardInterrupt):
+    """The search is asked to end, at once or, where what runs has gone on nevertheless, before the next program."""
+
+    is_asked = False
+
+    @classmethod
+    def ask(cls, *_):
+        cls.is_asked = True
+        raise cls
 
 
 @dataclass
@@ -40,6 +56,8 @@ class Search:
 
     def attempt(self, text):
         """Runs a script once; raises what it raised, again too."""
+        if Ended.is_asked:
+            raise Ended
         if text not in self.known:
             if self.failed_at is not None and time.monotonic() - self.failed_at > self.shrinking_seconds:
                 return  # what is known is small enough
@@ -90,13 +108,17 @@ def search_on(search, kinds, first, minutes, last=None):
     """Runs what the first seed draws and, for some minutes, the next ones, to a last one; the number that fail."""
     print(f"{', '.join(kinds)}: seeds from {first} on", flush=True)
     began, before, failed, seed = time.monotonic(), search.counts.copy(), 0, first
-    while seed == first or (minutes and time.monotonic() - began < 60 * minutes and seed != (last and last + 1)):
-        for kind in kinds:
-            found = search.smallest(kind, seed)
-            if found is not None:
-                failed += 1
-                print(f"# --seed {seed} --kind {kind} fails; the smallest program that does:\n\n{found[0]}", flush=True)
-                print("".join(f"# {line}\n" for line in found[1].splitlines()), flush=True)
+    try:
+        while seed == first or (minutes and time.monotonic() - began < 60 * minutes and seed != (last and last + 1)):
+            for kind in kinds:
+                found = search.smallest(kind, seed)
+                if found is not None:
+                    failed += 1
+                    print(f"# --seed {seed} --kind {kind} fails; the smallest program that does:\n\n{found[0]}")
+                    print("".join(f"# {line}\n" for line in found[1].splitlines()), flush=True)
+            seed += 1
+    except Ended:
+        print("ended by a signal")
         seed += 1
     seconds, done = time.monotonic() - began, search.counts - before
     print(f"seeds {first} to {seed - 1}: {done['programs']} programs in {seconds:.0f} s, {done['refused']} refused, "
@@ -114,13 +136,31 @@ def main(arguments=None):
     chosen = parser.parse_args(arguments)
     torch.set_num_threads(1)
     new = int(time.time()) % 1_000_000 if chosen.seed is None else chosen.seed
-    kinds, search = chosen.kind or KINDS, Search()
-    failed = sum([search_on(search, [kind], 1, 0.5, GATE_SEEDS) for kind in kinds]) if chosen.gate else 0
+    kinds, search, failed = chosen.kind or KINDS, Search(), 0
+    for kind in kinds if chosen.gate else ():
+        failed += search_on(search, [kind], 1, 0.5, GATE_SEEDS)
     found = search_on(search, kinds, new, chosen.minutes or (1 if chosen.gate else None))
     for text, count in search.refusals.most_common():
         print(f"  refused {count} times: {text}")
     return 1 if failed or (found and not chosen.gate) else 0  # what new seeds find was there before the change
 
 
+def in_a_session():
+    """`main` in a process that leads a session of its own, which this one asks to end if it is asked."""
+    parent, child = os.getpid(), os.fork()
+    if child:
+        for signum in signal.SIGTERM, signal.SIGINT:
+            signal.signal(signum, lambda *_: os.kill(child, ENDING))
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    os.setsid()
+    end_with_parent(parent, signal.SIGKILL)
+    signal.signal(ENDING, Ended.ask)
+    code = main()
+    sys.stdout.flush()
+    for process in psutil.Process().children(recursive=True):  # of a run that was interrupted
+        process.kill()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(in_a_session())

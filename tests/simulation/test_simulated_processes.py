@@ -1,8 +1,13 @@
 """The simulator over processes holds for some seeds, and finds defects that are put back."""
 
 import multiprocessing
+import subprocess
+import sys
+import time
 
+import psutil
 import pytest
+import run
 import torch
 from checks import over_processes, run_script, script
 from grammar import Program
@@ -54,3 +59,13 @@ def test_a_defect_over_processes_fails_the_program_that_shows_it(monkeypatch, na
     monkeypatch.setattr(*broken)
     with pytest.raises(AssertionError):
         run_script(script(case))
+
+
+def test_sigterm_ends_the_search_and_not_the_run_under_way():
+    words = [sys.executable, run.__file__, "--seed", "1", "--minutes", "9", "--kind", "processes"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as search:
+        while "samestep-0/" not in str(psutil.Process(search.pid).children(recursive=True)):
+            time.sleep(0.05)
+        search.terminate()
+        assert "seeds 1 to 1: " in search.communicate(timeout=60)[0]
+    assert search.returncode == 0
