@@ -96,14 +96,6 @@ EXCUSES = {  # of a check that says nothing about a program
 }
 PLAIN_CHECKS = ["plain", "nearly plain"]  # wherever they apply
 PROGRAM_CHECKS = [*["resumed"] * 3, *["ranks"] * 2, "watched", "seldom", "workers", "resumed workers", "loops"]
-NAMES = ["all_reduce", "reduce", "broadcast", "all_gather", "gather", "scatter", "all_to_all", "barrier"]
-NAMES += [
-    "reduce_scatter",
-    "reduce_scatter_single",
-    "all_gather_single",
-    "all_reduce_coalesced",
-    "all_gather_coalesced",
-]
 DTYPES = ["float32", "float64", "float16", "bfloat16", "int64", "int32", "int8", "uint8", "bool", "complex64"]
 INTEGERS = ("int8", "uint8", "int32", "int64", "bool")
 FAULT_CHECKS = ["lost", "stopped", "full disk", "crash", "damaged"]
@@ -165,7 +157,7 @@ def calls():
 
     return st.builds(
         made,
-        st.sampled_from(NAMES),
+        st.sampled_from([*simulated_collectives.METHODS]),
         st.sampled_from(DTYPES),
         st.sampled_from(["SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"]),
         shape=st.lists(st.integers(0, 4), max_size=3).map(tuple) | st.just((70_001,)),

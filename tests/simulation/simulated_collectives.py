@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
 
 from samestep.comm.connecting import connect_process_group
 from samestep.comm.group import GroupTransport
@@ -54,65 +55,54 @@ def values(call, number, rank, shape=None):
     return drawn.mT.contiguous().mT if call.strided and len(shape) > 1 else drawn
 
 
+METHODS = {  # the method of a group and its options, its arguments, and the tensors that it writes
+    "all_reduce": ("allreduce", c10d.AllreduceOptions, "[ours]", "[ours]"),
+    "reduce": ("reduce", c10d.ReduceOptions, "[ours]", "[ours] * is_root"),
+    "broadcast": ("broadcast", c10d.BroadcastOptions, "[ours]", "[ours]"),
+    "all_gather": ("allgather", c10d.AllgatherOptions, "[outputs], [ours]", "outputs"),
+    "gather": ("gather", c10d.GatherOptions, "[outputs] * is_root, [ours]", "outputs * is_root"),
+    "scatter": ("scatter", c10d.ScatterOptions, "[into], [several] * is_root", "[into]"),
+    "all_to_all": ("alltoall_base", c10d.AllToAllOptions, "rows, sent, incoming, counts[rank]", "[rows]"),
+    "reduce_scatter": ("reduce_scatter", c10d.ReduceScatterOptions, "[into], [several]", "[into]"),
+    "reduce_scatter_single": ("_reduce_scatter_base", c10d.ReduceScatterOptions, "flat, torch.cat(parts)", "[flat]"),
+    "all_gather_single": ("_allgather_base", c10d.AllgatherOptions, "whole, parts[rank]", "[whole]"),
+    "all_reduce_coalesced": ("allreduce_coalesced", c10d.AllreduceCoalescedOptions, "[ours, more]", "[ours, more]"),
+    "all_gather_coalesced": ("allgather_coalesced", c10d.AllgatherOptions, "pairs, [ours, more]", "sum(pairs, [])"),
+    "barrier": ("barrier", c10d.BarrierOptions, "", "[]"),
+}
+
+
 def begin(group, call, number, rank, ranks):
     """Begins a call on a group; its work and the tensors that it writes."""
-    ours, root = values(call, number, rank), call.root % ranks
-    several = [values(call, number, 10 * rank + other) for other in range(ranks)]
-
-    def empty():
-        return [torch.zeros_like(ours) for _ in range(ranks)]
-
-    def options(kind, **entries):
-        made = kind()
-        for name, value in entries.items():
-            setattr(made, name, value)
-        return made
-
-    op = getattr(dist.ReduceOp, call.op)
-    if call.name == "all_reduce":
-        return group.allreduce([ours], options(dist.AllreduceOptions, reduceOp=op)), [ours]
-    if call.name == "reduce":
-        work = group.reduce([ours], options(dist.ReduceOptions, reduceOp=op, rootRank=root))
-        return work, [ours] if rank == root else []
-    if call.name == "broadcast":
-        return group.broadcast([ours], options(dist.BroadcastOptions, rootRank=root)), [ours]
-    if call.name == "all_gather":
-        outputs = empty()
-        return group.allgather([outputs], [ours]), outputs
-    if call.name == "gather":
-        outputs = empty() if rank == root else []
-        written = [outputs] if rank == root else []
-        return group.gather(written, [ours], options(dist.GatherOptions, rootRank=root)), outputs
-    if call.name == "scatter":
-        into = torch.zeros_like(ours)
-        parts = [several] if rank == root else []
-        return group.scatter([into], parts, options(dist.ScatterOptions, rootRank=root)), [into]
-    if call.name == "all_to_all":  # rows, of which each rank sends another number to each
-        rows = [[(call.root + 2 * a + b) % 3 for b in range(ranks)] for a in range(ranks)]
-        parts = values(call, number, rank, (sum(rows[rank]), 2)).contiguous()
-        incoming = [rows[a][rank] for a in range(ranks)]
-        into = torch.zeros((sum(incoming), 2), dtype=parts.dtype)
-        return group.alltoall_base(into, parts, incoming, rows[rank], dist.AllToAllOptions()), [into]
-    into, more = torch.zeros(call.shape, dtype=ours.dtype), values(call, number, rank + 50)
-    reduces = options(dist.ReduceScatterOptions, reduceOp=op)
-    if call.name == "reduce_scatter":
-        several = [part.contiguous() for part in several]  # gloo's takes them so, whatever their strides
-        return group.reduce_scatter([into], [several], reduces), [into]
-    if call.name == "reduce_scatter_single":
-        return group._reduce_scatter_base(into.view(-1), torch.stack(several).view(-1), reduces), [into]
-    if call.name == "all_gather_single":
-        into = torch.zeros(ours.numel() * ranks, dtype=ours.dtype)
-        return group._allgather_base(into, ours.reshape(-1)), [into]
-    if call.name == "all_reduce_coalesced":
-        return group.allreduce_coalesced([ours, more], options(dist.AllreduceCoalescedOptions, reduceOp=op)), [
-            ours,
-            more,
-        ]
-    if call.name == "all_gather_coalesced":
-        outputs = [[torch.zeros_like(ours), torch.zeros_like(more)] for _ in range(ranks)]
-        return group.allgather_coalesced(outputs, [ours, more]), [tensor for each in outputs for tensor in each]
-    assert call.name == "barrier"
-    return group.barrier(dist.BarrierOptions()), []
+    root, ours, more = call.root % ranks, values(call, number, rank), values(call, number, rank + 50)
+    several = [values(call, number, 10 * rank + other).contiguous() for other in range(ranks)]
+    # Of rows each rank sends another number to each.
+    counts = [[(call.root + 2 * a + b) % 3 for b in range(ranks)] for a in range(ranks)]
+    incoming = [each[rank] for each in counts]
+    names = {
+        "ours": ours,
+        "more": more,
+        "rank": rank,
+        "is_root": rank == root,
+        "several": several,
+        "parts": [part.view(-1) for part in several],
+        "into": torch.zeros(call.shape, dtype=ours.dtype),
+        "flat": torch.zeros(ours.numel(), dtype=ours.dtype),
+        "whole": torch.zeros(ours.numel() * ranks, dtype=ours.dtype),
+        "outputs": [torch.zeros_like(ours) for _ in range(ranks)],
+        "pairs": [[torch.zeros_like(ours), torch.zeros_like(more)] for _ in range(ranks)],
+        "counts": counts,
+        "incoming": incoming,
+        "sent": values(call, number, rank, (sum(counts[rank]), 2)).contiguous(),
+        "rows": torch.zeros((sum(incoming), 2), dtype=ours.dtype),
+        "torch": torch,
+    }
+    method, kind, given, written = METHODS[call.name]
+    options = kind()
+    for name, value in {"reduceOp": getattr(dist.ReduceOp, call.op), "rootRank": root}.items():
+        if hasattr(options, name):
+            setattr(options, name, value)
+    return getattr(group, method)(*eval(f"[{given}]", names), options), eval(written, names)
 
 
 def carry_out(calls_by_rank, how):
