@@ -94,7 +94,12 @@ EXCUSES = {  # of a check that says nothing about a program
         or p.scheduler in grammar.BY_HOOK
     ),
 }
-PLAIN_CHECKS = ["plain", "nearly plain"]  # wherever they apply
+ALSO = {  # checks of programs that are not drawn alone: of what others never or seldom see
+    "plain": lambda p: True,
+    "nearly plain": lambda p: True,
+    "resumed": lambda p: p.precision == "16-mixed",
+    "resumed workers": lambda p: p.data == "own persistent",
+}
 PROGRAM_CHECKS = [*["resumed"] * 3, *["ranks"] * 2, "watched", "seldom", "workers", "resumed workers", "loops"]
 DTYPES = ["float32", "float64", "float16", "bfloat16", "int64", "int32", "int8", "uint8", "bool", "complex64"]
 INTEGERS = ("int8", "uint8", "int32", "int64", "bool")
@@ -211,7 +216,8 @@ def script(case):
         head = Path(simulated_collectives.__file__).read_text()
         return f"{head}\n\nCALLS = [\n{listed}]\n\ncheck_calls(CALLS, {ranks}, {odd!r}, {at})\n"
     program, processes = case.program, bool(case.numbers)
-    wanted = case.checks if processes else dict.fromkeys([*case.checks, *PLAIN_CHECKS])
+    also = [] if processes else [name for name, applies in ALSO.items() if applies(program)]
+    wanted = dict.fromkeys([*case.checks, *also])
     checks = [name for name in wanted if not EXCUSES.get(name, lambda p: False)(program)] or ["resumed"]
     checks = ["named"] if program.named else checks
     most = min(4, program.microbatches)

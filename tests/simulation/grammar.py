@@ -349,6 +349,8 @@ def allowed(p):
     p.groups &= not p.second
     if {"double", "bfloat16", "complex", "orthogonal"} & {*p.blocks}:
         p.precision = "32-true"
+    if "recurrent" in p.blocks and p.precision == "16-mixed":  # torch has no LSTM of float16 on some CPUs
+        p.precision = "bf16-mixed"
     if NORMALISED & {*p.blocks}:  # no microbatch has a single sample
         p.batch = max(p.batch, 2 * p.microbatches)
         short = p.samples % p.batch

@@ -12,7 +12,7 @@ from contextlib import contextmanager, nullcontext  # noqa: F401 (of the table)
 
 import pytest
 import torch
-from checks import FAULT_CHECKS, Case
+from checks import FAULT_CHECKS, Case, run_script
 from grammar import Program, table  # noqa: F401 (of the table)
 from run import Search
 
@@ -150,6 +150,7 @@ def search_for(name, programs, first=1):
             if search.counts["programs"] > programs:
                 return kind, search.counts["programs"], time.process_time() - began, None
         seconds, text = time.process_time() - began, Search(20).smallest(kind, seed)[0]
+    run_script(text)  # holds without the defect
     return kind, search.counts["programs"], seconds, text.splitlines()[0].strip('".')
 
 
