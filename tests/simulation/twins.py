@@ -141,17 +141,16 @@ def put_back(name):
 
 
 def search_for(name, programs, first=1):
-    """The kind of programs, their number until a defect is found, the seconds of CPU, and the smallest, if any."""
+    """The kind of programs, their number until a defect is found, and the seconds of CPU; whether it is found."""
     began, search, seed = time.process_time(), Search(shrinking_seconds=0), first
     kind = "faults" if case_of(name).checks[0] in FAULT_CHECKS else "programs"
     with put_back(name):
-        while not search.smallest(kind, seed):
+        while not (found := search.smallest(kind, seed)) and search.counts["programs"] <= programs:
             seed += 1
-            if search.counts["programs"] > programs:
-                return kind, search.counts["programs"], time.process_time() - began, None
-        seconds, text = time.process_time() - began, Search(20).smallest(kind, seed)[0]
-    run_script(text)  # holds without the defect
-    return kind, search.counts["programs"], seconds, text.splitlines()[0].strip('".')
+        seconds = time.process_time() - began
+    if found:
+        run_script(found[0])  # holds without the defect
+    return kind, search.counts["programs"], seconds, found is not None
 
 
 def main():
