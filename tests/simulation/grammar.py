@@ -66,7 +66,6 @@ class Block(nn.Module):
     def forward(self, x):
         return self.function(self, x)
 
-
 class Counting(nn.Module):
     def __init__(self):
         super().__init__()
@@ -79,7 +78,6 @@ class Counting(nn.Module):
             self.scale = self.scale * 0.99
         return x * self.scale * (1 + 0.01 * self.calls)
 
-
 class Remembering(nn.Module):
     last = 0.0
 
@@ -87,14 +85,12 @@ class Remembering(nn.Module):
         before, self.last = self.last, x.detach().mean()
         return x + before
 
-
 class Samples(Dataset):
     def __len__(self):
         return len(X)
 
     def __getitem__(self, index):
         return X[index], Y[index]
-
 
 class Noisy(Samples):
     def __getitem__(self, index):
@@ -500,7 +496,8 @@ def rendered(template, names, wanted=()):
         if filled.strip():
             lines.append(gap + filled.replace("\n", "\n" + " " * margin))
             gap = ""
-    return used("".join(lines), wanted)
+    text = re.sub(r"\n+(?=class |def )|(?<=\n)\n(?=\S)", "\n\n\n", "".join(lines))
+    return used(text, wanted)
 
 
 def used(text, wanted):
