@@ -58,7 +58,7 @@ GROUPS = """
     from datetime import timedelta
     import torch
     import torch.distributed as dist
-    from samestep.comm.connecting import subgroup
+    from samestep.comm.group import subgroup
 
     rank, timeout = int(os.environ["RANK"]), timedelta(seconds=100)
     dist.init_process_group("gloo", device_id=torch.device("cuda", rank))

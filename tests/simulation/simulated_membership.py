@@ -368,12 +368,14 @@ def simulated(ranks):
         def close(self):
             pass
 
-    system = SimpleNamespace(getpid=lambda: 1 + turns.running.slot, close=os.close, environ=os.environ)
+    def enter(mapped, rank):
+        mapped.words[mapped.lanes[rank].pid] = 1 + turns.running.slot
+
     with ExitStack() as stack:
         for module in TIMED:
             stack.enter_context(patch.object(module, "time", turns))
         for owner, name, value in (
-            (connecting, "os", system),
+            (segment.Segment, "enter", enter),
             (shared_memory, "Peers", Peers),
             (shared_memory, "usable_cores", lambda: 0),
             (segment.Segment, "wait", wait),
@@ -398,7 +400,7 @@ def check_schedule(schedule):
         watch.listen_for_stop(ranks.requests[0])
         try:
             for slot in range(schedule.ranks):
-                watch.start(Assignment(slot, schedule.ranks, "cpu", f"CPU worker {slot}", 1, "", {}, slot, slot=slot))
+                watch.start(Assignment(slot, schedule.ranks, "cpu", f"CPU worker {slot}", "", {}, slot, slot=slot))
             outcome = watch.run()
         finally:
             ranks.kill()

@@ -37,12 +37,10 @@ class Communicator:
 
     @property
     def rank(self) -> int:
-        """This rank, 0 … world_size - 1."""
         return self.transport.rank
 
     @property
     def world_size(self) -> int:
-        """The number of ranks."""
         return self.transport.world_size
 
     @property

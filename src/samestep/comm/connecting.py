@@ -15,20 +15,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from samestep.comm import segment as segments
 from samestep.comm.environment import Environment, chosen_transport
 from samestep.comm.group import GroupTransport
 from samestep.comm.heartbeat import PAGE_VARIABLE
+from samestep.comm.nodes import connect_nodes
 from samestep.comm.rendezvous import Rendezvous, meet, not_connected, rendezvous, store_host
-from samestep.comm.segment import NoSegmentError, Segment
+from samestep.comm.segment import NoSegmentError, map_segment
 from samestep.comm.shared_memory import SharedTransport
-from samestep.comm.transport import Connection, Nodes
+from samestep.comm.transport import Connection
 from samestep.devices.inventory import usable_cores
 from samestep.errors import PeerLostError, UsageError
 from samestep.text import notify
 
 CONNECT_SECONDS = 10.0
-SEGMENT, NO_SEGMENT = "segment", "none"
 NO_NCCL = "no NCCL"
 
 
@@ -71,7 +70,7 @@ def connect_at(
     shared = None
     # Tried first even with NCCL: then it carries the small values in host memory.
     try:
-        segment = _map_segment(met.part("shared"))
+        segment = map_segment(met.part("shared"))
         shared = SharedTransport(segment, place.rank, timeout, store, healing_store)
     except NoSegmentError as error:
         if place.transport == "shared":
@@ -95,7 +94,7 @@ def connect_at(
     small = transport if control is None else GroupTransport(control, calls, timeout, host)
     try:
         if by_nodes:
-            transport.nodes = _connect_nodes(small, met, backend, timeout)
+            transport.nodes = connect_nodes(small, met, backend, timeout)
     except PeerLostError:
         transport.abandon()
         raise
@@ -125,7 +124,7 @@ def connect_process_group(
     if missing:
         raise not_connected(rank, missing)
     try:
-        segment = _map_segment(Rendezvous(dist.PrefixStore("shared", store), place, timeout))
+        segment = map_segment(Rendezvous(dist.PrefixStore("shared", store), place, timeout))
         shared = SharedTransport(segment, rank, timeout)
         shared.spins = num_processes <= usable_cores()
     except NoSegmentError as error:
@@ -163,123 +162,8 @@ def have_own_gpus(met: Rendezvous, device: torch.device) -> bool:
     return not sharing
 
 
-def subgroup(
-    groups: Sequence[Sequence[int]], rank: int, backend: str, store: dist.Store, timeout: timedelta
-) -> GroupTransport:
-    """The transport of the group that this rank is in; all ranks call it."""
-    number = next(number for number, ranks in enumerate(groups) if rank in ranks)
-    # Not `new_subgroups`, which cuts by adjacent ranks alone. Ranks make other groups than their own only for NCCL,
-    # whose communicators are split off that of all ranks by all of them. With gloo under a default group of NCCL those
-    # outside a group would take part in a split, and those in it not (pytorch/pytorch#197568).
-    if backend == "gloo":
-        ours = dist.new_group(list(groups[number]), timeout=timeout, backend=backend, use_local_synchronization=True)
-    else:
-        ours = [dist.new_group(list(ranks), timeout=timeout, backend=backend) for ranks in groups][number]
-    transport = GroupTransport(ours, dist.PrefixStore(f"calls {groups[number]}", store), timeout)
-    transport.ranks, transport.run_size = groups[number], sum(map(len, groups))
-    return transport
-
-
-def node_size(places: Sequence[tuple[int, int]]) -> int | None:
-    """The ranks of each node, given every rank's (local rank, local world size); None if sums cannot go by nodes.
-
-    They can with at least two nodes of at least two ranks, equally many on each, and contiguous.
-    """
-    size = places[0][1]
-    if not 2 <= size < len(places) or len(places) % size:
-        return None
-    return size if list(places) == [(rank % size, size) for rank in range(len(places))] else None
-
-
-def _connect_nodes(control: GroupTransport, met: Rendezvous, backend: str, timeout: timedelta) -> Nodes | None:
-    """Connects ranks that have a process group within and between their nodes; None for a flat reduction."""
-    rank, num_ranks = control.rank, control.world_size
-    # All ranks decide by the words of all: a variable that is set on one node only must not split the ranks.
-    words = [met.place.local_rank, met.place.local_world_size, int(met.place.nodes == "auto")]
-    rows = control.gather(torch.tensor(words)).wait().view(num_ranks, 3).tolist()
-    size = node_size([(local, count) for local, count, _ in rows])
-    if size is None or not all(wants for _, _, wants in rows):
-        return None
-    nodes = [range(first, first + size) for first in range(0, num_ranks, size)]
-    same_local_ranks = [range(first, num_ranks, size) for first in range(size)]
-    within: Connection | None = None
-    try:
-        if backend == "gloo":
-            within = _share_in_node(control, met, nodes[rank // size], timeout)
-        if within is None:
-            within = subgroup(nodes, rank, backend, met.store, timeout)
-        return Nodes(within, subgroup(same_local_ranks, rank, backend, met.store, timeout))
-    except (RuntimeError, PeerLostError) as error:
-        if within is not None:
-            within.abandon()
-        raise PeerLostError(f"rank {rank} met all others, but could not connect to them by nodes: {error}") from error
-
-
-def _share_in_node(
-    control: GroupTransport, met: Rendezvous, ranks: range, timeout: timedelta
-) -> SharedTransport | None:
-    """The transport through the memory of this node; None, on all ranks of the run, if one node has none."""
-    local, size = met.place.local_rank, met.place.local_world_size
-    alone = Environment(local, size, local, size, store_is_kept=True, transport=met.place.transport)
-    here = replace(met.part(f"node {ranks.start}"), place=alone)
-    transport = None
-    with contextlib.suppress(NoSegmentError):
-        transport = SharedTransport(_map_segment(here), local, timeout, here.store)
-        transport.ranks, transport.run_size = ranks, control.world_size
-    # All nodes alike, since all ranks must make the process groups that stand in for it.
-    have = bool(control.gather(torch.tensor([transport is not None])).wait().all())
-    if transport is not None and not have:
-        transport.close()
-    return transport if have else None
-
-
-def _map_segment(met: Rendezvous) -> Segment:
-    """Maps memory that all ranks share; raises `NoSegmentError` on all of them if one cannot."""
-    place, rank, world_size = met.place, met.place.rank, met.place.world_size
-    segment, fd, answer, address = None, -1, _refusal(place) or "yes", ""
-    try:
-        try:
-            if rank > 0:
-                address = met.wait_for(SEGMENT)
-                if answer == "yes" and address != NO_SEGMENT:
-                    segment = segments.join(address, world_size)
-            elif answer == "yes":
-                segment, fd, address = segments.create(world_size)
-        except NoSegmentError as error:
-            answer = str(error)
-        if rank == 0:
-            met.store.set(SEGMENT, address or NO_SEGMENT)
-        if segment is not None:
-            segment.words[segment.lanes[rank].pid] = os.getpid()
-        # Also the barrier after which rank 0 may close the descriptor by which the others open the segment.
-        answers = met.gather_words(answer)
-    except (RuntimeError, PeerLostError) as error:
-        if segment is not None:  # ranks that go on would wait for this one until the timeout
-            segment.words[segment.lanes[rank].gone] = 1
-        if isinstance(error, PeerLostError):
-            raise
-        raise PeerLostError(f"rank {rank} met all others, but could not connect to them: {error}") from error
-    finally:
-        if fd >= 0:
-            os.close(fd)
-    for other, word in enumerate(answers):
-        if word != "yes":
-            raise NoSegmentError(f"rank {other} says: {word}")
-    assert segment is not None, "no rank refused"
-    return segment
-
-
 def _no_shared_memory(reason: NoSegmentError) -> UsageError:
     return UsageError(f"SAMESTEP_TRANSPORT=shared cannot be had: {reason}; leave the variable out, or set it to gloo")
-
-
-def _refusal(place: Environment) -> str:
-    """The reason for which this rank does not share memory; empty if there is none."""
-    if place.transport == "gloo":
-        return "SAMESTEP_TRANSPORT is gloo"
-    if place.local_world_size < place.world_size:
-        return f"only {place.local_world_size} of {place.world_size} ranks are on its host"
-    return ""
 
 
 def _join_group(met: Rendezvous, backend: str, device: torch.device, timeout: timedelta) -> None:
@@ -321,5 +205,5 @@ def _adopt_group(environment: Environment, device: torch.device, timeout: timede
         transport.stream = torch.cuda.Stream(device)
     # No shared memory here: the script's group may have no store that all ranks reach.
     met = Rendezvous(calls, replace(environment, transport="gloo"), timeout)
-    transport.nodes = _connect_nodes(host, met, backend, timeout)
+    transport.nodes = connect_nodes(host, met, backend, timeout)
     return transport, host

@@ -202,3 +202,20 @@ class GroupPending:
             if self._work is not None:
                 self._transport.wait_for(self._work)
         return self._received.to(self._device)
+
+
+def subgroup(
+    groups: Sequence[Sequence[int]], rank: int, backend: str, store: dist.Store, timeout: timedelta
+) -> GroupTransport:
+    """The transport of the group that this rank is in; all ranks call it."""
+    number = next(number for number, ranks in enumerate(groups) if rank in ranks)
+    # Not `new_subgroups`, which cuts by adjacent ranks alone. Ranks make other groups than their own only for NCCL,
+    # whose communicators are split off that of all ranks by all of them. With gloo under a default group of NCCL those
+    # outside a group would take part in a split, and those in it not (pytorch/pytorch#197568).
+    if backend == "gloo":
+        ours = dist.new_group(list(groups[number]), timeout=timeout, backend=backend, use_local_synchronization=True)
+    else:
+        ours = [dist.new_group(list(ranks), timeout=timeout, backend=backend) for ranks in groups][number]
+    transport = GroupTransport(ours, dist.PrefixStore(f"calls {groups[number]}", store), timeout)
+    transport.ranks, transport.run_size = groups[number], sum(map(len, groups))
+    return transport

@@ -285,7 +285,6 @@ class HeartbeatPage:
         return number
 
     def count_shown(self) -> None:
-        """Counts one more line as shown."""
         self._write(16, _SHOWN.pack(self.shown + 1))
 
     def announce(

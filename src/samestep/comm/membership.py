@@ -130,12 +130,10 @@ class Membership:
 
     @property
     def rank(self) -> int:
-        """This process's rank now, 0 … world_size - 1."""
         return self.communicator.rank
 
     @property
     def world_size(self) -> int:
-        """The number of ranks now."""
         return self.communicator.world_size
 
     @property

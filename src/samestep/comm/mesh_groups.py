@@ -11,8 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from samestep.comm.communicator import Communicator
-from samestep.comm.connecting import subgroup
-from samestep.comm.group import GroupTransport
+from samestep.comm.group import GroupTransport, subgroup
 from samestep.comm.shared_memory import SharedTransport
 from samestep.comm.transport import LocalTransport
 from samestep.core.mesh import AXES, Mesh

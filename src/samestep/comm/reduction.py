@@ -6,40 +6,23 @@ parts. With one block a rank this moves 2(D-1)/D of the tensor a rank, as a ring
 message instead of two: every rank gets all blocks and folds all of them. The bits are the same either way.
 
 A form of the reduction is a generator, so that a caller may do something else between its stages: it yields the
-transfer under way, is sent what arrived, and returns the sum.
-
-Between nodes bandwidth is scarce, so sums go by nodes. With N nodes of L ranks each:
-
-    1. *scatter within the node*: an all-to-all, after which each rank holds 1/L of every block of its node;
-    2. *merge*: it adds siblings, which leaves the largest aligned blocks of the node's microbatches;
-    3. *scatter between nodes*: an all-to-all between the ranks of equal local rank, one on each node;
-    4. *fold* what arrived, up to the root;
-    5. *gather* between nodes, then within the node.
-
-A node's microbatches are contiguous as a rank's are, so its blocks are nodes of the one tree: the bits are those of the
-flat form, whatever N, L and V are. A rank sends (P + 1)(N-1)/N · G/L bytes to other nodes, where G is the tensor's size
-and P the number of blocks that the node's microbatches make up: one if N divides V into powers of two, else a few. In
-the flat form it sends (P + 1)(N-1)/N · G, where P counts its own blocks: L times as much. `connecting.node_size` has
-the condition on the nodes; SAMESTEP_NODES=flat turns the form off, and small tensors take one message all the same.
+transfer under way, is sent what arrived, and returns the sum. Between nodes
+another form sends less (`comm.nodes`).
 """
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from samestep.comm.transport import Nodes, Pending, Transport, gather_parts
+from samestep.comm.transport import Blocks, Pending, Stages, Transport, gather_parts
 from samestep.core.tree import Block, TreeSum
 
 ALIGNMENT_ELEMENTS = 64  # vectorised kernels may round differently in a ragged tail: borders lie at multiples of this
 
-Blocks = Sequence[Sequence[Block]]
-"""The blocks of every rank, by rank."""
-Stages = Generator[Pending, Tensor, Tensor]
 Form = Callable[[Transport, Blocks, Sequence[Tensor], Tensor], Stages]
 
 
@@ -67,7 +50,6 @@ class Reduction:
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing is under way any more."""
         return self._total is not None
 
     def fold(self) -> None:
@@ -121,7 +103,7 @@ def ordered(transport: Transport, blocks_by_rank: Blocks, sums: Sequence[Tensor]
         received = yield gather_parts(transport, ours, [len(blocks) * like.numel() for blocks in blocks_by_rank])
         return fold_received(list(chain.from_iterable(blocks_by_rank)), received, like.numel())
     if transport.nodes is not None:
-        return (yield from _by_nodes(transport.nodes, blocks_by_rank, sums, like))
+        return (yield from transport.nodes.reduce(blocks_by_rank, sums, like))
     return (yield transport.gather((yield from scattered(transport, blocks_by_rank, sums, like))))
 
 
@@ -142,32 +124,6 @@ def native(transport: Transport, blocks_by_rank: Blocks, sums: Sequence[Tensor],
 
 
 REDUCTIONS: dict[str, Form] = {"ordered": ordered, "native": native}
-
-
-def _by_nodes(nodes: Nodes, blocks_by_rank: Blocks, sums: Sequence[Tensor], like: Tensor) -> Stages:
-    """The reduction within nodes and between them."""
-    size, num_nodes, number = nodes.within.world_size, nodes.between.world_size, nodes.between.rank
-    by_node, merged_by_node = _blocks_by_node(tuple(map(tuple, blocks_by_rank)), size)
-    ours = blocks_by_rank[number * size : (number + 1) * size]
-    part = like[: like.numel() // size]  # of which the ranks of one local rank make the sum
-
-    merged = merge_received(by_node[number], (yield scatter(nodes.within, ours, sums, like)), part.numel())
-    received = yield scatter(nodes.between, merged_by_node, merged, part)
-    del merged  # memory that is sent already must not be held while the rest arrives
-    total = fold_received(list(chain.from_iterable(merged_by_node)), received, part.numel() // num_nodes)
-    del received
-    return (yield nodes.within.gather((yield nodes.between.gather(total))))
-
-
-# Cached by the blocks, which change only with the ranks and with the number of microbatches that hold samples.
-@cache
-def _blocks_by_node(
-    blocks_by_rank: tuple[tuple[Block, ...], ...], size: int
-) -> tuple[tuple[tuple[Block, ...], ...], tuple[tuple[Block, ...], ...]]:
-    """The blocks of the ranks of each node; and those that they make up."""
-    firsts = range(0, len(blocks_by_rank), size)
-    by_node = tuple(tuple(chain.from_iterable(blocks_by_rank[first : first + size])) for first in firsts)
-    return by_node, tuple(merge_blocks(blocks) for blocks in by_node)
 
 
 def takes_one_message(transport: Transport, blocks_by_rank: Blocks, like: Tensor) -> bool:

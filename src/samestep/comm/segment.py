@@ -51,6 +51,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from samestep.comm.environment import Environment
+from samestep.comm.rendezvous import Rendezvous
+from samestep.errors import PeerLostError
+
 ALIGNMENT = 64
 PATIENCE = 1024  # operations: more than in most steps, which would have to fault the memory in again
 
@@ -163,6 +167,8 @@ RING = 16_384
 OUTBOX_SIZES = tuple(gigabytes << 30 for gigabytes in (64, 16, 4, 1))
 """Bytes of address space a rank: the first of them that can be mapped."""
 
+SEGMENT, NO_SEGMENT = "segment", "none"
+
 PAGE = 4096
 WORD = 8
 _RANK_SIZE = PAGE + RING * WORD
@@ -194,6 +200,10 @@ class Segment:
     memory: mmap.mmap  # all of it
     words: memoryview  # the same, by words of 8 bytes
     address: int  # of its first byte
+
+    def enter(self, rank: int) -> None:
+        """Writes the id of this process, which is a rank's: by it the others see whether the rank lives."""
+        self.words[self.lanes[rank].pid] = os.getpid()
 
     def wait(self, word: int, value: int, seconds: float) -> None:
         """Sleeps while a word's lower half is `value`, until `wake`; at most so many seconds, perhaps less."""
@@ -290,6 +300,51 @@ def join(address: str, world_size: int) -> Segment:
         raise NoSegmentError(f"rank 0's memory cannot be mapped: {error}") from error
     finally:
         os.close(fd)
+
+
+def map_segment(met: Rendezvous) -> Segment:
+    """Maps memory that all ranks share; raises `NoSegmentError` on all of them if one cannot."""
+    place, rank, world_size = met.place, met.place.rank, met.place.world_size
+    segment, fd, answer, address = None, -1, _refusal(place) or "yes", ""
+    try:
+        try:
+            if rank > 0:
+                address = met.wait_for(SEGMENT)
+                if answer == "yes" and address != NO_SEGMENT:
+                    segment = join(address, world_size)
+            elif answer == "yes":
+                segment, fd, address = create(world_size)
+        except NoSegmentError as error:
+            answer = str(error)
+        if rank == 0:
+            met.store.set(SEGMENT, address or NO_SEGMENT)
+        if segment is not None:
+            segment.enter(rank)
+        # Also the barrier after which rank 0 may close the descriptor by which the others open the segment.
+        answers = met.gather_words(answer)
+    except (RuntimeError, PeerLostError) as error:
+        if segment is not None:  # ranks that go on would wait for this one until the timeout
+            segment.words[segment.lanes[rank].gone] = 1
+        if isinstance(error, PeerLostError):
+            raise
+        raise PeerLostError(f"rank {rank} met all others, but could not connect to them: {error}") from error
+    finally:
+        if fd >= 0:
+            os.close(fd)
+    for other, word in enumerate(answers):
+        if word != "yes":
+            raise NoSegmentError(f"rank {other} says: {word}")
+    assert segment is not None, "no rank refused"
+    return segment
+
+
+def _refusal(place: Environment) -> str:
+    """The reason for which this rank does not share memory; empty if there is none."""
+    if place.transport == "gloo":
+        return "SAMESTEP_TRANSPORT is gloo"
+    if place.local_world_size < place.world_size:
+        return f"only {place.local_world_size} of {place.world_size} ranks are on its host"
+    return ""
 
 
 def check_machine() -> None:

@@ -134,11 +134,9 @@ class SequentialTransport:
         return SequentialParts(self._world, call, self.rank, list(receive_sizes))
 
     def gather(self, part: Tensor, sizes: Sequence[int] = ()) -> Pending:
-        """Posts a copy of the part for each rank."""
         return repeat_to_all(self, part, sizes or [part.numel()] * self.world_size)
 
     def add(self, tensor: Tensor) -> Pending:
-        """Sums by rank, from left to right."""
         return RankOrderSum(self.gather(tensor), self.world_size)
 
     def broadcast(self, tensor: Tensor, source: int) -> None:

@@ -205,7 +205,6 @@ class SharedTransport(Connection):
         return self._mapped().view(at, size, dtype), mark
 
     def mark_read(self, word: int) -> None:
-        """Marks a part as read, which the peer may overwrite from now on."""
         self._mapped().words[word] = 1
 
     def _find(self, peer: int, number: int, size: int) -> tuple[int, int]:
@@ -288,7 +287,6 @@ class SharedTransport(Connection):
                 self._dropped.append((number, peer))
 
     def has_lost(self) -> bool:
-        """Whether a rank has closed its transport, or its process has ended."""
         return any(self._has_left(peer) for peer in self.others)
 
     def _has_left(self, peer: int) -> bool:
@@ -297,7 +295,6 @@ class SharedTransport(Connection):
         return segment.words[segment.lanes[peer].gone] != 0 or self._peers.has_ended(peer)
 
     def _lost(self, late: Sequence[int]) -> PeerLostError:
-        """An error that names the ranks that have left; if none has, those that are late."""
         return self.lost(sorted([peer for peer in late if self._has_left(peer)] or late))
 
 

@@ -7,8 +7,7 @@ Transports exchange; only the `native` reduction lets one add. There are four: `
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 from weakref import WeakMethod, finalize
@@ -17,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from samestep.core.tree import Block
 from samestep.errors import DeterminismError, PeerLostError
 
 ARRIVAL_POLL_SECONDS = 20e-6  # much less than a step, and the host has nothing else to do
@@ -38,6 +38,28 @@ class Pending(Protocol):
         ...
 
 
+Blocks = Sequence[Sequence[Block]]
+"""The blocks of every rank, by rank."""
+Stages = Generator[Pending, Tensor, Tensor]
+"""A form of the reduction: yields the transfer under way, is sent what arrived, and returns the sum."""
+
+
+class NodeReduction(Protocol):
+    """The reduction of ranks on several machines, by machines; `comm.nodes` has it."""
+
+    def reduce(self, blocks_by_rank: Blocks, sums: Sequence[Tensor], like: Tensor) -> Stages:
+        """The sum over all microbatches; arguments as those of `reduction.ordered`."""
+        ...
+
+    def close(self) -> None:
+        """Closes the connections within and between nodes."""
+        ...
+
+    def abandon(self) -> None:
+        """Drops these connections after a failure."""
+        ...
+
+
 class Transport(Protocol):
     """Moves flat (1-d, contiguous) tensors between ranks. Every rank calls the same methods in the same order."""
 
@@ -48,8 +70,8 @@ class Transport(Protocol):
     latency_bytes: int
 
     @property
-    def nodes(self) -> "Nodes | None":
-        """The transports within the node and between nodes; None for a flat reduction."""
+    def nodes(self) -> "NodeReduction | None":
+        """The reduction by nodes; None for a flat one."""
         ...
 
     @property
@@ -96,7 +118,7 @@ class Connection(Transport):
     `healing_store` is the store at which the ranks connect again after a failure; None if they cannot.
     """
 
-    nodes: "Nodes | None" = None
+    nodes: "NodeReduction | None" = None
     stream: torch.cuda.Stream | None = None
 
     def __init__(self, rank: int, world_size: int, timeout: timedelta, healing_store: dist.Store | None) -> None:
@@ -144,25 +166,6 @@ class Connection(Transport):
         )
 
 
-@dataclass(frozen=True)
-class Nodes:
-    """The same ranks by machine: equally many on each, contiguous."""
-
-    within: Transport  # between the ranks of this node, numbered by local rank
-    between: Transport  # between the ranks of all nodes with the same local rank, numbered by node
-
-    def close(self) -> None:
-        """Closes both."""
-        self.within.close()
-        self.between.close()
-
-    def abandon(self) -> None:
-        """Drops the connections of both after a failure."""
-        for transport in (self.within, self.between):
-            if isinstance(transport, Connection):
-                transport.abandon()
-
-
 def close_at_exit(close: Callable[[], None]) -> "finalize[..., Any]":
     """Calls a method when the process ends, unless its object is gone by then: what it connects closes with it."""
     owner: Any = close.__self__  # type: ignore[attr-defined]  # only methods have one
@@ -200,7 +203,6 @@ class Arrived:
         self._received = received
 
     def wait(self) -> Tensor:
-        """The received tensor."""
         return self._received
 
 
@@ -212,7 +214,6 @@ class RankOrderSum:
         self._world_size = world_size
 
     def wait(self) -> Tensor:
-        """The sum."""
         first, *others = self._parts.wait().chunk(self._world_size)
         for other in others:
             first.add_(other)
@@ -229,15 +230,12 @@ class LocalTransport:
     stream = None
 
     def exchange(self, parts: Tensor, sizes: Sequence[int], receive_sizes: Sequence[int]) -> Pending:
-        """Returns the parts themselves."""
         return Arrived(parts)
 
     def gather(self, part: Tensor, sizes: Sequence[int] = ()) -> Pending:
-        """Returns the part itself."""
         return Arrived(part)
 
     def add(self, tensor: Tensor) -> Pending:
-        """Returns the tensor itself."""
         return Arrived(tensor)
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
