@@ -173,5 +173,5 @@ def test_the_transport_and_the_reduction_by_nodes_can_be_chosen(field, values, w
     for value in values:
         assert getattr(read_environment({**TORCHRUN, name: value}), field) == value
     assert getattr(read_environment({**TORCHRUN, name: ""}), field) == "auto"
-    with pytest.raises(UsageError, match=f"got {name}='{wrong}'; needed: one of {', '.join(values)}"):
+    with pytest.raises(UsageError, match=f"got {name}='{wrong}'; it is one of {', '.join(values)}"):
         read_environment({**TORCHRUN, name: wrong})

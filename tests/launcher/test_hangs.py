@@ -29,7 +29,7 @@ def hanging(*looks, stopped=(), announced=0, flags=HEALS, used=0.0, counts=True)
     silences, found = HangDetector(TIMEOUT), []
     for index, look in enumerate(looks):
         beats = {slot: Beat(100.0 - age, 7, phase, flags, quorum) for slot, (phase, age, quorum) in look.items()}
-        silences.look(beats, index * 0.5, announced, counts)
+        silences.record_beats(beats, index * 0.5, announced, counts)
         groups = {slot: Group(slot in stopped, index * used) for slot in look}
         found = silences.hung(lambda groups=groups: groups)
     return found
@@ -40,94 +40,85 @@ def still(**phases):
     return [{int(name[1:]): (phase, 0.0, 0) for name, phase in phases.items()}] * 30
 
 
-@pytest.mark.parametrize("phase", ["data", "forward", "backward", "update", "checkpoint", "evaluate"])
-def test_a_worker_that_stands_still_in_its_own_work_hangs(phase):
-    assert hanging(*still(s0="exchange", s1=phase)) == [1]
+def waiting(**phases):
+    """Slot 1 waits for another quorum, with signs of life; the others stand still as in `still`."""
+    return [{**look, 1: ("regroup", -float(index), 0)} for index, look in enumerate(still(**phases)[:24])]
 
 
-def test_a_worker_hangs_after_the_timeout_and_not_before():
-    looks = still(s0="forward", s1="exchange")
-    assert hanging(*looks[:20]) == []
-    assert hanging(*looks[:22]) == [0]
+STARTED = still(s0="start", s1="start")
+LOST = still(s0="forward", s1="exchange")
+BOTH = still(s0="exchange", s1="exchange")
+FILES = still(s0="files", s1="exchange")
+SCRIPT = still(s0="script", s1="exchange")
+POOL = [{0: ("end", 0.0, 0), 1: ("end", 0.0, 0), STARTER: ("end", 0.0, 0)}] * 30
+MATRIX = {  # the looks, the options of `hanging`, the slots that hang
+    **{
+        f"a worker that stands still in {phase} hangs": (still(s0="exchange", s1=phase), {}, [1])
+        for phase in ("data", "forward", "backward", "update", "checkpoint", "evaluate")
+    },
+    "before the timeout none hangs": (LOST[:20], {}, []),
+    "after it one hangs": (LOST[:22], {}, [0]),
+    "time in which the output is full is not counted": (LOST, {"counts": False}, []),
+    "a sign of life starts the time anew": (
+        [{0: ("forward", 0.0, 0)}] * 15 + [{0: ("forward", -1.0, 0)}] * 15,
+        {},
+        [],
+    ),
+    "workers that wait for each other in an exchange do not hang": (BOTH, {}, []),
+    "nor do those that wait for another quorum": (still(s0="regroup", s1="regroup"), {}, []),
+    "all hang that are blocked in connecting with a rank lost meanwhile": (
+        still(s0="regroup", s1="regroup"),
+        {"announced": 1},
+        [0, 1],
+    ),
+    "a worker that uses files does not hang": (FILES, {}, []),
+    "unless it is stopped": (FILES, {"stopped": (0,)}, [0]),
+    "a worker outside a step does not hang while none waits for it": (still(s0="script", s1="script"), {}, []),
+    "nor when the others have ended": (still(s0="script", s1="end"), {}, []),
+    "it hangs while another waits for it": (SCRIPT, {}, [0]),
+    "at its start too": (still(s0="start", s1="exchange"), {}, [0]),
+    "unless its processes compute": (SCRIPT, {"used": 0.1}, []),
+    "a worker in an exchange that the others have left hangs": (waiting(s0="exchange"), {}, [0]),
+    "unless those may hang themselves": (still(s0="exchange", s1="regroup"), {}, []),
+    "of one in an exchange with one that hangs only the latter hangs": (
+        waiting(s0="exchange", s2="forward"),
+        {},
+        [2],
+    ),
+    "a silent worker in a regrouping hangs while others there show signs of life": (waiting(s0="regroup"), {}, [0]),
+    "a stopped worker hangs wherever it is": (BOTH, {"stopped": (1,)}, [1]),
+    "unless all are stopped": (BOTH, {"stopped": (0, 1)}, []),
+    "also in their own work": (still(s0="forward", s1="forward"), {"stopped": (0, 1)}, []),
+    "before the first heartbeat a worker does not hang": (STARTED, {"flags": 0}, []),
+    "but one that is stopped does": (STARTED, {"flags": 0, "stopped": (1,)}, [1]),
+    "unless others of its group compute": (STARTED, {"flags": 0, "stopped": (1,), "used": 0.1}, []),
+    "also the only one": (still(s0="start"), {"flags": 0, "stopped": (0,)}, [0]),
+    "a starter that is stopped hangs": (POOL, {"flags": 0, "stopped": (STARTER,)}, [STARTER]),
+}
 
 
-def test_a_sign_of_life_starts_the_time_anew():
-    looks = [{0: ("forward", 0.0, 0)}] * 15 + [{0: ("forward", -1.0, 0)}] * 15
-    assert hanging(*looks) == []
+@pytest.mark.parametrize("name", MATRIX)
+def test_which_workers_hang(name):
+    looks, options, expected = MATRIX[name]
+    assert hanging(*looks, **options) == expected
 
 
-def test_workers_that_wait_for_each_other_are_not_blamed():
-    assert hanging(*still(s0="exchange", s1="exchange")) == []
-    assert hanging(*still(s0="regroup", s1="regroup")) == []
+def test_one_that_is_stopped_in_an_exchange_that_others_have_left_hangs_before_those_that_wait_for_it():
+    assert hanging(*waiting(s0="exchange", s2="exchange"), stopped=(2,)) in ([], [2])
 
 
-def test_all_hang_that_are_blocked_in_connecting_with_a_rank_lost_meanwhile():
-    assert hanging(*still(s0="regroup", s1="regroup"), announced=1) == [0, 1]
-
-
-def test_a_worker_that_uses_files_hangs_only_if_it_is_stopped_and_is_said_to_be_slow():
-    looks = still(s0="files", s1="exchange")
-    assert hanging(*looks) == []
-    assert hanging(*looks, stopped=(0,)) == [0]
-    silences = HangDetector(TIMEOUT)
-    said = []
+def test_a_worker_that_uses_files_is_said_to_be_slow_once():
+    silences, said = HangDetector(TIMEOUT), []
     for now in range(30):
-        silences.look({0: Beat(1.0, 7, "files", HEALS, 0), 1: Beat(1.0, 7, "exchange", HEALS, 0)}, now)
+        silences.record_beats({0: Beat(1.0, 7, "files", HEALS, 0), 1: Beat(1.0, 7, "exchange", HEALS, 0)}, now)
         said += silences.slow
-    assert said == [0], "once"
-
-
-def test_a_worker_outside_a_step_hangs_only_while_another_waits_for_it():
-    assert hanging(*still(s0="script", s1="script")) == []
-    assert hanging(*still(s0="script", s1="end")) == []
-    assert hanging(*still(s0="script", s1="exchange")) == [0]
-    assert hanging(*still(s0="start", s1="exchange")) == [0]
-    assert hanging(*still(s0="script", s1="exchange"), used=0.1) == [], "its processes compute"
-
-
-def test_a_worker_in_an_exchange_that_the_others_have_left_hangs():
-    looks = [{0: ("exchange", 0.0, 0), 1: ("regroup", -float(index), 0)} for index in range(24)]
-    assert hanging(*looks) == [0]
-    assert hanging(*still(s0="exchange", s1="regroup")) == [], "it waits for one that may hang itself"
-
-
-def test_a_worker_in_an_exchange_with_one_that_hangs_has_as_much_time_again():
-    looks = [{0: ("exchange", 0.0, 0), 1: ("regroup", -float(index), 0), 2: ("forward", 0.0, 0)} for index in range(24)]
-    assert hanging(*looks) == [2]
-    looks = [{**look, 2: ("exchange", 0.0, 0)} for look in looks]
-    assert hanging(*looks, stopped=(2,)) in ([], [2])
-
-
-def test_a_silent_worker_in_a_regrouping_hangs_while_others_there_show_signs_of_life():
-    looks = [{0: ("regroup", 0.0, 0), 1: ("regroup", -float(index), 0)} for index in range(24)]
-    assert hanging(*looks) == [0]
-
-
-def test_a_stopped_worker_hangs_wherever_it_is_unless_all_are():
-    looks = still(s0="exchange", s1="exchange")
-    assert hanging(*looks, stopped=(1,)) == [1]
-    assert hanging(*looks, stopped=(0, 1)) == []
-    assert hanging(*still(s0="forward", s1="forward"), stopped=(0, 1)) == []
-
-
-def test_a_process_that_is_stopped_is_found_before_the_first_heartbeat_too():
-    looks = still(s0="start", s1="start")
-    assert hanging(*looks, flags=0) == []
-    assert hanging(*looks, flags=0, stopped=(1,)) == [1]
-    assert hanging(*looks, flags=0, stopped=(1,), used=0.1) == [], "the others of its group compute"
-    assert hanging(*still(s0="start"), flags=0, stopped=(0,)) == [0]
-    starter = [{0: ("end", 0.0, 0), 1: ("end", 0.0, 0), STARTER: ("end", 0.0, 0)}] * 30
-    assert hanging(*starter, flags=0, stopped=(STARTER,)) == [STARTER]
-
-
-def test_time_in_which_the_output_is_full_is_not_counted():
-    assert hanging(*still(s0="forward", s1="exchange"), counts=False) == []
+    assert said == [0]
 
 
 def test_time_in_which_nobody_looked_is_not_counted():
     silences = HangDetector(TIMEOUT)
     for now in (0.0, 3600.0, 7200.0):
-        silences.look({0: Beat(1.0, 7, "forward", HEALS, 0)}, now)
+        silences.record_beats({0: Beat(1.0, 7, "forward", HEALS, 0)}, now)
     assert silences.silent_seconds(0) == 2.0
     assert silences.hung(dict) == []
 
@@ -135,7 +126,7 @@ def test_time_in_which_nobody_looked_is_not_counted():
 def test_without_a_timeout_nobody_hangs_and_without_a_flag_nobody_who_runs():
     for silences, flags, stopped in ((HangDetector(0.0), HEALS, True), (HangDetector(TIMEOUT), 0, False)):
         for now in range(100):
-            silences.look({0: Beat(1.0, 7, "forward", flags, 0)}, now)
+            silences.record_beats({0: Beat(1.0, 7, "forward", flags, 0)}, now)
             assert silences.hung(lambda stopped=stopped: {0: Group(stopped)}) == []
 
 
@@ -143,7 +134,7 @@ def test_without_a_timeout_nobody_hangs_and_without_a_flag_nobody_who_runs():
 def test_a_worker_is_watched_that_heals_or_that_only_shows_signs_of_life(flags):
     silences = HangDetector(TIMEOUT)
     for now in range(20):
-        silences.look({0: Beat(1.0, 7, "forward", flags, 0), 1: Beat(1.0, 7, "exchange", flags, 0)}, now)
+        silences.record_beats({0: Beat(1.0, 7, "forward", flags, 0), 1: Beat(1.0, 7, "exchange", flags, 0)}, now)
     assert silences.hung(dict) == [0]
 
 

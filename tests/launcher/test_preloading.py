@@ -166,9 +166,9 @@ def test_an_early_server_is_taken_once_and_only_with_its_variables_and_else_kill
     before = set(psutil.Process().children())
     early = EarlyServer(server_variables(1))
     (server,) = set(psutil.Process().children()) - before
-    assert early.take(server_variables(2)) is None
+    assert early.take_server(server_variables(2)) is None
     assert not server.is_running()
-    assert early.take(server_variables(1)) is None
+    assert early.take_server(server_variables(1)) is None
     early.close()
 
 

@@ -273,7 +273,7 @@ def test_a_handler_at_the_fork_may_take_the_wake_up_descriptor_away(starter):
         (("--devices", "cpu:2", "--nproc-per-node", "2", "ok.py"), "give one of the two"),
         (("--devices", "cpu:0", "ok.py"), "1 or more"),
         (("--num-threads", "0", "ok.py"), "--num-threads"),
-        (("--start-method", "thread", "ok.py"), "it is 'fork' or 'spawn' (--start-method)"),
+        (("--start-method", "thread", "ok.py"), "it is one of fork, spawn (--start-method)"),
         (("--log-dir", "ok.py", "ok.py"), "choose another folder (--log-dir"),
     ],
 )

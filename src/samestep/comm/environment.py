@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from samestep.checks import check_choice
 from samestep.errors import PeerLostError, UsageError
 
 LOOPBACK = "127.0.0.1"
@@ -196,6 +197,5 @@ def _first_slurm_host(env: Mapping[str, str]) -> str | None:
 def _choice(variables: Mapping[str, str] | None, name: str, choices: Sequence[str]) -> str:
     """The value of a variable, one of some choices; "auto" if it is absent or empty."""
     choice = (os.environ if variables is None else variables).get(name) or "auto"
-    if choice not in choices:
-        raise UsageError(f"got {name}={choice!r}; needed: one of {', '.join(choices)}")
+    check_choice(name, choice, choices, option="")
     return choice

@@ -43,18 +43,16 @@ class DeviceToken:
         threading.Thread(target=self._watch, name="samestep device token", daemon=True).start()
 
     def acquire(self) -> None:
-        """Waits until this rank holds the token."""
         if os.getpid() == self._process:  # a data worker computes beside its rank
             with self._asking:
                 if not self._holds:
                     fcntl.lockf(self._fd, fcntl.LOCK_EX, 1, self._index)
-                    self._take()
+                    self._mark_held()
 
-    def _take(self) -> None:
+    def _mark_held(self) -> None:
         self._holds, self._held_since = True, time.monotonic()
 
     def release(self) -> None:
-        """Hands the token over."""
         if os.getpid() == self._process and self._holds:  # else another thread may be waiting for it
             with self._asking:
                 self._holds = False
@@ -107,7 +105,7 @@ class DeviceToken:
                 except OSError:
                     pass
                 else:
-                    self._take()
+                    self._mark_held()
         was_taken = not self._holds
         self.acquire()
         return was_taken

@@ -127,6 +127,7 @@ def _loop(server: ForkServer) -> Instruction | None:
         ready, _, _ = select.select([server.control.fileno(), server.wake], [], [])
         if server.wake in ready and signal.SIGTERM in os.read(server.wake, 512):
             break
+        # At every turn: several SIGCHLD may be delivered as one.
         _reap(server)
         if server.control.fileno() in ready:
             try:
@@ -135,6 +136,8 @@ def _loop(server: ForkServer) -> Instruction | None:
                 break
             if not data:
                 break
+            # Descriptors arrive in the order of the messages, but perhaps with an earlier read than the message's end:
+            # they are queued, and each message takes as many as it names.
             for fd in fds:
                 os.set_inheritable(fd, False)
             server.received.extend(fds)
@@ -178,6 +181,7 @@ def _start(server: ForkServer, message: dict[str, Any]) -> Instruction | None:
             file.flush()
             pid = _spawn("samestep.launcher.worker", fds=fds, fd=file.fileno())
     processes.release_signals()
+    # Here and in the worker: whichever comes first, the group is there before it is signalled.
     with contextlib.suppress(OSError):
         os.setpgid(pid, pid)
     for fd in set(fds.values()):
@@ -206,6 +210,7 @@ def _become_worker(server: ForkServer, parent: int) -> None:
 
 def _start_store(server: ForkServer) -> None:
     """Starts the store process in place of an earlier one; from then on it alone holds the listening socket."""
+    # A process of its own, since rank 0 may be lost, and the others then need the store to connect anew.
     store, server.store = server.store, 0
     if store:
         os.kill(store, signal.SIGKILL)

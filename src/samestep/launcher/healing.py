@@ -39,7 +39,7 @@ class Silence:
     watched: bool = False  # whether it has ever had the flag of healing or of heartbeats
     group: Group = Group()  # noqa: RUF009 - a constant
 
-    def note(self, group: Group, seconds: float) -> None:
+    def record_group(self, group: Group, seconds: float) -> None:
         """Records its processes as they are so many seconds after the last time."""
         is_idle = 0 <= group.cpu_seconds - self.group.cpu_seconds <= TICKS_SECONDS + BUSY * seconds
         is_stopped = is_idle and group.has_stopped and self.group.has_stopped
@@ -58,19 +58,19 @@ class HangDetector:
     def __init__(self, timeout_seconds: float) -> None:
         self.timeout_seconds = timeout_seconds
         self._by_slot: dict[int, Silence] = {}
-        self._looked: float | None = None
+        self._recorded_at: float | None = None
         self.slow: list[int] = []  # slots of workers that use files for longer than the timeout since the last look
         self._unseen = 0.0  # seconds since the process groups were looked at
         self._quorum = 0
 
-    def look(self, beats: Mapping[int, Beat], now: float, quorum: int = 0, counts: bool = True) -> None:
+    def record_beats(self, beats: Mapping[int, Beat], now: float, quorum: int = 0, counts: bool = True) -> None:
         """Records the heartbeats of the living workers, by slot, at a time of `time.monotonic`, in that quorum.
 
         The time since the last look is not counted if it may have passed in waiting for the reader of the output.
         """
         self._quorum = quorum
-        elapsed = 0.0 if self._looked is None or not counts else min(now - self._looked, MAX_LOOK_SECONDS)
-        self._looked, self._unseen = now, self._unseen + elapsed
+        elapsed = 0.0 if self._recorded_at is None or not counts else min(now - self._recorded_at, MAX_LOOK_SECONDS)
+        self._recorded_at, self._unseen = now, self._unseen + elapsed
         known, self._by_slot, self.slow = self._by_slot, {}, []
         limit = self.timeout_seconds or math.inf
         for slot, beat in beats.items():
@@ -85,7 +85,6 @@ class HangDetector:
             silence.beat = beat
 
     def silent_seconds(self, slot: int) -> float:
-        """How long a worker has been silent; 0 for an unknown one."""
         return self._by_slot[slot].silent_seconds if slot in self._by_slot else 0.0
 
     def stuck_seconds(self, slot: int) -> float:
@@ -100,7 +99,7 @@ class HangDetector:
         if self._unseen >= timeout / LOOKS:  # seldom: it reads about every process of the machine
             seen = groups()
             for slot, one in found.items():
-                one.note(seen.get(slot, Group()), self._unseen)
+                one.record_group(seen.get(slot, Group()), self._unseen)
             self._unseen = 0.0
         workers = [one.group.has_stopped for slot, one in found.items() if slot != STARTER]
         if len(workers) > 1 and all(workers):
@@ -135,7 +134,7 @@ class HangDetector:
 
 
 @dataclass
-class Change:
+class QuorumChange:
     """A quorum that not all of its members have joined yet."""
 
     began: float  # on the clock of `time.monotonic`
@@ -154,18 +153,18 @@ class Healed:
 
 
 class Healing:
-    """The healing of one attempt; `notify` prints a message, `note` records an event by name and fields."""
+    """The healing of one attempt; `notify` prints a message, `record_event` records an event by name and fields."""
 
     def __init__(
-        self, workers: Workers, policy: Policy, notify: Callable[[str], None], note: Callable[..., None]
+        self, workers: Workers, policy: Policy, notify: Callable[[str], None], record_event: Callable[..., None]
     ) -> None:
         self._workers = workers
         self._policy = policy
         self._notify = notify
-        self._note = note
+        self._record_event = record_event
         self._failures: list[tuple[Worker, Failure]] = []
         self._unreported: list[tuple[float, Worker, int, str]] = []
-        self._change: Change | None = None
+        self._change: QuorumChange | None = None
         self._keeps_ledger = False
         self._recorded: dict[int, float] = {}
         self._healed: list[Healed] = []
@@ -182,6 +181,8 @@ class Healing:
         workers = self._workers
         if worker.is_users_fault or self._alike(worker) is not None:
             return "fault"
+        # "fault": the others would fail by the same. "cannot": the program ended it, or the others do not have its
+        # state. "few": nothing is wrong with the others, but they are too few, or none of them has come far enough.
         living = [other for other in workers.living if other is not worker]
         can_heal = self._policy.heal and all(workers.heals(other) for other in living or [worker])
         if worker.ended_itself or not can_heal:
@@ -214,16 +215,16 @@ class Healing:
             worker.log = worker.spare_log
             worker.keep(bytes(worker.tail))
         if self._change is None:
-            self._change = Change(now)
+            self._change = QuorumChange(now)
         self._change.removed.append((worker, failure))
         living = self._announce()
         text = f"{describe(worker, failure)}; {_go_on(living)}" if living else describe(worker, failure)
         self._unreported.append((now + REPORT_SECONDS, worker, failure.rank, text))
         fields = asdict(failure)
         del fields["slot"]
-        self._note("death", **fields)
+        self._record_event("death", **fields)
 
-    def look(self, hangs: HangDetector, may_join: bool) -> None:
+    def handle_due(self, hangs: HangDetector, may_join: bool) -> None:
         """Handles everything that is due; called often while something is pending, else twice a second."""
         now = time.monotonic()
         self._drop_ended()
@@ -275,6 +276,8 @@ class Healing:
 
     def _gather_strays(self, hangs: HangDetector, now: float) -> None:
         """Announces the quorum again if all members have left the exchange though none has failed."""
+        # A connection broke between two ranks that are both alive: each leaves the exchange and waits for another
+        # quorum, to which no failure leads. A few times only, since what broke it may break it again.
         workers = self._workers
         living = workers.living
         if not living or not self._policy.heal or any(workers.beat(w).phase != "regroup" for w in living):
@@ -308,17 +311,19 @@ class Healing:
         for worker in change.joined:
             if worker in living:
                 self._notify(f"a replacement joined on {worker.place.device}; {_go_on(count)}")
-                self._note("join", world_size=count, seconds=seconds)
+                self._record_event("join", world_size=count, seconds=seconds)
 
     def _join(self, now: float) -> None:
         """Adds the replacements that are ready to the quorum."""
         workers = self._workers
+        # Only while nothing else changes, and if all others take part in the same run: one that has ended, or has begun
+        # another, could not send the state.
         ready = [worker for worker in workers.waiting if workers.beat(worker).flags & READY_TO_JOIN]
         if ready and {workers.beat(worker).flags & (HEALS | IS_LATER) for worker in workers.living} == {HEALS}:
             self._announce(tuple(ready))
             for worker in ready:
                 worker.has_joined = True
-            self._change = Change(now, joined=ready)
+            self._change = QuorumChange(now, joined=ready)
 
     def _alike(self, worker: Worker) -> Worker | None:
         """The worker of an earlier failure by the same exception in the same step."""
@@ -334,7 +339,7 @@ class Healing:
             healed = self._healed.pop(0)
             seconds = self._recorded.get(healed.quorum, healed.seconds)
             self._notify(f"went on after {seconds:.3g} s")
-            self._note("heal", world_size=healed.world_size, seconds=seconds, lost=list(healed.lost))
+            self._record_event("heal", world_size=healed.world_size, seconds=seconds, lost=list(healed.lost))
 
     def _report(self, until: float = math.inf) -> None:
         """Reports the failures that are due, with their details."""

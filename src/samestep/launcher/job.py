@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from samestep.checks import check_number
 from samestep.comm.environment import LOOPBACK
 from samestep.comm.heartbeat import EVENTS_VARIABLE, MAX_SLOTS, PAGE_VARIABLE, SLOT_VARIABLE
 from samestep.core.microbatches import DEFAULT_NUM_MICROBATCHES
@@ -64,15 +65,10 @@ class Policy:
     replace: bool = _option("Start a new worker on the device of a failed one; counts as a restart.", False)
 
     def __post_init__(self) -> None:
-        """Checks the values."""
-        if self.min_devices < 1:
-            raise UsageError(f"got --min-devices {self.min_devices}; it must be 1 or more")
-        if self.max_restarts < 0:
-            raise UsageError(f"got --max-restarts {self.max_restarts}; it must be 0 or more")
-        if not (self.hang_seconds >= 0 and math.isfinite(self.hang_seconds)):
-            raise UsageError(f"got --hang-seconds {self.hang_seconds}; it must be seconds, or 0 for never")
-        if not (self.grace_seconds >= 0 and math.isfinite(self.grace_seconds)):
-            raise UsageError(f"got --grace-seconds {self.grace_seconds}; it must be seconds, 0 or more")
+        check_number("--min-devices", self.min_devices, 1)
+        check_number("--max-restarts", self.max_restarts, 0)
+        check_number("--hang-seconds", self.hang_seconds, 0, whole=False)
+        check_number("--grace-seconds", self.grace_seconds, 0, whole=False)
         if self.replace and self.max_restarts == 0:
             raise UsageError("got --replace, which starts workers again, but no --max-restarts; give it 1 or more")
 
@@ -135,12 +131,10 @@ class Job:
         return str(self.kwargs.get("run_dir") or self.kwargs.get("target") or self.target)
 
     def restarted(self) -> "Job":
-        """The job of restarted workers."""
         return replace(self, kwargs={**self.kwargs, **self.restart_kwargs})
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "Job":
-        """The job of a JSON object that `asdict` made."""
         lists = {"argv": tuple(value["argv"]), "preload": tuple(value["preload"])}
         return cls(**{**value, **lists, "policy": Policy(**value["policy"])})
 
@@ -208,14 +202,12 @@ class Assignment:
     world_size: int
     device_kind: str  # "cpu", "cuda" or "mps"
     device: str  # as messages name it
-    num_threads: int
     run_id: str
     variables: Mapping[str, str]  # of the selection
     device_index: int = 0  # of its device in the selection
     shares_device: bool = False  # with other ranks, whose token is in the file of the descriptor "devices"
     slot: int = 0  # the worker's index on the page, its own as long as the page lives
     attempt: int = 0  # how often all workers have been restarted
-    max_restarts: int = 0
     joins: bool = False  # whether it is a replacement, which waits until it is in a quorum
 
 
@@ -234,7 +226,6 @@ class Instruction:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "Instruction":
-        """The instruction of a JSON object that `asdict` made."""
         return cls(Assignment(**value["assignment"]), Job.from_json(value["job"]), value["port"], value["fds"])
 
 
@@ -254,14 +245,12 @@ def assign(job: Job, selection: "Selection", run_id: str, attempt: int) -> tuple
                 world_size=world_size,
                 device_kind=selection.kind,
                 device=selection.label(index),
-                num_threads=job.num_threads,
                 run_id=run_id,
                 variables=dict(seen.environment),
                 device_index=index,
                 shares_device=world_size > selection.count,
                 slot=rank,
                 attempt=attempt,
-                max_restarts=job.policy.max_restarts,
             )
         )
     return tuple(places)
@@ -293,9 +282,9 @@ def worker_variables(instruction: Instruction) -> dict[str, str]:
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RUN_ID": place.run_id,
         "TORCHELASTIC_RESTART_COUNT": str(place.attempt),
-        "TORCHELASTIC_MAX_RESTARTS": str(place.max_restarts),
+        "TORCHELASTIC_MAX_RESTARTS": str(instruction.job.policy.max_restarts),
         "SAMESTEP_DEVICE_KIND": place.device_kind,
-        "SAMESTEP_THREADS": str(place.num_threads),
+        "SAMESTEP_THREADS": str(instruction.job.num_threads),
         EVENTS_VARIABLE: str(instruction.fds["events"]),
         PAGE_VARIABLE: str(instruction.fds["page"]),
         SLOT_VARIABLE: str(place.slot),

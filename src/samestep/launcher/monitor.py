@@ -112,7 +112,6 @@ class Display:
             show(text, stream)
 
     def close(self) -> None:
-        """Removes the bar."""
         if self._bar is not None:
             with showing(sys.stderr):
                 self._bar.stop()
@@ -148,7 +147,7 @@ def _figures(event: Event) -> str:
 Stream = Literal["stdout", "stderr"]
 
 POLL_SECONDS = 0.05
-LOOK_SECONDS = 0.5
+CHECK_SECONDS = 0.5
 SETTLE_SECONDS = 0.5
 LEAVE_SECONDS = 2.0  # for workers that see by the page that the run is over, and clean up
 KILL_SECONDS = 5.0
@@ -177,7 +176,7 @@ class Monitor:
         self._restarts = restarts
         self._fds = fds or {}
         self._hangs = HangDetector(job.policy.hang_seconds)
-        self._healing = Healing(self.workers, job.policy, display.notify, self._note)
+        self._healing = Healing(self.workers, job.policy, display.notify, self._record_event)
         self._decoders: dict[tuple[int, Stream], codecs.IncrementalDecoder] = {}
         self._selector = selectors.DefaultSelector()
         self._owned: set[int] = set()
@@ -187,7 +186,7 @@ class Monitor:
         self._saved = ""
         self._phase: Literal["running", "finishing", "settling", "ending", "killing", "killed"] = "running"
         self._deadline = float("inf")
-        self._looked = float("-inf")
+        self._checked_at = float("-inf")
         self._stopped_by: int | None = None
         self._broken = ""
         self._is_fault = False
@@ -215,7 +214,7 @@ class Monitor:
             return None
         return worker.place.device_index
 
-    def listen(self, fd: int, handle: Callable[[int], bool], *, own: bool = True) -> None:
+    def watch_descriptor(self, fd: int, handle: Callable[[int], bool], *, own: bool = True) -> None:
         """Calls `handle(fd)` whenever `fd` is readable until it returns False, then closes `fd` if it is `own`."""
         os.set_blocking(fd, False)
         self._selector.register(fd, selectors.EVENT_READ, handle)
@@ -234,10 +233,12 @@ class Monitor:
                     self._kill()
             return True
 
-        self.listen(fd, stop, own=False)
+        self.watch_descriptor(fd, stop, own=False)
 
     def start(self, place: Assignment) -> None:
         """Starts one worker."""
+        # Each worker has pipes of its own: what arrives is its own, and at the end of a pipe all of it has arrived. So
+        # the write ends are closed here as soon as the pool has them: a pipe ends with the last process that has one.
         path = None if self._job.log_dir is None else str(Path(self._job.log_dir) / f"rank-{place.rank}.log")
         log = path if place.rank > 0 else None
         worker = self.workers.add(place, log, path)
@@ -246,7 +247,7 @@ class Monitor:
             def pipe(handle: Callable[[int], bool], last: bool = False) -> int:
                 reader, writer = os.pipe()
                 theirs.callback(os.close, writer)
-                self.listen(reader, handle)
+                self.watch_descriptor(reader, handle)
                 if last:
                     self._last.add(reader)
                 return writer
@@ -274,7 +275,7 @@ class Monitor:
                 elif self._phase in ("running", "finishing", "settling"):
                     self._broken, self.is_broken = event.text.rstrip(), True
                     self._end(signal.SIGTERM)
-            self._look()
+            self._check_workers()
             if time.monotonic() > self._deadline:
                 self._next_phase()
         self._poll(0)
@@ -323,25 +324,26 @@ class Monitor:
         self._owned.clear()
         self._selector.close()
 
-    def _note(self, event: str, **fields: Any) -> None:
-        """Records an event."""
+    def _record_event(self, event: str, **fields: Any) -> None:
         self.events.append(make_event(event, **fields))
 
     def _pause(self) -> float:
         """How long to wait for something to read: short while something is pending."""
         is_calm = self._phase in ("running", "finishing") and not self._healing.is_pending
+        # A page of memory has no wake-up: while something is pending, it is read often.
         if not is_calm or any(w.kill_at < float("inf") for w in self.workers.all):
             return POLL_SECONDS
-        return self._look_seconds
+        return self._check_seconds
 
     @property
-    def _look_seconds(self) -> float:
+    def _check_seconds(self) -> float:
         """The interval between looks at heartbeats, short enough for the timeout."""
         timeout = self._job.policy.hang_seconds
-        return min(LOOK_SECONDS, timeout / 4) if timeout else LOOK_SECONDS
+        return min(CHECK_SECONDS, timeout / 4) if timeout else CHECK_SECONDS
 
     def _poll(self, seconds: float) -> None:
         """Handles the descriptors that become readable within that time."""
+        # Events last: the lines of a worker's output that it wrote before an event must be shown before it.
         for key, _ in sorted(self._selector.select(seconds), key=lambda ready: ready[0].fd in self._last):
             if key.data is not None and not key.data(key.fd):
                 self._selector.unregister(key.fd)
@@ -349,30 +351,30 @@ class Monitor:
                 self._last.discard(key.fd)
                 os.close(key.fd)
 
-    def _look(self) -> None:
+    def _check_workers(self) -> None:
         """Looks at the heartbeats, without waking the workers."""
         now = time.monotonic()
         for worker in self.workers.all:
             if not worker.ended and now > worker.kill_at:
                 worker.kill_at = float("inf")
                 self._pool.signal(worker.slot, signal.SIGKILL)
-        is_due = now - self._looked >= self._look_seconds
+        is_due = now - self._checked_at >= self._check_seconds
         if self._phase not in ("running", "finishing") or not (is_due or self._healing.is_pending):
             return
         if is_due:
-            self._looked = now
-            self._look_for_hangs(now)
-        self._healing.look(self._hangs, may_join=self._phase == "running")
+            self._checked_at = now
+            self._end_hung(now)
+        self._healing.handle_due(self._hangs, may_join=self._phase == "running")
         self._replace_lost()
         if all(worker.ended or not self.workers.has_state(worker) for worker in self.workers.members):
             self._dismiss(*self.workers.waiting, *self.workers.living)  # no worker has the state any more
 
-    def _look_for_hangs(self, now: float) -> None:
+    def _end_hung(self, now: float) -> None:
         """Ends hung workers by SIGABRT, upon which `faulthandler` writes their stacks."""
         living = {worker.slot: worker for worker in self.workers.living}
         beats = {slot: self.workers.beat(worker) for slot, worker in living.items()}
         beats[STARTER] = Beat(0.0, 0, "end", 0, 0)
-        self._hangs.look(beats, now, self.workers.quorum.number, _takes_output())
+        self._hangs.record_beats(beats, now, self.workers.quorum.number, _takes_output())
         for slot in self._hangs.slow:  # no hang: a restart would have to write the same
             who = f"rank {self.workers.rank(living[slot])} on {living[slot].place.device}"
             self._display.notify(f"{who} has used files for longer than --hang-seconds, and is waited for")
@@ -392,7 +394,7 @@ class Monitor:
         for worker in [w for w in self.workers.all if w.is_lost and w.ended and not w.is_replaced]:
             worker.is_replaced = True
             slot = len(self.workers.all)
-            if slot < MAX_SLOTS and self.workers.living and self._restarts.take():
+            if slot < MAX_SLOTS and self.workers.living and self._restarts.use_one():
                 self.start(replace(worker.place, slot=slot, joins=True))
 
     def _dismiss(self, *workers: Worker) -> None:
@@ -409,6 +411,7 @@ class Monitor:
 
     def _add_failure(self, worker: Worker) -> None:
         """Handles a failure, unless the monitor caused it; the others go on without the worker if they can."""
+        # What fails from now on is most often a consequence; the message names the first that failed by itself.
         if self._phase == "settling":
             self._failed.append(worker)
         if self._phase not in ("running", "finishing") or self._left_as_asked(worker):
@@ -426,6 +429,8 @@ class Monitor:
         self._is_fault = decision == "fault"
         if decision == "few":
             self._hint = self._too_few()
+        # From a quorum of no workers those that would heal see that the run is over: they leave by themselves, and
+        # clean up.
         are_left = any(self.workers.heals(other) for other in self.workers.living)
         if are_left:
             self._page.announce(())
@@ -453,14 +458,17 @@ class Monitor:
         elif self._phase == "killing":
             self._kill()
         else:
+            # SIGKILL did not end them: they wait in the kernel, for a disk or a driver. The run does not wait for them.
             for worker in self.workers.all:
-                worker.ended = True  # even the kernel cannot end it now
+                worker.ended = True
 
     def _stop(self, signum: int) -> None:
         """Stops after the step under way if all workers do so by themselves, else forwards the signal."""
         self._stopped_by = signum
         name = signal.Signals(signum).name
-        self._note("stop", signal=name)
+        self._record_event("stop", signal=name)
+        # By the page if all of them look at it after each step. A signal would reach them in different steps, and a
+        # script without a `Run` knows of nothing but signals.
         beats = [self.workers.beat(worker) for worker in self.workers.living]
         if self._phase == "running" and beats and all(b.flags & STOPS_ON_REQUEST or b.phase == "end" for b in beats):
             self._phase = "finishing"
@@ -473,18 +481,15 @@ class Monitor:
             self._end(signum)
 
     def _end(self, signum: int) -> None:
-        """Asks all workers to end."""
         if self._phase in ("running", "finishing", "settling"):
             self._phase, self._deadline = "ending", time.monotonic() + self._job.policy.grace_seconds
             self._signal(signum)
 
     def _kill(self) -> None:
-        """Kills everything."""
         self._phase, self._deadline = "killed", time.monotonic() + KILL_SECONDS
         self._pool.kill()
 
     def _signal(self, signum: int) -> None:
-        """Signals all workers that are left."""
         for worker in self.workers.all:
             if not worker.ended:
                 self._pool.signal(worker.slot, signum)

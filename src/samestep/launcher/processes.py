@@ -55,6 +55,7 @@ def end_with_parent(parent: int, signum: int) -> None:
 
 def adopt_orphans() -> None:
     """Makes this process the parent of its descendants' orphans, so that it can reap them; Linux only."""
+    # Else a data worker whose rank was killed would become a child of init, and nothing would know of it any more.
     if sys.platform == "linux":
         _prctl(PR_SET_CHILD_SUBREAPER, 1)
 
@@ -185,7 +186,7 @@ class EarlyServer:
         self._variables = variables
         self._process: ServerProcess | None = ServerProcess.start(variables)
 
-    def take(self, variables: Mapping[str, str]) -> ServerProcess | None:
+    def take_server(self, variables: Mapping[str, str]) -> ServerProcess | None:
         """Hands over the server, once; None, and its end, if it was started without one of these variables."""
         if any(variables.get(name) != value for name, value in self._variables.items()):
             self.close()

@@ -27,6 +27,7 @@ from typing import Any, Literal
 
 import cloudpickle
 
+from samestep.checks import check_choice, check_number
 from samestep.comm.environment import read_environment
 from samestep.comm.heartbeat import HeartbeatPage
 from samestep.devices.selection import AUTO_CPU_WORKERS, Selection, cpu_workers_for, select
@@ -85,9 +86,11 @@ def supervise(
         contextlib.closing(Display(job.quiet, job.lines_to)) as display,
         _token_file(job) as tokens,
     ):
+        # One fork server for all attempts, unless it is itself what broke: it imports torch once.
         pool = open_pool()
         for attempt in itertools.count():
             again = False
+            # Anew for each attempt: flags and quorums of the one before must not be taken for its own.
             page = HeartbeatPage.create(num_workers)
             attempted = job.restarted() if attempt else job
             monitor = Monitor(attempted, pool, page, display, restarts, {**(fds or {}), **tokens})
@@ -98,7 +101,7 @@ def supervise(
                     monitor.start(place)
                 outcome = monitor.run()
                 events += monitor.events
-                again = monitor.may_restart and restarts.take_after(monitor.ended_by)
+                again = monitor.may_restart and restarts.use_one_after(monitor.ended_by)
             finally:
                 if monitor.is_broken or not again:
                     pool.close()
@@ -144,12 +147,11 @@ def _token_file(job: Job) -> Iterator[dict[str, int]]:
 
 def resolve_start_method(start_method: str | None, num_threads: int) -> StartMethod:
     """The start method to use."""
-    if num_threads < 1:
-        raise UsageError(f"got num_threads={num_threads}; it must be 1 or more (--num-threads)")
+    check_number("num_threads", num_threads, 1)
     if sys.platform == "win32":
         raise UsageError("several processes can be started on Linux and macOS; on Windows use WSL")
-    if start_method not in (None, "fork", "spawn"):
-        raise UsageError(f"got start_method={start_method!r}; it is 'fork' or 'spawn' (--start-method)")
+    if start_method is not None:
+        check_choice("start_method", start_method, ("fork", "spawn"))
     if start_method == "fork" and sys.platform != "linux":
         raise UsageError(
             f"the system libraries of {sys.platform} do not survive a fork; use start_method='spawn' "
@@ -167,17 +169,19 @@ def stop_requests() -> Iterator[int | None]:
     if threading.current_thread() is not threading.main_thread():
         yield None
         return
+    # A handler runs between any two instructions, so it only writes a byte; the monitor reads it like any other event.
+    # The pipe must not block it: with a full one there are requests enough.
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
 
-    def note(signum: int, _frame: FrameType | None) -> None:
+    def write_number(signum: int, _frame: FrameType | None) -> None:
         with contextlib.suppress(OSError):
             os.write(writer, bytes([signum]))
 
     before = {}
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(signum) not in (signal.SIG_IGN, None):
-            before[signum] = signal.signal(signum, note)
+            before[signum] = signal.signal(signum, write_number)
     try:
         yield reader
     finally:
@@ -231,6 +235,8 @@ def launch(
     variables = process_variables(selection, num_threads)
     name = getattr(fn, "__qualname__", type(fn).__qualname__)
     call = partial(fn, *args, **(kwargs or {}))
+    # By name if possible: a clean process imports the function as a program does, and what runs does not depend on the
+    # state of this one. Else by forks of this process, which have its state; else by value.
     content = _pickle_by_name(call)
     if content is None and method == "spawn":
         content = _pickle_by_value(call, name, "with start_method='spawn'")

@@ -31,7 +31,7 @@ Call = Callable[[], Any]
 def work(instruction: Instruction, call: Call | None = None) -> int:
     """Runs the job, or a function of the process that this one was forked from; returns the exit code."""
     _reset_signals()
-    _take_streams(instruction)
+    _redirect_streams(instruction)
     which = f"{instruction.assignment.rank}/{instruction.assignment.world_size}"
     processes.set_title(f"samestep worker {which} {instruction.job.name}", f"samestep-{which}")
     os.environ.update(worker_variables(instruction))
@@ -46,7 +46,7 @@ def work(instruction: Instruction, call: Call | None = None) -> int:
                 multiprocessing.current_process()._config["tempdir"] = str(folder)  # type: ignore[attr-defined]
         import torch
 
-        torch.set_num_threads(instruction.assignment.num_threads)  # the bits depend on it
+        torch.set_num_threads(instruction.job.num_threads)  # the bits depend on it
         keep_freed_memory()
         value = call() if call is not None else run_program(instruction.job, instruction.fds)
         _deliver(value, instruction, channel, HeartbeatPage(instruction.fds["page"]))
@@ -89,7 +89,6 @@ def leave(code: int) -> NoReturn:
 
 
 def _flush() -> None:
-    """Flushes the standard streams, which the program may have closed."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
@@ -103,7 +102,7 @@ def _reset_signals() -> None:
         signal.signal(signum, signal.SIG_DFL)
 
 
-def _take_streams(instruction: Instruction) -> None:
+def _redirect_streams(instruction: Instruction) -> None:
     """Redirects the standard streams as instructed, and crash dumps to the supervisor."""
     fds = instruction.fds
     if instruction.assignment.rank > 0:

@@ -67,6 +67,7 @@ class ServerPool:
     """The workers of a fork server, which leads a session of its own and is reached by a socket."""
 
     def __init__(self, pid: int, control: socket.socket, preload: Sequence[str] = ()) -> None:
+        # psutil knows when the process began, so it is not mistaken for a later one with the same id.
         self._server = psutil.Process(pid)
         self._control = control
         self._parser = EventParser()
@@ -86,7 +87,7 @@ class ServerPool:
         early: EarlyServer | None = None,
     ) -> "ServerPool":
         """A server that is a new program; it imports modules and forks, or starts each worker as a program."""
-        process = early.take(variables) if early is not None and start_method == "fork" else None
+        process = early.take_server(variables) if early is not None and start_method == "fork" else None
         process = process or ServerProcess.start(variables, start_method)
         return cls(process.pid, process.control, preload if start_method == "fork" else ())
 
@@ -114,7 +115,6 @@ class ServerPool:
         self._send({"command": "start", "instruction": asdict(instruction), "names": names}, fds)
 
     def fileno(self) -> int:
-        """The socket."""
         return self._control.fileno()
 
     def poll_events(self) -> list[WorkerEvent]:
@@ -134,6 +134,7 @@ class ServerPool:
 
     def signal(self, slot: int, signum: int) -> None:
         """Signals a worker through the fork server: only the parent knows whether its process id is still its own."""
+        # Messages are read in order: a worker whose start was commanded before is there when this one is read.
         if self._pids:
             self._send({"command": "signal", "slot": slot, "signal": signum}, [])
         elif self._running:
@@ -162,7 +163,6 @@ class ServerPool:
         self._control.close()
 
     def kill(self) -> None:
-        """Kills the fork server and the workers."""
         server = [] if self._wait(0) else [self._server.pid]
         for group in (*server, *self._pids.values()):
             with contextlib.suppress(ProcessLookupError, PermissionError):

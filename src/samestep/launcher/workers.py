@@ -42,7 +42,6 @@ class Worker:
 
     @property
     def slot(self) -> int:
-        """Its index on the page."""
         return self.place.slot
 
     def keep(self, data: bytes) -> None:
@@ -110,7 +109,6 @@ class Workers:
         return [w for w in self.all if w.place.joins and not (w.ended or w.is_lost or w.has_joined)]
 
     def beat(self, worker: Worker) -> Beat:
-        """A worker's last heartbeat."""
         return self.page.beat(worker.slot)
 
     def heals(self, worker: Worker) -> bool:
@@ -135,7 +133,6 @@ class Workers:
         return slots.index(worker.slot) if worker.slot in slots else worker.place.rank
 
     def announce(self, slots: tuple[int, ...], lost: Sequence[Mapping[str, Any]]) -> None:
-        """Posts a new quorum."""
         self.quorum = self.page.announce(slots, lost=lost)
 
     def result(self) -> Any:
@@ -313,7 +310,6 @@ def _ending_by(code: int | None) -> str:
 
 
 def _signal_name(signum: int) -> str:
-    """A signal's name: "SIGKILL"."""
     try:
         return signal.Signals(signum).name
     except ValueError:
@@ -432,17 +428,17 @@ class Restarts:
 
     limit: int
     used: int = 0
-    refusal: str = ""  # the reason that none is taken although some are left
+    refusal: str = ""  # the reason that none is used although some are left
     _last: tuple[Failure, str] | None = None
 
-    def take(self) -> bool:
+    def use_one(self) -> bool:
         """Uses one; False if none is left."""
         if self.used >= self.limit:
             return False
         self.used += 1
         return True
 
-    def take_after(self, ended_by: tuple[Failure, str] | None) -> bool:
+    def use_one_after(self, ended_by: tuple[Failure, str] | None) -> bool:
         """Uses one for another attempt; False if none is left, or if two attempts in turn failed alike.
 
         `ended_by` is the failure that ended the attempt and the message of its exception; None if no worker failed by
@@ -450,11 +446,11 @@ class Restarts:
         """
         before, self._last = self._last, ended_by
         if before is None or ended_by is None or self.used >= self.limit:
-            return self.take()
+            return self.use_one()
         (earlier, earlier_message), (failure, message) = before, ended_by
         same = (failure.cause, failure.step, message) == (earlier.cause, earlier.step, earlier_message)
         if not (same and failure.is_in_step and earlier.is_in_step):
-            return self.take()
+            return self.use_one()
         self.refusal = (
             f"two attempts in turn have ended in step {failure.step} by {failure.cause}: that is no accident, and is "
             f"not tried again, although {self.limit - self.used} of {self.limit} restarts are left"
