@@ -35,11 +35,9 @@ class BufferPlace:
     name: str
 
     def get(self) -> Tensor | None:
-        """The buffer as it is now."""
         return self.module._buffers[self.key]
 
     def put(self, tensor: Tensor | None) -> None:
-        """Puts this very tensor in the buffer's place."""
         self.module._buffers[self.key] = tensor
 
 
@@ -61,6 +59,14 @@ def is_mean_buffer(module: nn.Module, key: str) -> bool:
 
 class BufferMerge(StepBuffers):
     """Restores the buffers before each microbatch and merges what the microbatches left of them."""
+
+    # A forward writes to buffers, and the next microbatch of this rank would read what it wrote; on other ranks other
+    # microbatches come before. So `begin` copies the buffers, and every microbatch starts from that copy: `collect`
+    # takes what it left, then restores. Running statistics (`_means`) are weighted by the samples and pushed on a tree,
+    # of all norms in one flat tensor; `exchange` sums them over the ranks, and `write` divides once. Of any other
+    # buffer (`_others`) only the first result of a rank is kept, with a checksum of each microbatch's: `exchange`
+    # refuses different ones, since there is no rule by which to merge them. Copying is what costs: a buffer whose
+    # version has not moved is left alone, but versions do not show every write (`_find_changed` has the cases).
 
     def __init__(self, model: nn.Module, communicator: Communicator) -> None:
         self._communicator = communicator
@@ -142,7 +148,6 @@ class BufferMerge(StepBuffers):
                 )
 
     def abandon(self) -> None:
-        """Restores the buffers of the step's start after a microbatch that failed."""
         now = self._now()
         self._restore(now, self._find_changed(now))
 
@@ -152,7 +157,6 @@ class BufferMerge(StepBuffers):
         return [self.touched_means, self.touched_others]
 
     def exchange(self, touched: Sequence[bool], blocks_by_rank: Sequence[Sequence[Block]], num_samples: int) -> None:
-        """Merges over the ranks; nothing is written to the model yet."""
         touched_means, touched_others = touched
         if touched_means:
             self._merged_means = self._sum_means(blocks_by_rank) / num_samples
@@ -160,7 +164,6 @@ class BufferMerge(StepBuffers):
             self._check_others(blocks_by_rank)
 
     def write(self, ok: Tensor | None) -> None:
-        """Writes the merged values to the model, if `ok`: a bool on the device, or None if the host has decided."""
         if self._merged_means is not None:
             self._write_means(self._merged_means, ok)
         for index, end in self._ends.items():

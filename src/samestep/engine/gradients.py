@@ -40,6 +40,15 @@ class GradientSum(MicrobatchGradients):
     With `shard_optimizer`, `zero1` are this rank's local shards; else it is None.
     """
 
+    # The parameters are divided into buckets, flat tensors of a few MiB, and each bucket has a tree of its own. `push`
+    # copies a microbatch's `.grad` into a bucket and pushes it on that tree, where the left operand of an addition
+    # takes the sum, and the right one's memory serves the next microbatch. What a rank has left on a tree after its
+    # last microbatch are the blocks that it ships (`core.tree`); `start` sends those of each bucket, `finish` waits.
+    # With `overlap`, a hook on each parameter sees its gradient arrive in the last backward, and sends a bucket once
+    # all members are there. Buckets leave in their order, which is the same on all ranks, or messages would cross.
+    # A backward may add to a gradient again (reentrant checkpointing): the first steps only watch for that, and a
+    # model that does so once never sends early.
+
     def __init__(
         self,
         parameters: Sequence[nn.Parameter],
@@ -82,16 +91,13 @@ class GradientSum(MicrobatchGradients):
 
     @property
     def inputs(self) -> tuple[Tensor, ...]:
-        """The parameters."""
         return self._inputs
 
     @property
     def used(self) -> list[bool]:
-        """By parameter."""
         return self._used
 
     def begin(self, blocks_by_rank: Sequence[Sequence[Block]]) -> None:
-        """Starts a step in which each rank ships these blocks, from `core.tree.rank_blocks`."""
         self._blocks_by_rank = blocks_by_rank
         self._is_only = sum(block.size for blocks in blocks_by_rank for block in blocks) == 1
         # The sums of the step before are never written to again, since the user may hold them as `parameter.grad`.
@@ -146,7 +152,6 @@ class GradientSum(MicrobatchGradients):
             self._send(number)
 
     def finish(self) -> None:
-        """Waits for the sums over all microbatches."""
         if self._communicator.world_size == 1:
             # On the same tree as several ranks: one device is no special case.
             roots = [tree.root() for tree in self._trees]
@@ -172,7 +177,6 @@ class GradientSum(MicrobatchGradients):
         return join_norms(parts)
 
     def assign(self, used: Sequence[bool]) -> None:
-        """Sets the `.grad` of each parameter that a microbatch used to a view of the results, the others' to None."""
         if self.zero1 is not None:
             self.zero1.assign(self.flats, used)
             return
@@ -189,7 +193,6 @@ class GradientSum(MicrobatchGradients):
         self.begin(())
 
     def remove_hooks(self) -> None:
-        """Removes the hooks from the parameters."""
         _remove(self._hooks)
 
     def _new_tree(self, number: int) -> TreeSum[FlatSum]:

@@ -73,7 +73,6 @@ class ReplicateStrategy(Strategy):
         self.gradients, self.buffers = gradients, BufferMerge(self.forward, membership.data)
 
     def run(self, batch: Batch, step: StepParts) -> None:
-        """Runs them one after another."""
         MicrobatchRunner(batch, step, self.gradients, self.buffers).run()
 
     def check_in_use(self) -> None:

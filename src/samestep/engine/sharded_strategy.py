@@ -132,21 +132,17 @@ class ShardedGradientSum(MicrobatchGradients):
 
     @property
     def inputs(self) -> tuple[Tensor, ...]:
-        """The leaves that a backward goes to."""
         return (*self._inputs, *self._sharded.outlived())
 
     @property
     def used(self) -> list[bool]:
-        """By parameter."""
         return self._used
 
     @property
     def flats(self) -> list[Tensor]:
-        """One a module."""
         return self._flats
 
     def begin(self, blocks_by_rank: Sequence[Sequence[Block]]) -> None:
-        """Starts a step."""
         self._num_leaves = sum(block.size for blocks in blocks_by_rank for block in blocks)
         self._sums = [TreeSum(Tensor.add_) for _ in self._groups]
         self._flats = []
@@ -216,20 +212,17 @@ class ShardedGradientSum(MicrobatchGradients):
         return self._norm.of([by_name[name].reshape(-1) for name in self._names])
 
     def assign(self, used: Sequence[bool]) -> None:
-        """Gives each shard of a parameter that any microbatch used its gradient; the others get None."""
         for name, view in self._views():
             if name in self._index:
                 index = self._index[name]
                 self.parameters[index].grad = view.to(self.parameters[index].device) if used[index] else None
 
     def abandon(self) -> None:
-        """Drops the sums of a step that failed."""
         self._num_leaves = 0
         self._sums, self._flats = [], []
         self.forget()
 
     def remove_hooks(self) -> None:
-        """Takes the hooks off the parameters."""
         for hook in self._hooks:
             hook.remove()
 
@@ -358,12 +351,10 @@ class ShardedStrategy(Strategy):
     def lay_out(
         self, trainable: dict[str, nn.Parameter], optimizers: Sequence[Optimizer], observers: Observers
     ) -> None:
-        """Makes the sums; each module is a message of its own."""
         self.gradients = ShardedGradientSum(self._sharded, trainable, self._membership, observers)
         self.buffers = BufferMerge(self._sharded.model, self._membership.data)
 
     def run(self, batch: Batch, step: StepParts) -> None:
-        """Runs them one after another."""
         MicrobatchRunner(batch, step, self.gradients, self.buffers).run()
 
     def sync_trainable(self) -> None:

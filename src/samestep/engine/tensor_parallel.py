@@ -92,7 +92,6 @@ class TensorParallelStrategy(Strategy):
     def lay_out(
         self, trainable: dict[str, nn.Parameter], optimizers: Sequence[Optimizer], observers: Observers
     ) -> None:
-        """Makes the sums over the ranks along "data"."""
         data, size = self._membership.data, self._exchange.bucket_bytes
         # Without overlap: the gradients of the local shards are there only after the backward.
         sums = GradientSum(list(trainable.values()), list(trainable), data, size, False, observers)
@@ -153,12 +152,10 @@ class TensorParallelGradients(MicrobatchGradients):
 
     @property
     def used(self) -> list[bool]:
-        """By parameter."""
         return self._sums.used
 
     @property
     def flats(self) -> list[Tensor]:
-        """Those of the local shards."""
         return self._sums.flats
 
     def begin(self, blocks_by_rank: Sequence[Sequence[Block]]) -> None:
@@ -183,7 +180,6 @@ class TensorParallelGradients(MicrobatchGradients):
         return total
 
     def start(self) -> None:
-        """Starts the exchange of every bucket."""
         self._sums.start()
 
     def finish(self) -> None:
@@ -213,7 +209,6 @@ class TensorParallelGradients(MicrobatchGradients):
         self._sums.assign(used)
 
     def abandon(self) -> None:
-        """Drops the sums of a step that failed."""
         self._sums.abandon()
         self._drop_gradients()
 
