@@ -84,7 +84,8 @@ class TrainStep:
         self.observers = Observers([HeartbeatObserver(membership.heartbeat), *observers, *observers_in_scope()])
         self._used: set[str] = set()  # parameters that had a gradient in the first steps of this process
         self._num_checked = 0
-        self._failed = False  # once true, for good: the other ranks are at another step
+        # Once true, for good: the other ranks are at another step, or this one is half updated.
+        self._failed = False
         self._num_threads = torch.get_num_threads()
 
         refuse_sync_batchnorm(model)
@@ -178,7 +179,7 @@ class TrainStep:
         self.observers.on_batch(batch)
         self._adapt()
         strategy, gradients, buffers = self.strategy, self.strategy.gradients, self.strategy.buffers
-        num_leaves = batch.num_leaves(membership.num_microbatches)
+        num_leaves = batch.num_leaves(membership.num_microbatches)  # those with samples: V, or fewer
         blocks_by_rank = rank_blocks(membership.data_ranges, num_leaves)
 
         # 1. Forward and backward, one microbatch at a time: neither memory nor kernels depend on the number of ranks.
@@ -201,23 +202,23 @@ class TrainStep:
         # 2. The only communication: the rest of the gradients, the statistics with the control message, the buffers.
         #    It raises on all ranks alike, and nothing has been written yet.
         self.observers.on_phase("exchange")
+        num_touched = len(buffers.touched)
         try:
-            flags = [*buffers.touched, *gradients.used]
-            agreed = self._exchange(batch, flags)
+            agreed = self._exchange(batch, [*buffers.touched, *gradients.used])
+            touched, used = agreed.flags[:num_touched], agreed.flags[num_touched:]  # by any rank
             gradients.finish()
-            num_flags = len(buffers.touched)
-            buffers.exchange(agreed.flags[:num_flags], blocks_by_rank, batch.length)
+            buffers.exchange(touched, blocks_by_rank, batch.length)
             membership.await_exchange()
         except PeerLostError:
             self._abandon()
             raise
+        membership.stop, membership.checkpoint_agreed = agreed.stop, agreed.checkpoint
         if agreed.failed:
             # An earlier step, whose failure not every rank may have read: they raise it together, or some would wait.
             self._abandon()
             self._read_up_to(agreed.failed - 1)
 
         # 3. The same arithmetic on every rank.
-        used = agreed.flags[num_flags:]
         self._check_used(used)
         self.observers.on_phase("update")
         return self._update(batch, num_leaves, used)
@@ -255,7 +256,6 @@ class TrainStep:
             self.strategy.gradients.start()
             header = write_header(batch, self.num_steps, agreed)
             agreed = read_headers(self._stats.exchange(membership.communicator, membership.ranges, header), len(flags))
-        membership.stop, membership.checkpoint_agreed = agreed.stop, agreed.checkpoint
         return agreed
 
     def _check_used(self, used: list[bool]) -> None:
@@ -282,8 +282,8 @@ class TrainStep:
     def _update(self, batch: Batch, num_leaves: int, used: list[bool]) -> StepResult:
         """Divides, clips, and updates the model, unless a number is not finite."""
         gradients, buffers, config = self.strategy.gradients, self.strategy.buffers, self.config
-        total, count = self._stats.sums(num_leaves)
-        flats = gradients.flats
+        total, count = self._stats.sums(num_leaves)  # floats, or 0-d tensors on the device, as all numbers here
+        flats = gradients.flats  # [elements] of a bucket, or of this rank's part of it
         if config.counts_fn is not None:
             count = count * 0 + 1  # the loss function has divided already
         elif num_leaves > 1:
@@ -292,6 +292,7 @@ class TrainStep:
         norm: Any = gradients.norm() if any(used) else torch.zeros((), device=self.communicator.device)
         device = self.communicator.device
         norm = norm.to(device, wide_dtype(device)) if self._finite.on_device else norm.item()
+        # Nothing below may depend on whether the host knows `ok`: a GPU goes on without waiting for it.
         ok, has_failed = self._finite.judge(total, count, norm)
         if config.max_grad_norm is not None:
             self._clip(flats, config.max_grad_norm, norm, ok)
@@ -300,6 +301,7 @@ class TrainStep:
         skipped: Any = ok ^ True
         result = self._make_result(batch, self._stats.scalars([total, count, norm, skipped, has_failed], num_leaves))
         if self._finite.is_late:
+            # The optimizers run in any case, and the device leaves their writes out; the host reads the result later.
             with left_out_if(skipped, self.optimizers):
                 self._step_optimizers()
             buffers.write(ok)
