@@ -61,10 +61,9 @@ EVENTS = tuple(name for name in vars(StepObserver) if name.startswith("on_"))
 
 
 class Observers(StepObserver):
-    """Several observers as one; `phase` is the phase of the step."""
+    """Several observers as one."""
 
     def __init__(self, observers: Sequence[StepObserver] = ()) -> None:
-        self.phase = "script"
         self._observers = tuple(observers)
         self._subscribe()
 
@@ -74,19 +73,13 @@ class Observers(StepObserver):
         self._subscribe()
 
     def _subscribe(self) -> None:
-        overridden = {name: [m for o in self._observers if (m := _overridden(o, name)) is not None] for name in EVENTS}
-        self._on_phase = overridden.pop("on_phase")
-        # An event that no observer wants stays the empty method: a small model has a dozen events in a millisecond.
-        for name, methods in overridden.items():
+        # An event that no observer wants stays the empty method, and one that a single observer wants is that one's: a
+        # small model has a dozen events in a millisecond.
+        for name in EVENTS:
+            methods = [m for each in self._observers if (m := _overridden(each, name)) is not None]
             vars(self).pop(name, None)
             if methods:
                 setattr(self, name, methods[0] if len(methods) == 1 else _in_turn(methods))
-
-    def on_phase(self, phase: str) -> None:
-        """Notes the phase, and passes it on."""
-        self.phase = phase
-        for method in self._on_phase:
-            method(phase)
 
     def waits(self, wait: Callable[[], Any]) -> Any:
         """Waits for other ranks in the middle of a phase; a rank that waits so is not taken for hung."""

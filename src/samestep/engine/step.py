@@ -231,7 +231,7 @@ class TrainStep:
         elif isinstance(value, Batch):
             if value.renew is None:
                 raise DataError("a batch of another run's loader; use the loader of this run")
-            before = self.observers.phase
+            before = membership.heartbeat.phase
             # In this phase: a rank that hangs while it fetches the microbatches of a lost one does not wait for others.
             self.observers.on_phase("data")
             batch = value.renew()

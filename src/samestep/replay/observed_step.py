@@ -337,9 +337,9 @@ class ObservedStep(StepObserver):
         """Installs hooks in every module of the model while the microbatch runs."""
         if self._step is None:
             return
-        observers, model = self._step.observers, self._step.model
+        heartbeat, model = self._step.membership.heartbeat, self._step.model
         self._index, self._loss = index, None
-        in_backward = lambda: observers.phase == "backward"  # noqa: E731
+        in_backward = lambda: heartbeat.phase == "backward"  # noqa: E731
         self._hooks = ModuleHooks(model, index, self._samples(), in_backward, self._keep)
         self._hooks.check_batch(value)
         for number, tensor in enumerate(leaf for leaf in leaves(value) if isinstance(leaf, Tensor)):
