@@ -1,5 +1,7 @@
 """The microbatches of a rank, one after another: forward, backward, and the merging of each one's results."""
 
+from itertools import pairwise
+
 import torch
 
 from samestep.core.seeds import derive_seed
@@ -15,7 +17,7 @@ class MicrobatchRunner:
     def __init__(self, batch: Batch, step: StepParts, gradients: MicrobatchGradients, buffers: BufferMerge) -> None:
         self._batch, self._step, self._gradients, self._buffers = batch, step, gradients, buffers
         self._compute, self._membership = step.compute, step.compute.membership
-        self._bounds = batch.bounds(self._membership.num_microbatches)
+        self._sizes = [stop - start for start, stop in pairwise(batch.bounds(self._membership.num_microbatches))]
         self._counts = (
             None if step.counts is None else step.counts.sum(batch, self._membership.data_ranges, step.number)
         )
@@ -34,7 +36,7 @@ class MicrobatchRunner:
             if traces is not None:
                 traces.begin()
             for microbatch in mine:
-                if self._num_samples(microbatch):
+                if self._sizes[microbatch]:
                     self._run_one(microbatch, microbatch == mine[-1])
                 else:
                     self._leave_out(microbatch, microbatch == mine[-1])
@@ -46,12 +48,9 @@ class MicrobatchRunner:
             if traces is not None:
                 traces.end()
 
-    def _num_samples(self, microbatch: int) -> int:
-        return self._bounds[microbatch + 1] - self._bounds[microbatch]
-
     def _run_one(self, microbatch: int, is_last: bool) -> None:
         step, compute, gradients, purity = self._step, self._compute, self._gradients, self._step.purity
-        value, num_samples = self._batch.microbatches[microbatch], self._num_samples(microbatch)
+        value, num_samples = self._batch.microbatches[microbatch], self._sizes[microbatch]
         # Dropout must not depend on the rank that runs the microbatch, nor on the one that it ran before.
         compute.generators.seed(derive_seed(compute.config.seed, compute.config.stream, step.number, microbatch))
         compute.observers.on_microbatch(step.number, microbatch, value)
@@ -98,7 +97,7 @@ class MicrobatchRunner:
     def _run_stand_in(self, microbatch: int) -> MicrobatchLoss:
         """Runs a microbatch, or what stands in for it, of which nothing is to be kept."""
         batch = self._batch
-        value, num_samples = batch.stand_in or (batch.microbatches[microbatch], self._num_samples(microbatch))
+        value, num_samples = batch.stand_in or (batch.microbatches[microbatch], self._sizes[microbatch])
         loss = self._compute.run(self._gradients.inputs, value, num_samples, self._counts, self._is_only)
         self._buffers.abandon()
         self._step.purity.restore_modes()
