@@ -374,6 +374,7 @@ def placed(p, *strategies):
     if p.optimizer in NOT_ELEMENTWISE:
         p.optimizer = "adam"
     p.hooks = tuple(hook for hook in p.hooks if hook != "thawing")  # what is trained is fixed
+    p.calls = "" if p.calls == "freezing" else p.calls
     refused = {"sometimes"}
     if {*strategies} - {"replicate", "zero1"}:
         p.hooks = ()  # no rank has all parameters

@@ -162,10 +162,8 @@ def main():
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     for name in chosen.names:
-        kind, programs, seconds, text = search_for(name, chosen.programs, chosen.first)
-        print(
-            f"| {name} | `{kind}` | {programs} | {seconds:.0f} | {f'`{text}`' if text else 'not found'} |", flush=True
-        )
+        kind, programs, seconds, is_found = search_for(name, chosen.programs, chosen.first)
+        print(f"| {name} | `{kind}` | {programs}{'' if is_found else ', not found'} | {seconds:.0f} |", flush=True)
 
 
 if __name__ == "__main__":
