@@ -83,8 +83,8 @@ class StageRunner:
         self._messages = StageMessages(p2p, options.schedule, count)
         self._kept: dict[int, MicrobatchInStage] = {}
         self._purity.begin(step)
-        # Each microbatch seeds the generators, and a stage continues from the state of the stage before: at
-        # the end the script must find its own state again.
+        # Each microbatch seeds the generators, and a stage continues from the state of the stage before: at the end the
+        # script must find its own state again.
         saved = self._generators.save()
         try:
             for action in actions_of(options.schedule, self._stage, p2p.world_size, count):
@@ -92,8 +92,8 @@ class StageRunner:
             # Tensors that are being sent must not be freed or written to before they have left.
             p2p.wait()
         except BaseException as error:
-            # The other ranks of the pipeline wait for messages of this one: without a last message they
-            # would wait for the timeout.
+            # The other ranks of the pipeline wait for messages of this one: without a last message they would wait for
+            # the timeout.
             p2p.fail(f"rank {membership.rank}, which has another stage of the model, failed: {error}")
             raise
         finally:
@@ -109,8 +109,8 @@ class StageRunner:
             if action.kind == FORWARD:
                 self._observers.on_phase("forward")
                 self._forward(action, microbatch)
-                # Between the forwards: a forward that writes to parameters would change the backward
-                # of earlier microbatches.
+                # Between the forwards: a forward that writes to parameters would change the backward of earlier
+                # microbatches.
                 self._purity.check()
                 self._purity.restore_modes()
                 self._buffers.merge.collect(microbatch, self._num_samples(microbatch))
@@ -293,17 +293,14 @@ class PipelineStrategy(Strategy):
 
     @property
     def communicator(self) -> Communicator:
-        """Over the ranks along "pipe"."""
         return self._membership.along("pipe")
 
     def lay_out(
         self, trainable: dict[str, nn.Parameter], optimizers: Sequence[Optimizer], observers: Observers
     ) -> None:
-        """Makes the sums of this rank's stage."""
         membership, pipelined, bucket_bytes = self._membership, self.pipelined, self._exchange.bucket_bytes
         self.gradients = PipelinedGradientSum(pipelined, trainable, membership, bucket_bytes, observers)
         self.buffers = StageBuffers(pipelined, membership)
 
     def run(self, batch: Batch, step: StepParts) -> None:
-        """Runs them through this rank's stage, in the order of the schedule."""
         StageRunner(self.pipelined, step, self.gradients, self.buffers).run(batch)

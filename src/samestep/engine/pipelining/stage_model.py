@@ -121,15 +121,13 @@ class PipelinedGradientSum(StepGradients):
         self.of_stage = [trainable[name] for name in names]
         self._zero = torch.zeros((), device=data.device)
         # None for a stage without trainable parameters. Ranks with the same stage lie along "data": the tree is that of
-        # data parallelism. Without overlap: every backward may be followed by a message to a neighbour, which would
-        # wait behind the buckets.
+        # data parallelism. Without overlap, since no microbatch is announced as the last one (`expect`).
         self._sum = GradientSum(self.of_stage, names, data, bucket_bytes, False, observer) if names else None
         shardings = [pipelined.state.shardings[name] for name in trainable]
         self._norm = ShardedNorm(pipe, shardings, [parameter.dtype for parameter in self.parameters])
 
     @property
     def used(self) -> list[bool]:
-        """For each parameter whether a microbatch of this rank used it."""
         used = [False] * len(self.parameters)
         for place, is_used in zip(self._places, [] if self._sum is None else self._sum.used, strict=True):
             used[place] = is_used
@@ -137,31 +135,25 @@ class PipelinedGradientSum(StepGradients):
 
     @property
     def flats(self) -> list[Tensor]:
-        """After `finish` the sums over all microbatches, of this rank's stage."""
         return [] if self._sum is None else self._sum.flats
 
     def begin(self, blocks_by_rank: Sequence[Sequence[Block]]) -> None:
-        """Starts a step; the blocks are those of the ranks of `membership.data`."""
         self.forget()
         if self._sum is not None:
             self._sum.begin(blocks_by_rank)
 
     def forget(self) -> None:
-        """Drops the parameters' gradients."""
         for parameter in self.parameters:
             parameter.grad = None
 
     def push(self, microbatch: int, loss: Tensor) -> Tensor:
-        """Pushes the `.grad` of the stage's parameters on its tree after the backward of a microbatch."""
         return self._zero if self._sum is None else self._sum.push(microbatch, loss)
 
     def start(self) -> None:
-        """Starts the exchange of every bucket."""
         if self._sum is not None:
             self._sum.start()
 
     def finish(self) -> None:
-        """Waits for the sums over all microbatches."""
         if self._sum is not None:
             self._sum.finish()
 
@@ -182,7 +174,6 @@ class PipelinedGradientSum(StepGradients):
             self._sum.assign([used[place] for place in self._places])
 
     def abandon(self) -> None:
-        """Drops the sums of a step that failed."""
         if self._sum is not None:
             self._sum.abandon()
         self.forget()
@@ -210,11 +201,9 @@ class StageBuffers(StepBuffers):
         return [flag for k in stages for flag in (self.merge.touched if k == self._pipe.rank else (False, False))]
 
     def begin(self, step: int) -> None:
-        """Remembers the buffers at the start of a step."""
         self.merge.begin(step)
 
     def abandon(self) -> None:
-        """Restores the buffers of the step's start after a microbatch that failed."""
         self.merge.abandon()
 
     def exchange(self, touched: Sequence[bool], blocks_by_rank: Sequence[Sequence[Block]], num_samples: int) -> None:
@@ -224,7 +213,6 @@ class StageBuffers(StepBuffers):
         self.merge.exchange(touched[first : first + 2], blocks_by_rank, num_samples)
 
     def write(self, ok: Tensor | None) -> None:
-        """Writes the merged values of all stages to the model."""
         self.merge.write(ok)
         for owner, stage in enumerate(self._stages):
             has_means, has_others = self._touched[2 * owner : 2 * owner + 2]
