@@ -1,1 +1,1 @@
-"""Logical devices: a script that deals with ranks itself runs as V ranks on the devices that there are."""
+"""Logical devices: a multi-process script runs as V ranks on the devices that there are."""

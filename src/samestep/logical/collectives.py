@@ -180,6 +180,9 @@ def _leaves(ranks: int) -> tuple[tuple[Block, ...], ...]:
 class _Piece:
     """An all-reduce of a piece of a tensor: all to all and fold, or scatter, fold and gather (`comm.reduction`)."""
 
+    # Of small pieces every rank gets all and adds them up: one message. Of others rank r adds up the r-th part alone,
+    # and sends the sum: fewer bytes, and two messages. The fold is the same one, and so are the bits.
+
     def __init__(self, transport: Transport, ours: Tensor, into: Tensor, operation: Operation) -> None:
         self._transport = transport
         self._ours = ours

@@ -1,4 +1,4 @@
-"""Logical devices: a script that deals with ranks itself runs as V ranks on the devices that there are.
+"""Logical devices: a multi-process script runs as V ranks on the devices that there are.
 
 Each rank is a process. It sees V devices, all of which are its own; whatever backend it asks for, its process groups
 are those of `logical.process_group`, which add along the tree of all ranks.
@@ -145,7 +145,7 @@ def _starting_ranks(
 
 
 class _Started(tuple[Any, ...]):
-    """What a new process is to be: it becomes that where this is unpickled, before the script is imported."""
+    """A rank that a new process is to be: it becomes that where this is unpickled, before the script is imported."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _begin, (*self[:-1], reduction.DupFd(self[-1].fileno()))
@@ -211,10 +211,9 @@ def _process_groups(num_devices: int, store: dist.Store | None) -> list[Patch]:
 
 
 def _lending_after_backward(inner: Callable[..., Any]) -> Callable[..., Any]:
-    """All-reduces of a backward are waited for at its end, where DistributedDataParallel waits for their futures.
-
-    Its wait, in C++, would keep the token. The engine calls back in the order of the calls, so this wait comes first.
-    """
+    """All-reduces of a backward are waited for at its end, where DistributedDataParallel waits for their futures."""
+    # Its wait, in C++, would keep the token, and the ranks of one device would wait for each other for ever. The engine
+    # calls back in the order of the calls, so this wait, which lends the token, comes first.
     pending: dict[int, list[Any]] = {}
 
     def wait_for_all(backward: int) -> None:

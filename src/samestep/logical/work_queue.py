@@ -1,12 +1,4 @@
-"""The queue of a process group's operations: run one at a time, in the order in which they were called.
-
-A synchronous operation runs in the thread that calls it, after those before it; a thread of the queue runs the
-asynchronous ones. A thread that waits for an operation which has not begun runs it by itself, and what is before it:
-another thread would have to be woken first.
-
-An operation's turn ends when the callbacks of its future have run, and an operation that one of them calls runs within
-it, at once: else its place among those of other threads would be another one on every rank.
-"""
+"""The queue of a process group's operations: run one at a time, in the order in which they were called."""
 
 import threading
 import time
@@ -139,6 +131,13 @@ class QueuedWork(dist.Work):
 
 class WorkQueue:
     """The operations of one process group, of one rank."""
+
+    # A synchronous operation runs in the thread that calls it, after those before it; a thread of the queue runs the
+    # asynchronous ones. A thread that waits for an operation which has not begun runs it by itself, and what is before
+    # it: another thread would have to be woken first.
+    #
+    # An operation's turn ends when the callbacks of its future have run, and an operation that one of them calls runs
+    # within it, at once: else its place among those of other threads would be another one on every rank.
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -1,11 +1,4 @@
-"""Backward passes of a single-process script: exchange points, errors that all ranks raise, and the check of the roots.
-
-While gradients pass through the chunks of a region, activation checkpointing may run parts of a chunk again: it must
-not write to the module's buffers, and nothing nested in it is split over the ranks.
-
-What a script calls backward on must be the same on all ranks. A loss that uses activations collected by a hook inside
-a wrapped forward, above all, has on each rank the values of that rank's chunks only.
-"""
+"""Backward passes of a single-process script: exchange points, errors that all ranks raise, the check of roots."""
 
 import sys
 import threading
@@ -42,6 +35,8 @@ class Backward:
 
 def begin_backward(script: SharedScript, guard: Callable[[], Callable[[], None]] | None) -> None:
     """Marks the start of the chunks' backward; called at the end of the region, where gradients enter it."""
+    # Activation checkpointing may run parts of a chunk again meanwhile: it must not write to the module's buffers, and
+    # nothing nested in it is split over the ranks.
     if script.backward is None:
         script.backward = Backward(guard() if guard is not None else None, generator_state(script.generators.of_torch))
         script.in_chunk = True
@@ -136,6 +131,8 @@ def _errors_shared(script: SharedScript) -> Iterator[None]:
 
 def _check_roots(script: SharedScript, calls: Iterator[int], roots: Any) -> None:
     """Compares the roots of the first few backward passes, and of every 50th later one."""
+    # A loss that uses activations collected by a hook inside a wrapped forward, above all, has on each rank the values
+    # of that rank's chunks only.
     if script.world_size == 1 or script.num_forwards == 0 or not script.may_meet():
         return
     number = next(calls)

@@ -1,7 +1,7 @@
 """Seeds of a script's generators: whatever it leaves unseeded has a fixed seed, and one line says what that was.
 
-In a script of one process all ranks are alike, so that a seed that differs between processes (`int(time.time())`) is
-that of rank 0. In a script that deals with ranks each rank has a seed of its own. Where the script asks for a seed of
+In a single-process script all ranks are alike, so that a seed that differs between processes (`int(time.time())`) is
+that of rank 0. In a multi-process script each rank has a seed of its own. Where the script asks for a seed of
 chance (`random.seed()`, `numpy.random.default_rng()`), a number derived from the run's seed stands in.
 """
 
@@ -35,6 +35,16 @@ STATES: dict[str, Callable[[], bytes]] = {
     "Python's random": lambda: pickle.dumps(random.getstate()),
 }
 """The state of each global generator of this process."""
+SETTERS: tuple[tuple[Any, str, str, str], ...] = (
+    *((torch, name, "torch", "torch.random") for name in ("manual_seed", "set_rng_state", "seed")),
+    *(
+        (torch.cuda, name, "torch", "torch.cuda.random")
+        for name in ("manual_seed", "manual_seed_all", "seed", "seed_all")
+    ),
+    *((np.random, name, "NumPy", "numpy.random.mtrand") for name in ("seed", "set_state")),
+    *((random, name, "Python's random", "") for name in ("seed", "setstate")),
+)
+"""The functions that set them, each with its module, the name of the generator, and another module that has it."""
 
 
 class Seeds:
@@ -86,7 +96,7 @@ def seeded(script: SharedScript, seed: int | None) -> Iterator[None]:
 
 @contextmanager
 def seeded_rank(rank: int, seed: int | None) -> Iterator[None]:
-    """Seeds the generators of one rank of a script that deals with ranks: forks of one process would draw the same."""
+    """Seeds the generators of one rank of a multi-process script: forks of one process would draw the same."""
     process = os.getpid()
 
     is_told = rank == 0 and seed is None
@@ -105,30 +115,22 @@ def _watched(own: int, seed: int, may_draw: Callable[[], bool], tell: Callable[[
     with torch._C.DisableTorchFunction():  # simulated devices do not matter here
         seed_process(own)
         seeds = Seeds(own, may_draw)
-    setters = (
-        (torch, "torch", "torch.random", ("manual_seed", "set_rng_state", "seed")),
-        (torch.cuda, "torch", "torch.cuda.random", ("manual_seed", "manual_seed_all", "seed", "seed_all")),
-        (np.random, "NumPy", "numpy.random.mtrand", ("seed", "set_state")),
-        (random, "Python's random", "", ("seed", "setstate")),
-    )
 
     def tell_drawn() -> None:
         with torch._C.DisableTorchFunction():
             seeds.find_drawn(*STATES)
         if seeds.drawn and tell is not None:
-            tell(f"the script draws from {_enumerated([*seeds.drawn])} without a seed: seeded by {seed} here (--seed)")
+            *others, last = seeds.drawn
+            names = f"{', '.join(others)} and {last}" if others else last
+            tell(f"the script draws from {names} without a seed: seeded by {seed} here (--seed)")
 
-    with applied(_setting(seeds, owner, name, which, of) for owner, which, of, names in setters for name in names):
+    with applied(_setting(seeds, *setter) for setter in SETTERS):
         try:
             yield seeds
         except SystemExit:
             tell_drawn()
             raise
         tell_drawn()
-
-
-def _enumerated(names: list[str]) -> str:
-    return " and ".join(part for part in (", ".join(names[:-1]), names[-1]) if part)
 
 
 def _setting(seeds: Seeds, owner: Any, name: str, generator: str, alias: str) -> Patch:
@@ -168,12 +170,10 @@ def patches(script: SharedScript) -> list[Patch]:
 
     Calls from libraries are left alone: they are the same on every rank, as are their arguments. Inside a chunk of a
     wrapped forward an unseeded `default_rng()` or `Random()` draws its seed from `random`, which each chunk seeds.
-
-    A chunk's seed is a function of torch's generator and of the forwards since that was set. Code that saves and
-    restores the state (above all activation checkpointing, which repeats a forward) must get the same seeds again, so a
-    saved state carries the number of forwards.
     """
-    cuda = torch.cuda
+    # A chunk's seed is a function of torch's generator and of the forwards since that was set. Code that saves and
+    # restores the state (above all activation checkpointing, which repeats a forward) must get the same seeds again, so
+    # a saved state carries the number of forwards.
     save = torch.get_rng_state
 
     @functools.wraps(save)
@@ -184,14 +184,11 @@ def patches(script: SharedScript) -> list[Patch]:
 
     return [
         Patch(torch, "get_rng_state", get_rng_state, aliases=("torch.random",)),
-        _shared_seed(script, torch, "manual_seed", "torch.random"),
-        _shared_seed(script, torch, "set_rng_state", "torch.random"),
-        _shared_seed(script, cuda, "manual_seed", "torch.cuda.random"),
-        _shared_seed(script, cuda, "manual_seed_all", "torch.cuda.random"),
-        _shared_seed(script, random, "seed"),
-        _shared_seed(script, random, "setstate"),
-        _shared_seed(script, np.random, "seed", "numpy.random.mtrand"),
-        _shared_seed(script, np.random, "set_state", "numpy.random.mtrand"),
+        *(
+            _shared_seed(script, owner, name, alias)
+            for owner, name, generator, alias in SETTERS
+            if not (generator == "torch" and name.startswith("seed"))  # a seed by chance: `_setting` derives it
+        ),
         *_made_by_chance(lambda: script.seeding, in_chunk=lambda: script.in_chunk),
     ]
 

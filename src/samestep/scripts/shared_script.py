@@ -48,7 +48,7 @@ MAX_DEVICES = 64  # a script may name any of these, however many it counts: chun
 
 @dataclass
 class SharedScript:
-    """State of one process of a single-process script."""
+    """State of one rank of a single-process script, all of which run the whole script."""
 
     communicator: Communicator
     num_microbatches: int | None = None  # chunks of a wrapped forward; None: `len(device_ids)`, else `num_devices`

@@ -1,4 +1,4 @@
-"""Runs a script of one process on several, unchanged: connects the ranks and applies all patches."""
+"""Runs a single-process script on several processes, unchanged: connects the ranks and applies all patches."""
 
 import functools
 import os
@@ -59,16 +59,12 @@ def run_single_process(
     except (Exception, SystemExit) as error:
         if isinstance(error, KeyError) and error.args and error.args[0] in READ_BY_RANKS:
             error.add_note(f"samestep: {DEALS_WITH_RANKS}")
-        _delay_error(script, error)
+        # All ranks raise an error of the script; the launcher is to receive that of rank 0, which has the terminal.
+        if script.rank > 0 and error is not script.own_failure and not isinstance(error, PeerLostError):
+            time.sleep(DELAY_SECONDS)
         raise
     finally:
         os.environ.update(hidden)
-
-
-def _delay_error(script: SharedScript, error: BaseException) -> None:
-    """Delays an error that all ranks raise, so that the launcher receives that of rank 0, which has the terminal."""
-    if script.rank > 0 and error is not script.own_failure and not isinstance(error, PeerLostError):
-        time.sleep(DELAY_SECONDS)
 
 
 @contextmanager

@@ -1,11 +1,4 @@
-"""Errors for scripts that deal with ranks themselves and whose ranks do not connect.
-
-They would hang, or each process would train on its own.
-
-A child inherits the variables of the worker that started it, among them that the launcher keeps the store where ranks
-meet (TORCHELASTIC_USE_AGENT_STORE). Then no rank opens one (torch/distributed/rendezvous.py), and a process group at
-another address, or with more ranks than were started, never comes about. Children that make no process group, such as
-those of a data loader, and those that take the place of their parent's rank, are left alone.
+"""Errors for multi-process scripts whose ranks do not connect: they would hang, or each would train on its own.
 
 Children import this module, so it imports torch only where a process group is made.
 """
@@ -46,7 +39,7 @@ Started = list[tuple[BaseProcess, str]]
 def run_multi_process(
     kind: str, target: str, argv: Sequence[str], seed: int | None = None, leaves_seeds: bool = False, starts: Any = ()
 ) -> None:
-    """Runs a script that deals with ranks itself: the entry of `samestep run`'s workers.
+    """Runs a multi-process script: the entry of `samestep run`'s workers.
 
     `leaves_seeds` is for scripts that use `samestep.Run`; `starts` are the lines of a script that would start its ranks
     itself, which is refused at the second, or the context in which it may.
@@ -90,6 +83,10 @@ def enter_rank(stack: ExitStack, rank: int, seed: int | None, leaves_seeds: bool
 @contextmanager
 def watching_children(program: str, starts: Sequence[str] = ()) -> Iterator[None]:
     """Raises a `UsageError` for a process group that would hang, here and in child processes."""
+    # A child inherits the variables of the worker that started it, among them that the launcher keeps the store where
+    # ranks meet (TORCHELASTIC_USE_AGENT_STORE). Then no rank opens one (torch/distributed/rendezvous.py), and a process
+    # group at another address, or with more ranks than were started, never comes about. Children that make no process
+    # group, such as those of a data loader, and those that take the place of their parent's rank, are left alone.
     place, started, start = _place(), Started(), BaseProcess.start
 
     def noted(process: BaseProcess) -> None:
@@ -116,12 +113,10 @@ def watching_children(program: str, starts: Sequence[str] = ()) -> Iterator[None
 
 
 def _kept_groups(kept: list[Any], c10d: Any) -> list[Patch]:
-    """Keeps the process group that a script destroys until its models are gone.
-
-    A DistributedDataParallel that is freed last frees the group, too, and holds the interpreter's lock while it waits
-    for gloo's threads, of which one may wait for the lock to free a gradient: the script would hang at its end
-    (https://github.com/pytorch/pytorch/issues/56297). Freed from Python, a group lets go of the lock.
-    """
+    """Keeps the process group that a script destroys until its models are gone."""
+    # A DistributedDataParallel that is freed last frees the group, too, and holds the interpreter's lock while it waits
+    # for gloo's threads, of which one may wait for the lock to free a gradient: the script would hang at its end
+    # (https://github.com/pytorch/pytorch/issues/56297). Freed from Python, a group lets go of the lock.
     inner = c10d.destroy_process_group
 
     def destroy_process_group(*args: Any, **kwargs: Any) -> Any:

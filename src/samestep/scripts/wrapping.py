@@ -393,12 +393,7 @@ def _share(
 
 
 def _cut_arguments(
-    plain: PlainScript,
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    trains: bool,
-    frame: FrameType,
+    plain: PlainScript, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], trains: bool, frame: FrameType
 ) -> Chunks | None:
     """The chunks of a call's arguments; None if the module is to be called whole."""
 

@@ -1,10 +1,4 @@
-"""Patches of downloads: a file that the script or a library fetches is fetched once on each machine.
-
-A rank may come late, find the file complete and never ask for it, so no rank waits for all others. The first to ask
-fetches, behind a lock that the ranks of one machine share; a rank that asks meanwhile waits for the lock, and finds the
-file. Functions that would fetch again all the same, such as `urlretrieve`, are skipped then. The lock is a file without
-a name, so nothing is left behind; on Windows there are no such locks, and each rank fetches for itself.
-"""
+"""Patches of downloads: a file that the script or a library fetches is fetched once on each machine."""
 
 import functools
 import inspect
@@ -35,6 +29,11 @@ TORCHVISION_FETCHES = ("download_url", "download_and_extract_archive", "download
 
 class MachineLock:
     """A lock shared by the ranks of one machine, with a list of the tasks done under it; None: no lock at all."""
+
+    # A rank may come late, find the file complete and never ask for it, so no rank waits for all others. The first to
+    # ask fetches, behind this lock; a rank that asks meanwhile waits for it, and finds the file. Functions that would
+    # fetch again all the same, such as `urlretrieve`, are skipped then, by the list. The lock is a file without a name,
+    # so nothing is left behind; on Windows there are no such locks, and each rank fetches for itself.
 
     def __init__(self, descriptor: int | None) -> None:
         self._descriptor = descriptor
@@ -144,10 +143,8 @@ def _in_turn(
 
 
 def _once(rank0_files: Rank0Files, lock: MachineLock, owner: Any, name: str, target: str) -> Patch:
-    """A function that fetches whether or not the file is there: called once a machine.
-
-    The k-th call of a rank corresponds to the k-th of another, so a script that fetches again gets a new file.
-    """
+    """A function that fetches whether or not the file is there: called once a machine."""
+    # The k-th call of a rank corresponds to the k-th of another, so a script that fetches again gets a new file.
     original: Callable[..., Any] = getattr(owner, name)
     signature = inspect.signature(original)
     counts: dict[str, int] = {}

@@ -1,8 +1,4 @@
-"""Patches of `open`, `os.open`, `h5py.File` and `tempfile`: only rank 0 writes, and readers wait until it has.
-
-The other ranks get a file without a name, gone when it is closed. Each has one of its own instead of `os.devnull`, so
-that locks, truncation and changed permissions through its descriptor affect nothing else.
-"""
+"""Patches of `open`, `os.open`, `h5py.File` and `tempfile`: only rank 0 writes, and readers wait until it has."""
 
 import builtins
 import functools
@@ -224,6 +220,9 @@ def _reopened(path: str, mode: str = "w+b", *args: Any, **kwargs: Any) -> IO[Any
 
 class DiscardFile(io.FileIO):
     """A file for writing that counts bytes and keeps none."""
+
+    # Of a rank above 0, so that D - 1 copies of every checkpoint are not written to a disk. Its descriptor is that of a
+    # file without a name, and not of `os.devnull`: locks, truncation and permissions through it affect nothing else.
 
     def __init__(self, name: Any, mode: str, start: int = 0) -> None:
         super().__init__(name, mode, opener=lambda name, flags: nameless())

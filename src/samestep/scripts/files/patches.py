@@ -97,10 +97,7 @@ def _late(rank0_files: Rank0Files, lock: downloads.MachineLock) -> dict[str, Pat
         "matplotlib.figure": lambda module: [_writer(rank0_files, module.Figure, "savefig", 1, "fname")],
         "matplotlib.pyplot": lambda module: [_writer(rank0_files, module, "savefig", 0, "fname")],
         "h5py": partial(opening.h5py_patches, rank0_files),
-        "cv2": lambda module: [
-            _writer(rank0_files, module, "imwrite", 0, "filename", True),
-            loads(module, "imread"),
-        ],
+        "cv2": lambda module: [_writer(rank0_files, module, "imwrite", 0, "filename", True), loads(module, "imread")],
         "torchvision.datasets.utils": partial(downloads.torchvision_utils, rank0_files, lock),
         "torchvision.datasets": partial(downloads.torchvision_datasets, rank0_files, lock),
     }

@@ -1,10 +1,4 @@
-"""Operations on files that rank 0 does for all ranks of a script, and the origin of a call, which decides about them.
-
-An operation runs in one of three modes. *Shared*: the script itself calls, so all ranks reach the call; rank 0 does it,
-and all ranks get its result or its error. *Rank 0 only*: a library, another thread or a chunk of a wrapped forward
-calls, which other ranks may not reach (one finds its cache filled, another fills it); rank 0 does it, the others do
-nothing, and no rank waits. *Local*: files of this process alone, such as a library's temporary folder.
-"""
+"""Operations on files that rank 0 does for all ranks of a script, and the origin of a call, which decides on them."""
 
 import os
 import pickle
@@ -101,10 +95,14 @@ def _kind_in_torch(parts: tuple[str, ...]) -> Caller:
 
 
 class Mode(Enum):
-    """How an operation on a file runs; see the module."""
+    """How an operation on a file runs."""
 
+    # The script itself calls, so all ranks reach the call: rank 0 does it, and all get its result or its error.
     SHARED = auto()
+    # A library, another thread or a chunk of a wrapped forward calls, which other ranks may not reach (one finds its
+    # cache filled, another fills it): rank 0 does it, the others do nothing, and no rank waits.
     RANK0_ONLY = auto()
+    # Files of this process alone, such as a library's temporary folder.
     LOCAL = auto()
 
 
@@ -126,7 +124,9 @@ class Rank0Files:
         if self.is_local() or (path is not None and self._is_own(path)):
             return Mode.LOCAL
         caller, _ = origin(frame, through_tempfile)
-        if caller is Caller.MACHINERY or (caller is Caller.LIBRARY and path is not None and _is_cache(path)):
+        # Hidden folders in the user's home are caches, which libraries keep for many processes.
+        is_cache = path is not None and path.startswith(os.path.join(os.path.expanduser("~"), "."))
+        if caller is Caller.MACHINERY or (caller is Caller.LIBRARY and is_cache):
             return Mode.LOCAL
         return Mode.SHARED if caller is Caller.SCRIPT and self.script.may_meet() else Mode.RANK0_ONLY
 
@@ -268,11 +268,6 @@ def path_of(value: Any) -> str | None:
     if isinstance(value, bytes | os.PathLike):
         return os.path.abspath(os.fsdecode(value))
     return None
-
-
-def _is_cache(path: str) -> bool:
-    """Whether a path lies in a hidden folder of the user's home, which libraries keep for many processes."""
-    return path.startswith(os.path.join(os.path.expanduser("~"), "."))
 
 
 def _sendable(value: Any) -> Any:

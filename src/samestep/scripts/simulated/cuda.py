@@ -178,17 +178,12 @@ class SimulatedMode(TorchFunctionMode):
     def _inherit(self, func: Callable[..., Any], out: Any, args: tuple[Any, ...]) -> Any:
         """Marks results that were not marked yet as being where the arguments are."""
         index = found_index(args)
-        if index is None and default_device.CURRENT_DEVICE is not None:
-            index = self._default_index(func)
+        # Only the result of a factory is on the device of `torch.set_default_device` or `with torch.device(…)`.
+        if index is None and (default := default_device.CURRENT_DEVICE) is not None:
+            index = self._registry.index(default) if func in default_device._device_constructors() else None
         if index is not None and not (args and out is args[0]):
             _mark_new(out, index)
         return out
-
-    def _default_index(self, func: Callable[..., Any]) -> int | None:
-        """The device of a factory's result by `torch.set_default_device` or `with torch.device(…)`."""
-        if func not in default_device._device_constructors():
-            return None
-        return self._registry.index(default_device.CURRENT_DEVICE)
 
 
 def found_index(args: Iterable[Any]) -> int | None:
@@ -336,9 +331,9 @@ def patches(registry: DeviceRegistry) -> list[Patch]:
     known = {*cuda, *_HARMLESS, *TENSOR_TYPES}
     table += without_counterpart(torch.cuda, torch.cuda.__all__, known.__contains__)
     table += [Patch(torch.cuda.nccl, "version", _always((2, 10, 0)))]  # has all dtypes; torch's own log asks for it
-    known_of_nccl = ("is_available", "version").__contains__
-    table += without_counterpart(torch.cuda.nccl, _functions_of(torch.cuda.nccl), known_of_nccl)
-    return table
+    nccl = torch.cuda.nccl
+    own = [name for name, value in vars(nccl).items() if getattr(value, "__module__", "") == nccl.__name__]
+    return [*table, *without_counterpart(nccl, own, ("is_available", "version").__contains__)]
 
 
 def _placed(owner: Any, name: str, replacement: Any) -> Patch:
@@ -346,10 +341,6 @@ def _placed(owner: Any, name: str, replacement: Any) -> Patch:
     module = getattr(getattr(owner, name), "__module__", owner.__name__)
     aliases = (module,) if module.startswith(f"{owner.__name__}.") else ()
     return Patch(owner, name, replacement, aliases)
-
-
-def _functions_of(module: Any) -> list[str]:
-    return [name for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
 
 
 def _device_class(registry: DeviceRegistry, read: Callable[[Any], int]) -> type:

@@ -26,7 +26,7 @@ from samestep.patch import Patch, applied
 from samestep.scripts import output
 from samestep.scripts.shared_script import SharedScript
 from samestep.scripts.wrapped.chunks import Chunks, advice, is_tensor, put_together, take_apart
-from samestep.scripts.wrapped.regions import describe
+from samestep.scripts.wrapped.regions import describe, without_dim
 from samestep.scripts.wrapped.replicas import ModuleState, OwnGenerators
 
 IGNORED = (-100, -1, 0)  # labels that losses leave out: of transformers, of nanoGPT, and of padding or a mask
@@ -176,7 +176,6 @@ def compare(script: SharedScript, module: nn.Module, chunks: Chunks, dim: int) -
             raise NotSplittable(
                 f"on a microbatch it raises {type(error).__name__}: {error}{hint and '. '}{hint}"
             ) from error
-    weights = _selected(chunks, numbers)
     wholes, template = take_apart(whole, is_tensor, dataclasses=True)
     columns: list[list[Tensor]] = [[] for _ in wholes]
     for each in parts:
@@ -186,6 +185,11 @@ def compare(script: SharedScript, module: nn.Module, chunks: Chunks, dim: int) -
         for column, leaf in zip(columns, leaves, strict=True):
             column.append(leaf)
     candidates = _candidates(module, chunks)
+
+    def weights(rule: Rule) -> list[int]:
+        of_all = rule.weights(chunks)
+        return [of_all[number] for number in numbers]
+
     with torch._C.DisableTorchFunction():  # simulated devices do not matter here
         pairs = zip(wholes, columns, strict=True)
         rules = [_rules(leaf, column, candidates, weights, dim) for leaf, column in pairs]
@@ -201,16 +205,6 @@ def _arguments(chunks: Chunks, numbers: Sequence[int]) -> tuple[tuple[Any, ...],
         piece = (taken[0].clone() if len(taken) == 1 else torch.cat(taken, leaf.dim)).detach()
         pieces.append(piece.requires_grad_(leaf.value.requires_grad))
     return chunks.arguments(pieces)
-
-
-def _selected(chunks: Chunks, numbers: Sequence[int]) -> Callable[[Rule], list[int]]:
-    """The weights of some of the chunks by a rule."""
-
-    def weights(rule: Rule) -> list[int]:
-        of_all = rule.weights(chunks)
-        return [of_all[number] for number in numbers]
-
-    return weights
 
 
 def _candidates(module: nn.Module, chunks: Chunks) -> list[Rule]:
@@ -234,7 +228,7 @@ def _rules(
 ) -> list[Rule]:
     """The rules by which the parts of one tensor give the whole; raises `NotSplittable` if there are none."""
     shapes = {tuple(part.shape) for part in parts}
-    if -whole.ndim <= dim < whole.ndim and len({_without(shape, dim) for shape in shapes}) == 1:
+    if -whole.ndim <= dim < whole.ndim and len({without_dim(shape, dim % whole.ndim) for shape in shapes}) == 1:
         joined = torch.cat(parts, dim)
         if joined.shape == whole.shape and _error(joined, whole) <= _tolerance(whole):
             return [Rule("rows")]
@@ -263,12 +257,6 @@ def _rules(
         "neither their sum nor their mean, by rows or by labels that are not ignored (a loss over pairs of rows, or "
         "divided by a count that no input shows)"
     )
-
-
-def _without(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
-    sizes = list(shape)
-    del sizes[dim]
-    return tuple(sizes)
 
 
 def _error(found: Tensor, whole: Tensor) -> float:

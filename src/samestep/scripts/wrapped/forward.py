@@ -211,13 +211,7 @@ def _meet(
 
 
 def _run_chunks(
-    script: SharedScript,
-    module: nn.Module,
-    wrapped: Wrapped,
-    chunks: Chunks,
-    work: Work,
-    ids: Sequence[int],
-    seed: int,
+    script: SharedScript, module: nn.Module, wrapped: Wrapped, chunks: Chunks, work: Work, ids: Sequence[int], seed: int
 ) -> None:
     """Runs this rank's chunks one after another, up to the first that raises."""
     careful, replicas = wrapped.is_careful(), wrapped.replicas

@@ -427,7 +427,7 @@ def _item(forms: Sequence[TensorForm], dim: int | None) -> Item:
     if ndim == 0 and len(set(shapes)) == 1 and len(dtypes) == 1:
         return Item("stacked", (len(forms),), dtype)
     along = dim % ndim if dim is not None and ndim and -ndim <= dim < ndim else None
-    if along is None or len(dtypes) > 1 or len({_without(shape, along) for shape in shapes}) > 1:
+    if along is None or len(dtypes) > 1 or len({without_dim(shape, along) for shape in shapes}) > 1:
         found = ", ".join(sorted({f"{list(form.shape)} {form.dtype}" for form in forms}))
         raise UsageError(
             f"the chunks of a wrapped forward returned tensors that cannot be joined along dim={dim or 0}: {found}. "
@@ -437,7 +437,8 @@ def _item(forms: Sequence[TensorForm], dim: int | None) -> Item:
     return Item("cut", (*shapes[0][:along], sum(sizes), *shapes[0][along + 1 :]), dtype, along, sizes)
 
 
-def _without(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
+def without_dim(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
+    """The number of sizes of a shape, and those but for one."""
     return (len(shape), *shape[:dim], *shape[dim + 1 :])
 
 
