@@ -26,86 +26,213 @@ TRAINING = """
 
     options = json.loads(sys.argv[1])
     rank, world_size, local = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-    on_gpu = torch.cuda.is_available()
-    if on_gpu:
-        torch.cuda.set_device(local)
+    on_gpu, half = not options.get("cpu"), options.get("half", False)
+    kind = "cuda" if on_gpu else "cpu"
     if "pids" in options:
         with open(f"{options['pids']}-{os.environ['TORCHELASTIC_RESTART_COUNT']}-{rank}", "w") as file:
             file.write(str(os.getpid()))
-    dist.init_process_group("nccl" if on_gpu else "gloo")
-    device = torch.device("cuda", local) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(local)
+        device = torch.device("cuda", local)
+        dist.init_process_group("cpu:gloo,cuda:nccl" if half else "nccl", device_id=device)
+        assert torch.cuda.device_count() == world_size
+    else:
+        device = torch.device("cpu")
+        dist.init_process_group("gloo")
+    is_simulated = on_gpu and "simulated" in torch.cuda.get_device_name(local)
     place = os.environ.get("SAMESTEP_TOKEN", "").rpartition(":")[2] or rank  # the device that it really has
     seed = rank + world_size * int(place if options.get("leak") else 0)
     torch.manual_seed(seed)  # dropout of its own on each rank; DistributedDataParallel makes the models equal
     model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 3))
     model = nn.SyncBatchNorm.convert_sync_batchnorm(model) if options.get("sync") else model
-    model = DistributedDataParallel(model.to(device), device_ids=[local] if on_gpu else None, bucket_cap_mb=0.001)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    ids = {"device_ids": [local], "output_device": local} if on_gpu else {}
+    model = DistributedDataParallel(model.cuda(local) if on_gpu else model, bucket_cap_mb=0.001, **ids)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     drawn = torch.Generator().manual_seed(1)
     data = TensorDataset(torch.randn(96, 6, generator=drawn), torch.randint(3, (96,), generator=drawn))
-    sampler = DistributedSampler(data, shuffle=True)
-    loader = DataLoader(data, batch_size=4, sampler=sampler)
+    sampler = DistributedSampler(data)
+    loader = DataLoader(data, batch_size=4, sampler=sampler, pin_memory=on_gpu)
+    scaler = torch.amp.GradScaler(kind, enabled=half)
     first, saved = 0, "checkpoint.pt"
-    if os.path.exists(saved):
-        state = torch.load(saved, map_location=device, weights_only=True)
-        first = state["epoch"]
+
+    def load():
+        state = torch.load(saved, map_location={"cuda:0": f"cuda:{rank}"} if on_gpu else "cpu", weights_only=True)
         model.load_state_dict(state["model"]), optimizer.load_state_dict(state["optimizer"])
+        return state["epoch"]
+
+    if os.path.exists(saved):
+        first = load()
     dist.barrier()
     for epoch in range(first, options.get("epochs", 3)):
         torch.manual_seed(100 * epoch + seed)
         sampler.set_epoch(epoch)
         for x, y in loader:
+            x, y = x.to(f"{kind}:{local}" if on_gpu else kind, non_blocking=True), y.to(device, non_blocking=True)
             optimizer.zero_grad()
-            loss = nn.functional.cross_entropy(model(x.to(device)), y.to(device))
-            loss.backward()
-            optimizer.step()
+            with torch.autocast(kind, torch.bfloat16, enabled=half):
+                loss = nn.functional.cross_entropy(model(x), y)
+            assert loss.is_cuda == on_gpu and (loss.device == device or not is_simulated)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
         if epoch == 1 and options.get("killed") == rank and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
             os.kill(os.getpid(), signal.SIGKILL)
-        losses = [torch.zeros((), device=device) for _ in range(world_size)]
+        losses, total = [torch.zeros_like(loss) for _ in range(world_size)], loss.detach().clone()
+        everyone = [None] * world_size
         dist.all_gather(losses, loss.detach())
+        dist.all_reduce(total)
+        dist.all_gather_object(everyone, total.item())
+        assert total.is_cuda == on_gpu and len({*everyone}) == 1
+        if is_simulated:
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            with torch.cuda.stream(torch.cuda.Stream()):
+                begin.record(), end.record()
+            torch.cuda.synchronize(), torch.cuda.empty_cache(), begin.elapsed_time(end)
+            assert next(model.parameters()).grad.is_cuda and torch.cuda.memory_allocated() == 0
         if rank == 0:
             print(epoch, [each.item().hex() for each in losses], flush=True)
             state = {"epoch": epoch + 1, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
             torch.save(state, saved + ".new")
             os.replace(saved + ".new", saved)
+        dist.barrier(**{"device_ids": [local]} if on_gpu else {})
+        load()
         dist.barrier()
     facts = {
-        "backend": dist.get_backend(), "count": torch.cuda.device_count(), "device": str(model.device),
-        "visible": os.environ.get("CUDA_VISIBLE_DEVICES"), "size": dist.get_world_size(),
+        "visible": os.environ.get("CUDA_VISIBLE_DEVICES"), "backend": dist.get_backend(), "device": str(model.device),
+        "count": torch.cuda.device_count(), "size": dist.get_world_size(),
+        "name": torch.cuda.get_device_name(local) if on_gpu else "",
     }
     print("rank", rank, json.dumps(facts), flush=True)
     dist.destroy_process_group()
 """
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4")
 
 
 LONG = 20  # epochs: a run lasts longer than the time to its first death
 
 
 def trained(folder, devices, logical=4, words=(), environment=None, **options):
-    """What a run of the training prints, its messages, and the state that it saves."""
+    """What a run of the training prints, its messages, and the state that it saves; under torchrun without devices."""
     folder.mkdir()
     (folder / "train.py").write_text(textwrap.dedent(TRAINING))
-    command = ["run", "--devices", devices, "--logical-devices", logical, *words, "train.py", json.dumps(options)]
-    done = samestep(*command, cwd=folder, **(environment or {}))
+    if devices is None:
+        for _ in range(3):
+            done = samestep("train.py", json.dumps(options), cwd=folder, command=TORCHRUN, OMP_NUM_THREADS="1")
+            if "terminate called without an active exception" not in done.stderr:  # of gloo's threads, at torch's end
+                break
+    else:
+        command = ["run", "--devices", devices, "--logical-devices", logical, *words, "train.py", json.dumps(options)]
+        done = samestep(*command, cwd=folder, **(environment or {}))
     assert done.returncode == 0, done.stderr
     return done.stdout, done.stderr, saved_state(folder)
 
 
-def saved_state(folder):
-    """The bytes of all tensors that the training saved."""
+def saved_tensors(folder):
+    """All tensors that the training saved."""
     state = torch.load(folder / "checkpoint.pt", map_location="cpu", weights_only=True)
-    moments = [value for each in state["optimizer"]["state"].values() for value in each.values()]
-    return [tensor.numpy().tobytes() for tensor in (*state["model"].values(), *moments)]
+    return [
+        *state["model"].values(),
+        *(value for each in state["optimizer"]["state"].values() for value in each.values()),
+    ]
 
 
-def test_four_ranks_give_the_same_bits_on_one_two_three_and_four_devices(tmp_path):
-    runs = {count: trained(tmp_path / str(count), f"cpu:{count}") for count in (1, 2, 3, 4)}
-    printed, messages, state = runs[1]
-    assert len(printed.splitlines()) == 4
-    facts = json.loads(printed.splitlines()[-1].removeprefix("rank 0 "))
-    assert (facts["size"], facts["backend"], facts["device"], facts["count"]) == (4, "nccl", "cuda:0", 4)
-    assert "Traceback" not in messages
-    assert all((run[0], run[2]) == (printed, state) for run in runs.values())
+def saved_state(folder):
+    """Their bytes."""
+    return [tensor.numpy().tobytes() for tensor in saved_tensors(folder)]
+
+
+AGAIN = """
+    import torch, torch.distributed as dist
+
+    for turn in range(3):
+        dist.init_process_group("gloo")
+        group = dist.new_group([turn, (turn + 1) % 3])
+        total = torch.ones(2) * dist.get_rank()
+        dist.all_reduce(total)
+        if group != dist.GroupMember.NON_GROUP_MEMBER:
+            dist.all_reduce(total, group=group)
+        if dist.get_rank() == 0:
+            print(turn, total.tolist(), flush=True)
+        dist.destroy_process_group()
+"""
+CHECKPOINTED = """
+    import sys
+    import torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
+    from torch import nn
+    from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    def main():
+        dist.init_process_group("cpu:gloo")
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        torch.manual_seed(dist.get_rank())
+
+        def step():
+            model(torch.randn(6, 8)).square().mean().backward()
+            optimizer.step(), optimizer.zero_grad()
+            return {name: value.full_tensor().double().sum().item().hex() for name, value in model.named_parameters()}
+
+        then = step()
+        kind = AsyncCheckpointerType[sys.argv[1]]
+        dcp.async_save({"model": model.state_dict()}, checkpoint_id="saved", async_checkpointer_type=kind).result()
+        now, state = step(), {"model": model.state_dict()}
+        dcp.load(state, checkpoint_id="saved")
+        model.load_state_dict(state["model"])
+        optimizer.param_groups[0]["lr"] = 0.0
+        if step() == then != now and dist.get_rank() == 0:
+            print(dist.get_backend(), then)
+        dist.destroy_process_group()
+
+    if __name__ == "__main__":  # a process of the checkpointer imports the script
+        main()
+"""
+SCRIPTS = {
+    "a training for four GPUs": (TRAINING, 4, {}, (1, 2, 3, 4)),
+    "half precision and SyncBatchNorm": (TRAINING, 4, {"half": True, "sync": True}, (1, 3)),
+    "a group that was destroyed is made again": (AGAIN, 3, {}, (1, 2, 3)),
+    "checkpoints are written by a thread meanwhile": (CHECKPOINTED, 3, "THREAD", (1, 2)),
+    "checkpoints are written by a process meanwhile": (CHECKPOINTED, 3, "PROCESS", (1, 2)),
+}
+PRINTED = {
+    "a training for four GPUs": '"nccl", "device": "cuda:0", "count": 4, "size": 4, "name": "simulated CUDA device',
+    "a group that was destroyed is made again": "0 [6.0, 6.0]\n1 [3.0, 3.0]\n2 [6.0, 6.0]\n",
+    "checkpoints are written by a thread meanwhile": "cpu:gloo {",  # the script's own word
+}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_for_several_ranks_prints_and_saves_the_same_bits_on_any_number_of_devices(tmp_path, name):
+    source, logical, options, counts = SCRIPTS[name]
+    outputs, argument = [], options if isinstance(options, str) else json.dumps(options)
+    for count in counts:
+        folder = tmp_path / str(count)
+        folder.mkdir()
+        (folder / "train.py").write_text(textwrap.dedent(source))
+        words = "--devices", f"cpu:{count}", "--logical-devices", logical, "train.py", argument
+        done = samestep("run", *words, cwd=folder)
+        assert done.returncode == 0, done.stderr
+        assert "Traceback" not in done.stderr
+        outputs.append((done.stdout, saved_state(folder) if source is TRAINING else None))
+    assert outputs[0][0]
+    assert PRINTED.get(name, "") in outputs[0][0]
+    assert all(output == outputs[0] for output in outputs)
+
+
+def test_the_training_has_the_numbers_of_gloo_and_of_cpus_and_others_with_another_number_of_ranks(tmp_path):
+    printed, _, _ = trained(tmp_path / "simulated", "cpu:2")
+    trained(tmp_path / "gloo", None, cpu=True)
+    states = (saved_tensors(tmp_path / name) for name in ("simulated", "gloo"))
+    for ours, theirs in zip(*states, strict=True):  # gloo adds in another order
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    mixed, on_cpus = (trained(tmp_path / f"half {cpu}", "cpu:2", half=True, sync=True, cpu=cpu) for cpu in (0, 1))
+    assert mixed[0].splitlines()[:3] == on_cpus[0].splitlines()[:3]
+    assert mixed[2] == on_cpus[2]
+    whole = trained(tmp_path / "whole", "cpu:2", sync=True)
+    assert whole[0].splitlines()[:3] != mixed[0].splitlines()[:3], "autocast does something"
     other = trained(tmp_path / "three ranks", "cpu:1", logical=3)
     assert other[0] != printed, "the number of logical devices is part of the training"
 
@@ -181,6 +308,7 @@ def test_a_script_for_four_gpus_runs_on_one_and_on_two(tmp_path):
     runs = [trained(tmp_path / each, each, environment=gpus.environment(4)) for each in ("0,", "1,3", "0,1,2,3")]
     printed, _, state = runs[0]
     facts = json.loads(printed.splitlines()[-1].removeprefix("rank 0 "))
+    assert facts.pop("name") == "Fake GPU"
     assert facts == {"backend": "nccl", "count": 4, "device": "cuda:0", "visible": "0,1,2,3", "size": 4}
     assert all((run[0], run[2]) == (printed, state) for run in runs)
 
@@ -198,110 +326,6 @@ def test_logical_devices_that_cannot_be_are_refused(tmp_path, words, message):
     assert done.returncode == 2
     assert message in done.stderr
     assert "Traceback" not in done.stderr
-
-
-RECIPE = """
-    import os, sys
-    import torch, torch.distributed as dist
-    from torch import nn
-    from torch.nn.parallel import DistributedDataParallel
-    from torch.utils.data import DataLoader, TensorDataset
-    from torch.utils.data.distributed import DistributedSampler
-
-    rank, world_size, local = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-    on_gpu, half, sync = "cpu" not in sys.argv, "half" in sys.argv, "sync" in sys.argv
-    kind = "cuda" if on_gpu else "cpu"
-    if on_gpu:
-        torch.cuda.set_device(local)
-        device = torch.device("cuda", local)
-        dist.init_process_group("cpu:gloo,cuda:nccl" if half else "nccl", device_id=device)
-        assert torch.cuda.device_count() == world_size and torch.cuda.current_device() == local
-    else:
-        device = torch.device("cpu")
-        dist.init_process_group("gloo")
-    torch.manual_seed(rank)
-    model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 3))
-    model = nn.SyncBatchNorm.convert_sync_batchnorm(model) if sync else model
-    ids = {"device_ids": [local], "output_device": local} if on_gpu else {}
-    model = DistributedDataParallel(model.cuda(local) if on_gpu else model, **ids)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    drawn = torch.Generator().manual_seed(1)
-    data = TensorDataset(torch.randn(96, 6, generator=drawn), torch.randint(3, (96,), generator=drawn))
-    sampler = DistributedSampler(data)
-    loader = DataLoader(data, batch_size=4, sampler=sampler, pin_memory=on_gpu)
-    scaler = torch.amp.GradScaler(kind, enabled=half)
-    for epoch in range(2):
-        sampler.set_epoch(epoch)
-        for x, y in loader:
-            x, y = x.to(f"{kind}:{local}" if on_gpu else kind, non_blocking=True), y.to(device, non_blocking=True)
-            optimizer.zero_grad()
-            with torch.autocast(kind, torch.bfloat16, enabled=half):
-                scores = model(x)
-                loss = nn.functional.cross_entropy(scores, y)
-            assert scores.device == loss.device == device and loss.is_cuda == on_gpu
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-        total = loss.detach().clone()
-        dist.all_reduce(total)
-        everyone = [None] * world_size
-        dist.all_gather_object(everyone, (rank, total.item().hex()))
-        assert total.is_cuda == on_gpu and len({each for _, each in everyone}) == 1
-        if on_gpu:
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            with torch.cuda.stream(torch.cuda.Stream()):
-                begin.record(), end.record()
-            torch.cuda.synchronize(), torch.cuda.empty_cache(), begin.elapsed_time(end)
-            assert next(model.parameters()).grad.is_cuda and torch.cuda.memory_allocated() == 0
-            dist.barrier(device_ids=[local])
-        if rank == 0:
-            print(epoch, total.item().hex(), flush=True)
-            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "checkpoint.pt")
-        dist.barrier()
-        state = torch.load("checkpoint.pt", map_location={"cuda:0": f"cuda:{rank}"} if on_gpu else "cpu")
-        model.load_state_dict(state["model"]), optimizer.load_state_dict(state["optimizer"])
-        dist.barrier()
-    if rank == 0:
-        print(dist.get_backend(), model.device, torch.cuda.get_device_name(local) if on_gpu else "", flush=True)
-    dist.destroy_process_group()
-"""
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4")
-
-
-def followed(folder, devices, *words):
-    """What the recipe prints on so many devices, or under torchrun (None), and the state that it saves."""
-    folder.mkdir()
-    (folder / "train.py").write_text(textwrap.dedent(RECIPE))
-    if devices is None:
-        for _ in range(3):
-            done = samestep("train.py", *words, cwd=folder, command=TORCHRUN, OMP_NUM_THREADS="1")
-            if "terminate called without an active exception" not in done.stderr:  # of gloo's threads, at torch's end
-                break
-    else:
-        done = samestep("run", "--devices", devices, "--logical-devices", 4, "train.py", *words, cwd=folder)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines(), torch.load(folder / "checkpoint.pt", weights_only=True)["model"]
-
-
-def test_a_recipe_for_four_gpus_runs_on_cpus_with_the_bits_of_any_number_and_the_numbers_of_gloo(tmp_path):
-    runs = {count: followed(tmp_path / str(count), f"cpu:{count}") for count in (1, 3)}
-    printed, state = runs[1]
-    assert printed[-1] == "nccl cuda:0 simulated CUDA device (CPU)"
-    assert all(run[0] == printed for run in runs.values())
-    assert all(torch.equal(run[1][name], value) for run in runs.values() for name, value in state.items())
-    _, expected = followed(tmp_path / "gloo", None, "cpu")
-    for name, value in state.items():
-        torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-5)  # gloo adds in another order
-
-
-def test_half_precision_and_sync_batch_norm_of_a_recipe_for_gpus_are_those_of_cpus(tmp_path):
-    words = ("half", "sync")
-    runs = [followed(tmp_path / str(count), f"cpu:{count}", *words) for count in (1, 3)]
-    on_cpus = followed(tmp_path / "cpus", "cpu:2", "cpu", *words)
-    assert runs[0][0] == runs[1][0]
-    assert runs[0][0][:2] == on_cpus[0][:2]
-    assert all(torch.equal(value, other[1][name]) for name, value in runs[0][1].items() for other in (runs[1], on_cpus))
-    assert followed(tmp_path / "whole", "cpu:2", "sync")[0][:2] != on_cpus[0][:2], "autocast does something"
 
 
 def test_a_rank_that_names_no_gpu_finds_none(tmp_path):
@@ -471,30 +495,6 @@ def test_what_a_script_leaves_unseeded_has_a_seed_by_rank_on_any_devices(tmp_pat
     )
 
 
-AGAIN = """
-    import torch, torch.distributed as dist
-
-    for turn in range(3):
-        dist.init_process_group("gloo")
-        group = dist.new_group([turn, (turn + 1) % 3])
-        total = torch.ones(2) * dist.get_rank()
-        dist.all_reduce(total)
-        if group != dist.GroupMember.NON_GROUP_MEMBER:
-            dist.all_reduce(total, group=group)
-        if dist.get_rank() == 0:
-            print(turn, total.tolist(), flush=True)
-        dist.destroy_process_group()
-"""
-
-
-@pytest.mark.parametrize("devices", ["cpu:1", "cpu:2", "cpu:3"])
-def test_a_process_group_that_was_destroyed_is_made_again(tmp_path, devices):
-    (tmp_path / "train.py").write_text(textwrap.dedent(AGAIN))
-    done = samestep("run", "--devices", devices, "--logical-devices", 3, "train.py", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["0 [6.0, 6.0]", "1 [3.0, 3.0]", "2 [6.0, 6.0]"]
-
-
 OUT_OF_STEP = """
     import torch, torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
@@ -520,54 +520,3 @@ def test_a_metric_that_one_rank_sums_while_others_sum_gradients_is_named_with_th
         f"  rank {rank}: allreduce, [(1,)], at train.py, line {line}\n" for rank, line in ((0, 11), (1, 10))
     )
     assert said in done.stderr, done.stderr
-
-
-CHECKPOINTED = """
-    import sys
-    import torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
-    from torch import nn
-    from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    def main():
-        dist.init_process_group("cpu:gloo")
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
-        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        torch.manual_seed(dist.get_rank())
-
-        def step():
-            model(torch.randn(6, 8)).square().mean().backward()
-            optimizer.step(), optimizer.zero_grad()
-            return {name: value.full_tensor().double().sum().item().hex() for name, value in model.named_parameters()}
-
-        then = step()
-        kind = AsyncCheckpointerType[sys.argv[1]]
-        dcp.async_save({"model": model.state_dict()}, checkpoint_id="saved", async_checkpointer_type=kind).result()
-        now, state = step(), {"model": model.state_dict()}
-        dcp.load(state, checkpoint_id="saved")
-        model.load_state_dict(state["model"])
-        optimizer.param_groups[0]["lr"] = 0.0
-        if step() == then != now and dist.get_rank() == 0:
-            print(dist.get_backend(), then)
-        dist.destroy_process_group()
-
-    if __name__ == "__main__":  # a process of the checkpointer imports the script
-        main()
-"""
-
-
-@pytest.mark.parametrize("kind", ["THREAD", "PROCESS"])
-def test_distributed_checkpoints_are_written_beside_the_training(tmp_path, kind):
-    printed = []
-    for count in (1, 2):
-        folder = tmp_path / str(count)
-        folder.mkdir()
-        (folder / "train.py").write_text(textwrap.dedent(CHECKPOINTED))
-        done = samestep("run", "--devices", f"cpu:{count}", "--logical-devices", 3, "train.py", kind, cwd=folder)
-        assert done.returncode == 0, done.stderr
-        printed.append(done.stdout)
-    assert printed[0].startswith("cpu:gloo {"), "the script's own word"
-    assert printed[0] == printed[1]
