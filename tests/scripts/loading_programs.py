@@ -179,10 +179,7 @@ def cases(folder):
         "dealt, own sampler": lambda: DataLoader(made(change=augment), 3, num_workers=1, sampler=EvenFirst(22)),
         "dealt, large": lambda: DataLoader(made(10, change=widen), **two, timeout=60),
         "dealt, replaced": lambda: DataLoader(
-            made(),
-            3,
-            num_workers=2,
-            sampler=RandomSampler(range(22), replacement=True, generator=generator()),
+            made(), 3, num_workers=2, sampler=RandomSampler(range(22), replacement=True, generator=generator())
         ),
         "dealt, views, last dropped": lambda: DataLoader(made(), 4, num_workers=2, drop_last=True, collate_fn=shifted),
         "dealt, named, no batches": lambda: DataLoader(

@@ -13,12 +13,14 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 import numpy as np
 import torch
 from reference import ReferenceDataParallel, from_the_left, in_pairs, reference_data_parallel, replicate
 from torch import nn
+from worlds import DEVICE
 
 from samestep.launcher.job import run_script
 from samestep.patch import Patch, applied
@@ -60,6 +62,27 @@ def run(worlds, n, path, num_microbatches=4, argv=(), *, cwd, seed=None, wrap=No
     Path(cwd).mkdir(parents=True, exist_ok=True)
     settings = {"num_microbatches": num_microbatches, "num_devices": n, "seed": seed, "wrap": wrap}
     return worlds(n).run(run_single_process, str(path), tuple(argv), str(cwd), settings)
+
+
+def trainer(worlds, folder, prelude):
+    """`train(n, body, wrap, …)`: the outcomes of a script on n processes, with tensors on the device of the tests."""
+
+    def train(n, body, wrap=None, num_microbatches=4, prelude=prelude):
+        path = folder / "train.py"
+        path.write_text(f"import torch\ntorch.set_default_device({DEVICE!r})\n{dedent(prelude)}{dedent(body)}")
+        return run(worlds, n, path, num_microbatches, cwd=folder, wrap=wrap)
+
+    return train
+
+
+def check_close(result, expected, **tolerance):
+    """Fails unless floats are within a tolerance, and everything else is equal."""
+    assert result.keys() == expected.keys()
+    for path, value in expected.items():
+        if isinstance(value, Bits):
+            torch.testing.assert_close(result[path].tensor(), value.tensor(), msg=f"{path} is not close", **tolerance)
+        else:
+            assert result[path] == value, path
 
 
 def run_reference(worlds, path, num_microbatches=4, argv=(), *, cwd, num_devices=4, fold="tree"):

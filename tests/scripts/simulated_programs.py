@@ -14,11 +14,11 @@ from samestep.scripts.simulated.cuda import mark
 from samestep.scripts.simulated.devices import simulated_devices
 
 
-def alone(num_devices=4, num_microbatches=None):
+def alone(num_devices=4, num_microbatches=None, device="cpu", **fields):
     """The state of one process that plays several devices."""
     transport = LocalTransport()
-    communicator = Communicator(torch.device("cpu"), transport, transport, "ordered")
-    return SharedScript(communicator, num_microbatches=num_microbatches, num_devices=num_devices)
+    communicator = Communicator(torch.device(device), transport, transport, "ordered")
+    return SharedScript(communicator, num_microbatches, num_devices, **fields)
 
 
 @contextmanager

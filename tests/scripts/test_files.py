@@ -15,14 +15,12 @@ import io_programs as programs
 import numpy as np
 import pytest
 import torch
+from simulated_programs import alone
 from worlds import World
 
-from samestep.comm.communicator import Communicator
-from samestep.comm.transport import LocalTransport
 from samestep.scripts.files import patches as file_patches
 from samestep.scripts.files.opening import open_discard
 from samestep.scripts.files.rank0_files import Caller, kind_of
-from samestep.scripts.shared_script import SharedScript
 
 
 def script(worlds, n, name, folder, *args):
@@ -271,8 +269,7 @@ def test_a_rank_that_finds_a_file_complete_and_never_asks_for_it_is_not_waited_f
 
 
 def test_one_rank_alone_needs_no_patch():
-    transport = LocalTransport()
-    assert file_patches.patches(SharedScript(Communicator(torch.device("cpu"), transport, transport))) == []
+    assert file_patches.patches(alone()) == []
 
 
 def test_a_sink_knows_its_name_and_position_and_takes_what_a_file_takes(tmp_path):

@@ -32,7 +32,7 @@ def test_what_is_written_is_kept_in_order_and_replayed():
             print("two", file=sys.stderr)
             sys.stdout.writelines(["three", "\n"])
         assert said == [
-            *((STDOUT, "one"), (STDOUT, "\n"), (STDERR, "two"), (STDERR, "\n"), (STDOUT, "three"), (STDOUT, "\n")),
+            *((STDOUT, "one"), (STDOUT, "\n"), (STDERR, "two"), (STDERR, "\n"), (STDOUT, "three"), (STDOUT, "\n"))
         ]
         assert stdout.getvalue() == stderr.getvalue() == ""
         output.replay(said)
@@ -150,7 +150,7 @@ def test_warnings_name_the_lines_that_they_name_under_python_and_each_once(world
         places = [line.split(": UserWarning:")[0] for line in outcome.stderr.splitlines() if "UserWarning" in line]
         names = [place.replace(str(script), "warns.py").rsplit("/", 1)[-1] for place in places]
         assert [name for name in names if not name.startswith("loss.py")] == [
-            *("warns.py:8", "warns.py:9", "warns.py:11", "warns.py:14"),
+            *("warns.py:8", "warns.py:9", "warns.py:11", "warns.py:14")
         ]
         assert sum(name.startswith("loss.py") for name in names) == 1
         assert list(outcome.result.values()) == [True, 17, True, 17]

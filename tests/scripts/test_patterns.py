@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from script_runs import Bits, run, run_reference
+from script_runs import Bits, check_close, run, run_reference
 from worlds import DEVICE, cpu_only
 
 FOLDER = Path(__file__).parent / "patterns"
@@ -110,18 +110,6 @@ def check_chunks(outcomes, expected):
     assert busy == min(len(outcomes), 1 + max(chunk for _, chunk in chunks))
 
 
-def check_close(result, expected):
-    """Fails unless floats are within rounding, and everything else is equal."""
-    assert result.keys() == expected.keys()
-    for path, value in expected.items():
-        if isinstance(value, Bits):
-            torch.testing.assert_close(
-                result[path].tensor(), value.tensor(), msg=f"{path} is not within rounding", **ROUNDING
-            )
-        else:
-            assert result[path] == value, path
-
-
 def test_every_script_in_the_folder_is_run():
     assert {path.stem for path in FOLDER.glob("*.py")} == PATTERNS.keys() | OTHERS
 
@@ -157,14 +145,14 @@ def test_one_process_computes_to_the_bit_what_the_reference_does(worlds, tmp_pat
 def test_the_comparison_notices_another_chunking(worlds, tmp_path, alone, num_microbatches):
     expected = run_reference(worlds, script("modules"), num_microbatches, cwd=tmp_path)
     with pytest.raises(AssertionError):
-        check_close(alone("modules").result, expected.result)
+        check_close(alone("modules").result, expected.result, **ROUNDING)
     with pytest.raises(AssertionError):
         check_chunks([alone("modules")], expected)
 
 
 def test_the_comparison_notices_another_order_of_the_sum(worlds, tmp_path, alone):
     expected = run_reference(worlds, script("by_hand"), cwd=tmp_path, fold="left")
-    check_close(alone("by_hand").result, expected.result)
+    check_close(alone("by_hand").result, expected.result, **ROUNDING)
     assert alone("by_hand").result != expected.result
 
 

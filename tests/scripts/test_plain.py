@@ -4,14 +4,11 @@ from textwrap import dedent
 
 import pytest
 import torch
-from script_runs import Bits, run
+from script_runs import check_close, trainer
+from simulated_programs import alone
 from torch import nn
-from worlds import DEVICE
 
-from samestep.comm.communicator import Communicator
-from samestep.comm.transport import LocalTransport
 from samestep.errors import UsageError
-from samestep.scripts.shared_script import SharedScript
 from samestep.scripts.wrapped import compare
 from samestep.scripts.wrapping import shared_out
 
@@ -29,6 +26,12 @@ def batches(count=3, rows=14):
     draws = torch.Generator(torch.get_default_device()).manual_seed(2)
     for _ in range(count):
         yield torch.randn(rows, 6, generator=draws), torch.randint(3, (rows,), generator=draws)
+
+def update(optimizer, loss):
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    RESULT["losses"].append(loss.item())
 """
 MNIST = """
 class Net(nn.Module):
@@ -139,10 +142,7 @@ for step in range(4):
     if step == 3:
         labels[:2] = -100
     loss = model(ids, labels, {count})["loss"]
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    RESULT["losses"].append(loss.item())
+    update(optimizer, loss)
 RESULT["state"] = model.state_dict()
 """
 PACKED = """
@@ -168,10 +168,7 @@ for step, (x, y) in enumerate(batches(4)):
     padded, found = rnn.pad_packed_sequence(steps)
     assert found.tolist() == lengths.tolist() and steps.batch_sizes.device.type == "cpu"
     loss = F.cross_entropy(scores, y) + padded.square().sum() / 50
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    RESULT["losses"].append(loss.item())
+    update(optimizer, loss)
 RESULT["steps"], RESULT["sizes"] = steps.data, steps.batch_sizes
 RESULT["order"], RESULT["state"] = steps.sorted_indices, [table, model.state_dict()]
 """
@@ -199,10 +196,7 @@ model = Net()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
 for x, y in batches():
     loss = model(x, y).mean()
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    RESULT["losses"].append(loss.item())
+    update(optimizer, loss)
 RESULT["state"] = model.state_dict()
 """
 CHECKED = """
@@ -233,10 +227,7 @@ for x, y in batches():
     batch, sides = model(Batch(x), Sides(x, x))
     assert (type(batch), type(sides), sides.scale) == (Batch, Sides, 3)
     loss = (batch.rows + sides[0] + sides[1]).square().mean()
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    RESULT["losses"].append(loss.item())
+    update(optimizer, loss)
 RESULT["state"] = model.state_dict()
 """
 SCRIPTS = {
@@ -254,19 +245,12 @@ SCRIPTS = {
 @pytest.fixture
 def train(worlds, tmp_path):
     """`train(n, body, …)`: the outcomes of a script on n processes."""
-
-    def train(n, body, num_microbatches=4, prelude=PRELUDE):
-        path = tmp_path / "train.py"
-        on_device = f"import torch\ntorch.set_default_device({DEVICE!r})\n"
-        path.write_text(on_device + dedent(prelude) + dedent(body))
-        return run(worlds, n, path, num_microbatches, cwd=tmp_path)
-
-    return train
+    return trainer(worlds, tmp_path, PRELUDE)
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_plain_loop_ends_in_the_same_bits_on_all_devices_and_in_the_values_of_the_loop_alone(train, name):
-    (plain,) = train(1, SCRIPTS[name], 1)
+    (plain,) = train(1, SCRIPTS[name], num_microbatches=1)
     assert not plain.error, plain.message
     (reference,) = train(1, SCRIPTS[name])
     assert not reference.error, reference.message
@@ -275,13 +259,7 @@ def test_a_plain_loop_ends_in_the_same_bits_on_all_devices_and_in_the_values_of_
         outcomes = train(n, SCRIPTS[name])
         assert all(outcome.result == reference.result for outcome in outcomes), outcomes[0].message
         assert sorted(chunk for outcome in outcomes for chunk in outcome.chunks) == sorted(reference.chunks)
-    assert reference.result.keys() == plain.result.keys()
-    for path, value in plain.result.items():
-        ours = reference.result[path]
-        if isinstance(value, Bits):
-            torch.testing.assert_close(ours.tensor(), value.tensor(), rtol=1e-8, atol=1e-10, msg=path)  # another sum
-        else:
-            assert ours == value, path
+    check_close(reference.result, plain.result, rtol=1e-8, atol=1e-10)  # another sum
 
 
 def test_a_dataparallel_cuts_packed_sequences_as_a_plain_script_does(train):
@@ -316,10 +294,7 @@ REGISTER
 optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
 for x, y in batches():
     loss = F.cross_entropy(model(x), y)
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    RESULT["losses"].append(loss.item())
+    update(optimizer, loss)
 RESULT["kept"] = [READ]
 RESULT["state"] = model.state_dict()
 """
@@ -340,7 +315,7 @@ def test_a_module_that_keeps_what_depends_on_the_batch_is_called_whole_and_a_lin
     write, inner, read, attribute = KEPT[name]
     body = KEEPING.replace("WRITE_INNER", inner or "pass").replace("WRITE", write or "pass").replace("READ", read)
     body = body.replace("REGISTER", "" if attribute else HOOK)
-    (alone,) = train(1, body, 1)
+    (alone,) = train(1, body, num_microbatches=1)
     assert not alone.error, alone.message
     why = f"its forward writes {attribute}, which" if attribute else "a hook of the script's is on its body"
     for n in (1, 2, 3):
@@ -353,7 +328,7 @@ def test_a_module_that_keeps_what_depends_on_the_batch_is_called_whole_and_a_lin
 def test_what_a_module_writes_alike_for_every_batch_hinders_no_microbatches(train):
     body = KEEPING.replace("WRITE_INNER", "pass").replace("WRITE", "self.same += 1; self.calls = 0")
     body = body.replace("REGISTER", "").replace("READ", "model.same")
-    (alone,), (reference,) = train(1, body, 1), train(1, body)
+    (alone,), (reference,) = train(1, body, num_microbatches=1), train(1, body)
     assert reference.chunks
     kept = [path for path in alone.result if "kept" in path]
     assert kept
@@ -365,7 +340,7 @@ def test_dropout_is_that_of_the_microbatch_on_all_devices(train):
     results = [train(n, MNIST.replace("{dropout}", "0.5"))[0] for n in (1, 3)]
     assert not results[0].error, results[0].message
     assert results[0].result == results[1].result
-    assert results[0].result != train(1, MNIST.replace("{dropout}", "0.5"), 1)[0].result, (
+    assert results[0].result != train(1, MNIST.replace("{dropout}", "0.5"), num_microbatches=1)[0].result, (
         "masks are those of the microbatches"
     )
 
@@ -378,14 +353,14 @@ def test_one_line_says_which_module_is_shared_out_and_what_becomes_of_batchnorm(
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
     """
-    first, second = train(2, dedent(body).format(norm="BatchNorm1d(4)", rows=12), None)
+    first, second = train(2, dedent(body).format(norm="BatchNorm1d(4)", rows=12), num_microbatches=None)
     assert first.stderr == (
         "samestep: model (Sequential), which an optimizer trains, is shared out in 2 microbatches, one a device; "
         "--logical-devices 2 gives the same bits on any number of devices; BatchNorm normalises by each microbatch, "
         "and its running statistics are the mean over them\n"
     )
     assert second.stderr == ""
-    (alone,) = train(1, dedent(body).format(norm="LayerNorm(4)", rows=12), 3)
+    (alone,) = train(1, dedent(body).format(norm="LayerNorm(4)", rows=12), num_microbatches=3)
     assert alone.stderr == "samestep: model (Sequential), which an optimizer trains, is shared out in 3 microbatches\n"
     for n in (1, 2):
         row = train(n, dedent(body).format(norm="LayerNorm(4)", rows=1))[0]
@@ -411,10 +386,7 @@ SCRIPT
 for step, (x, y) in enumerate(batches(4)):
     CHANGE
     loss = F.cross_entropy(CALL, y)
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    RESULT["losses"].append(loss.item())
+    update(optimizer, loss)
 RESULT["state"] = [backbone.state_dict(), head.state_dict()]
 """
 WHOLE = "model = nn.Sequential(backbone, nn.ReLU(), head)\noptimizer = torch.optim.SGD(model.parameters(), lr=0.5)\n"
@@ -433,10 +405,9 @@ THAW = "backbone.requires_grad_(step > 1)"
 )
 def test_a_module_whose_optimizer_has_frozen_parameters_too_is_shared_out(train, script, call, change, num_shared):
     body = FROZEN.replace("SCRIPT", script).replace("CALL", call).replace("CHANGE", change)
-    (alone,), (reference,) = train(1, body, 1), train(1, body)
+    (alone,), (reference,) = train(1, body, num_microbatches=1), train(1, body)
     assert len(reference.chunks) == 4 * num_shared, reference.stderr
-    for path, value in alone.result.items():
-        torch.testing.assert_close(reference.result[path].tensor(), value.tensor(), rtol=1e-8, atol=1e-10, msg=path)
+    check_close(reference.result, alone.result, rtol=1e-8, atol=1e-10)
     for outcome in train(3, body):
         assert outcome.result == reference.result
 
@@ -519,12 +490,7 @@ RESULT["state"] = model.state_dict()
             assert outcome.message.startswith("model (Net) cannot be shared out: ")
             assert reason in outcome.message
             assert "--logical-devices 1" in outcome.message
-    assert not train(2, body, 1)[0].error, "the fix that the message names"
-
-
-def alone():
-    transport = LocalTransport()
-    return SharedScript(Communicator(torch.device("cpu"), transport, transport), 4)
+    assert not train(2, body, num_microbatches=1)[0].error, "the fix that the message names"
 
 
 class Tokens(nn.Module):
@@ -642,14 +608,9 @@ ITEMS = '{"num_items_in_batch": (labels[:, 1:] != -100).sum()}'
 def test_losses_that_models_of_transformers_return_are_those_of_the_whole_batch(train, name, options):
     pytest.importorskip("transformers")
     body = TRANSFORMERS.format(name=name, options=options)
-    (plain,), *shared = (train(n, body, count, "") for n, count in ((1, 1), (1, 3), (2, 3)))
+    (plain,), *shared = (train(n, body, num_microbatches=count, prelude="") for n, count in ((1, 1), (1, 3), (2, 3)))
     assert not plain.error, plain.message
     assert len(shared[0][0].chunks) == 9, shared[0][0].message
     for outcomes in shared:
         assert all(outcome.result == shared[0][0].result for outcome in outcomes), outcomes[0].message
-    for path, value in plain.result.items():
-        ours = shared[0][0].result[path]
-        if isinstance(value, Bits):
-            torch.testing.assert_close(ours.tensor(), value.tensor(), rtol=1e-5, atol=1e-6)  # float32, another sum
-        else:
-            assert ours == value
+    check_close(shared[0][0].result, plain.result, rtol=1e-5, atol=1e-6)  # float32, another sum

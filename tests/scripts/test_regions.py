@@ -68,7 +68,7 @@ def test_parameters_of_several_dtypes_get_the_gradients_of_plain_autograd(
     result = shared_out(worlds, n, "blend_gradients", num_microbatches, "whole", num_rows, breaker=breaker)
     assert result[:3] == plain[:3]
     assert [entry[0] for entry in result[:4]] == [
-        *("torch.float32", "torch.float64", "torch.bfloat16", "torch.bfloat16"),
+        *("torch.float32", "torch.float64", "torch.bfloat16", "torch.bfloat16")
     ]
 
 

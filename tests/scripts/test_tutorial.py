@@ -1,36 +1,22 @@
 """The verbs of hand-written data parallelism: the same bits on any number of processes."""
 
 import math
+from functools import partial
 from itertools import chain
 
 import numpy as np
 import pytest
+import simulated_programs
 import torch
 from torch import nn
-from tutorial_programs import (
-    bits,
-    data,
-    error_of,
-    loss_of,
-    parameters,
-    reduce_what_everyone_holds,
-    sum_values,
-    train,
-)
+from tutorial_programs import bits, data, error_of, loss_of, parameters, reduce_what_everyone_holds, sum_values, train
 
-from samestep.comm.communicator import Communicator
-from samestep.comm.transport import LocalTransport
 from samestep.errors import DataError, DeviceError, UsageError
-from samestep.scripts.shared_script import SharedScript
 from samestep.tutorial import allreduce, replicate_params, split_and_load
 
+alone = partial(simulated_programs.alone, num_devices=1)
 SIZES = [32, 32, 13, 32, 3]  # an odd batch, and one that leaves the fourth device without a sample
 WORLDS = (1, 2, 3, 4)
-
-
-def alone(**fields):
-    transport = LocalTransport()
-    return SharedScript(Communicator(torch.device("cpu"), transport, transport), **fields)
 
 
 @pytest.mark.parametrize("together", [True, False])

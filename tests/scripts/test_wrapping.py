@@ -4,16 +4,14 @@ from textwrap import dedent
 
 import pytest
 import torch
-from script_runs import Bits, run
+from script_runs import check_close, trainer
+from simulated_programs import alone
 from torch import nn
 from worlds import DEVICE, cpu_only
 
-from samestep.comm.communicator import Communicator
-from samestep.comm.transport import LocalTransport
 from samestep.errors import UsageError
 from samestep.scripts import wrapping
 from samestep.scripts.parallel import DataParallel
-from samestep.scripts.shared_script import SharedScript
 from samestep.scripts.wrapping import shared_out
 
 STEPS = 3
@@ -95,19 +93,7 @@ for x, y in batches():
 @pytest.fixture
 def train(worlds, tmp_path):
     """`train(n, body, wrap, …)`: the outcomes of a script on n processes."""
-
-    def train(n, body, wrap=None, num_microbatches=4):
-        path = tmp_path / "train.py"
-        lead = "" if DEVICE == "cpu" else f"import torch\ntorch.set_default_device({DEVICE!r})\n"
-        path.write_text(lead + PRELUDE + dedent(body))
-        return run(worlds, n, path, num_microbatches, cwd=tmp_path, wrap=wrap)
-
-    return train
-
-
-def alone(device="cpu"):
-    transport = LocalTransport()
-    return SharedScript(Communicator(torch.device(device), transport, transport), 4)
+    return trainer(worlds, tmp_path, PRELUDE)
 
 
 @pytest.mark.parametrize(
@@ -318,7 +304,10 @@ def test_a_model_has_its_inputs_and_outputs_where_it_is(train, n, device):
 
 def test_a_model_on_the_cpu_is_refused_where_the_run_is_on_gpus():
     model = nn.Linear(3, 2)
-    with pytest.raises(UsageError, match="model is on the CPU and the run on cuda"), shared_out(alone("cuda"), "model"):
+    with (
+        pytest.raises(UsageError, match="model is on the CPU and the run on cuda"),
+        shared_out(alone(device="cuda"), "model"),
+    ):
         model(torch.ones(8, 3))
 
 
@@ -355,10 +344,7 @@ def test_batches_along_another_dim_give_what_the_script_alone_gives(train):
     for outcomes in results:
         assert all(outcome.result == results[0][0].result for outcome in outcomes), outcomes[0].message
         assert sum(len(outcome.chunks) for outcome in outcomes) == 9, "six sequences are three chunks"
-    for path, value in whole.result.items():
-        ours = results[0][0].result[path]
-        assert isinstance(value, Bits)
-        torch.testing.assert_close(ours.tensor(), value.tensor(), rtol=1e-9, atol=1e-12, msg=path)  # another sum
+    check_close(results[0][0].result, whole.result, rtol=1e-9, atol=1e-12)  # another sum
     for outcome in train(2, TIME_MAJOR, "model"):
         assert outcome.error == "UsageError"
         assert "--wrap model:1" in outcome.message
