@@ -210,21 +210,15 @@ def as_text(tree):
 
 def facts(rng, folder):
     path = folder / "state.json"
-    how = rng.randrange(8)
-    if how < 2:
+    if rng.randrange(4) == 0:
         path.write_bytes(rng.choice(TEXTS))
     else:
         tree = json.loads(path.read_bytes())
-        branch = tree
-        if how < 6:  # the large trees of generators would take most of the changes
-            branch = rng.choice([tree, *(t for t in (tree["optimizers"], tree["run"]) for _ in range(3))])
-            below = (
-                [b for key in ("rest", "steps", "settings") if isinstance(b := branch.get(key), dict | list)]
-                if isinstance(branch, dict)
-                else []
-            )
-            branch = rng.choice([branch, *below])
-        mutate_tree(rng, branch, ["optimizer.0.state.0.exp_avg", *(n for f in TENSORS for n in header(folder / f)[0])])
+        run = tree["run"]
+        # The large trees of generators would take most of the changes of the whole.
+        branches = [tree, tree, *[tree["optimizers"], run, run["rest"], run["steps"], run["settings"]] * 2]
+        names = ["optimizer.0.state.0.exp_avg", *(name for file in TENSORS for name in header(folder / file)[0])]
+        mutate_tree(rng, rng.choice(branches), names)
         path.write_bytes(as_text(tree))
     seal(folder, path.name)
 
@@ -323,18 +317,12 @@ def listing(rng, folder):
     seal_text(folder, json.dumps(tree).encode())
 
 
-def written(data):
-    return {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-
-
 def seal(folder, name):
-    relist(folder, name, written((folder / name).read_bytes()))
-
-
-def relist(folder, name, entry):
+    """Has the manifest list a file as it is now."""
     tree = json.loads((folder / MANIFEST_FILE).read_bytes())
     del tree["checksum"]
-    tree["files"][name] = entry
+    data = (folder / name).read_bytes()
+    tree["files"][name] = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     seal_text(folder, json.dumps(tree).encode())
 
 

@@ -193,7 +193,6 @@ def take_lock(
             is_locked, reason = _try_to_lock(file)
             # The holder removes the file when it ends. A process that opened the file before then locks one that has no
             # name any more, beside the one that a third process makes: the lock counts only if the name is still its.
-            # Its holder has given it back and removed the file.
             if is_locked and not is_at(path, file):
                 file.close()
                 continue
