@@ -47,7 +47,7 @@ def check_read(loss: Tensor, foreign: Mapping[int, str]) -> None:
 
 
 class StageRunner:
-    """Runs the microbatches of a step; `compute` computes the loss of one, given a proxy of the model."""
+    """Runs the microbatches of one step through this rank's stage; a loss function gets a proxy of the model."""
 
     def __init__(
         self, pipelined: PipelinedModel, step: StepParts, gradients: PipelinedGradientSum, buffers: StageBuffers
