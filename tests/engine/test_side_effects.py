@@ -224,10 +224,10 @@ def test_global_generators_and_prints_by_the_run_are_not_told(capfd):
 
 
 def test_traces_are_looked_for_in_two_steps_alone(capfd, monkeypatch):
-    looks, real = [], Traces.look
-    monkeypatch.setattr(Traces, "look", lambda self: (looks.append(1), real(self)))
+    compared, real = [], Traces.compare
+    monkeypatch.setattr(Traces, "compare", lambda self: (compared.append(1), real(self)))
     said(capfd, 1, lambda: nn.Linear(3, 1), steps=3)
-    assert len(looks) == 8
+    assert len(compared) == 8
 
 
 def test_of_large_attributes_a_bounded_number_of_elements_is_read(capfd, monkeypatch):

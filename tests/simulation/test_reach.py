@@ -173,7 +173,7 @@ def test_what_may_change_bits_is_named(name):
 
 
 def test_what_is_not_named_fails(monkeypatch):
-    monkeypatch.setattr(Traces, "look", lambda _: None)
+    monkeypatch.setattr(Traces, "compare", lambda _: None)
     with pytest.raises(AssertionError):
         run_script(script(Case(allowed(Program(named="remembering", samples=12)), ("named",))))
 
