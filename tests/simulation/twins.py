@@ -9,6 +9,7 @@ import argparse
 import pkgutil
 import time
 from contextlib import contextmanager, nullcontext  # noqa: F401 (of the table)
+from dataclasses import replace
 
 import pytest
 import torch
@@ -38,8 +39,7 @@ def without_scale(load):
 
 def stopped_alone(agreed, step):
     """What the ranks agree on, but for the stop."""
-    step.membership.stop = END_OF_FIT if step.membership.asks_end else 0
-    return agreed
+    return replace(agreed, stop=END_OF_FIT if step.membership.asks_end else 0)
 
 
 # What is wrong: the function and by what it is replaced, beside `real`, the check, the program, and fields of its case.
