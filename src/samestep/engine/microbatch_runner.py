@@ -22,6 +22,7 @@ class MicrobatchRunner:
             None if step.counts is None else step.counts.sum(batch, self._membership.data_ranges, step.number)
         )
         self._is_only = self._compute.is_only(batch)
+        self._records = bool(self._membership.mine)  # else another rank, which executes the same ones, records them
 
     def run(self) -> None:
         """Forward and backward of each microbatch; leaves the script's random generators as they were."""
@@ -60,7 +61,7 @@ class MicrobatchRunner:
             compute.observers.on_gradients(microbatch)
             purity.check()
             gradient_sum = gradients.push(microbatch, loss.value)
-            if self._membership.mine:  # else another rank, which executes it too, notes it
+            if self._records:
                 step.stats.record(microbatch, loss, gradient_sum)
             self._buffers.collect(microbatch, num_samples)
             if step.traces is not None:
@@ -79,7 +80,7 @@ class MicrobatchRunner:
             self._run_stand_in(microbatch)
         nothing = torch.zeros((), device=membership.communicator.device)
         gradient_sum = self._gradients.push(microbatch, nothing)
-        if membership.mine:
+        if self._records:
             self._step.stats.record_empty(microbatch, nothing, gradient_sum)
         self._buffers.collect(microbatch, 0)
 
