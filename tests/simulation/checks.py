@@ -217,6 +217,8 @@ def script(case):
         return f"{head}\n\nCALLS = [\n{listed}]\n\ncheck_calls(CALLS, {ranks}, {odd!r}, {at})\n"
     program, processes = case.program, bool(case.numbers)
     also = [] if processes else [name for name, applies in ALSO.items() if applies(program)]
+    if case.checks[0] in FAULT_CHECKS:  # which leave a run in the folder
+        also = [name for name in also if "plain" in name]
     wanted = dict.fromkeys([*case.checks, *also])
     checks = [name for name in wanted if not EXCUSES.get(name, lambda p: False)(program)] or ["resumed"]
     checks = ["named"] if program.named else checks
