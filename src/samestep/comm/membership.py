@@ -37,7 +37,7 @@ import torch.distributed as dist
 
 from samestep.comm.communicator import Communicator
 from samestep.comm.heartbeat import HEALS, READY_TO_JOIN, SHOWS_LIFE, Heartbeat, Quorum
-from samestep.comm.rendezvous import Report, all_admit, roll_call
+from samestep.comm.rendezvous import RankReport, all_admit, roll_call
 from samestep.comm.transport import Connection, LocalTransport, wait_until
 from samestep.core.mesh import Mesh
 from samestep.core.microbatches import dealt_ranges, microbatch_ranges, num_rounds, ranges_of_slots
@@ -48,7 +48,7 @@ T = TypeVar("T")
 
 QUORUM_POLL_SECONDS = 0.005
 QUORUM_SECONDS = 60.0
-LOOK_SECONDS = 0.05  # between looks at whether a rank has ended
+CHECK_SECONDS = 0.05  # between checks whether a rank has ended
 END_OF_FIT = 256  # as `Membership.stop`: above all signals, which are asked for once more by the next step
 ENDED_SECONDS = 1.0  # after which a transfer with it does not arrive any more
 
@@ -109,7 +109,7 @@ class Membership:
         self._noticed: set[str] = set()
         self._round = 0  # in which a quorum is taken up
         self._one_waits = False  # a late worker is in the quorum, and was not counted in yet
-        self._looked, self._ended_at = 0.0, math.inf  # when a rank was first seen to have ended
+        self._checked_at, self._ended_at = 0.0, math.inf  # when a rank was first seen to have ended
         self._slots = tuple(range(communicator.world_size) if slots is None else slots)
         self._num_active = len(self._slots) if num_active is None else num_active
         self._shares = None if shares is None else list(shares)
@@ -278,7 +278,7 @@ class Membership:
             self._round = self._round + 1 if quorum.number == taken_up else 0  # as in `_heal`
             taken_up = quorum.number
             try:
-                reports = self._exchange_reports(quorum, Report(-1))
+                reports = self._exchange_reports(quorum, RankReport(-1))
                 if not all_admit(reports):
                     continue
                 self._connect("all", quorum, quorum.slots)
@@ -325,8 +325,8 @@ class Membership:
         if page.number != self.heartbeat.quorum:
             raise NewQuorumError("the supervisor has announced another quorum")
         # A worker that ends early, but with success, is left out by the supervisor once the others connect anew.
-        if now - self._looked >= LOOK_SECONDS:
-            self._looked = now
+        if now - self._checked_at >= CHECK_SECONDS:
+            self._checked_at = now
             has_ended = isinstance(control, Connection) and control.has_lost()
             self._ended_at = min(self._ended_at, now) if has_ended else math.inf
         if now - self._ended_at >= ENDED_SECONDS:
@@ -348,7 +348,7 @@ class Membership:
             self._one_waits = False
             try:
                 admits, checkpoint = int(self.send_state is not None), int(self.checkpoint_agreed)
-                own = Report(self.num_operations, admits, self.stop, checkpoint)
+                own = RankReport(self.num_operations, admits, self.stop, checkpoint)
                 reports = self._exchange_reports(quorum, own)
                 present = {slot: report for slot, report in reports.items() if report.operations >= 0}
                 most = max(present.values())
@@ -421,10 +421,10 @@ class Membership:
             raise PeerLostError("this rank was taken for lost, and the others have gone on without it")
         return quorum
 
-    def _exchange_reports(self, quorum: Quorum, own: Report) -> dict[int, Report]:
+    def _exchange_reports(self, quorum: Quorum, own: RankReport) -> dict[int, RankReport]:
         """The reports of all slots of a quorum."""
         store = self._call_roll(quorum, f"words {self._round}", quorum.slots, " ".join(map(str, own)))
-        return {slot: Report(*map(int, store.get(str(rank)).split())) for rank, slot in enumerate(quorum.slots)}
+        return {slot: RankReport(*map(int, store.get(str(rank)).split())) for rank, slot in enumerate(quorum.slots)}
 
     def _connect(self, name: str, quorum: Quorum, slots: tuple[int, ...]) -> None:
         """Connects some of the slots, in their order, and divides the microbatches among them."""
@@ -478,6 +478,6 @@ class Membership:
         return ranges_of_slots(self.num_microbatches, self._slots, self._num_active, self._shares)
 
 
-def _source(quorum: Quorum, reports: dict[int, Report]) -> int:
+def _source(quorum: Quorum, reports: dict[int, RankReport]) -> int:
     """The rank that sends the state: the first that has it."""
     return next(rank for rank, slot in enumerate(quorum.slots) if reports[slot].operations >= 0)

@@ -31,7 +31,7 @@ ARRIVALS = "samestep/arrivals"
 LOOPBACKS = ("localhost", "ip6-localhost", "::1")
 
 
-class Report(NamedTuple):
+class RankReport(NamedTuple):
     """A rank's report when a quorum is taken up; in the store its numbers as text."""
 
     operations: int  # carried out so far; -1 for a rank that joins, which has no state yet
@@ -91,7 +91,7 @@ def not_connected(rank: int, missing: tuple[int, ...]) -> PeerLostError:
     return PeerLostError(f"rank {rank} met all others, but rank {names} did not connect to them", missing)
 
 
-def all_admit(reports: Mapping[int, Report]) -> bool:
+def all_admit(reports: Mapping[int, RankReport]) -> bool:
     """Whether all ranks that have a state are before the same operation, and a rank may join there."""
     present = [report for report in reports.values() if report.operations >= 0]
     return len({report.operations for report in present}) == 1 and all(report.admits for report in present)

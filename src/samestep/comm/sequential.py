@@ -26,9 +26,9 @@ class SequentialWorld:
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
         self._changed = threading.Condition()
-        self._begin()
+        self._reset()
 
-    def _begin(self) -> None:
+    def _reset(self) -> None:
         """The state before a program: rank 0 has the turn, nothing has been sent."""
         self._turn = 0
         self._over: set[int] = set()
@@ -37,7 +37,7 @@ class SequentialWorld:
 
     def run(self, program: Callable[["SequentialTransport"], T]) -> list[T]:
         """Runs the program on every rank and returns its results by rank."""
-        self._begin()
+        self._reset()
         results: dict[int, T] = {}
         errors: dict[int, BaseException] = {}
         num_threads = torch.get_num_threads()

@@ -28,7 +28,7 @@ MAX_STRAYS = 3
 
 
 @dataclass
-class Silence:
+class WorkerSilence:
     """How long a worker has been silent."""
 
     beat: Beat  # its last
@@ -57,7 +57,7 @@ class HangDetector:
 
     def __init__(self, timeout_seconds: float) -> None:
         self.timeout_seconds = timeout_seconds
-        self._by_slot: dict[int, Silence] = {}
+        self._by_slot: dict[int, WorkerSilence] = {}
         self._recorded_at: float | None = None
         self.slow: list[int] = []  # slots of workers that use files for longer than the timeout since the last look
         self._unseen = 0.0  # seconds since the process groups were looked at
@@ -74,7 +74,7 @@ class HangDetector:
         known, self._by_slot, self.slow = self._by_slot, {}, []
         limit = self.timeout_seconds or math.inf
         for slot, beat in beats.items():
-            silence = self._by_slot[slot] = known.get(slot) or Silence(beat)
+            silence = self._by_slot[slot] = known.get(slot) or WorkerSilence(beat)
             before = silence.beat
             is_stuck = (beat.phase, beat.step, beat.quorum) == (before.phase, before.step, before.quorum)
             silence.silent_seconds = silence.silent_seconds + elapsed if beat == before else 0.0

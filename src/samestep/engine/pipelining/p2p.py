@@ -41,7 +41,7 @@ Sent = list[tuple[dist.Work, Tensor]]
 Contents = tuple[Sequence[Tensor | None], Any]
 
 
-class Form(NamedTuple):
+class TensorForm(NamedTuple):
     """A tensor's layout in memory."""
 
     dtype: int  # its place in DTYPES
@@ -90,7 +90,7 @@ class PointToPoint:
         if error is not None:
             raise PeerLostError(error)
         channel = self._channels.get((source, self.rank))
-        return [None if form is None else self._arrived(Form(*form), source, channel) for form in forms], note
+        return [None if form is None else self._arrived(TensorForm(*form), source, channel) for form in forms], note
 
     def fail(self, text: str) -> None:
         """Lets `receive` of the other ranks raise a `PeerLostError`, as this one cannot go on."""
@@ -110,7 +110,7 @@ class PointToPoint:
                     work.wait()
             self._under_way.pop(id(entry), None)
 
-    def _arrived(self, form: Form, source: int, channel: dist.ProcessGroup | None) -> Tensor:
+    def _arrived(self, form: TensorForm, source: int, channel: dist.ProcessGroup | None) -> Tensor:
         """The next tensor of a message."""
         dtype, size = DTYPES[form.dtype], span_size(form.shape, form.strides)
         # Vectorised kernels treat the elements before an aligned address apart: the same offset gives the
@@ -168,7 +168,7 @@ def _plain(tensor: Tensor) -> Tensor:
     return tensor.detach().resolve_conj().resolve_neg().requires_grad_(tensor.requires_grad)
 
 
-def _head(error: str | None, forms: Sequence[Form | None], note: Any) -> Tensor:
+def _head(error: str | None, forms: Sequence[TensorForm | None], note: Any) -> Tensor:
     """The first part of a message."""
     raw = json.dumps((error, forms, note), default=np.ndarray.tolist).encode()
     if len(raw) > HEAD_BYTES:
@@ -176,12 +176,12 @@ def _head(error: str | None, forms: Sequence[Form | None], note: Any) -> Tensor:
     return torch.frombuffer(bytearray(raw.ljust(HEAD_BYTES, b"\0")), dtype=torch.uint8)
 
 
-def _form(tensor: Tensor | None) -> Form | None:
+def _form(tensor: Tensor | None) -> TensorForm | None:
     if tensor is None:
         return None
     border = 64 if tensor.is_cpu else 256  # at which torch's allocator lets tensors begin
     phase = tensor.data_ptr() % border // tensor.element_size()
-    return Form(DTYPES.index(tensor.dtype), tensor.requires_grad, phase, tuple(tensor.shape), tensor.stride())
+    return TensorForm(DTYPES.index(tensor.dtype), tensor.requires_grad, phase, tuple(tensor.shape), tensor.stride())
 
 
 def packed(generators: Generators, value: Any) -> tuple[list[Tensor], Any]:
