@@ -3,6 +3,7 @@
 import math
 import operator
 from collections.abc import Callable, Collection
+from difflib import get_close_matches
 from numbers import Real
 from typing import Any
 
@@ -53,7 +54,9 @@ def check_number(
 def check_choice(name: str, value: object, choices: Collection[str], *, option: str | None = None) -> None:
     """Raises a `UsageError` unless a value is one of the choices; names and options as in `check_number`."""
     if not isinstance(value, str) or value not in choices:
-        raise UsageError(f"{_got(name, value)}; it is one of {', '.join(choices)}{_by(name, option)}")
+        near = get_close_matches(str(value).lower(), choices, n=1)
+        hint = f"did you mean {near[0]!r}? It" if near else "it"
+        raise UsageError(f"{_got(name, value)}; {hint} is one of {', '.join(choices)}{_by(name, option)}")
 
 
 def _got(name: str, value: object) -> str:

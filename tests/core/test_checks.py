@@ -54,7 +54,13 @@ def test_a_number_within_its_limits_passes(value, limits):
 
 def test_a_value_that_is_none_of_the_choices_is_refused_with_them():
     check_choice("tier", "bitwise", ("bitwise", "exact"))
-    for value in ("bit", None, ["bitwise"]):
+    answers = {
+        "bit": "did you mean 'bitwise'? It is",
+        "Exakt": "did you mean 'exact'? It is",
+        "x": "it is",
+        None: "it is",
+    }
+    for value, answer in answers.items():
         with pytest.raises(UsageError) as caught:
             check_choice("--tier", value, ("bitwise", "exact"))
-        assert str(caught.value) == f"got --tier {value!r}; it is one of bitwise, exact"
+        assert str(caught.value) == f"got --tier {value!r}; {answer} one of bitwise, exact"

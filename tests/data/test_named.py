@@ -91,7 +91,7 @@ def test_every_download_has_its_four_files_with_an_md5():
 
 
 def test_an_unknown_name_and_a_folder_for_the_digits_are_refused(tmp_path):
-    with pytest.raises(UsageError, match="unknown image data 'cifar'; known by --data: digits, mnist, fashion-mnist"):
+    with pytest.raises(UsageError, match="got data='cifar'; it is one of digits, mnist, fashion-mnist"):
         image_data("cifar")
     with pytest.raises(UsageError, match="the digits are embedded and read no folder"):
         image_data("digits", tmp_path)

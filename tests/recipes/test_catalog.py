@@ -27,9 +27,9 @@ def test_every_recipe_loads_under_its_name_and_its_headline_is_one_of_its_metric
 
 
 def test_an_unknown_name_is_refused_with_a_close_one_and_all():
-    with pytest.raises(UsageError, match=r"no recipe 'LeNet5'; did you mean 'lenet'\? the recipes: lenet, mlp"):
+    with pytest.raises(UsageError, match=r"got RECIPE='LeNet5'; did you mean 'lenet'\? It is one of lenet, mlp"):
         load("LeNet5")
-    with pytest.raises(UsageError, match="there is no recipe 'xyz'; the recipes: lenet, mlp, simplenet, vgg, gpt"):
+    with pytest.raises(UsageError, match="got RECIPE='xyz'; it is one of lenet, mlp, simplenet, vgg, gpt"):
         load("xyz")
 
 

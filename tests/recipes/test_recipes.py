@@ -211,7 +211,7 @@ def test_the_loss_of_gpt_weighs_tokens_not_windows(text):
         ("gpt", {"options": {"heads": 3}}, "got width=128 with heads=3; it must be a multiple of them"),
         ("gpt", {"options": {"layers": 0}}, "got layers=0; it must be 1 or more (-o layers)"),
         ("lenet", {"options": {"width": 2}}, "the recipe has no option 'width'; it has none"),
-        ("lenet", {"data": "cifar"}, "unknown image data 'cifar'"),
+        ("lenet", {"data": "cifar"}, "got data='cifar'; it is one of digits, mnist, fashion-mnist (--data; a folder"),
     ],
 )
 def test_what_a_recipe_cannot_do_is_refused_with_what_it_can(name, asked, message):

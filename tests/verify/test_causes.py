@@ -264,7 +264,7 @@ def test_the_causes_are_listed_without_a_name_and_by_a_wrong_one(capsys, monkeyp
     assert all(f"\n| `{key}` |" in said for key in PAGES)
     code, _, said = explained(capsys, monkeypatch, "batch_norm")
     assert code == 2
-    assert said.startswith("samestep: error: got CAUSE='batch_norm'; it is one of ")
+    assert said.startswith("samestep: error: got CAUSE='batch_norm'; did you mean 'batchnorm'? It is one of ")
     assert all(key in said for key in PAGES)
 
 

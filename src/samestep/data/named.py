@@ -25,6 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from samestep.checks import check_choice
 from samestep.data.readers import TEST, TRAIN, find_pairs, read_image_label_pair
 from samestep.data.tensors import TensorData, head_tail
 from samestep.errors import DataError, UsageError
@@ -135,11 +136,8 @@ def image_data(
         UsageError: an unknown name.
         DataError: the files are damaged, or cannot be downloaded.
     """
-    if name is not None and name not in NAMES:
-        raise UsageError(
-            f"unknown image data {name!r}; known by --data: {', '.join(NAMES)}; "
-            "a folder of IDX files is read by --data-dir"
-        )
+    if name is not None:
+        check_choice("data", name, NAMES, option="--data; a folder of IDX files is read by --data-dir")
     if name == "digits" and data_dir is not None:
         raise UsageError("the digits are embedded and read no folder; leave out --data digits or --data-dir")
     if data_dir is None and name in (None, "digits"):
