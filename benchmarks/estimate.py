@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from samestep.estimate.costs import KINDS, Cluster, Layout, gather_seconds, needed_memory, read_cluster, step_time
+from samestep.estimate.costs import KINDS, Cluster, ParallelPlan, gather_seconds, needed_memory, read_cluster, step_time
 from samestep.estimate.estimate import Request, make_search
 from samestep.estimate.trace import checkpoint_blocks, trace
 from samestep.estimate.workload import OPTIMIZERS, Workload, published, repeated_blocks
@@ -170,7 +170,7 @@ def compare(case: Case) -> dict[str, Any]:
     """The estimate of a case, and the peak of the allocator."""
     with tempfile.TemporaryDirectory() as folder:
         workload = workload_of(case, Path(folder))
-        layout = Layout(1, case.num_microbatches, case.batch_size, is_checkpointed=case.checkpointing)
+        layout = ParallelPlan(1, case.num_microbatches, case.batch_size, is_checkpointed=case.checkpointing)
         found = trace(workload, layout.microbatch_size, False, "32-true", case.checkpointing)
         memory = needed_memory(found, layout, KINDS["cpu"])
     command = [sys.executable, str(Path(__file__).resolve()), "--measure", json.dumps(asdict(case))]
@@ -230,7 +230,7 @@ def torchtitan() -> list[dict[str, Any]]:
     """FSDP over 8 and 128 H100: the rate of computing from the first point, the links from the table of devices."""
     workload = published("llama-3.1-8b")
     search = make_search(workload, read_cluster("8xH100"), Request(16, "bf16-mixed"))
-    layouts = {count: Layout(count, count, 2 * count, is_sharded=True, is_mixed=True) for count in TORCHTITAN}
+    layouts = {count: ParallelPlan(count, count, 2 * count, is_sharded=True, is_mixed=True) for count in TORCHTITAN}
 
     def rate(count: int, slowness: float) -> float:
         layout = layouts[count]

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from samestep.comm.transport import LocalTransport
 from samestep.core.microbatches import microbatch_bounds
-from samestep.data.batch import checksum, settle
+from samestep.data.batch import checksum, place_aligned
 from samestep.data.nested import leaves, map_tensors, num_samples, take_rows
 from samestep.errors import DataError, DeviceError, UsageError
 from samestep.scripts.shared_script import SharedScript, active, num_visible
@@ -42,7 +42,7 @@ HOST = -1
 
 
 @dataclass(frozen=True)
-class Layout:
+class DeviceLayout:
     """The logical devices of a call, and the ranks that hold them."""
 
     ranges: tuple[range, ...]  # the logical devices of each rank; empty for ranks beyond V
@@ -67,7 +67,7 @@ class Layout:
 class TutorialState:
     """State between two calls."""
 
-    layout: Layout  # that of the last `replicate_params` or `split_and_load`
+    layout: DeviceLayout  # that of the last `replicate_params` or `split_and_load`
     # the state of the random generators after a `split_and_load`, until it has been looked at
     generators: int | None = None
 
@@ -186,7 +186,7 @@ def allreduce(tensors: Sequence[Any], *, script: SharedScript | None = None) -> 
         _compare("allreduce", "the ranks hold different tensors", f"a list of {len(rows)}", rows, script)
         alone = LocalTransport()
         communicator = replace(communicator, transport=alone, control=alone)
-        layout = Layout((range(len(rows)),), (HOST,) * len(rows))
+        layout = DeviceLayout((range(len(rows)),), (HOST,) * len(rows))
     else:
         layout = state.layout
         if state.generators is not None and state.generators != _random_state(script):
@@ -225,7 +225,7 @@ def _found(script: SharedScript | None, verb: str) -> SharedScript:
     return script
 
 
-def _layout(devices: Sequence[DeviceLike] | int, script: SharedScript) -> Layout:
+def _layout(devices: Sequence[DeviceLike] | int, script: SharedScript) -> DeviceLayout:
     """The assignment of logical devices to ranks."""
     if isinstance(devices, int) and not isinstance(devices, bool):
         named = [index % max(num_visible(script), 1) for index in range(devices)]
@@ -237,7 +237,7 @@ def _layout(devices: Sequence[DeviceLike] | int, script: SharedScript) -> Layout
         raise UsageError(f"got devices={devices!r}; at least one device is needed")
     num_microbatches = script.num_microbatches or len(named)
     indices = tuple(named[microbatch * len(named) // num_microbatches] for microbatch in range(num_microbatches))
-    return Layout(deal(num_microbatches, script.world_size), indices)
+    return DeviceLayout(deal(num_microbatches, script.world_size), indices)
 
 
 def _index_of(entry: Any) -> int:
@@ -262,8 +262,8 @@ def _place(value: Any, index: int, script: SharedScript) -> Any:
     """A copy of all tensors of a value on this rank's device, which plays the accelerator of that index."""
     device = torch.device("cpu") if index == HOST else script.communicator.device
     with torch._C.DisableTorchFunction():  # simulated devices are not involved
-        settled = settle(map_tensors(torch.clone, value), device)
-        return map_tensors(lambda tensor: script.mark(tensor, index), settled)
+        placed = place_aligned(map_tensors(torch.clone, value), device)
+        return map_tensors(lambda tensor: script.mark(tensor, index), placed)
 
 
 def _check_batch(batch: Any) -> int:

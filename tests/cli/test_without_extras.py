@@ -8,7 +8,7 @@ import pytest
 
 from samestep.devices import inventory
 from samestep.devices.device import Device
-from samestep.devices.nvidia import Reading
+from samestep.devices.nvidia import NvmlReading
 from samestep.errors import UsageError
 from samestep.extras import EXTRAS, is_installed, missing
 from samestep.runs.recorder import TensorBoardLogger
@@ -67,7 +67,7 @@ def test_without_nvml_the_driver_lists_the_gpus_and_a_note_says_what_is_missing(
     monkeypatch.setattr(inventory, "_ask", lambda whom, environ: (gpu,))
     build = inventory.TorchBuild("2.13.0+cu130", cuda="13.0")
     bare = inventory.Inventory((), gpu, 8, build, variable="CUDA_VISIBLE_DEVICES")
-    found = inventory._with_nvidia(bare, Reading(is_installed=False), {})
+    found = inventory._with_nvidia(bare, NvmlReading(is_installed=False), {})
     assert [device.name for device in found.devices] == ["NVIDIA H200"]
     assert found.notes == (missing("pynvml", "what is in use on the GPUs (memory, load, processes, links)") + ".",)
     assert "pip install 'samestep[nvidia]'" in found.notes[0]

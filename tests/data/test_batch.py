@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.nn.utils.rnn import pack_sequence
 
 from samestep.core.microbatches import microbatch_bounds, microbatch_ranges
-from samestep.data.batch import Batch, checksum, settle, split_batch, tensor_checksum
+from samestep.data.batch import Batch, checksum, place_aligned, split_batch, tensor_checksum
 from samestep.data.nested import leaves, num_samples, take_rows
 from samestep.errors import DataError
 
@@ -116,7 +116,7 @@ def test_a_microbatch_is_described_by_its_sample_ids_or_else_by_its_rows():
 @pytest.mark.parametrize("start", range(9))
 def test_a_microbatch_lies_on_the_same_border_whatever_slice_it_was(start):
     whole = torch.arange(200, dtype=torch.float32)
-    microbatch = settle({"x": whole[start : start + 50]}, CPU)["x"]
+    microbatch = place_aligned({"x": whole[start : start + 50]}, CPU)["x"]
     assert microbatch.data_ptr() % 64 == 0
     assert torch.equal(microbatch, whole[start : start + 50])
 
@@ -125,10 +125,10 @@ def test_a_microbatch_lies_on_the_same_border_whatever_slice_it_was(start):
 def test_a_microbatch_has_the_same_strides_wherever_it_begins(start):
     """A column slice has gaps between its rows: kept where it is aligned and closed where not, strides would differ."""
     wide = torch.zeros(8, 33)
-    assert settle(wide[start : start + 4, :10], CPU).stride() == (10, 1)
-    assert settle(torch.zeros(1, 4).expand(4, 4)[start:], CPU).stride() == (4, 1)
+    assert place_aligned(wide[start : start + 4, :10], CPU).stride() == (10, 1)
+    assert place_aligned(torch.zeros(1, 4).expand(4, 4)[start:], CPU).stride() == (4, 1)
     images = torch.zeros(8, 3, 4, 4).to(memory_format=torch.channels_last)
-    assert settle(images[start : start + 4], CPU).is_contiguous(memory_format=torch.channels_last)
+    assert place_aligned(images[start : start + 4], CPU).is_contiguous(memory_format=torch.channels_last)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -202,7 +202,7 @@ def test_only_a_batch_that_ranks_compare_has_a_checksum(length, num_microbatches
 
 def test_the_sizes_of_a_packed_sequence_stay_on_the_cpu():
     packed = pack_sequence([torch.ones(2), torch.ones(3)], enforce_sorted=False)
-    moved = settle({"x": [packed]}, torch.device("meta"))["x"][0]
+    moved = place_aligned({"x": [packed]}, torch.device("meta"))["x"][0]
     assert [part.device.type for part in moved] == ["meta", "cpu", "meta", "meta"]
     assert type(moved) is type(packed)
-    assert settle([pack_sequence([torch.ones(2)])], CPU)[0].sorted_indices is None
+    assert place_aligned([pack_sequence([torch.ones(2)])], CPU)[0].sorted_indices is None

@@ -12,7 +12,7 @@ from worlds import in_turns
 
 from samestep import Mean
 from samestep.data import streams as streams_module
-from samestep.data.streams import SavedState, Stream
+from samestep.data.streams import Stream, StreamState
 from samestep.errors import CheckpointError, DataError, DeterminismError, UsageError
 from samestep.run.run import Run
 from samestep.run.trainer import Trainer
@@ -281,8 +281,8 @@ def test_a_state_that_cannot_be_loaded_is_left(often, capsys):
 def test_a_stream_goes_to_any_place_forwards_and_back(place):
     stream = Stream("stream 0", lambda: range(5), 0, (1, 2), streams_module.Generators(torch.device("cpu")))
     for before in range(6):
-        stream.go_to(before, SavedState())
-        stream.go_to(place, SavedState())
+        stream.go_to(before, StreamState())
+        stream.go_to(place, StreamState())
         assert stream.take(9) == list(range(place, 5))
 
 
@@ -293,7 +293,7 @@ def test_a_state_that_json_cannot_carry_is_not_used():
 
     stream = Stream("stream 0", lambda: Odd(0, 5), 0, (1, 2), streams_module.Generators(torch.device("cpu")))
     stream.take(2)
-    assert stream.save() == SavedState()
+    assert stream.save() == StreamState()
     assert len(stream.take(9)) == 3
 
 

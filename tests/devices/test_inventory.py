@@ -14,7 +14,7 @@ from machines import CPU, CPU_TORCH, CUDA_TORCH, gpu, server
 from samestep.devices import inventory as inventory_module
 from samestep.devices.cuda_probe import ask_torch, load_driver
 from samestep.devices.inventory import Inventory, TorchBuild, discover, physical_cores, torch_build, usable_cores
-from samestep.devices.nvidia import Reading
+from samestep.devices.nvidia import NvmlReading
 from samestep.devices.selection import select
 from samestep.errors import DeviceError
 
@@ -23,7 +23,7 @@ def bare(build: TorchBuild) -> Inventory:
     return Inventory((), CPU, 8, build, variable="CUDA_VISIBLE_DEVICES")
 
 
-def found(build: TorchBuild, reading: Reading, environ: dict[str, str]) -> Inventory:
+def found(build: TorchBuild, reading: NvmlReading, environ: dict[str, str]) -> Inventory:
     """The inventory of a machine with this reading of NVML."""
     return inventory_module._with_nvidia(bare(build), reading, environ)
 
@@ -120,20 +120,20 @@ def test_a_torch_without_a_version_file_is_no_error(tmp_path: Path) -> None:
 
 
 def test_gpus_that_a_cpu_build_of_torch_cannot_use_are_listed_apart_with_a_note() -> None:
-    inventory = found(CPU_TORCH, Reading(server(2)), {})
+    inventory = found(CPU_TORCH, NvmlReading(server(2)), {})
     assert inventory.devices == ()
     assert [device.name for device in inventory.unusable] == ["NVIDIA H200", "NVIDIA H200"]
     assert "2 NVIDIA GPUs (NVIDIA H200) cannot be used: torch 2.13.0+cpu was built without CUDA" in inventory.notes[0]
 
 
 def test_gpus_of_a_cuda_build_are_devices_and_nothing_needs_a_note() -> None:
-    inventory = found(CUDA_TORCH, Reading(server(4)), {})
+    inventory = found(CUDA_TORCH, NvmlReading(server(4)), {})
     assert [device.index for device in inventory.devices] == [0, 1, 2, 3]
     assert inventory.notes == ()
 
 
 def test_hidden_gpus_are_noted() -> None:
-    inventory = found(CUDA_TORCH, Reading(server(8)), {"CUDA_VISIBLE_DEVICES": "0,4"})
+    inventory = found(CUDA_TORCH, NvmlReading(server(8)), {"CUDA_VISIBLE_DEVICES": "0,4"})
     assert len(inventory.devices) == 2
     assert inventory.notes == ("CUDA_VISIBLE_DEVICES=0,4 leaves 2 of this machine's 8 GPUs visible.",)
 
@@ -142,16 +142,16 @@ def test_an_order_that_only_cuda_knows_is_noted_where_cuda_does_not_tell() -> No
     unlike = (gpu(0, "NVIDIA T4"), gpu(1))
     if discover().devices:
         pytest.skip("this machine's driver answers for its own GPUs")
-    inventory = found(CUDA_TORCH, Reading(unlike), {})
+    inventory = found(CUDA_TORCH, NvmlReading(unlike), {})
     assert "CUDA_DEVICE_ORDER=PCI_BUS_ID" in inventory.notes[0]
-    certain = found(CUDA_TORCH, Reading(unlike), {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"})
+    certain = found(CUDA_TORCH, NvmlReading(unlike), {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"})
     assert certain.notes == ()
 
 
 def test_without_a_driver_no_process_asks_for_it_and_the_remedy_is_the_driver() -> None:
     if load_driver() is not None:
         pytest.skip("this machine has a driver")
-    inventory = found(CUDA_TORCH, Reading(), {})  # a process would fail this test, which is one of `make test`
+    inventory = found(CUDA_TORCH, NvmlReading(), {})  # a process would fail this test, which is one of `make test`
     assert inventory.notes == (
         "torch 2.13.0+cu130 was built for CUDA, and no NVIDIA driver answers; install it to use a GPU.",
     )
@@ -161,7 +161,7 @@ def test_without_a_driver_no_process_asks_for_it_and_the_remedy_is_the_driver() 
 
 
 def test_problems_of_the_driver_are_noted() -> None:
-    assert found(CPU_TORCH, Reading(problems=("GPU 0 is lost.",)), {}).notes == ("GPU 0 is lost.",)
+    assert found(CPU_TORCH, NvmlReading(problems=("GPU 0 is lost.",)), {}).notes == ("GPU 0 is lost.",)
 
 
 @pytest.mark.parametrize("whom", ["driver", "torch"])

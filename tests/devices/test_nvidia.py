@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from machines import GIB, gpu, server
 
 from samestep.devices.device import Device, Link, Process
-from samestep.devices.nvidia import Reading, is_certain, match, read, visible
+from samestep.devices.nvidia import NvmlReading, is_certain, match, read, visible
 
 
 class StandIn:
@@ -63,7 +63,7 @@ class StandIn:
 
 def test_a_machine_without_a_driver_has_no_gpus_and_no_problem() -> None:
     for code in (pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, pynvml.NVML_ERROR_DRIVER_NOT_LOADED):
-        assert read(StandIn([], pynvml.NVMLError(code))) == Reading()
+        assert read(StandIn([], pynvml.NVMLError(code))) == NvmlReading()
 
 
 def test_a_driver_that_does_not_start_is_told() -> None:
@@ -73,7 +73,7 @@ def test_a_driver_that_does_not_start_is_told() -> None:
 
 
 def test_the_library_here_is_asked_without_an_error() -> None:
-    assert isinstance(read(), Reading)
+    assert isinstance(read(), NvmlReading)
 
 
 def test_a_gpu_that_answers_nothing_is_still_listed_and_nvml_is_closed() -> None:

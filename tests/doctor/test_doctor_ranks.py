@@ -15,7 +15,7 @@ from worlds import in_turns
 from samestep.comm.environment import Environment
 from samestep.devices.selection import select
 from samestep.doctor.local import check_ranks
-from samestep.doctor.rank_checks import COLLECTIVES, Verdict, check_clocks, combine, difference, transports
+from samestep.doctor.rank_checks import COLLECTIVES, RankVerdict, check_clocks, combine, difference, transports
 
 TRANSPORT_OWN = [collective for collective in COLLECTIVES if not collective.is_torch]
 BY_NAME = {collective.name: collective for collective in COLLECTIVES}
@@ -143,14 +143,14 @@ def test_bits_are_compared_not_values():
 
 
 def test_verdicts_of_all_ranks_make_one_result():
-    fine, slow = Verdict(12, seconds=1e-5), Verdict(12, seconds=2e-5)
+    fine, slow = RankVerdict(12, seconds=1e-5), RankVerdict(12, seconds=2e-5)
     found = combine("gloo: x", "gloo", [fine, slow])
     assert (found.state, found.found) == ("good", "right in 12 cases; 20 μs")
     assert found.numbers["latency_us"] == pytest.approx(20)
-    assert combine("gloo: x", "gloo", [Verdict(3)]).found == "right in 3 cases"
-    one = combine("gloo: x", "gloo", [fine, Verdict(12, "element 3 is 1.0")])
+    assert combine("gloo: x", "gloo", [RankVerdict(3)]).found == "right in 3 cases"
+    one = combine("gloo: x", "gloo", [fine, RankVerdict(12, "element 3 is 1.0")])
     assert (one.state, one.found) == ("bad", "wrong on rank 1: rank 1: element 3 is 1.0")
-    every = combine("nccl: x", "nccl", [Verdict(1, "no"), Verdict(1, "no")])
+    every = combine("nccl: x", "nccl", [RankVerdict(1, "no"), RankVerdict(1, "no")])
     assert every.found.startswith("wrong on all ranks")
     assert "NCCL_DEBUG" in every.advice
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from worlds import in_turns
 
 import samestep
-from samestep.estimate.costs import KINDS, Layout, needed_memory
-from samestep.estimate.trace import COPIES, GRADIENT, PARAMETERS, STATE, Traces, trace
+from samestep.estimate.costs import KINDS, ParallelPlan, needed_memory
+from samestep.estimate.trace import COPIES, GRADIENT, PARAMETERS, STATE, StepTraces, trace
 
 # Workspaces of kernels are known for convolutions alone, and the engine keeps some scalars.
 TOLERANCE = 0.1
@@ -24,7 +24,7 @@ TOLERANCE = 0.1
 
 @cache
 def traces():
-    return Traces(stack(), True, "32-true")
+    return StepTraces(stack(), True, "32-true")
 
 
 CASES = {
@@ -36,7 +36,7 @@ CASES = {
 
 @pytest.mark.parametrize(("build", "batch_size", "num_microbatches", "checkpointing"), CASES.values(), ids=CASES)
 def test_the_estimate_is_the_peak_that_the_allocator_saw(build, batch_size, num_microbatches, checkpointing):
-    layout = Layout(1, num_microbatches, batch_size, is_checkpointed=checkpointing)
+    layout = ParallelPlan(1, num_microbatches, batch_size, is_checkpointed=checkpointing)
     traced = trace(build(), layout.microbatch_size, False, checkpointing=checkpointing)
     found = needed_memory(traced, layout, KINDS["cpu"])
     measured = measured_peak(build(), batch_size, num_microbatches, checkpointing)
@@ -44,7 +44,7 @@ def test_the_estimate_is_the_peak_that_the_allocator_saw(build, batch_size, num_
 
 
 def test_an_estimate_that_leaves_out_the_optimizers_state_misses_the_peak():
-    layout = Layout(1, 2, 16)
+    layout = ParallelPlan(1, 2, 16)
     traced = trace(plain_stack(), layout.microbatch_size, False)
     measured = measured_peak(plain_stack(), 16, 2)
     forgetful = traced.weights.copy()
@@ -63,7 +63,7 @@ def test_traces_of_other_sizes_are_interpolated():
 
 
 LAYOUTS = st.builds(
-    lambda data, pipe, more, size, options: Layout(
+    lambda data, pipe, more, size, options: ParallelPlan(
         data, data * more, data * more * size, pipe, **dict.fromkeys(options if pipe == 1 else (), True)
     ),
     data=st.sampled_from([1, 2, 3, 8, 64]),
@@ -94,7 +94,7 @@ def test_one_device_a_group_communicates_nothing(layout):
 @given(st.sampled_from([2, 4, 8, 32]), st.integers(1, 16))
 def test_sharded_state_shrinks_as_devices_are_added(data, size):
     def total(count):
-        layout = Layout(count, count, count * size, is_sharded=True)
+        layout = ParallelPlan(count, count, count * size, is_sharded=True)
         memory = needed_memory(traces().at(size), layout, KINDS["H100"])
         return memory.parameters + memory.gradients + memory.optimizer, memory.total
 
@@ -103,8 +103,8 @@ def test_sharded_state_shrinks_as_devices_are_added(data, size):
 
 
 def test_sharding_the_optimizer_state_takes_that_away_and_the_gathered_gradient():
-    plain = needed_memory(traces().at(8), Layout(4, 4, 32), KINDS["cpu"])
-    sharded = needed_memory(traces().at(8), Layout(4, 4, 32, is_optimizer_sharded=True), KINDS["cpu"])
+    plain = needed_memory(traces().at(8), ParallelPlan(4, 4, 32), KINDS["cpu"])
+    sharded = needed_memory(traces().at(8), ParallelPlan(4, 4, 32, is_optimizer_sharded=True), KINDS["cpu"])
     state, gradient = (traces().at(2).weights[:, column].sum() for column in (STATE, GRADIENT))
     assert state * 3 / 4 <= plain.total - sharded.total <= state * 3 / 4 + gradient  # by what is the most then
     others = {"optimizer": 0, "gradients": 0, "communication": 0, "phase": ""}
@@ -143,13 +143,13 @@ def test_the_estimate_of_two_devices_is_the_memory_of_two_workers(strategy, opti
     command = [sys.executable, "-m", "samestep", "run", "--devices", "cpu:2", script, strategy, "0"]
     said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=240).stdout
     measured = next(int(row.split()[1]) for row in said.splitlines() if row.startswith("bytes"))
-    found = needed_memory(trace(plain_stack(), 2, False), Layout(2, 8, 16, **options), KINDS["cpu"])
+    found = needed_memory(trace(plain_stack(), 2, False), ParallelPlan(2, 8, 16, **options), KINDS["cpu"])
     assert found.total == pytest.approx(measured, rel=TOLERANCE)
 
 
 def test_stages_of_a_pipeline_share_the_parameters():
-    plain = needed_memory(traces().at(4), Layout(1, 8, 32), KINDS["H100"])
-    stage = needed_memory(traces().at(4), Layout(1, 8, 32, pipe=4), KINDS["H100"])
+    plain = needed_memory(traces().at(4), ParallelPlan(1, 8, 32), KINDS["H100"])
+    stage = needed_memory(traces().at(4), ParallelPlan(1, 8, 32, pipe=4), KINDS["H100"])
     assert plain.parameters / 6 < stage.parameters < plain.parameters / 2
 
 

@@ -7,15 +7,23 @@ from estimate_models import stack
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep.estimate.costs import KINDS, WITHIN_LATENCY, Cluster, Layout, gather_seconds, read_cluster, step_time
+from samestep.estimate.costs import (
+    KINDS,
+    WITHIN_LATENCY,
+    Cluster,
+    ParallelPlan,
+    gather_seconds,
+    read_cluster,
+    step_time,
+)
 from samestep.estimate.estimate import Request, estimate
-from samestep.estimate.trace import Traces
+from samestep.estimate.trace import StepTraces
 from samestep.recipes.estimating import recipe_workload
 
 
 @cache
 def trace_of_8():
-    return Traces(stack(), True, "32-true").at(8, False)
+    return StepTraces(stack(), True, "32-true").at(8, False)
 
 
 def test_a_ring_takes_a_latency_a_step_and_all_parts_but_ones_own():
@@ -35,28 +43,28 @@ def test_more_bytes_or_more_nodes_never_take_less(per_node, nodes, num_bytes):
 
 
 def test_one_device_exchanges_nothing_and_two_do():
-    time = step_time(trace_of_8(), Layout(1, 4, 32), read_cluster("1xH100"))
+    time = step_time(trace_of_8(), ParallelPlan(1, 4, 32), read_cluster("1xH100"))
     assert (time.exchange, time.exposed, time.bubble) == (0, 0, 0)
     assert time.step == time.compute + time.update
-    assert step_time(trace_of_8(), Layout(2, 4, 32), read_cluster("2xH100")).exchange > 0
+    assert step_time(trace_of_8(), ParallelPlan(2, 4, 32), read_cluster("2xH100")).exchange > 0
 
 
 def test_the_group_with_most_microbatches_decides():
     def compute(num_microbatches, data):
         return step_time(
-            trace_of_8(), Layout(data, num_microbatches, 8 * num_microbatches), read_cluster(f"{data}xH100")
+            trace_of_8(), ParallelPlan(data, num_microbatches, 8 * num_microbatches), read_cluster(f"{data}xH100")
         ).compute
 
     assert compute(5, 4) == pytest.approx(2 * compute(4, 4))
 
 
 def test_a_pipeline_idles_for_one_microbatch_less_than_it_has_stages():
-    time = step_time(trace_of_8(), Layout(1, 8, 64, pipe=4), read_cluster("4xH100"))
+    time = step_time(trace_of_8(), ParallelPlan(1, 8, 64, pipe=4), read_cluster("4xH100"))
     assert time.bubble / time.compute == pytest.approx(3 / 8)
 
 
 def test_a_slow_link_exposes_more():
-    layout = Layout(16, 16, 128)
+    layout = ParallelPlan(16, 16, 128)
     fast = step_time(trace_of_8(), layout, read_cluster("8xH100", 2))
     slow = step_time(trace_of_8(), layout, read_cluster("8xH100", 2, node_gbits=1))
     assert slow.exposed > fast.exposed
@@ -109,5 +117,9 @@ def test_small_operations_on_a_cpu_make_fewer_microbatches_worth_naming():
 
 def test_an_update_takes_the_time_of_its_operations():
     kind = KINDS["cpu"]
-    trace = Traces(recipe_workload("mlp"), False, "32-true").at(8, False)
-    assert step_time(trace, Layout(1, 1, 8), Cluster(kind, 1, 1)).update > len(trace.update) * kind.launch_seconds > 0
+    trace = StepTraces(recipe_workload("mlp"), False, "32-true").at(8, False)
+    assert (
+        step_time(trace, ParallelPlan(1, 1, 8), Cluster(kind, 1, 1)).update
+        > len(trace.update) * kind.launch_seconds
+        > 0
+    )

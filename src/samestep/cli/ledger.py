@@ -27,7 +27,7 @@ _RunArgument = typer.Argument(metavar="RUN", help="A run's folder, or a ledger."
 
 
 @dataclass(frozen=True)
-class _Comparison:
+class _LedgerComparison:
     paths: tuple[Path, Path]
     ledgers: "tuple[Ledger, Ledger]"
     extent: "Extent"
@@ -58,7 +58,7 @@ def diff(
         raise UsageError(f"got ledgers without a step in common ({counts}); name two runs that took the same steps")
     before, after = (read_contract(path if path.is_dir() else path.parent) for path in (a, b))
     changes = None if before is None or after is None else differences(before, after)
-    found = _Comparison((a, b), ledgers, reach, compare(*ledgers), changes)
+    found = _LedgerComparison((a, b), ledgers, reach, compare(*ledgers), changes)
     if as_json:
         print(json.dumps(_as_json(found)))
     else:
@@ -137,7 +137,7 @@ def _headline(difference: "LedgerDifference | None", reach: "Extent") -> str:
     return f"step {difference.step} is the first that differs, in {what}; {before}"
 
 
-def _as_json(found: _Comparison) -> dict[str, Any]:
+def _as_json(found: _LedgerComparison) -> dict[str, Any]:
     from samestep.runs.ledger import cause
 
     difference = found.difference
@@ -151,7 +151,7 @@ def _as_json(found: _Comparison) -> dict[str, Any]:
     }
 
 
-def _print_comparison(found: _Comparison) -> None:
+def _print_comparison(found: _LedgerComparison) -> None:
     from samestep.runs.ledger import cause, changes_table, fields_table
 
     console, difference = make_console(), found.difference

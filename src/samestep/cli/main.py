@@ -27,11 +27,9 @@ class Commands(TyperGroup):
     """The commands; each module is imported when its command is asked for, as a start waits for every import."""
 
     def get_params(self, ctx: Any) -> Any:
-        """The parameters, `--help` among them."""
         return without_types(super().get_params(ctx))
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """All names, in the order of the help."""
         return list(COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:

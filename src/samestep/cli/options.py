@@ -60,7 +60,6 @@ class Command(TyperCommand):
         self.help = "\n\n".join(" ".join(each.split()) for each in paragraphs)
 
     def get_params(self, ctx: Any) -> Any:
-        """The parameters, `--help` among them."""
         return without_types(super().get_params(ctx))
 
 

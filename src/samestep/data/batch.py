@@ -95,7 +95,7 @@ def split_batch(
     length = num_samples(value)
     bounds = microbatch_bounds(length, num_microbatches)
     microbatches = {
-        microbatch: settle(
+        microbatch: place_aligned(
             map_tensors(own, take_rows(value, bounds[microbatch], bounds[microbatch + 1], length)), device
         )
         for microbatch in wanted(min(length, num_microbatches))
@@ -103,7 +103,7 @@ def split_batch(
     return Batch(length, microbatches, checksum=checksum(value) if compare else 0, version=version)
 
 
-def settle(value: Any, device: torch.device) -> Any:
+def place_aligned(value: Any, device: torch.device) -> Any:
     """Moves a microbatch to the device, its tensors dense and with the allocator's alignment."""
     # Vectorised kernels choose their code by the alignment of their input, and with it the order of sums.
 

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, StackDataset, Subset, TensorDataset, default_collate
 
 from samestep.core.seeds import derive_seed
-from samestep.data.batch import Batch, memory_border, settle
+from samestep.data.batch import Batch, memory_border, place_aligned
 from samestep.data.nested import leaves, map_tensors, to_device
 from samestep.data.randomness import Generators
 from samestep.data.tensors import TensorData
@@ -185,6 +185,9 @@ def _names(code: CodeType) -> tuple[set[str], set[str]] | None:
     inner = (*code.co_freevars, *code.co_cellvars, *(value for value in code.co_consts if isinstance(value, CodeType)))
     if inner or code.co_argcount + code.co_kwonlyargcount != 2 or code.co_flags & (CO_VARARGS | CO_VARKEYWORDS):
         return None
+    # The instructions are read one after another: an attribute is one of self's if the instruction before has loaded
+    # self. All that is not known to be harmless (a name that is stored, a call by another name, self passed on) ends
+    # the search: a wrong yes would leave out seeds that a rare draw needs, a wrong no costs time alone.
     own, outer, follows_self = set(), set(), False
     for step in dis.get_instructions(code):
         is_attribute = step.opname in ("LOAD_ATTR", "LOAD_METHOD")
@@ -304,17 +307,17 @@ class RowGather:
             rows[start : start + len(ids)] = ids
             start += len(ids) + gap
         if self._pinned is None:
-            everything = settle(self._dataset.gather(torch.from_numpy(rows)), self._device)
+            everything = place_aligned(self._dataset.gather(torch.from_numpy(rows)), self._device)
         else:
             everything = self._pinned.take(self._dataset.tensors, self._dataset.rows(torch.from_numpy(rows)))
         # `unsafe_split` makes no views of one base: writing to a microbatch in place must not move the version counter
         # of the others.
-        pieces = [iter(leaf.unsafe_split_with_sizes(lengths)) for leaf in leaves(everything)]
-        for _ in parts:
-            here = iter([next(piece) for piece in pieces])
-            for piece in pieces:
-                next(piece)  # the gap
-            yield map_tensors(lambda _: next(here), everything)  # noqa: B023 - called before the next iteration
+        pieces = zip(*(leaf.unsafe_split_with_sizes(lengths) for leaf in leaves(everything)), strict=True)
+        # The usual dataset, `(x, y)`, is not walked for each microbatch: that costs more calls than all else of a step.
+        is_flat = type(everything) is tuple and all(isinstance(entry, Tensor) for entry in everything)
+        for here in islice(pieces, None, None, 2):  # every second piece is a gap
+            rest = iter(here)
+            yield here if is_flat else map_tensors(lambda _: next(rest), everything)  # noqa: B023 - called at once
 
 
 class PinnedRows:

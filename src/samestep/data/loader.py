@@ -22,7 +22,7 @@ from samestep.comm.membership import Membership
 from samestep.core.microbatches import microbatch_bounds
 from samestep.core.order import Cursor, batch_length, num_batches, permute
 from samestep.core.seeds import derive_seed
-from samestep.data.batch import Batch, checksum, settle
+from samestep.data.batch import Batch, checksum, place_aligned
 from samestep.data.fetch import (
     MICROBATCH_STREAM,
     SAMPLE_STREAM,
@@ -135,6 +135,8 @@ class Loader:
             self.cursor = self.cursor.next_epoch()
         self._left_early = True
         self._open_epoch()
+        # One turn for each membership: when ranks are lost or join, other microbatches become this rank's, and what was
+        # fetched ahead for the old ones is dropped. The cursor is that of the batches that were yielded.
         while True:
             version = self.membership.version
             batches: Iterator[Batch] = fetch_ahead(self._batches(), self._device)
@@ -257,7 +259,7 @@ class Loader:
                 microbatches = {}
                 for microbatch, some in ids.items():  # it may draw, as `__getitems__` may
                     self._generators.seed(derive_seed(self.seed, SAMPLE_STREAM, place[0], int(some[0])))
-                    microbatches[microbatch] = settle(dataset.gather(torch.from_numpy(some)), self._device)
+                    microbatches[microbatch] = place_aligned(dataset.gather(torch.from_numpy(some)), self._device)
                 yield self._batch(place, self._transformed(dataset, place, microbatches, ids))
             return
         rows = RowGather(dataset, self._device)
@@ -292,7 +294,9 @@ class Loader:
         fetched = fetch_batches(samples, requests, self._num_workers, self._context, self._device)
         for (place, batch_ids), found in zip(plan, fetched, strict=True):
             microbatches = zip(batch_ids, found, strict=True)
-            yield self._batch(place, {microbatch: settle(value, self._device) for microbatch, value in microbatches})
+            yield self._batch(
+                place, {microbatch: place_aligned(value, self._device) for microbatch, value in microbatches}
+            )
 
     def _batch(self, place: _Place, microbatches: dict[int, Any]) -> Batch:
         """A batch of samples that have ids."""
@@ -303,6 +307,8 @@ class Loader:
 
     def _plan(self, epoch: int, position: int) -> Iterator[tuple[_Place, dict[int, np.ndarray]]]:
         """The places of the rest of an epoch's batches, with the ids of each of this rank's microbatches."""
+        # The ids of a chunk of batches come from one call of `permute`; of each batch this rank asks for the positions
+        # of its own microbatches alone, so that the order costs every rank its share of an epoch.
         chunk = max(1, ORDER_CHUNK // self.global_batch_size)
         version = self.membership.version
         while True:
@@ -353,7 +359,7 @@ class Loader:
         microbatches = {}
         for microbatch in self.membership.to_fetch(min(len(samples), self._num_microbatches)):
             self._generators.seed(derive_seed(self.seed, MICROBATCH_STREAM, epoch, position + cut[microbatch]))
-            microbatches[microbatch] = settle(
+            microbatches[microbatch] = place_aligned(
                 self._collate(samples[cut[microbatch] : cut[microbatch + 1]]), self._device
             )
 

@@ -26,7 +26,7 @@ MAX_PARTS = 64  # longer lists are taken for data
 ASIDE_STREAM = 2**34  # distinct from the streams of steps, samples and evaluations
 
 
-class SavedState(NamedTuple):
+class GeneratorStates(NamedTuple):
     """The states of all generators; NumPy's as its bit generator, which `seed` replaces, and as a value."""
 
     of_torch: list[Tensor]
@@ -69,13 +69,13 @@ class Generators:
             self.seed(derive_seed(ASIDE_STREAM, number))
             yield
 
-    def save(self) -> SavedState:
+    def save(self) -> GeneratorStates:
         """The state of every generator."""
         of_torch = [generator.get_state() for generator in self.of_torch]
         numpy = mtrand.get_bit_generator(), mtrand.get_state(legacy=False)
-        return SavedState(of_torch, random.getstate(), *numpy)
+        return GeneratorStates(of_torch, random.getstate(), *numpy)
 
-    def restore(self, saved: SavedState) -> None:
+    def restore(self, saved: GeneratorStates) -> None:
         """Restores the saved state of every generator."""
         mtrand.set_bit_generator(saved.of_numpy)
         if saved.numpy_state["has_gauss"]:

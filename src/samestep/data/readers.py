@@ -59,7 +59,7 @@ def read_idx(path: str | PathLike[str]) -> Tensor:
                 f"it starts with {content[:4].hex(' ') or 'nothing'}, not with 00 00, a dtype ({codes}) and dimensions"
             )
         start = 4 + 4 * num_dims
-        shape = np.frombuffer(content[4:start], ">u4", num_dims).tolist()
+        shape = np.frombuffer(content[4:start], ">u4", num_dims).tolist()  # Python's integers, whose product is exact
         array = np.frombuffer(content, DTYPES[code], math.prod(shape), start)
         if start + array.nbytes < len(content):
             raise ValueError(f"{len(content) - start} bytes follow a header that says {array.nbytes}")

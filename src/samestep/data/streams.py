@@ -20,7 +20,7 @@ import torch
 from samestep.comm.membership import Membership
 from samestep.core.microbatches import microbatch_bounds
 from samestep.core.seeds import derive_seed
-from samestep.data.batch import Batch, checksum, settle
+from samestep.data.batch import Batch, checksum, place_aligned
 from samestep.data.fetch import MICROBATCH_STREAM, SAMPLE_STREAM
 from samestep.data.randomness import Generators
 from samestep.errors import DataError, DeterminismError, UsageError
@@ -73,7 +73,7 @@ def read_seeded(dataset: Any, parts: Sequence[int], generators: Generators, posi
 
 
 @dataclass(frozen=True)
-class SavedState:
+class StreamState:
     """A state of a stream's own, as JSON, after so many samples; empty if there is none."""
 
     consumed: int = 0
@@ -91,8 +91,8 @@ class Stream:
         self._dataset: Any = None
         self._samples: Iterator[Any] = iter(())
         self._ahead: list[Any] = []  # the next sample, if it was read for its checksum
-        self._saved = SavedState()
-        self._begin(SavedState())
+        self._saved = StreamState()
+        self._begin(StreamState())
 
     def take(self, count: int) -> list[Any]:
         """The next `count` samples; fewer at the end of the stream."""
@@ -105,18 +105,19 @@ class Stream:
         self.consumed += len(samples)
         return samples
 
-    def go_to(self, place: int, saved: SavedState) -> str:
+    def go_to(self, place: int, saved: StreamState) -> str:
         """Goes to a place, by a saved state if that is on the way; returns why that state did not do, if so.
 
         Raises:
             DataError: the stream ends before.
         """
+        # Forward by reading on; by the saved state if it lies further on the way; backward by opening the stream anew.
         reason = ""
         if place < self.consumed or self.consumed < saved.consumed <= place:
             if saved.state and saved.consumed <= place:
                 reason = self._go_on(saved)
             if reason or not saved.state or saved.consumed > place:
-                self._begin(SavedState())
+                self._begin(StreamState())
         while self.consumed < place:
             if not self.take(min(place - self.consumed, CHUNK)):
                 raise DataError(
@@ -129,7 +130,7 @@ class Stream:
         """Whether both read one object that has a place of its own."""
         return self._dataset is other._dataset and has_state(self._dataset)
 
-    def save(self) -> SavedState:
+    def save(self) -> StreamState:
         """The state of the stream's own, if it has one that JSON can carry."""
         if self._ahead or not has_state(self._dataset):
             return self._saved
@@ -137,10 +138,10 @@ class Stream:
             state = self._dataset.state_dict()
             text = json.dumps(state)
             if json.loads(text) == state:
-                self._saved = SavedState(self.consumed, text, self._following())
+                self._saved = StreamState(self.consumed, text, self._following())
         return self._saved
 
-    def _begin(self, saved: SavedState) -> None:
+    def _begin(self, saved: StreamState) -> None:
         """Opens the stream anew, at its beginning or at a state of its own."""
         self.consumed, self._saved = saved.consumed, saved
         self._ahead = []
@@ -152,7 +153,7 @@ class Stream:
             self._dataset.load_state_dict(json.loads(saved.state))
         self._samples = read_seeded(self._dataset, self._parts, self._generators, saved.consumed)
 
-    def _go_on(self, saved: SavedState) -> str:
+    def _go_on(self, saved: StreamState) -> str:
         """Goes on from a saved state; returns why that did not succeed, if so."""
         try:
             self._begin(saved)
@@ -268,7 +269,7 @@ class Streams:
         self._places.clear()
         self._places[position] = tuple(int(state["place"]) for state in states)
         if self._exact_states:
-            self._saved = [SavedState(**{n: v for n, v in state.items() if n != "place"}) for state in states]
+            self._saved = [StreamState(**{n: v for n, v in state.items() if n != "place"}) for state in states]
         for start, found in sorted((int(start), tuple(found)) for start, found in sizes.items()):
             self._note_sizes(start, found)
 
@@ -279,12 +280,12 @@ class Streams:
         self._places: dict[int, tuple[int, ...]] = {0: (0,) * self.num_streams}
         self._sizes: dict[int, tuple[int, ...]] = {}
         self._samples: dict[int, dict[int, list[Any]]] = {}
-        self._saved = self._saved_before = [SavedState()] * self.num_streams
+        self._saved = self._saved_before = [StreamState()] * self.num_streams
 
-    def _saved_at(self, index: int, place: int) -> SavedState:
+    def _saved_at(self, index: int, place: int) -> StreamState:
         """The last known state of a stream up to a place; on a GPU a batch is read ahead, and states with it."""
         known = self._saved[index], self._saved_before[index]
-        return next((state for state in known if state.consumed <= place), SavedState())
+        return next((state for state in known if state.consumed <= place), StreamState())
 
     def _agree(self, epoch: int, position: int) -> tuple[int, ...] | None:
         """The sizes of the microbatches of a batch; None at the end of the epoch. A collective call."""
@@ -308,18 +309,20 @@ class Streams:
             for start in sorted(held)[:-KEPT_BATCHES]:
                 del held[start]
 
-    def _exchange(self, epoch: int, position: int) -> tuple[tuple[int, ...], list[SavedState]]:
+    def _exchange(self, epoch: int, position: int) -> tuple[tuple[int, ...], list[StreamState]]:
         """The sizes of all microbatches of a batch; and the states of all streams, new ones if they are due."""
         membership = self._membership
         mine, period = membership.executed, BATCHES_A_STATE * self._global_batch_size
         is_due = self._exact_states and position % period >= period - self._global_batch_size
-        states: dict[int, SavedState] = {}
+        states: dict[int, StreamState] = {}
         row = [0] * self.num_streams
         with self._generators.preserved():
             for index in mine:
                 if is_due:
                     states[index] = self._stream(epoch, position, index).save()
                 row[index] = 1 + len(self._read(epoch, position, index))
+        # Each rank knows the sizes of its own microbatches (plus one, as 0 is "not mine"); a column of the rows of all
+        # ranks has one size, or several equal ones where ranks share a microbatch.
         before = membership.heartbeat.enter("exchange")  # a rank that waits for the samples of another does not hang
         rows = membership.communicator.gather_words(row)
         sizes = [{entry for entry in column if entry} for column in zip(*rows, strict=True)]
@@ -334,7 +337,7 @@ class Streams:
             ours = json.dumps({index: asdict(state) for index, state in states.items()})
             gathered = membership.communicator.gather_bytes(bytearray(ours.encode()))
             by_index = {key: state for part in gathered for key, state in json.loads(part).items()}
-            saved = [SavedState(**by_index[str(index)]) for index in range(self.num_streams)]
+            saved = [StreamState(**by_index[str(index)]) for index in range(self.num_streams)]
         membership.heartbeat.enter(before)
         return tuple(found.pop() - 1 for found in sizes), saved
 
@@ -374,7 +377,7 @@ class Streams:
 
     def _collated(self, samples: list[Any], epoch: int, index: int, start: int) -> Any:
         self._generators.seed(derive_seed(self._seed, MICROBATCH_STREAM, epoch, index, start))
-        return settle(self._collate(samples), self._device)
+        return place_aligned(self._collate(samples), self._device)
 
     def _find_stand_in(self, epoch: int, position: int) -> tuple[Any, int]:
         """What this rank runs for the others' sake where its own streams are at their end."""

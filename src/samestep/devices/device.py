@@ -75,7 +75,6 @@ class Device:
 
     @property
     def memory_used(self) -> int:
-        """Bytes in use."""
         return self.memory_total - self.memory_free
 
     @property

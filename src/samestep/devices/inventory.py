@@ -167,7 +167,7 @@ def _variable(build: TorchBuild, environ: Mapping[str, str]) -> str | None:
     return "CUDA_VISIBLE_DEVICES" if build.kind == "cuda" else None
 
 
-def _with_nvidia(bare: Inventory, reading: "nvidia.Reading", environ: Mapping[str, str]) -> Inventory:
+def _with_nvidia(bare: Inventory, reading: "nvidia.NvmlReading", environ: Mapping[str, str]) -> Inventory:
     """The inventory with NVIDIA GPUs; asks CUDA only for an order that NVML's rows do not decide."""
     from samestep.devices import nvidia
     from samestep.extras import missing

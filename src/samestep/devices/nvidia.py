@@ -33,7 +33,7 @@ _SWITCH = -1
 
 
 @dataclass(frozen=True)
-class Reading:
+class NvmlReading:
     """The answers of NVML."""
 
     gpus: tuple[Device, ...] = ()  # by PCI bus id; their indices and their links' peers are NVML's
@@ -42,27 +42,27 @@ class Reading:
     is_installed: bool = True  # whether its Python package is; otherwise the CUDA driver is asked for the GPUs' names
 
 
-def read(nvml: Any = None) -> Reading:
-    """Reads all GPUs; an empty `Reading` without an NVIDIA driver or the package nvidia-ml-py."""
+def read(nvml: Any = None) -> NvmlReading:
+    """Reads all GPUs; an empty `NvmlReading` without an NVIDIA driver or the package nvidia-ml-py."""
     if nvml is None:
         if not is_installed("pynvml"):
-            return Reading(is_installed=False)
+            return NvmlReading(is_installed=False)
         import pynvml
 
         nvml = pynvml
     try:
         nvml.nvmlInit()
     except (nvml.NVMLError_LibraryNotFound, nvml.NVMLError_DriverNotLoaded):
-        return Reading()
+        return NvmlReading()
     except nvml.NVMLError as error:
-        return Reading(problems=(f"NVML does not start: {error}.",))
+        return NvmlReading(problems=(f"NVML does not start: {error}.",))
     try:
         return _read_started(nvml)
     finally:
         nvml.nvmlShutdown()
 
 
-def _read_started(nvml: Any) -> Reading:
+def _read_started(nvml: Any) -> NvmlReading:
     gpus: list[Device] = []
     handles: list[Any] = []
     problems: list[str] = []
@@ -76,7 +76,7 @@ def _read_started(nvml: Any) -> Reading:
         handles.append(handle)
     gpus = _with_links(nvml, gpus, handles)
     gpus.sort(key=lambda gpu: (gpu.pci_bus_id or "", gpu.index))
-    return Reading(tuple(gpus), _ask(nvml, None, nvml.nvmlSystemGetDriverVersion), tuple(problems))
+    return NvmlReading(tuple(gpus), _ask(nvml, None, nvml.nvmlSystemGetDriverVersion), tuple(problems))
 
 
 def _ask(nvml: Any, default: T, question: Callable[..., T], *arguments: Any) -> T:

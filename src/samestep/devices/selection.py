@@ -46,7 +46,6 @@ class Selection:
 
     @property
     def count(self) -> int:
-        """The number of devices, and so of workers."""
         return len(self.devices)
 
     def label(self, position: int) -> str:

@@ -50,7 +50,6 @@ class Result:
     numbers: Mapping[str, float] = field(default_factory=dict)  # by name and unit, such as "latency_us"
 
     def __post_init__(self) -> None:
-        """Asserts that a fault comes with its remedy."""
         assert self.state != "bad" or self.advice, f"{self.name}: a bad result needs advice"
 
 

@@ -161,11 +161,9 @@ class Kill(StepObserver):
         self._step = 0
 
     def on_step(self, step: Any, batch: Any) -> None:
-        """Notes the number of the step."""
         self._step = step.num_steps
 
     def on_phase(self, phase: str) -> None:
-        """Kills."""
         if phase == "exchange" and self._step == KILLED_IN_STEP:
             os.kill(os.getpid(), signal.SIGKILL)
 

@@ -326,7 +326,7 @@ class Session:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class RankVerdict:
     """The result of one rank for one collective: its first error, if any, or the seconds of a small message."""
 
     num_cases: int = 0
@@ -483,14 +483,14 @@ def _check_collective(
         verdict = _run_collective(communicator, own, collective)
     mine = json.dumps(asdict(verdict))
     texts = _gather_texts(session, dist.PrefixStore("verdict", own), name, mine, not verdict.broken, verdict.wrong)
-    verdicts = [Verdict(**json.loads(text)) for text in texts]
+    verdicts = [RankVerdict(**json.loads(text)) for text in texts]
     if communicator.transport.nodes is not None and collective.name == "ordered reduction":
         name += " by nodes"
     session.report(combine(name, transport, verdicts))
     return not any(verdict.broken for verdict in verdicts)
 
 
-def _run_collective(communicator: Communicator, store: dist.Store, collective: Collective) -> Verdict:
+def _run_collective(communicator: Communicator, store: dist.Store, collective: Collective) -> RankVerdict:
     """This rank's verdict on a collective."""
     num_cases, wrong = 0, ""
     try:
@@ -499,8 +499,8 @@ def _run_collective(communicator: Communicator, store: dist.Store, collective: C
             wrong = wrong or error
         seconds = latency(communicator, collective)
     except Exception as failure:
-        return Verdict(num_cases, _describe(failure), True)
-    return Verdict(num_cases, wrong, False, seconds)
+        return RankVerdict(num_cases, _describe(failure), True)
+    return RankVerdict(num_cases, wrong, False, seconds)
 
 
 def _describe(error: Exception) -> str:
@@ -508,7 +508,7 @@ def _describe(error: Exception) -> str:
     return str(error) if isinstance(error, SamestepError) else f"{type(error).__name__}: {error}"
 
 
-def combine(name: str, transport: str, verdicts: Sequence[Verdict]) -> Result:
+def combine(name: str, transport: str, verdicts: Sequence[RankVerdict]) -> Result:
     """The result of the verdicts of all ranks, with the latency of the slowest."""
     wrong = [rank for rank, verdict in enumerate(verdicts) if verdict.wrong]
     if wrong:
@@ -553,6 +553,7 @@ def _time_limit(session: Session, transport: str, stage: str, store: dist.Store)
             session.report(bad(f"{transport}: {stage}", found, HANG_ADVICE))
         session.give_up()
 
+    # A thread, since a collective that hangs holds this one in C code, where no signal handler of Python runs.
     timer = threading.Timer(seconds, give_up)
     timer.daemon = True
     timer.start()

@@ -59,7 +59,6 @@ class DeviceKind:
 
     @property
     def is_cpu(self) -> bool:
-        """Whether it is a worker on a CPU."""
         return self.name == "cpu"
 
     @property
@@ -98,7 +97,6 @@ class Cluster:
 
     @property
     def per_node(self) -> int:
-        """Devices of a node."""
         return self.num_devices // self.num_nodes
 
     def __str__(self) -> str:
@@ -164,8 +162,8 @@ STRATEGIES = ("replicate", "sharded", "pipeline")
 
 
 @dataclass(frozen=True)
-class Layout:
-    """A mesh of data × pipe devices with the batch's microbatches, and the state that the data axis microbatches."""
+class ParallelPlan:
+    """A mesh of data × pipe devices with the batch's microbatches, and what of the state the data axis divides."""
 
     data: int  # groups of devices, each with a part of the batch
     num_microbatches: int  # of the global batch
@@ -204,7 +202,7 @@ class Layout:
         return f"data {self.data}" + (f" × pipe {self.pipe}" if self.pipe > 1 else "")
 
 
-def layout_problem(layout: Layout, cluster: Cluster, num_blocks: int, name: str) -> str | None:
+def layout_problem(layout: ParallelPlan, cluster: Cluster, num_blocks: int, name: str) -> str | None:
     """The reason why a model cannot have a layout, with the option that helps; None if it can."""
     if layout.num_devices != cluster.num_devices:
         return (
@@ -248,25 +246,22 @@ class Memory:
 
     @property
     def total(self) -> float:
-        """The sum of the categories."""
         return sum(size for _, size in self.rows())
 
     def rows(self) -> list[tuple[str, float]]:
-        """The categories and their bytes."""
         return [(name, size) for name, size in asdict(self).items() if name != "phase"]
 
     def as_json(self) -> dict[str, Any]:
-        """The categories and the total, in bytes."""
         return {**asdict(self), "total": self.total}
 
 
-def needed_memory(trace: Trace, layout: Layout, kind: DeviceKind) -> Memory:
+def needed_memory(trace: Trace, layout: ParallelPlan, kind: DeviceKind) -> Memory:
     """The memory of the fullest device, from the trace of one of the layout's microbatches."""
     stages = {0, layout.pipe - 1}
     return max((_of_stage(trace, layout, kind, stage) for stage in stages), key=lambda memory: memory.total)
 
 
-def _of_stage(trace: Trace, layout: Layout, kind: DeviceKind, stage: int) -> Memory:
+def _of_stage(trace: Trace, layout: ParallelPlan, kind: DeviceKind, stage: int) -> Memory:
     """The memory of a device of a stage; without a pipeline the only stage is the whole model."""
     weights = trace.weights[_stage_sections(trace, layout, stage)].sum(0)
     own = 1 / layout.data if layout.is_sharded else 1.0  # share of parameters and gradients on each device
@@ -310,7 +305,7 @@ def _of_stage(trace: Trace, layout: Layout, kind: DeviceKind, stage: int) -> Mem
     )
 
 
-def _gradient_sums(layout: Layout) -> tuple[int, int, float]:
+def _gradient_sums(layout: ParallelPlan) -> tuple[int, int, float]:
     """Gradients alive on the tree, those of them that are exchanged, and those received, on the rank with most."""
     if layout.is_sharded:  # each rank has its share of the sums over all microbatches
         alive = num_sums_alive(range(layout.num_microbatches), at_once=layout.data)
@@ -321,7 +316,7 @@ def _gradient_sums(layout: Layout) -> tuple[int, int, float]:
     return alive, max(blocks), sum(blocks) / layout.data
 
 
-def _stage_sections(trace: Trace, layout: Layout, stage: int) -> slice:
+def _stage_sections(trace: Trace, layout: ParallelPlan, stage: int) -> slice:
     """The sections of a stage: equally many blocks on each; sections outside the blocks are on the first and last."""
     blocks = trace.num_blocks
     start = 0 if stage == 0 else 1 + stage * blocks // layout.pipe
@@ -329,7 +324,7 @@ def _stage_sections(trace: Trace, layout: Layout, stage: int) -> slice:
     return slice(start, stop)
 
 
-def _backward_peak(trace: Trace, layout: Layout, stage: int) -> tuple[float, float]:
+def _backward_peak(trace: Trace, layout: ParallelPlan, stage: int) -> tuple[float, float]:
     """Bytes of activations, and of gradients that the backward has made, when both together are highest.
 
     With sharded parameters each block's gradient is scattered at once, and the 16-bit copies are counted among the
@@ -353,7 +348,7 @@ def _backward_peak(trace: Trace, layout: Layout, stage: int) -> tuple[float, flo
     return saved * in_flight + transient / (1 if is_last else layout.pipe), fresh / layout.pipe
 
 
-def _gathered(trace: Trace, layout: Layout) -> float:
+def _gathered(trace: Trace, layout: ParallelPlan) -> float:
     """The gathered parameters of two blocks and of the sections outside the blocks, and a block's gradient.
 
     Source: Zhao et al. 2023 (PyTorch FSDP), section 3: the communication of the next unit runs beside the computation
@@ -386,15 +381,15 @@ class StepTime:
 
     @property
     def step(self) -> float:
-        """The whole step."""
         return self.compute + self.update + self.bubble + self.exposed
 
     def as_json(self) -> dict[str, float]:
-        """Its parts and the step."""
         return {**asdict(self), "step": self.step}
 
 
-def step_time(trace: Trace, layout: Layout, cluster: Cluster, dtype_bits: int = 32, slowness: float = 1.0) -> StepTime:
+def step_time(
+    trace: Trace, layout: ParallelPlan, cluster: Cluster, dtype_bits: int = 32, slowness: float = 1.0
+) -> StepTime:
     """The time of a step, from the trace of one microbatch; `slowness` is measured by estimated time of computing."""
     kind = cluster.kind
     own_microbatch, own_step = (MICROBATCH_SECONDS, STEP_SECONDS) if kind.is_cpu else (0.0, 0.0)
@@ -445,7 +440,7 @@ def _bandwidths(cluster: Cluster) -> tuple[float, float]:
     return kind.link_gbs * 1e9 * LINK_EFFICIENCY, between * LINK_EFFICIENCY
 
 
-def _data_exchange(trace: Trace, layout: Layout, cluster: Cluster, microbatch: float) -> tuple[float, float]:
+def _data_exchange(trace: Trace, layout: ParallelPlan, cluster: Cluster, microbatch: float) -> tuple[float, float]:
     """Seconds of the data axis's communication, and of its exposed part."""
     if layout.data == 1:
         return 0.0, 0.0
@@ -470,7 +465,7 @@ def _data_exchange(trace: Trace, layout: Layout, cluster: Cluster, microbatch: f
     return total * count, (max(ends, total - microbatch) + copies) * count
 
 
-def _stage_exchange(trace: Trace, layout: Layout, cluster: Cluster) -> float:
+def _stage_exchange(trace: Trace, layout: ParallelPlan, cluster: Cluster) -> float:
     """Activations to the next stage and gradients back, once a microbatch and while the pipeline fills."""
     if layout.pipe == 1:
         return 0.0

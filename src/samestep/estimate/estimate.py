@@ -16,14 +16,14 @@ from samestep.estimate.costs import (
     STRATEGIES,
     USABLE_SHARE,
     Cluster,
-    Layout,
     Memory,
+    ParallelPlan,
     StepTime,
     layout_problem,
     needed_memory,
     step_time,
 )
-from samestep.estimate.trace import Traces
+from samestep.estimate.trace import StepTraces
 from samestep.estimate.workload import Workload
 from samestep.text import counted, make_console
 
@@ -49,7 +49,7 @@ class Request:
 class Candidate:
     """A layout with its memory on the fullest device and its time."""
 
-    layout: Layout
+    layout: ParallelPlan
     memory: Memory
     time: StepTime
     fits: bool
@@ -59,13 +59,13 @@ class Candidate:
 class Search:
     """Layouts of a workload on a cluster; made by `make_search`."""
 
-    traces: Traces
+    traces: StepTraces
     cluster: Cluster
     request: Request
     dtype_bits: int  # of products' inputs
     slowness: float
 
-    def evaluate(self, layout: Layout) -> Candidate:
+    def evaluate(self, layout: ParallelPlan) -> Candidate:
         """Memory and time of a layout."""
         kind = self.cluster.kind
         trace = self.traces.at(layout.microbatch_size, layout.is_checkpointed)
@@ -104,11 +104,11 @@ class Search:
             raise UsageError(problems[0])
         return found
 
-    def _layouts(self, checkpointing: bool, num_blocks: int) -> Iterator[Layout]:
+    def _layouts(self, checkpointing: bool, num_blocks: int) -> Iterator[ParallelPlan]:
         """From the simplest on; the numbers of microbatches are still open."""
         request, count = self.request, self.cluster.num_devices
         is_mixed = request.precision != "32-true"
-        whole = Layout(count, count, request.batch_size, is_checkpointed=checkpointing, is_mixed=is_mixed)
+        whole = ParallelPlan(count, count, request.batch_size, is_checkpointed=checkpointing, is_mixed=is_mixed)
         if request.pipe is not None:
             yield _staged(whole, request.pipe)
             return
@@ -130,10 +130,10 @@ def make_search(workload: Workload, cluster: Cluster, request: Request) -> Searc
     """The search, with the speed of computing from the measurement if there is one."""
     kind, precision = cluster.kind, request.precision
     is_half = precision == "16-mixed" or (precision == "bf16-mixed" and kind.has_bfloat16)
-    search = Search(Traces(workload, not kind.is_cpu, precision), cluster, request, 16 if is_half else 32, 1.0)
+    search = Search(StepTraces(workload, not kind.is_cpu, precision), cluster, request, 16 if is_half else 32, 1.0)
     if request.rate is None:
         return search
-    layout = Layout(
+    layout = ParallelPlan(
         *(1, request.num_microbatches or min(8, request.batch_size), request.batch_size),
         is_checkpointed=bool(request.checkpointing),
         is_mixed=precision != "32-true",
@@ -152,7 +152,7 @@ def best_of(candidates: Sequence[Candidate]) -> Candidate:
     return next(candidate for candidate in fitting if candidate.time.step <= limit)
 
 
-def _staged(layout: Layout, stages: int) -> Layout:
+def _staged(layout: ParallelPlan, stages: int) -> ParallelPlan:
     data = max(1, layout.data // stages)
     return replace(layout, data=data, num_microbatches=data, pipe=stages)
 
@@ -383,7 +383,7 @@ def _in_one_unit(times: Sequence[float]) -> list[str]:
     return [f"{scale * time:,.{digits}f} {unit}" for time in times]
 
 
-def _name(layout: Layout) -> str:
+def _name(layout: ParallelPlan) -> str:
     return layout.mesh if layout.pipe > 1 else layout.strategy
 
 

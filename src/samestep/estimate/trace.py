@@ -98,7 +98,6 @@ class GpuKernels(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Calls the rule of a function, or the function."""
         return GPU_RULES.get(func, func)(*args, **(kwargs or {}))
 
 
@@ -133,7 +132,14 @@ class _Storage:
 
 
 class OpTracker(TorchDispatchMode):
-    """Records memory and work of the operations that run under it; `rounding` is the allocator's, in bytes."""
+    """Records memory and work of the operations that run under it; `rounding` is the allocator's, in bytes.
+
+    Memory belongs to storages, not to tensors: a view allocates nothing, and a storage lives until the last tensor on
+    it is freed, which may be long after the operation that made it (autograd saves it) or at once (a temporary). So
+    each storage is counted when an operation first returns a tensor on it, and taken off by a finalizer. The peak of a
+    step is the largest sum after an operation, by category, since layouts divide some categories and not others.
+    Parameters, buffers and the batch are known before (`exclude`): the caller counts them.
+    """
 
     def __init__(self, rounding: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own is not annotated
@@ -177,6 +183,7 @@ class OpTracker(TorchDispatchMode):
 
     def _record(self, func: Any, args: Any, kwargs: Any, result: Any, outputs: list[Tensor]) -> None:
         name, inputs = func._schema.name, _tensors((args, kwargs))
+        # An output on a known storage is a view, or the result of a write in place.
         allocated = [tensor for tensor in outputs if self._find(tensor) is None]
         known = [storage for tensor in inputs if (storage := self._find(tensor)) is not None]
         is_copy = name in CASTS and len(known) == 1 and (known[0].is_copy or isinstance(inputs[0], nn.Parameter))
@@ -184,6 +191,7 @@ class OpTracker(TorchDispatchMode):
             self._add(tensor, COPIES if is_copy else ACTIVATIONS, is_copy=is_copy)
         if allocated:
             self.moments.append((self.alive[ACTIVATIONS] + workspace_bytes(name, args), *self.alive[1:]))
+        # What neither allocates nor writes is a view, which takes no time on the device.
         if allocated or func._schema.is_mutable:
             moved = sum(map(tensor_bytes, outputs)) * (2 if name in GATHERS else 1)
             moved += 0 if name in GATHERS else sum(map(tensor_bytes, inputs))
@@ -201,6 +209,7 @@ class OpTracker(TorchDispatchMode):
         self._storages[key] = _Storage(size, category, self.section, is_counted, is_copy)
         if is_counted:
             self.alive[category] += size
+        # `_cdata` is the address of the storage: after `_free` it may be that of another one.
         weakref.finalize(memory, self._free, key).atexit = False
 
     def _free(self, key: int) -> None:
@@ -265,7 +274,7 @@ class Trace:
         return len(self.weights) - 2
 
 
-class Traces:
+class StepTraces:
     """The traces of a workload; any microbatch size is interpolated, since all quantities grow linearly with it."""
 
     def __init__(self, workload: Workload, is_gpu: bool, precision: str) -> None:
@@ -275,7 +284,6 @@ class Traces:
         self.at: Callable[[int, bool], Trace] = cache(self._interpolated)
 
     def num_blocks(self, checkpointing: bool = False) -> int:
-        """Repeated layers of the model."""
         return self._ends(checkpointing)[0].num_blocks
 
     def _traced(self, checkpointing: bool) -> tuple[Trace, Trace]:

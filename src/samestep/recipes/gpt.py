@@ -39,7 +39,7 @@ def data(asked: DataOptions) -> RecipeData:
     return RecipeData(train, test, f"{name}: {len(text):,} bytes ({sizes})", options)
 
 
-class Block(nn.Module):
+class DecoderBlock(nn.Module):
     """Causal self-attention, then a feed-forward network, each added to its input; `[N, T, width]` in and out."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
@@ -119,7 +119,7 @@ class Gpt(nn.Module):
         self.byte_embedding = nn.Embedding(NUM_BYTES, width)
         self.position_embedding = nn.Embedding(context, width)
         self.dropout = nn.Dropout(dropout)
-        blocks = [Block(width, heads, dropout) for _ in range(layers)]
+        blocks = [DecoderBlock(width, heads, dropout) for _ in range(layers)]
         self.blocks = nn.Sequential(*blocks)
         self.norm = nn.LayerNorm(width)
         self.head = None if tied else nn.Linear(width, NUM_BYTES, bias=False)

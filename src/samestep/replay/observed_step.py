@@ -28,9 +28,9 @@ from samestep.replay.views import (
     Activation,
     Direction,
     MicrobatchView,
+    ModulePlace,
     NonFinite,
     ParameterView,
-    Place,
     Side,
     Statistics,
     StepView,
@@ -95,7 +95,7 @@ class Saver:
             raise RunFolderError(f"{reason}; choose another folder with --save") from error
 
 
-Keep = Callable[[Place, Literal["value", "gradient"], Tensor], None]
+Keep = Callable[[ModulePlace, Literal["value", "gradient"], Tensor], None]
 
 
 @dataclass
@@ -105,12 +105,20 @@ class _Seen:
     reference: Callable[[], Tensor | None]
     version: int  # after a write in place it counts as another tensor
     forward: Statistics | None
-    places: list[Place] = field(default_factory=list)
+    places: list[ModulePlace] = field(default_factory=list)
     backward: Statistics | None = None
 
 
 class ModuleHooks:
-    """Observes the modules of a microbatch; `keep` takes each tensor, which may change after the call."""
+    """Observes the modules of a microbatch; `keep` takes each tensor, which may change after the call.
+
+    One tensor passes through many hooks: it is the output of a layer, of the block around it, and the input of the
+    next. It is measured once, by the first of them, and again only after a write in place, which its version counter
+    shows. Its gradient comes by a hook of the tensor itself, so that it is seen where autograd makes it, in the
+    backward's order; the first value that is not finite is then named by the innermost module that took the tensor,
+    whose backward made the gradient. `_running` is the stack of modules under way: a value that no module returned was
+    made by code between modules, in the forward of the one that encloses it.
+    """
 
     def __init__(
         self,
@@ -130,7 +138,7 @@ class ModuleHooks:
         self._calls: Counter[str] = Counter()
         self._running: list[tuple[nn.Module, int]] = []
         self._known: dict[int, _Seen] = {}
-        self._order: list[tuple[Place, _Seen]] = []
+        self._order: list[tuple[ModulePlace, _Seen]] = []
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -196,14 +204,14 @@ class ModuleHooks:
         name, call = self._names[id(module)], self._running[-1][1]
         with torch._C.DisableTorchFunction():
             for number, tensor in enumerate(leaf for leaf in leaves(value) if isinstance(leaf, Tensor)):
-                place = Place(name, type(module).__name__, call, side, number)
+                place = ModulePlace(name, type(module).__name__, call, side, number)
                 seen = self._seen(tensor)
                 seen.places.append(place)
                 self._order.append((place, seen))
                 self._keep(place, "value", tensor)
                 self._note_forward(place, seen.forward)
 
-    def _note_forward(self, place: Place, found: Statistics | None) -> None:
+    def _note_forward(self, place: ModulePlace, found: Statistics | None) -> None:
         number = f" {place.number}" if place.number else ""
         if place.side == "output":
             self._note("forward", f"output{number} of module {place.module} ({place.type})", found, place.module)
@@ -421,7 +429,7 @@ class ObservedStep(StepObserver):
     def _file(self) -> str:
         return f"microbatch-{self._index:05d}.safetensors"
 
-    def _keep(self, place: Place, kind: Literal["value", "gradient"], tensor: Tensor) -> None:
+    def _keep(self, place: ModulePlace, kind: Literal["value", "gradient"], tensor: Tensor) -> None:
         """Saves the input or output of a module, or its gradient."""
         if self.saver is not None and self._is_shown(self._index) and self._is_chosen(place.module):
             facts = {"kind": kind, "module": place.module, "call": place.call, "side": place.side}

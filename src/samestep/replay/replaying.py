@@ -49,7 +49,7 @@ NOT_OF_A_REPLAY = ("shares", "spares", "run_dir", "resume", "profile", "command"
 
 
 @dataclass(frozen=True)
-class Program:
+class ReplayedProgram:
     """The job that made a run, and its working folder; None if that is unknown or gone."""
 
     job: Job
@@ -73,7 +73,9 @@ class Program:
             os.chdir(folder)
 
 
-def announce(program: Program, record: Mapping[str, Any], run: Path, trust: bool, tell: Callable[[str], None]) -> None:
+def announce(
+    program: ReplayedProgram, record: Mapping[str, Any], run: Path, trust: bool, tell: Callable[[str], None]
+) -> None:
     """Says which script runs; without trust a `UsageError` if it may not be the user's own that made the run."""
     sha256, recorded = program.file and file_sha256(program.file), record.get("script_sha256")
     tell(f"running {one_line(shlex.join(map(str, record['command'])))}: {program.file}, SHA-256 {sha256}")
@@ -101,18 +103,18 @@ def _file_of(module: str, folder: Path) -> Path | None:
     )
 
 
-def program_of(record: Mapping[str, Any], run: Path) -> Program:
+def program_of(record: Mapping[str, Any], run: Path) -> ReplayedProgram:
     """The program in a run's record: a recipe's job, or a command such as ["python", "train.py", "--lr", "1"]."""
     recorded_folder = record.get("working_folder")
     folder = Path(recorded_folder) if isinstance(recorded_folder, str) and Path(recorded_folder).is_dir() else None
     recipe_job = record.get("job")
     if isinstance(recipe_job, Mapping) and "recipe" in recipe_job:
         own = {name: value for name, value in recipe_job.items() if name not in NOT_OF_A_REPLAY}
-        return Program(Job("function", RECIPE_JOB, kwargs=own), folder)
+        return ReplayedProgram(Job("function", RECIPE_JOB, kwargs=own), folder)
     command = record.get("command")
     words = [str(word) for word in command] if isinstance(command, list) else []
     if words[:2] == ["python", "-m"] and len(words) > 2:
-        return Program(Job("module", words[2], tuple(words[3:])), folder, _file_of(words[2], folder or Path()))
+        return ReplayedProgram(Job("module", words[2], tuple(words[3:])), folder, _file_of(words[2], folder or Path()))
     if words[:1] != ["python"] or len(words) < 2 or words[1].startswith("-"):
         said = f"its command was {' '.join(words)}" if words else "it recorded no command"
         raise UsageError(
@@ -126,7 +128,7 @@ def program_of(record: Mapping[str, Any], run: Path) -> Program:
             f"the script that made {run} is not there any more: {words[1]} in {where}; put it back, or replay from the "
             "folder that holds it"
         )
-    return Program(Job("script", str(script), tuple(words[2:])), folder, script)
+    return ReplayedProgram(Job("script", str(script), tuple(words[2:])), folder, script)
 
 
 class Finished(BaseException):
@@ -134,7 +136,7 @@ class Finished(BaseException):
 
 
 @dataclass(frozen=True)
-class Compared:
+class ComparedStep:
     """A step beside its line in the ledger."""
 
     step: int
@@ -158,7 +160,7 @@ class ProgramRerun(StepObserver):
     observed: ObservedStep
     trainer: Trainer | None = None  # the one that made the run, when it has begun to fit
     first: int | None = None  # the first step that was taken
-    compared: list[Compared] = field(default_factory=list)
+    compared: list[ComparedStep] = field(default_factory=list)
     view: StepView | None = None
     _folders: dict[int, Path | None] = field(default_factory=dict)
     _is_ours: bool = False
@@ -272,7 +274,7 @@ class ProgramRerun(StepObserver):
         batch = self._batch if isinstance(self._batch, Batch) else None
         entry = ledger_entry(result, batch, self._rates, 1, digest)
         relative = max(_relative(recorded.get(name), entry[name]) for name in ("loss", "grad_norm"))
-        self.compared.append(Compared(result.step, differing_fields(recorded, entry), relative, has_digest))
+        self.compared.append(ComparedStep(result.step, differing_fields(recorded, entry), relative, has_digest))
 
 
 def _relative(recorded: Any, now: Any) -> float:
@@ -432,7 +434,7 @@ def _check(rerun: ProgramRerun, tier: Tier) -> Check:
     compared = rerun.compared
     tolerance = TOLERANCE if rerun.record.get("precision", "32-true") == "32-true" else TOLERANCE_16_BITS
 
-    def differs(one: Compared) -> bool:
+    def differs(one: ComparedStep) -> bool:
         if tier == "bitwise":
             return bool(one.fields)
         return one.relative > tolerance or any(change.field in EXACT_FIELDS for change in one.fields)

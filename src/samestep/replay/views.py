@@ -40,7 +40,6 @@ class Statistics:
 
     @property
     def finite(self) -> int:
-        """The number of finite elements."""
         return self.elements - self.nonfinite
 
     @property
@@ -128,7 +127,7 @@ ROOT = "(model)"  # the name of the model itself among its modules
 
 
 @dataclass(frozen=True)
-class Place:
+class ModulePlace:
     """A tensor that goes into or comes out of a module."""
 
     module: str
@@ -151,7 +150,7 @@ class Activation:
     A sample is an id, or a row of the batch if samples have no ids; None if dim 0 is not that of the samples.
     """
 
-    place: Place
+    place: ModulePlace
     forward: Statistics | None  # None for a tensor that is not dense
     backward: Statistics | None  # None without a gradient
     sample: int | None  # that of `forward.row`
@@ -389,7 +388,7 @@ def _rows_by_microbatch(microbatches: Sequence[MicrobatchView]) -> Iterator[_Row
 
 def _rows_pooled(microbatches: Sequence[MicrobatchView]) -> Iterable[_Row]:
     """A row for each output, of all microbatches together; it names that of the worst value."""
-    places: dict[Place, list[tuple[Statistics, int, Activation]]] = {}
+    places: dict[ModulePlace, list[tuple[Statistics, int, Activation]]] = {}
     for microbatch in microbatches:
         for one in microbatch.activations:
             if one.place.side == "output" and one.forward is not None:

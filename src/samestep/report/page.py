@@ -19,7 +19,7 @@ from samestep.checkpoint.contract_diff import decides
 from samestep.checkpoint.paths import CONTRACT_FILE
 from samestep.report.formatting import duration, flat, number, size, value_text
 from samestep.report.reader import QUIET, json_number
-from samestep.report.run_summary import Finding, Phases, Report, RunSummary
+from samestep.report.run_summary import Finding, Phases, RunReport, RunSummary
 from samestep.runs.curves import MAX_BINS, Curve, Series, loss_series, step_series, thinned, wants_log
 from samestep.version import __version__
 
@@ -48,7 +48,7 @@ class Chart:
     stack: tuple[int, Phases] | None = None  # the number of the run, and its phases
 
 
-def make_charts(report: Report) -> list[Chart]:
+def make_charts(report: RunReport) -> list[Chart]:
     """The charts of a report, in the order of the page."""
     runs = report.runs
     bins = max(MIN_BINS, min(MAX_BINS, BINS_OF_ALL // len(runs)))
@@ -71,7 +71,7 @@ def make_charts(report: Report) -> list[Chart]:
     return [chart for chart in charts if chart.series or chart.stack]
 
 
-def line_dashes(report: Report) -> list[tuple[int, ...]]:
+def line_dashes(report: RunReport) -> list[tuple[int, ...]]:
     """The dashes and gaps of each run's lines; equal lines lie on each other, and dashes let both be seen."""
     equal = cycle(ON_ANOTHER)
     return [
@@ -173,13 +173,13 @@ MAX_EPOCHS = 1000
 ALL = range(99)  # columns
 
 
-def make_sections(report: Report) -> dict[str, str]:
+def make_sections(report: RunReport) -> dict[str, str]:
     """The sections by their names in page.html."""
-    makers: tuple[Callable[[Report], str], ...] = (_header, _summary, _proof, _time, _epochs, _events, _contract)
+    makers: tuple[Callable[[RunReport], str], ...] = (_header, _summary, _proof, _time, _epochs, _events, _contract)
     return {maker.__name__.removeprefix("_"): maker(report) for maker in (*makers, _footer)}
 
 
-def _header(report: Report) -> str:
+def _header(report: RunReport) -> str:
     runs = report.runs
     first = runs[0]
     if len(runs) == 1:
@@ -193,7 +193,7 @@ def _header(report: Report) -> str:
     return f'<p class="over">samestep report</p>\n<h1>{escape(names)}</h1>\n<p class="lead">{escape(lead)}{terms}</p>'
 
 
-def _summary(report: Report) -> str:
+def _summary(report: RunReport) -> str:
     """The figures of one run; a table for several."""
     return _figures(report.runs[0]) if len(report.runs) == 1 else _runs_table(report)
 
@@ -215,7 +215,7 @@ def _figures(run: RunSummary) -> str:
     return f'<dl class="figures">{cells}</dl>'
 
 
-def _runs_table(report: Report) -> str:
+def _runs_table(report: RunReport) -> str:
     metrics = list(dict.fromkeys(tag for run in report.runs for tag in run.eval_tags))
     shown = sorted(metrics, key=lambda tag: tag == "loss/eval")[:4]
     titles = ["run", "state", "steps", "train loss", *(f"{t.removesuffix('/eval')} (eval)" for t in shown)]
@@ -230,7 +230,7 @@ def _runs_table(report: Report) -> str:
     return f'<section class="runs">{_table(titles, rows, numeric=range(2, 6 + len(shown)), html=ALL)}</section>'
 
 
-def _proof(report: Report) -> str:
+def _proof(report: RunReport) -> str:
     several = bool(report.comparisons)
     pairs = "".join(
         _finding(each.finding, f"<strong>{escape(f'{each.first} and {each.other}')}</strong>: ")
@@ -247,7 +247,7 @@ def _proof(report: Report) -> str:
     return _section("What the ledger proves", runs)
 
 
-def _time(report: Report) -> str:
+def _time(report: RunReport) -> str:
     """A bar of the phases for each run, with the numbers in a table."""
     runs = [run for run in report.runs if run.phases.shares]
     if not runs:
@@ -277,7 +277,7 @@ def _time(report: Report) -> str:
     return _section("Where the time goes", bars + _table(titles, rows, numeric=ALL[1:], html={0}) + note)
 
 
-def _epochs(report: Report) -> str:
+def _epochs(report: RunReport) -> str:
     parts = ""
     for run in report.runs:
         titles, rows = run.epoch_table()
@@ -289,7 +289,7 @@ def _epochs(report: Report) -> str:
     return _section("Epochs", parts) if parts else ""
 
 
-def _events(report: Report) -> str:
+def _events(report: RunReport) -> str:
     found = [
         (run, event, seconds)
         for run in report.runs
@@ -311,7 +311,7 @@ def _events(report: Report) -> str:
     return _section("Events", _table(titles, rows, numeric=(0, 1)) + note)
 
 
-def _contract(report: Report) -> str:
+def _contract(report: RunReport) -> str:
     """The contract; for several runs the fields that differ first, those that decide the bits before all."""
     runs = report.runs
     contracts = [flat(run.contract) for run in runs]
@@ -342,7 +342,7 @@ def _contract(report: Report) -> str:
     return _section("Contract", parts)
 
 
-def _footer(report: Report) -> str:
+def _footer(report: RunReport) -> str:
     folders = ", ".join(str(run.folder) for run in report.runs[:8]) + (" …" if len(report.runs) > 8 else "")
     now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     return f"Written by samestep {__version__} on {now} from {escape(folders)}."
@@ -393,7 +393,7 @@ SCRIPTS = ("scales.js", "marks.js", "drawing.js", "page.js")
 MAX_MARKS = 400  # events that are marked on the curves, of all runs
 
 
-def make_page(report: Report) -> str:
+def make_page(report: RunReport) -> str:
     """The page as HTML text, below a megabyte.
 
     All text of a run is escaped; besides, the page forbids itself all scripts but its own and all requests.
@@ -411,7 +411,7 @@ def make_page(report: Report) -> str:
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _template("page.html"))
 
 
-def _data(report: Report) -> dict[str, Any]:
+def _data(report: RunReport) -> dict[str, Any]:
     """The data that the script draws."""
     charts = [_chart(chart) for chart in make_charts(report)]
     if len(charts) % 2 == 0 and len(charts) > 1:
@@ -434,7 +434,7 @@ def _run(run: RunSummary) -> dict[str, Any]:
     }
 
 
-def _marked_events(report: Report) -> list[dict[str, Any]]:
+def _marked_events(report: RunReport) -> list[dict[str, Any]]:
     """The events to be marked; of too many every so many, of checkpoints and of the others."""
     marked, checkpoints = [], []
     for index, run in enumerate(report.runs):

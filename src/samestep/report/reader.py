@@ -150,7 +150,6 @@ class Event:
         return f"{self.name.replace('_', ' ')}{': ' + rest if rest else ''}"
 
     def as_json(self) -> dict[str, Any]:
-        """The event as a JSON object."""
         time = None if self.time is None else self.time.isoformat(timespec="milliseconds")
         return {"event": self.name, "step": self.step, "time": time, "text": self.sentence, **self.fields}
 
@@ -219,6 +218,7 @@ def elapsed_time(events: Sequence[Event], pace: float | None, num_steps: int) ->
         times = [event.time.timestamp() for event in timed if event.time is not None]
         seconds = [offset + time - min(times) for time in times]
         known |= {id(event): each for event, each in zip(timed, seconds, strict=True)}
+        # Steps after the checkpoint that a session resumed from are done again: the later session's time counts.
         points = _before(points, timed[0].step)
         for event, each in zip(timed, seconds, strict=True):
             if not points or (event.step >= points[-1][0] and each >= points[-1][1]):

@@ -76,7 +76,7 @@ def ledger_findings(ledger: Ledger) -> tuple[Finding, ...]:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class RunComparison:
     """A run beside the first one: the changes of the contract, and the two ledgers step by step."""
 
     first: str
@@ -105,7 +105,6 @@ class Comparison:
         return Finding("note", f"{_different(self.difference, self.num_equal)} {text}")
 
     def as_json(self) -> dict[str, Any]:
-        """The comparison as a JSON object."""
         difference = None if self.difference is None else asdict(self.difference)
         ledger = {"num_equal": self.num_equal, "extent": asdict(self.extent), "difference": difference}
         changes = [{"field": c.field, "before": c.before, "after": c.after, "breaks": c.breaks} for c in self.changes]
@@ -129,11 +128,11 @@ class Comparison:
 
 def compare_runs(
     first: str, first_ledger: Ledger, other: str, other_ledger: Ledger, changes: Sequence[ContractChange]
-) -> Comparison:
+) -> RunComparison:
     """Compares two runs by name and ledger; their numbers of devices may differ."""
     lengths = (len(first_ledger.steps), len(other_ledger.steps))
     span = extent(first_ledger, other_ledger)
-    return Comparison(first, other, tuple(changes), span, compare(first_ledger, other_ledger), lengths)
+    return RunComparison(first, other, tuple(changes), span, compare(first_ledger, other_ledger), lengths)
 
 
 def _different(difference: LedgerDifference, num_equal: int) -> str:
@@ -287,7 +286,6 @@ class RunSummary:
 
     @property
     def eval_tags(self) -> tuple[str, ...]:
-        """The tags of evaluation metrics."""
         return tuple(tag for tag in self.curves if tag.endswith("/eval"))
 
     @property
@@ -353,21 +351,20 @@ class RunSummary:
 
 
 @dataclass(frozen=True)
-class Report:
+class RunReport:
     """At least one run, and each further run beside the first."""
 
     runs: tuple[RunSummary, ...]
-    comparisons: tuple[Comparison, ...]
+    comparisons: tuple[RunComparison, ...]
 
     def as_json(self) -> dict[str, Any]:
-        """The report as a JSON object."""
         return {
             "runs": [run.as_json() for run in self.runs],
             "comparisons": [comparison.as_json() for comparison in self.comparisons],
         }
 
 
-def make_report(folders: Sequence[str | os.PathLike[str]]) -> Report:
+def make_report(folders: Sequence[str | os.PathLike[str]]) -> RunReport:
     """Gathers the report of run folders, each counted once; raises `UsageError` if one is not the folder of a run."""
     paths = [check_run(Path(folder)) for folder in folders]
     unique = list({path.resolve(): path for path in reversed(paths)}.values())[::-1]
@@ -379,7 +376,7 @@ def make_report(folders: Sequence[str | os.PathLike[str]]) -> Report:
         compare_runs(first.name, first_ledger, run.name, ledger, differences(first.contract, run.contract))
         for run, ledger in others
     )
-    return Report((first, *(run for run, _ in others)), comparisons)
+    return RunReport((first, *(run for run, _ in others)), comparisons)
 
 
 def distinct_names(paths: Sequence[Path]) -> list[str]:

@@ -8,7 +8,7 @@ import numpy as np
 
 from samestep.report.formatting import duration, number, size, value_text
 from samestep.report.reader import QUIET
-from samestep.report.run_summary import Finding, Report, RunSummary
+from samestep.report.run_summary import Finding, RunReport, RunSummary
 from samestep.runs.curves import Curve, wants_log
 from samestep.text import counted, make_table
 
@@ -28,7 +28,7 @@ MAX_EPOCHS = 12
 MAX_EVENTS = 20
 
 
-def print_report(report: Report, console: "Console", written: Sequence[Path] = ()) -> None:
+def print_report(report: RunReport, console: "Console", written: Sequence[Path] = ()) -> None:
     """Prints one run at length, or several side by side, and the files that were written."""
     if len(report.runs) == 1:
         _print_run(report.runs[0], console)
@@ -94,7 +94,7 @@ def _print_run(run: RunSummary, console: "Console") -> None:
         console.print(_finding(finding))
 
 
-def _print_runs(report: Report, console: "Console") -> None:
+def _print_runs(report: RunReport, console: "Console") -> None:
     from rich.text import Text
 
     table = make_table("run", "state")
