@@ -22,8 +22,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
+from samestep.checkpoint.async_save import CheckpointSaver
 from samestep.checkpoint.packing import pack
-from samestep.checkpoint.saver import CheckpointSaver
 from samestep.checkpoint.storage import Snapshot, newest_checkpoint
 
 AIM = 1.2

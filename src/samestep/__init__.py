@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from samestep.run.run import Run
     from samestep.run.trainer import Trainer
     from samestep.runs.history import EpochRecord
-    from samestep.scripts.parallel import DataParallel, data_parallel
+    from samestep.scripts.data_parallel import DataParallel, data_parallel
 
 # cuBLAS gives the same bits from call to call only with this, and torch reads it once, at the first matrix product on a
 # GPU: a script may compute one before it makes its run.
@@ -47,7 +47,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 _HOMES = {
     "Batch": "samestep.data.batch",
     "Communicator": "samestep.comm.communicator",
-    "DataParallel": "samestep.scripts.parallel",
+    "DataParallel": "samestep.scripts.data_parallel",
     "EMA": "samestep.run.hooks",
     "EpochRecord": "samestep.runs.history",
     "Hook": "samestep.run.hooks",
@@ -63,7 +63,7 @@ _HOMES = {
     "TensorData": "samestep.data.tensors",
     "TrainStep": "samestep.engine.step",
     "Trainer": "samestep.run.trainer",
-    "data_parallel": "samestep.scripts.parallel",
+    "data_parallel": "samestep.scripts.data_parallel",
     "discover": "samestep.devices.inventory",
     "launch": "samestep.launcher.supervisor",
     "register_backend": "samestep.logical.process_group",

@@ -8,7 +8,7 @@ from typing import NoReturn
 
 from samestep.comm.environment import read_environment, torchrun_defaults
 from samestep.errors import UsageError
-from samestep.launcher.processes import EarlyServer, held_signals, open_standard_streams, server_variables
+from samestep.launcher.os_processes import EarlyServer, held_signals, open_standard_streams, server_variables
 
 WITH_WORKERS = ("run", "train")
 WITHOUT_SERVER = ("--help", "--nnodes", "--num-threads", "--rdzv", "--start-method")

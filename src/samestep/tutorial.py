@@ -33,8 +33,8 @@ from samestep.data.batch import checksum, place_aligned
 from samestep.data.nested import leaves, map_tensors, num_samples, take_rows
 from samestep.errors import DataError, DeviceError, UsageError
 from samestep.scripts.shared_script import SharedScript, active, num_visible
-from samestep.scripts.wrapped import regions
-from samestep.scripts.wrapped.chunks import deal
+from samestep.scripts.split_forward import regions
+from samestep.scripts.split_forward.chunks import deal
 from samestep.text import counted
 
 DeviceLike = torch.device | str | int

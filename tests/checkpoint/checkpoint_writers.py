@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from samestep.checkpoint.saver import CheckpointSaver
+from samestep.checkpoint.async_save import CheckpointSaver
 from samestep.checkpoint.storage import Snapshot, write_checkpoint
 from samestep.errors import RunFolderError
 

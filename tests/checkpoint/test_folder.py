@@ -15,7 +15,7 @@ from train_programs import make_trainer, points
 from worlds import cpu_only, in_turns
 
 from samestep.checkpoint.export import write_weights
-from samestep.checkpoint.paths import create_folder, new_folder_name
+from samestep.checkpoint.run_folder import create_folder, new_folder_name
 from samestep.errors import RunFolderError, UsageError
 from samestep.files import append_whole, replacing, write_json
 from samestep.run.run import Run

@@ -10,7 +10,7 @@ import psutil
 import pytest
 from started_programs import SECONDS, Programs
 
-from samestep.checkpoint.paths import LOCK_FILE, create_folder, is_locked, take_lock
+from samestep.checkpoint.run_folder import LOCK_FILE, create_folder, is_locked, take_lock
 from samestep.errors import UsageError
 
 # Waits in step 4 of 12, the first of an epoch, until the file "go" is there; "careless" takes no lock.

@@ -10,7 +10,7 @@ from checkpoint_writers import is_state_of, snapshot_of
 from torch import nn
 
 from samestep import files as run_files
-from samestep.checkpoint.saver import CheckpointSaver, to_host_copy
+from samestep.checkpoint.async_save import CheckpointSaver, to_host_copy
 from samestep.checkpoint.storage import Snapshot, list_checkpoints, newest_checkpoint, read_checkpoint, write_checkpoint
 from samestep.errors import RunFolderError
 

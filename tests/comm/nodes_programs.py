@@ -6,7 +6,7 @@ from unittest import mock
 from programs import reduce_leaves, train_small
 
 from samestep.comm.communicator import Communicator
-from samestep.comm.nodes import Nodes
+from samestep.comm.hierarchical_reduction import Nodes
 
 NEVER_ONE_MESSAGE = -1
 

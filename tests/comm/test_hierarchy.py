@@ -20,8 +20,8 @@ from nodes_programs import (
 from programs import train_small
 from worlds import DEVICE, in_turns
 
-from samestep.comm import nodes
-from samestep.comm.nodes import node_size
+from samestep.comm import hierarchical_reduction
+from samestep.comm.hierarchical_reduction import node_size
 from samestep.comm.reduction import fold, merge_blocks, merge_received
 from samestep.comm.transport import Connection
 from samestep.core.microbatches import microbatch_ranges
@@ -90,7 +90,7 @@ def test_twin_adding_from_left_to_right_within_a_node_changes_the_bits(monkeypat
 
     leaves = make_leaves(8, 64 * 8)
     expected = tree_sum([leaf.clone() for leaf in leaves], torch.add)
-    monkeypatch.setattr(nodes, "merge_received", left_to_right)
+    monkeypatch.setattr(hierarchical_reduction, "merge_received", left_to_right)
     total, _ = in_turns(8, reduce_in_turns, 4, leaves, 64 * 8)[0]
     assert not torch.equal(total, expected)
     assert torch.allclose(total, expected, rtol=1e-4)

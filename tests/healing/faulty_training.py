@@ -24,9 +24,9 @@ import torch
 from programs import classify, small_images, small_model
 from torch.utils.data import Dataset, Subset
 
+from samestep.checkpoint import async_save as saver_module
 from samestep.checkpoint import export as export_module
 from samestep.checkpoint import resume as resume_module
-from samestep.checkpoint import saver as saver_module
 from samestep.checkpoint import storage as checkpoint_module
 from samestep.comm import group
 from samestep.comm.communicator import Communicator

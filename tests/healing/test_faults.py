@@ -9,7 +9,7 @@ import tempfile
 
 import pytest
 
-from samestep.checkpoint.paths import LOCK_FILE
+from samestep.checkpoint.run_folder import LOCK_FILE
 
 PHASES = ("data", "forward", "backward", "exchange", "sent", "update", "evaluate", "checkpoint")
 KINDS = ("SIGKILL", "SIGSTOP", "exit", "device")

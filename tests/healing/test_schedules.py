@@ -12,7 +12,7 @@ from samestep.comm.membership import Membership
 from samestep.comm.shared_memory import SharedTransport
 from samestep.core.microbatches import ranges_of_slots
 from samestep.launcher.healing import Healing
-from samestep.launcher.workers import Workers
+from samestep.launcher.worker_states import Workers
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "simulation"))
 from run import Search

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed.run
 
 from samestep.comm.heartbeat import HEALS, SHOWS_LIFE, Beat
-from samestep.launcher.healing import HangDetector
+from samestep.launcher.hang_detector import HangDetector
 from samestep.launcher.job import Policy
 from samestep.launcher.worker_pool import STARTER, Group
 

@@ -8,7 +8,7 @@ import psutil
 import pytest
 from gpus import needs_fake_gpus, run
 
-from samestep.launcher.processes import EarlyServer, server_variables
+from samestep.launcher.os_processes import EarlyServer, server_variables
 
 FIRST_STEP = """
 import importlib, json, sys
@@ -130,7 +130,7 @@ def test_a_single_process_script_has_the_same_bits_whenever_torch_dynamo_is_impo
 WATCHED = """
 import sys
 from samestep.__main__ import main
-from samestep.launcher.processes import ServerProcess
+from samestep.launcher.os_processes import ServerProcess
 start = ServerProcess.start
 def noted(*args):
     print("with typer" if "typer" in sys.modules else "before typer", file=sys.stderr)

@@ -16,7 +16,7 @@ from worlds import in_turns
 
 from samestep.checkpoint import state
 from samestep.checkpoint.digest import state_digest
-from samestep.checkpoint.paths import CONTRACT_FILE
+from samestep.checkpoint.run_folder import CONTRACT_FILE
 from samestep.checkpoint.storage import list_checkpoints
 from samestep.checkpoint.verified_files import Manifest, manifest_bytes, read_manifest, write_sealed
 from samestep.errors import CheckpointError, ContractError, UsageError

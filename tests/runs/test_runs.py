@@ -11,7 +11,7 @@ import typer
 from ledger_runs import write
 from typer.testing import CliRunner
 
-from samestep.checkpoint.paths import take_lock
+from samestep.checkpoint.run_folder import take_lock
 from samestep.cli import runs as command
 from samestep.errors import DataError, UsageError
 from samestep.runs.ledger import to_line

@@ -12,8 +12,8 @@ from samestep.engine.forward_backward import backward_on_this_thread
 from samestep.errors import SamestepError
 from samestep.patch import Patch, applied
 from samestep.scripts.shared_script import SharedScript
-from samestep.scripts.wrapped import regions
-from samestep.scripts.wrapped.forward import chunked_forward
+from samestep.scripts.split_forward import regions
+from samestep.scripts.split_forward.forward import chunked_forward
 
 WIDTH = 5
 MARK = 50.0

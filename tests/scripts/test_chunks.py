@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 from torch.nn.utils.rnn import pack_sequence, unpack_sequence
 
 from samestep.errors import UsageError
-from samestep.scripts.wrapped.chunks import already_cut, chunk_sizes, cut, deal, is_tensor, put_together, take_apart
+from samestep.scripts.split_forward.chunks import (
+    already_cut,
+    chunk_sizes,
+    cut,
+    deal,
+    is_tensor,
+    put_together,
+    take_apart,
+)
 
 
 def cut_all(*args, num_microbatches=4, dim=0, scatter="tensors", **kwargs):

@@ -9,8 +9,8 @@ from simulated_programs import alone
 from torch import nn
 
 from samestep.errors import UsageError
-from samestep.scripts.wrapped import compare
-from samestep.scripts.wrapping import shared_out
+from samestep.scripts.auto_wrap import shared_out
+from samestep.scripts.split_forward import compare
 
 PRELUDE = """
 from dataclasses import dataclass

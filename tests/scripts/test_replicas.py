@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from samestep.errors import DeterminismError
-from samestep.scripts.wrapped.replicas import Replicas, check_in_place_state, in_place_state, uninitialized
+from samestep.scripts.split_forward.replicas import Replicas, check_in_place_state, in_place_state, uninitialized
 
 
 class Net(nn.Module):

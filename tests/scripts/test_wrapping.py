@@ -10,9 +10,9 @@ from torch import nn
 from worlds import DEVICE, cpu_only
 
 from samestep.errors import UsageError
-from samestep.scripts import wrapping
-from samestep.scripts.parallel import DataParallel
-from samestep.scripts.wrapping import shared_out
+from samestep.scripts import auto_wrap
+from samestep.scripts.auto_wrap import shared_out
+from samestep.scripts.data_parallel import DataParallel
 
 STEPS = 3
 PRELUDE = """
@@ -231,8 +231,8 @@ def test_a_text_that_can_be_no_name_is_refused(name):
 def test_modules_inside_a_chunk_are_called_without_a_look_at_the_stack(monkeypatch):
     script = alone()
     looked = []
-    real = wrapping.is_meant
-    monkeypatch.setattr(wrapping, "is_meant", lambda *args: looked.append(args) or real(*args))
+    real = auto_wrap.is_meant
+    monkeypatch.setattr(auto_wrap, "is_meant", lambda *args: looked.append(args) or real(*args))
     model = nn.Sequential(nn.Linear(6, 3), nn.ReLU(), nn.Linear(3, 3))
     with shared_out(script, "model"):
         model(torch.ones(8, 6))

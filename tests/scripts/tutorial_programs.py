@@ -5,7 +5,7 @@ import torch
 from samestep.core.tree import Block, TreeSum
 from samestep.errors import SamestepError
 from samestep.scripts.shared_script import SharedScript
-from samestep.scripts.wrapped.chunks import deal
+from samestep.scripts.split_forward.chunks import deal
 from samestep.tutorial import allreduce, replicate_params, split_and_load
 
 FEATURES, CLASSES = 6, 3

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from state_programs import NUM_STEPS, loaded_after_a_forward, own_loop, read_by_torch, stopped, train
 
 from samestep import files as run_files
-from samestep.checkpoint.saver import write_sharded
+from samestep.checkpoint.async_save import write_sharded
 from samestep.checkpoint.storage import Snapshot, newest_checkpoint, read_checkpoint, verify_checkpoint
 from samestep.checkpoint.verified_files import Manifest, Written, manifest_bytes, part_name, read_manifest
 from samestep.engine.sharded_state import LocalShard, by_rows

@@ -22,7 +22,7 @@ import psutil
 import torch
 from checks import Refused, cases, run_script, script
 
-from samestep.launcher.processes import end_with_parent
+from samestep.launcher.os_processes import end_with_parent
 
 KINDS = ("programs", "faults", "collectives", "scripts", "membership", "processes")
 EXAMPLES = 10  # of a seed

@@ -43,7 +43,7 @@ from samestep.errors import PeerLostError
 from samestep.launcher import healing, monitor
 from samestep.launcher.job import Assignment, Job, Policy
 from samestep.launcher.worker_pool import Group, WorkerEvent
-from samestep.launcher.workers import WORKING, Restarts, report_exception
+from samestep.launcher.worker_states import WORKING, Restarts, report_exception
 from samestep.run.signals import stopping_on_request
 
 TIMED = (membership, rendezvous, heartbeat_page, shared_memory, healing, monitor)

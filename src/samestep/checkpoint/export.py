@@ -6,8 +6,8 @@ import torch
 
 from samestep.checkpoint.local_shards import unsharded
 from samestep.checkpoint.packing import as_bad_checkpoint
-from samestep.checkpoint.paths import CHECKPOINT_FOLDER, holds_run
 from samestep.checkpoint.resume import named_checkpoint, names_checkpoint
+from samestep.checkpoint.run_folder import CHECKPOINT_FOLDER, holds_run
 from samestep.checkpoint.state import model_tensors, not_persistent
 from samestep.checkpoint.storage import Snapshot, newest_checkpoint, read_checkpoint
 from samestep.checkpoint.verified_files import SUFFIX, is_part, write_tensors

@@ -14,7 +14,7 @@ from torch import Tensor
 from samestep.checkpoint.contract_diff import ContractChange, check_contract_kept, differences, explain, shown
 from samestep.checkpoint.local_shards import ShardSpec, Stored, whole_tensors
 from samestep.checkpoint.packing import as_bad_checkpoint
-from samestep.checkpoint.paths import CHECKPOINT_FOLDER, holds_run
+from samestep.checkpoint.run_folder import CHECKPOINT_FOLDER, holds_run
 from samestep.checkpoint.state import (
     NOT_OURS,
     Steps,

@@ -25,7 +25,7 @@ from samestep.checkpoint.local_shards import (
     optimizer_state_dict,
 )
 from samestep.checkpoint.packing import as_bad_checkpoint, check_packed, extra_states, pack, unpack
-from samestep.checkpoint.paths import FACTS_FILE
+from samestep.checkpoint.run_folder import FACTS_FILE
 from samestep.checkpoint.storage import Snapshot
 from samestep.data.nested import leaves
 from samestep.engine.config import Settings, apply_new_settings

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from samestep.checkpoint.paths import FACTS_FILE
+from samestep.checkpoint.run_folder import FACTS_FILE
 from samestep.checkpoint.verified_files import (
     MANIFEST_FILE,
     SUFFIX,

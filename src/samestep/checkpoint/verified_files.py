@@ -30,7 +30,7 @@ from safetensors.torch import load, save_file
 from torch import Tensor
 
 from samestep.checkpoint.packing import METADATA, as_bad_checkpoint
-from samestep.checkpoint.paths import MAX_FACTS_BYTES
+from samestep.checkpoint.run_folder import MAX_FACTS_BYTES
 from samestep.engine.sharded_state import LocalShard
 from samestep.errors import CheckpointError
 from samestep.files import load_json, open_regular, read_small

@@ -12,7 +12,7 @@ from typer.core import TyperGroup
 
 from samestep.cli.options import SPELLINGS, Command, without_types
 from samestep.errors import SamestepError, UsageError
-from samestep.launcher.processes import EarlyServer
+from samestep.launcher.os_processes import EarlyServer
 from samestep.text import notify, readable
 from samestep.version import __version__
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, get_args, get_origin, g
 import typer
 from typer.core import TyperCommand
 
-from samestep.checkpoint.paths import CHECKPOINT_FOLDER, RUNS_FOLDER, holds_run
+from samestep.checkpoint.run_folder import CHECKPOINT_FOLDER, RUNS_FOLDER, holds_run
 from samestep.errors import UsageError
 from samestep.recipes.settings import DEVICES, MAX_THREADS
 

@@ -37,7 +37,7 @@ def profile(
 
     Nothing is written.
     """
-    from samestep.checkpoint.paths import PROFILE_FOLDER
+    from samestep.checkpoint.run_folder import PROFILE_FOLDER
 
     found = {**step_times(folder), "traces": traces(folder / PROFILE_FOLDER)}
     if as_json:

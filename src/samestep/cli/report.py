@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from samestep.checkpoint.paths import PICTURE_FILE
+from samestep.checkpoint.run_folder import PICTURE_FILE
 from samestep.cli.options import run_folders
 from samestep.extras import is_installed, missing
 from samestep.text import make_console, notify

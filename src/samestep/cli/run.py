@@ -51,7 +51,7 @@ def run(
     (init_process_group, samestep.Run) finds the variables that torchrun sets; with --logical-devices V it is run as V
     ranks, with the same bits on any number of devices.
     """
-    from samestep.checkpoint.paths import PROFILE_FOLDER
+    from samestep.checkpoint.run_folder import PROFILE_FOLDER
     from samestep.comm.environment import read_environment
     from samestep.devices.selection import AUTO_CPU_WORKERS, cpu_workers_for, select
     from samestep.errors import UsageError

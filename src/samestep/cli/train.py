@@ -24,7 +24,7 @@ from samestep.text import notify
 
 if TYPE_CHECKING:
     from samestep.core.mesh import Mesh
-    from samestep.launcher.processes import EarlyServer
+    from samestep.launcher.os_processes import EarlyServer
 
 
 @with_options
@@ -53,7 +53,7 @@ def train(
     as_json: Annotated[bool, typer.Option("--json", help="End with one JSON object on stdout.")] = False,
 ) -> None:
     """Trains a recipe on all devices and leaves a run folder: the same bits on any number of devices."""
-    from samestep.checkpoint.paths import PROFILE_FOLDER, check_entries, check_untaken, new_folder_name
+    from samestep.checkpoint.run_folder import PROFILE_FOLDER, check_entries, check_untaken, new_folder_name
     from samestep.comm.environment import read_environment
     from samestep.recipes.catalog import check_name
 
@@ -99,7 +99,7 @@ def _resumed(
     asked: dict[str, Any], resume: str | None, run_dir: str | None, workers: WorkerOptions
 ) -> tuple[dict[str, Any], Path | None]:
     """The options of a resumed run, its own and those given now; and its folder, None for a new run."""
-    from samestep.checkpoint.paths import CONTRACT_FILE, recorded, run_of, unfinished_run
+    from samestep.checkpoint.run_folder import CONTRACT_FILE, recorded, run_of, unfinished_run
 
     if resume is None:
         return asked, None
@@ -131,7 +131,7 @@ def _check_kept(asked: Mapping[str, Any], source: Path, resume: Path) -> None:
     The workers compare all of it, once they have a model.
     """
     from samestep.checkpoint.contract_diff import check_contract_kept, differences
-    from samestep.checkpoint.paths import CHECKPOINT_FOLDER
+    from samestep.checkpoint.run_folder import CHECKPOINT_FOLDER
     from samestep.runs.run_list import checkpoint_contract, newest_checkpoint_name
 
     checkpoint = resume
@@ -155,7 +155,7 @@ def _train_by_workers(
     early: "EarlyServer | None",
 ) -> None:
     """Starts a worker a device, and shows their progress."""
-    from samestep.checkpoint.paths import LOG_FOLDER, remove_if_unused
+    from samestep.checkpoint.run_folder import LOG_FOLDER, remove_if_unused
     from samestep.devices.selection import select
     from samestep.launcher.supervisor import supervise
 

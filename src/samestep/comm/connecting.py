@@ -18,7 +18,7 @@ import torch.distributed as dist
 from samestep.comm.environment import Environment, chosen_transport
 from samestep.comm.group import GroupTransport
 from samestep.comm.heartbeat import PAGE_VARIABLE
-from samestep.comm.nodes import connect_nodes
+from samestep.comm.hierarchical_reduction import connect_nodes
 from samestep.comm.rendezvous import Rendezvous, meet, not_connected, rendezvous, store_host
 from samestep.comm.segment import NoSegmentError, map_segment
 from samestep.comm.shared_memory import SharedTransport

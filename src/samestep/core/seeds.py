@@ -25,3 +25,8 @@ def derive_seed(*parts: int) -> int:
     for part in parts:
         state = splitmix64(state ^ (index(part) & MASK))
     return state
+
+
+def microbatch_seed(seed: int, stream: int, step: int, microbatch: int) -> int:
+    """The seed of the generators before the forward of a microbatch: no number of devices is part of it."""
+    return derive_seed(seed, stream, step, microbatch)

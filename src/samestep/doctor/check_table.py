@@ -443,7 +443,7 @@ def _graded(name: str, found: str, value: float, least: float, enough: float, ad
 
 def check_run_folder(machine: Machine) -> Result:
     """Writing, renaming over a file and locking in the folder for runs, tried in a folder that is removed again."""
-    from samestep.checkpoint.paths import is_locked, take_lock
+    from samestep.checkpoint.run_folder import is_locked, take_lock
 
     reasons: list[str] = []
     try:

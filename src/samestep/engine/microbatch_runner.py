@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import torch
 
-from samestep.core.seeds import derive_seed
+from samestep.core.seeds import microbatch_seed
 from samestep.data.batch import Batch
 from samestep.engine.buffers import BufferMerge
 from samestep.engine.losses import MicrobatchLoss
@@ -53,7 +53,7 @@ class MicrobatchRunner:
         step, compute, gradients, purity = self._step, self._compute, self._gradients, self._step.purity
         value, num_samples = self._batch.microbatches[microbatch], self._sizes[microbatch]
         # Dropout must not depend on the rank that runs the microbatch, nor on the one that it ran before.
-        compute.generators.seed(derive_seed(compute.config.seed, compute.config.stream, step.number, microbatch))
+        compute.generators.seed(microbatch_seed(compute.config.seed, compute.config.stream, step.number, microbatch))
         compute.observers.on_microbatch(step.number, microbatch, value)
         gradients.expect(microbatch, is_last)
         try:

@@ -30,7 +30,7 @@ from typing import Any, NoReturn
 
 from samestep.comm.environment import LOOPBACK
 from samestep.comm.heartbeat import EventParser
-from samestep.launcher import processes
+from samestep.launcher import os_processes
 from samestep.launcher.job import Instruction, Job
 from samestep.launcher.worker import leave, work
 
@@ -66,9 +66,9 @@ def serve(control: socket.socket, supervisor: int, forks: bool = True) -> Instru
     server = None
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        processes.release_signals()
-        processes.end_with_parent(supervisor, signal.SIGTERM)
-        processes.adopt_orphans()
+        os_processes.release_signals()
+        os_processes.end_with_parent(supervisor, signal.SIGTERM)
+        os_processes.adopt_orphans()
         collects = gc.isenabled()
         if forks:
             gc.disable()  # takes a tenth of an import's time, and leaves holes in the pages that the workers share
@@ -92,8 +92,8 @@ def main() -> None:
     """
     if sys.argv[1] == "store":
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        processes.release_signals()
-        processes.end_with_parent(int(sys.argv[3]), signal.SIGKILL)
+        os_processes.release_signals()
+        os_processes.end_with_parent(int(sys.argv[3]), signal.SIGKILL)
         os.set_inheritable(int(sys.argv[2]), False)
         _host_store(socket.socket(fileno=int(sys.argv[2])))
     control = socket.socket(fileno=int(sys.argv[1]))
@@ -160,7 +160,7 @@ def _start(server: ForkServer, message: dict[str, Any]) -> Instruction | None:
     """Starts one worker; returns its instruction in a forked worker, None in the server."""
     if not server.name:
         server.name = Job.from_json(message["instruction"]["job"]).name
-        processes.set_title(f"samestep fork server {server.name}", "samestep-fork")
+        os_processes.set_title(f"samestep fork server {server.name}", "samestep-fork")
     attempt = message["instruction"]["assignment"]["attempt"]
     if attempt != server.attempt:
         server.attempt = attempt
@@ -168,7 +168,7 @@ def _start(server: ForkServer, message: dict[str, Any]) -> Instruction | None:
     fds = {name: server.received.popleft() for name in message["names"]}
     instruction = Instruction.from_json({**message["instruction"], "port": server.port, "fds": fds})
     parent = os.getpid()
-    processes.hold_signals()
+    os_processes.hold_signals()
     if server.forks:
         gc.freeze()  # the workers share these pages as long as none of them writes to them
         pid = _fork()
@@ -180,7 +180,7 @@ def _start(server: ForkServer, message: dict[str, Any]) -> Instruction | None:
             file.write(json.dumps(asdict(instruction)).encode())
             file.flush()
             pid = _spawn("samestep.launcher.worker", fds=fds, fd=file.fileno())
-    processes.release_signals()
+    os_processes.release_signals()
     # Here and in the worker: whichever comes first, the group is there before it is signalled.
     with contextlib.suppress(OSError):
         os.setpgid(pid, pid)
@@ -195,7 +195,7 @@ def _start(server: ForkServer, message: dict[str, Any]) -> Instruction | None:
 def _become_worker(server: ForkServer, parent: int) -> None:
     """Closes the fork server's descriptors in a new worker; must not raise, or a second fork server would run."""
     try:
-        processes.end_with_parent(parent, signal.SIGKILL)
+        os_processes.end_with_parent(parent, signal.SIGKILL)
         os.setpgid(0, 0)
         if server.collects:
             gc.enable()
@@ -222,7 +222,7 @@ def _start_store(server: ForkServer) -> None:
     server.store = _fork() if server.forks else _spawn("samestep.launcher.forkserver", "store", fd=listener.fileno())
     if server.store == 0:
         try:
-            processes.end_with_parent(parent, signal.SIGKILL)
+            os_processes.end_with_parent(parent, signal.SIGKILL)
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             server.control.close()
@@ -239,7 +239,7 @@ def _host_store(listener: socket.socket) -> NoReturn:
     """Hosts the store until a signal ends the process."""
     import torch.distributed as dist
 
-    processes.set_title("samestep store", "samestep-store")
+    os_processes.set_title("samestep store", "samestep-store")
     port = listener.getsockname()[1]
     stderr = os.dup(2)
     if LOG_LEVEL not in os.environ:
@@ -265,7 +265,7 @@ def _spawn(module: str, *arguments: str, fd: int, fds: Mapping[str, int] | None 
     """Starts a module as a program that leads a process group; returns its process id."""
     fds = fds or {}
     process = subprocess.Popen(
-        [sys.executable, "-P", "-m", module, *arguments, str(fd), str(os.getpid()), processes.TITLE_ROOM],
+        [sys.executable, "-P", "-m", module, *arguments, str(fd), str(os.getpid()), os_processes.TITLE_ROOM],
         pass_fds=tuple({fd, *fds.values()}),
         stdout=fds.get("stdout"),
         stderr=fds.get("stderr"),
@@ -296,7 +296,7 @@ def _signal(server: ForkServer, slot: int, signum: int) -> None:
     for pid, owner in server.workers.items():
         if owner == slot:
             with contextlib.suppress(ProcessLookupError):
-                processes.send_signal(pid, signum)
+                os_processes.send_signal(pid, signum)
 
 
 def _reap(server: ForkServer) -> None:
@@ -314,7 +314,7 @@ def _reap(server: ForkServer) -> None:
             _send(server.control, "broken", text=f"the process that hosts the store ended ({code})")
         if pid in server.workers:
             slot = server.workers.pop(pid)
-            processes.sweep_group(pid)
+            os_processes.sweep_group(pid)
             _send(server.control, "exited", slot=slot, code=code)
 
 
@@ -337,7 +337,7 @@ def _end_all(server: ForkServer) -> None:
         with contextlib.suppress(ChildProcessError):
             os.waitpid(pid, 0)
     for pid in server.workers:
-        processes.sweep_group(pid)
+        os_processes.sweep_group(pid)
 
 
 def _install_signals() -> tuple[int, int]:

@@ -24,7 +24,7 @@ from samestep.comm.heartbeat import EVENTS_VARIABLE, MAX_SLOTS, PAGE_VARIABLE, S
 from samestep.core.microbatches import DEFAULT_NUM_MICROBATCHES
 from samestep.errors import UsageError
 from samestep.launcher.device_token import TOKEN_VARIABLE
-from samestep.launcher.processes import server_variables
+from samestep.launcher.os_processes import server_variables
 from samestep.patch import DYNAMO
 
 if TYPE_CHECKING:

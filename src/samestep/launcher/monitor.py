@@ -29,10 +29,11 @@ from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from samestep.comm import heartbeat
 from samestep.comm.heartbeat import MAX_SLOTS, STOPS_ON_REQUEST, Beat, Event, HeartbeatPage
-from samestep.launcher.healing import LINGER_SECONDS, HangDetector, Healing
+from samestep.launcher.hang_detector import HangDetector
+from samestep.launcher.healing import LINGER_SECONDS, Healing
 from samestep.launcher.job import Assignment, Instruction, Job, Outcome
 from samestep.launcher.worker_pool import STARTER, WorkerPool
-from samestep.launcher.workers import (
+from samestep.launcher.worker_states import (
     Failure,
     Restarts,
     Worker,

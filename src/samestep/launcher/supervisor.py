@@ -33,7 +33,7 @@ from samestep.comm.heartbeat import HeartbeatPage
 from samestep.devices.selection import AUTO_CPU_WORKERS, Selection, cpu_workers_for, select
 from samestep.errors import UsageError, WorkerError
 from samestep.files import remove_leftovers
-from samestep.launcher import processes
+from samestep.launcher import os_processes
 from samestep.launcher.job import (
     TRAINING,
     Job,
@@ -45,9 +45,9 @@ from samestep.launcher.job import (
     write_payload,
 )
 from samestep.launcher.monitor import Display, Monitor, make_event
-from samestep.launcher.processes import EarlyServer
+from samestep.launcher.os_processes import EarlyServer
 from samestep.launcher.worker_pool import ServerPool, WorkerPool
-from samestep.launcher.workers import Restarts, make_log_dir
+from samestep.launcher.worker_states import Restarts, make_log_dir
 from samestep.text import counted
 
 StartMethod = Literal["fork", "spawn"]
@@ -70,7 +70,7 @@ def supervise(
     In the main thread, the first SIGINT, SIGTERM or SIGHUP lets the workers finish their step if all of them can, else
     it is forwarded to them; a second one, SIGHUP excepted, kills them.
     """
-    processes.open_standard_streams()
+    os_processes.open_standard_streams()
     method = resolve_start_method(job.start_method, job.num_threads)
     if open_pool is None:
         variables = process_variables(selection, job.num_threads)

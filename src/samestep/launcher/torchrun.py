@@ -19,12 +19,18 @@ from pathlib import Path
 from samestep.comm.environment import Environment, read_environment, torchrun_defaults
 from samestep.devices.selection import Selection
 from samestep.errors import UsageError
-from samestep.launcher import processes
+from samestep.launcher import os_processes
 from samestep.launcher.device_token import TOKEN_VARIABLE
 from samestep.launcher.forkserver import LOG_LEVEL
 from samestep.launcher.job import Job, Outcome, Torchrun, process_variables, run_program
 from samestep.launcher.worker import exit_code_of, leave
-from samestep.launcher.workers import begin_log, describe_ending, explain_exception, make_log_dir, report_exception
+from samestep.launcher.worker_states import (
+    begin_log,
+    describe_ending,
+    explain_exception,
+    make_log_dir,
+    report_exception,
+)
 from samestep.text import counted, notify, show
 
 TOKENS, STARTED, ABSENT = "tokens", "started-", "absent"  # files beside torchrun's logs; the second with a local rank
@@ -52,7 +58,7 @@ def hand_over(job: Job, selection: Selection, torchrun: Torchrun) -> Outcome:
     os.environ.setdefault(LOG_LEVEL, "ERROR")  # else a page of C++ frames when another machine ends
     if policy.max_restarts:  # a store for each round: a script's own process groups would meet dead ranks in an old one
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    with processes.temporary_folder("samestep-torchrun-") as folder:  # torchrun would leave its own behind
+    with os_processes.temporary_folder("samestep-torchrun-") as folder:  # torchrun would leave its own behind
         from torch.distributed import DistError, run
         from torch.distributed.elastic.multiprocessing import SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -206,7 +212,7 @@ def _answers(host: str, port: int) -> bool:
 
 def main() -> None:
     """One worker, started by torchrun; its arguments are JSON: the job, and the devices of logical ones."""
-    processes.end_with_parent(os.getppid(), signal.SIGKILL)  # else it would outlive an agent that is killed
+    os_processes.end_with_parent(os.getppid(), signal.SIGKILL)  # else it would outlive an agent that is killed
     place, job = read_environment(), Job.from_json(json.loads(sys.argv[1]))
     terminal = open(os.dup(2), "w", buffering=1, encoding="utf-8", errors="replace")  # noqa: SIM115 - until the end
     log = None if job.log_dir is None or place.rank == 0 else str(Path(job.log_dir) / f"rank-{place.rank}.log")

@@ -20,9 +20,9 @@ from typing import Any, NoReturn
 from samestep.comm.heartbeat import HEALS, Channel, HeartbeatPage
 from samestep.devices.device import keep_freed_memory
 from samestep.files import temporary_name
-from samestep.launcher import processes
+from samestep.launcher import os_processes
 from samestep.launcher.job import Instruction, run_program, worker_variables
-from samestep.launcher.workers import report_exception
+from samestep.launcher.worker_states import report_exception
 from samestep.text import show
 
 Call = Callable[[], Any]
@@ -33,11 +33,11 @@ def work(instruction: Instruction, call: Call | None = None) -> int:
     _reset_signals()
     _redirect_streams(instruction)
     which = f"{instruction.assignment.rank}/{instruction.assignment.world_size}"
-    processes.set_title(f"samestep worker {which} {instruction.job.name}", f"samestep-{which}")
+    os_processes.set_title(f"samestep worker {which} {instruction.job.name}", f"samestep-{which}")
     os.environ.update(worker_variables(instruction))
     channel = Channel(instruction.fds["events"])
     try:
-        processes.release_signals()
+        os_processes.release_signals()
         _draw_seeds()
         with contextlib.suppress(OSError):  # of the data workers' sockets; the supervisor removes it in any case
             folder = temporary_name(Path(tempfile.gettempdir()), "")
@@ -68,7 +68,7 @@ def work(instruction: Instruction, call: Call | None = None) -> int:
 
 def main() -> None:
     """The worker as a program; its arguments begin with the instruction's descriptor and the parent's id."""
-    processes.end_with_parent(int(sys.argv[2]), signal.SIGKILL)
+    os_processes.end_with_parent(int(sys.argv[2]), signal.SIGKILL)
     with open(int(sys.argv[1]), encoding="utf-8") as file:
         instruction = Instruction.from_json(json.loads(os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0)))
     for fd in instruction.fds.values():

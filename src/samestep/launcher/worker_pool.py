@@ -13,10 +13,10 @@ from typing import Any, NamedTuple, Protocol
 import psutil
 
 from samestep.comm.heartbeat import EventParser
-from samestep.launcher import processes
+from samestep.launcher import os_processes
 from samestep.launcher.job import Instruction
-from samestep.launcher.processes import EarlyServer, ServerProcess
-from samestep.launcher.workers import describe_ending, read_available
+from samestep.launcher.os_processes import EarlyServer, ServerProcess
+from samestep.launcher.worker_states import describe_ending, read_available
 
 CLOSE_SECONDS = 5.0
 STARTER = -1  # in place of a slot: the process that starts the workers
@@ -98,7 +98,7 @@ class ServerPool:
 
         ours, theirs = socket.socketpair()
         parent = os.getpid()
-        with warnings.catch_warnings(), theirs, processes.held_signals():
+        with warnings.catch_warnings(), theirs, os_processes.held_signals():
             # Python 3.12 warns of a fork while threads run, which notebooks always have.
             warnings.simplefilter("ignore", DeprecationWarning)
             pid = os.fork()
@@ -159,7 +159,7 @@ class ServerPool:
         if self._running or not self._wait(CLOSE_SECONDS):
             self.kill()
         for group in self._pids.values():
-            processes.sweep_group(group)
+            os_processes.sweep_group(group)
         self._control.close()
 
     def kill(self) -> None:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.optim import lr_scheduler as schedules
 from torch.optim.lr_scheduler import LRScheduler
 
-from samestep.checkpoint.paths import RESULT_FILE
+from samestep.checkpoint.run_folder import RESULT_FILE
 from samestep.checks import check_choice
 from samestep.comm.exceptions import on_main
 from samestep.devices.inventory import discover

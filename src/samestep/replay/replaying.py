@@ -15,8 +15,8 @@ import torch
 
 from samestep.checkpoint.contract_diff import differences
 from samestep.checkpoint.digest import as_hex, state_checksum
-from samestep.checkpoint.paths import CHECKPOINT_FOLDER, CONTRACT_FILE, holds_run, recorded
 from samestep.checkpoint.resume import find_state
+from samestep.checkpoint.run_folder import CHECKPOINT_FOLDER, CONTRACT_FILE, holds_run, recorded
 from samestep.checkpoint.storage import newest_checkpoint
 from samestep.comm.environment import Environment, read_environment
 from samestep.data.batch import Batch

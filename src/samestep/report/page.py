@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 
 from samestep.checkpoint.contract_diff import decides
-from samestep.checkpoint.paths import CONTRACT_FILE
+from samestep.checkpoint.run_folder import CONTRACT_FILE
 from samestep.report.formatting import duration, flat, number, size, value_text
 from samestep.report.reader import QUIET, json_number
 from samestep.report.run_summary import Finding, Phases, RunReport, RunSummary

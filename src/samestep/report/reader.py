@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from samestep.checkpoint.paths import CONTRACT_FILE, LEDGER_FILE
+from samestep.checkpoint.run_folder import CONTRACT_FILE, LEDGER_FILE
 from samestep.errors import DataError, UsageError
 from samestep.runs.curves import Curve
 from samestep.runs.ledger import Ledger, number, read_ledger

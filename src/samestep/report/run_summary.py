@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from samestep.checkpoint.contract_diff import ContractChange, differences
-from samestep.checkpoint.paths import CONTRACT_FILE, LEDGER_FILE, METRICS_FILE, RESULT_FILE
+from samestep.checkpoint.run_folder import CONTRACT_FILE, LEDGER_FILE, METRICS_FILE, RESULT_FILE
 from samestep.errors import UsageError
 from samestep.report.formatting import command_text, number, optimizer_text
 from samestep.report.reader import (

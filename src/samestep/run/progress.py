@@ -189,8 +189,8 @@ class Progress:
         contract: Mapping[str, Any],
     ) -> None:
         """Sends the state of rank `source` before the step on this batch to ranks that join."""
+        from samestep.checkpoint.async_save import to_host_copy
         from samestep.checkpoint.resume import Resumed, broadcast_state
-        from samestep.checkpoint.saver import to_host_copy
 
         state = None
         if communicator.rank == source:

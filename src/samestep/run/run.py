@@ -602,7 +602,7 @@ class Run:
             RunFolderError: it cannot be written; no good checkpoint is lost.
             DeterminismError: the ranks' states differ; the message names the difference and the rank.
         """
-        from samestep.run.own_loop import save  # loads what reads and writes checkpoints
+        from samestep.run.loop_checkpoints import save  # loads what reads and writes checkpoints
 
         contract = self.contract.as_json()
         is_ours = Path(folder).resolve() in self._folders
@@ -638,7 +638,7 @@ class Run:
             ContractError: the run was made under another contract; the message lists the fields.
             UsageError: a folder in which no checkpoint is good.
         """
-        from samestep.run.own_loop import load
+        from samestep.run.loop_checkpoints import load
 
         contract = self.contract.as_json()
         found = load(self.membership, contract, place, step, loader, allow_contract_change, self.print)

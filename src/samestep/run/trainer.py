@@ -16,7 +16,7 @@ from samestep.checkpoint.contract import loader_contract, step_contract
 from samestep.checkpoint.contract_diff import ContractChange
 from samestep.checkpoint.digest import state_digest
 from samestep.checkpoint.local_shards import is_sharded
-from samestep.checkpoint.paths import CHECKPOINT_FOLDER, WEIGHTS_FILE
+from samestep.checkpoint.run_folder import CHECKPOINT_FOLDER, WEIGHTS_FILE
 from samestep.comm.communicator import Communicator
 from samestep.comm.exceptions import on_main
 from samestep.comm.membership import END_OF_FIT

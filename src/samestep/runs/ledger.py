@@ -22,7 +22,7 @@ from typing import IO, TYPE_CHECKING, Any, Final
 from rich.markup import escape
 
 from samestep.checkpoint.contract_diff import ContractChange, decides, shown
-from samestep.checkpoint.paths import LEDGER_FILE
+from samestep.checkpoint.run_folder import LEDGER_FILE
 from samestep.errors import DataError, RunFolderError
 from samestep.files import append_whole, check_length, is_at, open_unbuffered, read_lines, reason, writing
 from samestep.text import make_table

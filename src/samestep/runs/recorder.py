@@ -43,7 +43,7 @@ from torch import Tensor
 
 from samestep.checkpoint.contract_diff import ContractChange
 from samestep.checkpoint.digest import as_hex
-from samestep.checkpoint.paths import (
+from samestep.checkpoint.run_folder import (
     CONTRACT_FILE,
     LEDGER_FILE,
     METRICS_FILE,

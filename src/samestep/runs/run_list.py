@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from samestep.checkpoint.paths import (
+from samestep.checkpoint.run_folder import (
     CHECKPOINT_FOLDER,
     CONTRACT_FILE,
     FACTS_FILE,

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from samestep.checkpoint.contract_diff import ContractChange
 from samestep.checkpoint.digest import Drift, state_checksum
 from samestep.checkpoint.local_shards import is_sharded, whole_tensors
-from samestep.checkpoint.paths import (
+from samestep.checkpoint.run_folder import (
     CHECKPOINT_FOLDER,
     LEDGER_FILE,
     LOCK_SECONDS,
@@ -42,7 +42,7 @@ from samestep.runs.recorder import IsolatedLoggers, Logger, Recorder, StepNote
 from samestep.text import show
 
 if TYPE_CHECKING:
-    from samestep.checkpoint.saver import CheckpointSaver, SavedCheckpoint
+    from samestep.checkpoint.async_save import CheckpointSaver, SavedCheckpoint
     from samestep.checkpoint.storage import Snapshot
 
 REFRESH_SECONDS = 0.1
@@ -376,7 +376,7 @@ class RunLog:
             self._recorder.flush()
         is_written = False
         if collective:
-            from samestep.checkpoint.saver import has_local_shards, with_rows
+            from samestep.checkpoint.async_save import has_local_shards, with_rows
 
             state = with_rows(state, self._step.state_communicator, self._membership.rank == 0)
             if is_written := has_local_shards(state):
@@ -424,7 +424,7 @@ class RunLog:
 
     def _save(self, recorder: Recorder, folder: Path, state: "Snapshot") -> None:
         """Copies a state and has the thread write it."""
-        from samestep.checkpoint.saver import CheckpointSaver
+        from samestep.checkpoint.async_save import CheckpointSaver
 
         if self._saver is None:
             self._saver = CheckpointSaver(folder, self._keep, self._retries)
@@ -435,7 +435,7 @@ class RunLog:
 
     def _write_sharded(self, folder: Path, state: "Snapshot") -> None:
         """Writes a sharded state on all ranks."""
-        from samestep.checkpoint.saver import SavedCheckpoint, write_sharded
+        from samestep.checkpoint.async_save import SavedCheckpoint, write_sharded
 
         start = time.perf_counter()
         over = self._step.state_communicator

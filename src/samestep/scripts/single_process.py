@@ -21,13 +21,13 @@ from samestep.engine.forward_backward import backward_on_this_thread
 from samestep.errors import PeerLostError, UsageError
 from samestep.launcher.job import run_module, run_script
 from samestep.patch import Patch, applied, late_dynamo
-from samestep.scripts import backward, loading, output, parallel, seeding, wrapping
+from samestep.scripts import auto_wrap, backward, data_parallel, loading, output, seeding
 from samestep.scripts.files import patches as files
 from samestep.scripts.loading import Rank0Iterator
 from samestep.scripts.shared_script import SharedScript, activated, connect_script, num_visible
 from samestep.scripts.simulated.cuda import mark
 from samestep.scripts.simulated.devices import own_accelerator, simulated_devices
-from samestep.scripts.wrapped import forward, regions
+from samestep.scripts.split_forward import forward, regions
 
 DELAY_SECONDS = 0.2
 READ_BY_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
@@ -92,11 +92,11 @@ def patched(
         # Before the script, and what its libraries make for it, can keep a reference to a stream.
         stack.enter_context(output.script_streams(script))
         # These are independent of each other. `files` exchanges the name of a lock, so all ranks must come by here.
-        for part in (output, parallel, backward, seeding, files, loading):
+        for part in (output, data_parallel, backward, seeding, files, loading):
             stack.enter_context(applied(part.patches(script)))
         # From here on the run's own group is hidden; what is samestep's own has been connected.
         stack.enter_context(applied([*_process_group(script), _environment(script)]))
-        stack.enter_context(wrapping.shared_out(script, wrap))
+        stack.enter_context(auto_wrap.shared_out(script, wrap))
         # At last, as the generators are seeded here: nothing may draw from them before the script does. Its setters are
         # outside those of `seeding`, which count on one frame between them and the caller.
         stack.enter_context(seeding.seeded(script, seed))
@@ -158,10 +158,10 @@ def _profiled(environment: Environment) -> Iterator[None]:
     hook = register_optimizer_step_post_hook(lambda *_: trace.step())
     patches = (
         _marked(Rank0Iterator, "__next__", "data"),
-        _marked(forward, "chunked_forward", "forward", (parallel.__name__,)),
+        _marked(forward, "chunked_forward", "forward", (data_parallel.__name__,)),
         _marked(SharedScript, "gather", "exchange"),
         _marked(regions, "sum_pieces", "exchange"),
-        _marked(regions, "join_pieces", "exchange", ("samestep.scripts.wrapped.regions",)),
+        _marked(regions, "join_pieces", "exchange", ("samestep.scripts.split_forward.regions",)),
     )
     try:
         with applied(patches):

@@ -29,11 +29,11 @@ from samestep.engine.step import TrainStep
 from samestep.errors import UsageError
 from samestep.logical.ranks import run_logical
 from samestep.patch import applied
-from samestep.scripts import parallel
+from samestep.scripts import data_parallel
 from samestep.scripts.shared_script import SharedScript
 from samestep.scripts.single_process import run_single_process
 from samestep.scripts.spawning import run_multi_process
-from samestep.scripts.wrapped import forward
+from samestep.scripts.split_forward import forward
 from samestep.verify.causes.table import CAUSES, FactRecorder
 from samestep.verify.recording import JsonlWriter
 from samestep.verify.summaries import bits
@@ -219,7 +219,7 @@ def _wraps(watch: StepRecorder) -> list[Wrap]:
         Wrap(torch.autograd, "backward", backward),
         Wrap(autocast, "__enter__", enter),
         Wrap(SharedScript, "chunk", chunk),
-        Wrap(forward, "chunked_forward", chunked_forward, (parallel.__name__,)),
+        Wrap(forward, "chunked_forward", chunked_forward, (data_parallel.__name__,)),
     ]
 
 

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from samestep.comm.communicator import Communicator
 from samestep.comm.membership import Membership
-from samestep.core.seeds import derive_seed
+from samestep.core.seeds import microbatch_seed
 from samestep.data.batch import Batch
 from samestep.engine.config import Pipeline
 from samestep.engine.forward_backward import check_differentiable, graph_nodes
@@ -148,7 +148,7 @@ class StageRunner:
         if self._stage == 0:
             self._observers.on_microbatch(self._step, microbatch, self._batch.microbatches[microbatch])
         # As on one device. Later stages replace the state by that of the stage before, before their modules draw.
-        self._generators.seed(derive_seed(config.seed, config.stream, self._step, microbatch))
+        self._generators.seed(microbatch_seed(config.seed, config.stream, self._step, microbatch))
         proxy = ModelProxy(self._pipelined.model, run, returns=self._is_last)
         samples = self._num_samples(microbatch)
         try:

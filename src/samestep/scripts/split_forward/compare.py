@@ -25,9 +25,9 @@ from samestep.data.nested import leaves as entries_of
 from samestep.patch import Patch, applied
 from samestep.scripts import output
 from samestep.scripts.shared_script import SharedScript
-from samestep.scripts.wrapped.chunks import Chunks, advice, is_tensor, put_together, take_apart
-from samestep.scripts.wrapped.regions import describe, without_dim
-from samestep.scripts.wrapped.replicas import ModuleState, OwnGenerators
+from samestep.scripts.split_forward.chunks import Chunks, advice, is_tensor, put_together, take_apart
+from samestep.scripts.split_forward.regions import describe, without_dim
+from samestep.scripts.split_forward.replicas import ModuleState, OwnGenerators
 
 IGNORED = (-100, -1, 0)  # labels that losses leave out: of transformers, of nanoGPT, and of padding or a mask
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}

@@ -32,7 +32,7 @@ from samestep.data.batch import flattened
 from samestep.errors import UsageError
 from samestep.scripts.backward import begin_backward, meet_in_backward
 from samestep.scripts.shared_script import SharedScript
-from samestep.scripts.wrapped.chunks import is_tensor, put_together, take_apart
+from samestep.scripts.split_forward.chunks import is_tensor, put_together, take_apart
 
 BUCKET_BYTES = 25 * 2**20
 BORDER_BYTES = 64

@@ -32,8 +32,8 @@ from samestep.engine.diagnosis import explain_lone_sample
 from samestep.errors import UsageError
 from samestep.patch import Patch, applied
 from samestep.scripts.shared_script import SharedScript
-from samestep.scripts.wrapped.chunks import Chunks, advice, cut
-from samestep.scripts.wrapped.compare import (
+from samestep.scripts.split_forward.chunks import Chunks, advice, cut
+from samestep.scripts.split_forward.compare import (
     HOOKS,
     JoinRules,
     NotSplittable,
@@ -43,8 +43,8 @@ from samestep.scripts.wrapped.compare import (
     hooked,
     without_objects,
 )
-from samestep.scripts.wrapped.forward import chunked_forward
-from samestep.scripts.wrapped.replicas import uninitialized
+from samestep.scripts.split_forward.forward import chunked_forward
+from samestep.scripts.split_forward.replicas import uninitialized
 
 MAX_SEEN = 12
 MAX_COMPARED = 10  # of forwards with arguments of one form, until rules that cannot be told apart are left so

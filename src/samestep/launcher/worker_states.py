@@ -179,7 +179,7 @@ def begin_log(path: str, *, anew: bool) -> None:
 
 SAMESTEP = str(Path(__file__).resolve().parents[1])
 LAUNCHER = str(Path(__file__).resolve().parent)
-EXCHANGE = (f"{SAMESTEP}/scripts/wrapped/", f"{SAMESTEP}/verify/")
+EXCHANGE = (f"{SAMESTEP}/scripts/split_forward/", f"{SAMESTEP}/verify/")
 HIDDEN = (LAUNCHER, f"{SAMESTEP}/scripts/", f"{SAMESTEP}/verify/", "<frozen importlib", "<frozen runpy")
 NUM_TAIL_LINES = 30
 MAX_LABEL = 80

@@ -20,10 +20,10 @@ from samestep.errors import DeterminismError, UsageError
 from samestep.scripts import output
 from samestep.scripts.backward import generator_state, raise_together
 from samestep.scripts.shared_script import SharedScript
-from samestep.scripts.wrapped.chunks import Chunks, Leaf, already_cut, cut, deal
-from samestep.scripts.wrapped.compare import hooked
-from samestep.scripts.wrapped.regions import Item, Region, Results, enter, gather_results
-from samestep.scripts.wrapped.replicas import (
+from samestep.scripts.split_forward.chunks import Chunks, Leaf, already_cut, cut, deal
+from samestep.scripts.split_forward.compare import hooked
+from samestep.scripts.split_forward.regions import Item, Region, Results, enter, gather_results
+from samestep.scripts.split_forward.replicas import (
     Buffers,
     OwnGenerators,
     Replicas,

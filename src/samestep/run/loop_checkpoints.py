@@ -8,11 +8,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from samestep.checkpoint.async_save import to_host_copy, write_sharded
 from samestep.checkpoint.contract import loader_contract, step_contract
 from samestep.checkpoint.digest import Drift
 from samestep.checkpoint.local_shards import is_sharded, whole_tensors
 from samestep.checkpoint.resume import check_state, find_checkpoint, names_checkpoint, receive_state
-from samestep.checkpoint.saver import to_host_copy, write_sharded
 from samestep.checkpoint.state import Steps, capture, restore
 from samestep.checkpoint.storage import Snapshot, check_keep, list_checkpoints, write_checkpoint
 from samestep.comm.exceptions import on_main

@@ -16,7 +16,7 @@ from samestep.core.microbatches import check_num_microbatches
 from samestep.errors import UsageError
 from samestep.patch import Patch
 from samestep.scripts.shared_script import SharedScript, active, num_visible
-from samestep.scripts.wrapped.forward import chunked_forward, given_forward
+from samestep.scripts.split_forward.forward import chunked_forward, given_forward
 
 OVERRIDABLE = ("scatter", "gather", "replicate", "parallel_apply")
 
@@ -62,7 +62,7 @@ class DataParallel(nn.DataParallel[Any]):
         _set_devices(active(), self, device_ids, output_device, dim)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Runs the chunks; see `samestep.scripts.wrapped.forward.chunked_forward`."""
+        """Runs the chunks; see `samestep.scripts.split_forward.forward.chunked_forward`."""
         changed = _overridden(self)
         if changed:
             raise UsageError(
