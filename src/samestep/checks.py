@@ -4,7 +4,7 @@ import math
 import operator
 from collections.abc import Callable, Collection
 from difflib import get_close_matches
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any
 
 from samestep.errors import UsageError
@@ -34,10 +34,11 @@ def check_number(
         option: the option at the sentence's end; None for that of the argument's name, "" for none.
     """
     has_top = high is not None or below is not None
+    top = "to {}" if low is not None else "and at most {}" if above is not None else "at most {}"
     every: tuple[tuple[float | None, Callable[[Any, Any], bool], str], ...] = (
         (low, operator.ge, "from {}" if has_top else "{} or more"),
         (above, operator.gt, "above {}"),
-        (high, operator.le, "to {}"),
+        (high, operator.le, top),
         (below, operator.lt, "below {}" if low is None and above is None else "and below {}"),
     )
     limits = [limit for limit in every if limit[0] is not None]
@@ -47,7 +48,9 @@ def check_number(
     if not is_number or not all(within(value, limit) for limit, within, _ in limits):
         needed = " ".join(words.format(limit) for limit, _, words in limits)
         if not is_number:
-            needed = ", ".join(filter(None, ("a whole number" if whole else "a finite number", needed)))
+            is_other = isinstance(value, Integral) and not isinstance(value, bool)
+            noun = "a finite number" if not whole else "an int" if is_other else "a whole number"
+            needed = ", ".join(filter(None, (noun, needed)))
         raise UsageError(f"{_got(name, value)}; it must be {needed}{_by(name, option)}")
 
 

@@ -71,12 +71,12 @@ def train_plainly(communicator, compile):
 
 
 def train_with_seeds_by_rank(communicator):
-    real = microbatches_module.derive_seed
-    microbatches_module.derive_seed = lambda *parts: 1000 + communicator.rank
+    real = microbatches_module.microbatch_seed
+    microbatches_module.microbatch_seed = lambda *parts: 1000 + communicator.rank
     try:
         return train(communicator, True)
     finally:
-        microbatches_module.derive_seed = real
+        microbatches_module.microbatch_seed = real
 
 
 COMPILED = """

@@ -8,6 +8,7 @@ from engine_programs import bits, in_turns, make_step
 from torch import nn
 from torch.nn import functional
 
+from samestep.core.seeds import derive_seed
 from samestep.engine import microbatch_runner as microbatches_module
 from samestep.run.run import Run
 
@@ -74,15 +75,14 @@ def test_a_gan_ends_in_the_same_bits_on_every_number_of_devices():
 
 
 def test_twin_a_gan_with_randomness_by_rank_is_noticed(monkeypatch):
-    real = microbatches_module.derive_seed
     reference = in_turns(1, train_gan)[0]
     calls = []
 
     def by_call(*parts):
         calls.append(parts)
-        return real(*parts, len(calls))
+        return derive_seed(*parts, len(calls))
 
-    monkeypatch.setattr(microbatches_module, "derive_seed", by_call)
+    monkeypatch.setattr(microbatches_module, "microbatch_seed", by_call)
     assert in_turns(2, train_gan)[0] != reference
 
 

@@ -203,7 +203,7 @@ def test_twin_randomness_by_rank_is_noticed(monkeypatch):
     real = microbatches_module.MicrobatchRunner.run
 
     def by_rank(self, *args):
-        monkeypatch.setattr(microbatches_module, "derive_seed", lambda *parts: 1000 + self._membership.rank)
+        monkeypatch.setattr(microbatches_module, "microbatch_seed", lambda *parts: 1000 + self._membership.rank)
         return real(self, *args)
 
     monkeypatch.setattr(microbatches_module.MicrobatchRunner, "run", by_rank)

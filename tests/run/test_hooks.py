@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from resume_programs import BATCH, EPOCHS, METRICS, NUM_MICROBATCHES, SEED, classification, plain, points
@@ -233,6 +234,10 @@ def test_hooks_and_state_that_cannot_be_are_named(options, message):
 def test_a_decay_that_cannot_be_is_named(decay):
     with pytest.raises(UsageError, match=r"it must be (a finite number, )?from 0 to 1"):
         EMA(decay)
+
+
+def test_a_decay_of_numpy_goes_into_the_contract_of_a_run():
+    assert type(EMA(np.float32(0.5)).decay) is float
 
 
 def test_an_average_that_has_not_begun_or_is_of_another_model_is_not_applied():

@@ -264,6 +264,11 @@ def questions(communicator, folder):
     ]
 
 
+def threads_of_its_own(communicator, folder):
+    """Whether a rank that walks through its own threads, of which each process has others, finds them."""
+    return next(os.walk(top="/proc/self/task"))[1] == os.listdir("/proc/self/task")
+
+
 def many_questions(communicator, folder):
     """A line that asks very often: how many answers were rank 0's."""
     path = Path(folder, str(communicator.rank))

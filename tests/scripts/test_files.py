@@ -114,6 +114,10 @@ def test_questions_are_answered_as_on_rank_0(worlds, tmp_path):
     assert sorted(scanned) == [("0", False), ("sub", True)]
 
 
+def test_what_each_process_has_of_its_own_is_not_answered_by_rank_0(worlds, tmp_path):
+    assert script(worlds, 2, "threads_of_its_own", tmp_path) == [True, True]
+
+
 def test_a_line_that_asks_very_often_is_answered_on_each_rank_after_a_while(worlds, tmp_path):
     (tmp_path / "0").touch()
     first, second = script(worlds, 2, "many_questions", tmp_path)

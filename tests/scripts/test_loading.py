@@ -63,7 +63,7 @@ def test_what_is_read_without_workers_is_loaded_by_every_rank(worlds, tmp_path, 
     (expected, _, _), _, got, _ = both(worlds, tmp_path, 2, name)
     for seen, _, notices in got:
         assert seen == expected
-        assert notices == ["every rank loads all batches; with num_workers above 0, 2 ranks share the work out"]
+        assert notices == ["every rank loads all batches; with num_workers=2 or more, 2 ranks share the work out"]
 
 
 def test_a_sampler_that_differs_between_processes_is_that_of_rank_0(worlds, tmp_path):

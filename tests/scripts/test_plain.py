@@ -493,6 +493,26 @@ RESULT["state"] = model.state_dict()
     assert not train(2, body, num_microbatches=1)[0].error, "the fix that the message names"
 
 
+def test_a_result_that_has_no_rows_for_a_single_sample_is_refused(train):
+    body = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 1)
+
+    def forward(self, x):
+        return self.layer(x).squeeze()
+
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for x, _ in batches():
+    model(x).sum().backward()
+"""
+    (outcome,) = train(1, body, num_microbatches=14)
+    assert outcome.error == "UsageError", outcome.message
+    assert outcome.message.startswith("model (Net) cannot be shared out: ")
+
+
 class Tokens(nn.Module):
     def __init__(self):
         super().__init__()

@@ -86,7 +86,7 @@ TWINS = table("""
         engine.gradients.GradientSum.assign = lambda self, used: real(self, [True] * len(used))
         | plain | Program(blocks=("sometimes",), samples=8, optimizer="adam", epochs=2)
     microbatches draw in the order of their rank:
-        engine.microbatch_runner.derive_seed = lambda *_: int(torch.randint(1 << 31, ()))
+        engine.microbatch_runner.microbatch_seed = lambda *_: int(torch.randint(1 << 31, ()))
         | ranks | Program(blocks=("dropout",), microbatches=2)
     gradients are added in the order of the ranks:
         comm.reduction.fold = lambda blocks, values: torch.stack(list(values)).sum(0)

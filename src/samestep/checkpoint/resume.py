@@ -261,9 +261,8 @@ def broadcast_state(
                 data.copy_(communicator.share(data if ours else None, source))
             sharding = None if ours or shard_spec is None else shard_spec.sharding_of(file, name, whole.shape)
             files[file][name] = whole
-            if (
-                sharding is not None and shard_spec is not None
-            ):  # in memory of its own, so that that of the whole is freed
+            if sharding is not None and shard_spec is not None:
+                # In memory of its own, so that that of the whole is freed.
                 files[file][name] = LocalShard(sharding.part(whole, shard_spec.rank).clone(), sharding)
     folder = None if head["folder"] is None else Path(head["folder"])
     return Resumed(head["name"], Snapshot(head["step"], files, head["facts"]), folder, head["newer"])

@@ -6,8 +6,8 @@ parts. With one block a rank this moves 2(D-1)/D of the tensor a rank, as a ring
 message instead of two: every rank gets all blocks and folds all of them. The bits are the same either way.
 
 A form of the reduction is a generator, so that a caller may do something else between its stages: it yields the
-transfer under way, is sent what arrived, and returns the sum. Between nodes
-another form sends less (`comm.nodes`).
+transfer under way, is sent what arrived, and returns the sum. Between nodes another form sends less
+(`comm.hierarchical_reduction`).
 """
 
 from collections.abc import Callable, Sequence

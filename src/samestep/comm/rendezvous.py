@@ -49,7 +49,7 @@ class Rendezvous:
     """Ranks that have all reached one store, in which they agree on how to connect.
 
     Attributes:
-        store: the store.
+        store: where ranks write for others, under agreed keys.
         place: the place of this rank among them.
         timeout: the time in which every rank must answer. A lost rank must be noticed soon, so it may be shorter than
             that of later exchanges.

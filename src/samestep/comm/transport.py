@@ -45,7 +45,7 @@ Stages = Generator[Pending, Tensor, Tensor]
 
 
 class NodeReduction(Protocol):
-    """The reduction of ranks on several machines, by machines; `comm.nodes` has it."""
+    """The reduction of ranks on several machines, by machines; `comm.hierarchical_reduction` has it."""
 
     def reduce(self, blocks_by_rank: Blocks, sums: Sequence[Tensor], like: Tensor) -> Stages:
         """The sum over all microbatches; arguments as those of `reduction.ordered`."""

@@ -60,13 +60,14 @@ def read_idx(path: str | PathLike[str]) -> Tensor:
             )
         start = 4 + 4 * num_dims
         shape = np.frombuffer(content[4:start], ">u4", num_dims).tolist()  # Python's integers, whose product is exact
-        array = np.frombuffer(content, DTYPES[code], math.prod(shape), start)
-        if start + array.nbytes < len(content):
-            raise ValueError(f"{len(content) - start} bytes follow a header that says {array.nbytes}")
-    # NumPy's own are ValueErrors for too few bytes, and an OverflowError for a shape that no memory could hold.
+        needed = math.prod(shape) * np.dtype(DTYPES[code]).itemsize
+        if start + needed != len(content):
+            raise ValueError(f"{len(content) - start} bytes follow a header that says {needed}")
+        array = np.frombuffer(content, DTYPES[code], offset=start).reshape(shape)
+    # NumPy's own: an empty array may have a shape that is too large, or too many dimensions.
     except (EOFError, OSError, OverflowError, ValueError, zlib.error) as error:
         raise DataError(f"{path}: no IDX file, or damaged or truncated ({error}); fetch it again") from error
-    return torch.from_numpy(array.astype(array.dtype.newbyteorder("="))).reshape(shape)
+    return torch.from_numpy(array.astype(array.dtype.newbyteorder("=")))
 
 
 def read_image_label_pair(

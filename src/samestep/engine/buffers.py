@@ -63,7 +63,7 @@ class BufferMerge(StepBuffers):
     # A forward writes to buffers, and the next microbatch of this rank would read what it wrote; on other ranks other
     # microbatches come before. So `begin` copies the buffers, and every microbatch starts from that copy: `collect`
     # takes what it left, then restores. Running statistics (`_means`) are weighted by the samples and pushed on a tree,
-    # of all norms in one flat tensor; `exchange` sums them over the ranks, and `write` divides once. Of any other
+    # of all norms in one flat tensor; `exchange` sums them over the ranks and divides once. Of any other
     # buffer (`_others`) only the first result of a rank is kept, with a checksum of each microbatch's: `exchange`
     # refuses different ones, since there is no rule by which to merge them. Copying is what costs: a buffer whose
     # version has not moved is left alone, but versions do not show every write (`_find_changed` has the cases).

@@ -44,10 +44,9 @@ def describe_shortage(
     )
     more = f", or {advice}" if advice else ""
     if num_samples == 1:
-        return (
-            f"{where}, and one sample is the least: use a smaller model, precision='bf16-mixed' (--precision "
-            f"bf16-mixed), activation checkpointing (torch.utils.checkpoint){more}"
-        )
+        ways = ["a smaller model", "precision='bf16-mixed' (--precision bf16-mixed)"]
+        ways += ["activation checkpointing (torch.utils.checkpoint)", *([advice] if advice else [])]
+        return f"{where}, and one sample is the least: use {', '.join(ways[:-1])}, or {ways[-1]}"
     twice = min(2 * num_microbatches, length)
     return (
         f"{where}: use num_microbatches={twice} (--num-microbatches {twice}), for microbatches about half as large, or "

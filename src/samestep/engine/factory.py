@@ -1,4 +1,4 @@
-"""Makes the strategy of a step from its options, after checking that it has work for all ranks."""
+"""Makes the strategy of a step from its options; checks that these have work for all ranks."""
 
 from collections.abc import Sequence
 

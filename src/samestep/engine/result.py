@@ -60,7 +60,7 @@ class StepStats:
         self.names = ()
 
     def record(self, microbatch: int, loss: MicrobatchLoss, gradient_sum: Tensor) -> None:
-        """Notes a microbatch's row."""
+        """Records a microbatch's row."""
         index = self._mine.index(microbatch)
         if self._names_by_place and self.names != loss.names:
             raise _other_names(self.names, loss.names)
@@ -74,7 +74,7 @@ class StepStats:
             self._on_device[index] = value, loss.weight, loss.count, gradient_sum
 
     def record_empty(self, microbatch: int, nothing: Tensor, gradient_sum: Tensor) -> None:
-        """Notes the row of a microbatch without samples."""
+        """Records the row of a microbatch without samples."""
         index = self._mine.index(microbatch)
         if self.on_host:
             self._rows[index] = (0.0, 0.0, gradient_sum.item())

@@ -340,7 +340,7 @@ class ShardedStrategy(Strategy):
         self, membership: Membership, model: nn.Module, optimizers: Sequence[Optimizer], options: Sharded
     ) -> None:
         super().__init__(membership, model)
-        # Compared before it is sharded, and settled afterwards: each rank then moves its local shards alone.
+        # Compared before it is sharded, and moved afterwards: each rank then moves its local shards alone.
         membership.perform(lambda: check_same_model(model, membership.communicator))
         self._sharded = ShardedModel(membership, model, optimizers, options)
         move_model(model, membership.communicator.device)
@@ -351,8 +351,9 @@ class ShardedStrategy(Strategy):
     def lay_out(
         self, trainable: dict[str, nn.Parameter], optimizers: Sequence[Optimizer], observers: Observers
     ) -> None:
-        self.gradients = ShardedGradientSum(self._sharded, trainable, self._membership, observers)
+        gradients = ShardedGradientSum(self._sharded, trainable, self._membership, observers)
         self.buffers = BufferMerge(self._sharded.model, self._membership.data)
+        self.gradients = gradients
 
     def run(self, batch: Batch, step: StepParts) -> None:
         MicrobatchRunner(batch, step, self.gradients, self.buffers).run()

@@ -254,7 +254,7 @@ def _values(model: nn.Module) -> Values:
 
 
 def _add_values(attribute: str, path: str, value: Any, depth: int, found: Values) -> None:
-    """Notes a value, or those in it. Entries that a dict gains are new places, so that a cache by size is no trace."""
+    """Records a value, or those in it. Entries that a dict gains are new places: a cache by size is no trace."""
     if isinstance(value, Tensor) and lacks_bytes(value):
         found[attribute, path] = (value.dtype, value.layout, version_of(value))
     elif isinstance(value, Tensor):

@@ -209,7 +209,7 @@ class TrainStep:
             gradients.finish()
             buffers.exchange(touched, blocks_by_rank, batch.length)
             membership.await_exchange()
-        except PeerLostError:
+        except BaseException:
             self._abandon()
             raise
         membership.stop, membership.checkpoint_agreed = agreed.stop, agreed.checkpoint
@@ -231,11 +231,10 @@ class TrainStep:
         elif isinstance(value, Batch):
             if value.renew is None:
                 raise DataError("a batch of another run's loader; use the loader of this run")
-            before = membership.heartbeat.phase
             # In this phase: a rank that hangs while it fetches the microbatches of a lost one does not wait for others.
             self.observers.on_phase("data")
             batch = value.renew()
-            self.observers.on_phase(before)
+            self.observers.on_phase("script")
         else:
             compares = membership.world_size > 1
             device, version = membership.communicator.device, membership.version
@@ -292,7 +291,7 @@ class TrainStep:
         norm: Any = gradients.norm() if any(used) else torch.zeros((), device=self.communicator.device)
         device = self.communicator.device
         norm = norm.to(device, wide_dtype(device)) if self._finite.on_device else norm.item()
-        # Nothing below may depend on whether the host knows `ok`: a GPU goes on without waiting for it.
+        # No bit below may depend on whether the host knows `ok`: a GPU goes on without waiting for it.
         ok, has_failed = self._finite.judge(total, count, norm)
         if config.max_grad_norm is not None:
             self._clip(flats, config.max_grad_norm, norm, ok)

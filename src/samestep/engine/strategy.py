@@ -100,7 +100,8 @@ class MicrobatchGradients(StepGradients):
 class StepBuffers(ABC):
     """Merges the module buffers over the microbatches of a step.
 
-    `exchange` only receives and `write` only writes, so a rank that is lost in between leaves the model as it was.
+    `exchange` only receives and `write` only writes, so a rank that is lost in between leaves the model as it was;
+    if the strategy relies on all ranks, `write` may need them.
     """
 
     @property

@@ -95,8 +95,9 @@ class TensorParallelStrategy(Strategy):
         data, size = self._membership.data, self._exchange.bucket_bytes
         # Without overlap: the gradients of the local shards are there only after the backward.
         sums = GradientSum(list(trainable.values()), list(trainable), data, size, False, observers)
-        self.gradients = TensorParallelGradients(self, trainable, sums)
+        gradients = TensorParallelGradients(self, trainable, sums)
         self.buffers = BufferMerge(self.forward, data)
+        self.gradients = gradients
 
     def run(self, batch: Batch, step: StepParts) -> None:
         """Runs them one after another, together with the other ranks along "tensor"."""

@@ -45,14 +45,14 @@ class HangDetector:
         self.timeout_seconds = timeout_seconds
         self._by_slot: dict[int, WorkerSilence] = {}
         self._recorded_at: float | None = None
-        self.slow: list[int] = []  # slots of workers that use files for longer than the timeout since the last look
+        self.slow: list[int] = []  # slots of workers that use files for longer than the timeout since the last record
         self._unseen = 0.0  # seconds since the process groups were looked at
         self._quorum = 0
 
     def record_beats(self, beats: Mapping[int, Beat], now: float, quorum: int = 0, counts: bool = True) -> None:
         """Records the heartbeats of the living workers, by slot, at a time of `time.monotonic`, in that quorum.
 
-        The time since the last look is not counted if it may have passed in waiting for the reader of the output.
+        The time since the last record is not counted if it may have passed in waiting for the reader of the output.
         """
         self._quorum = quorum
         elapsed = 0.0 if self._recorded_at is None or not counts else min(now - self._recorded_at, MAX_LOOK_SECONDS)

@@ -338,7 +338,7 @@ class Monitor:
 
     @property
     def _check_seconds(self) -> float:
-        """The interval between looks at heartbeats, short enough for the timeout."""
+        """The interval between readings of heartbeats, short enough for the timeout."""
         timeout = self._job.policy.hang_seconds
         return min(CHECK_SECONDS, timeout / 4) if timeout else CHECK_SECONDS
 

@@ -255,7 +255,7 @@ class EMA(Hook):
 
     def __init__(self, decay: float = 0.999, name: str = "ema") -> None:
         check_number("decay", decay, 0, 1, whole=False, option="")
-        self.decay, self.name = decay, name
+        self.decay, self.name = float(decay), name  # it goes into the contract, as JSON
         self.weights: dict[str, Tensor] = {}
         self.num_updates = 0
 
@@ -294,9 +294,8 @@ class EMA(Hook):
             kinds = {(tensor.dtype, tensor.device) for tensor in now.values()}
             for kind in sorted(kinds, key=str):
                 names = [name for name, tensor in now.items() if (tensor.dtype, tensor.device) == kind]
-                self.weights |= {
-                    name: self.weights[name].to(kind[1]) for name in names
-                }  # restored ones lie on the host
+                # Restored ones lie on the host.
+                self.weights |= {name: self.weights[name].to(kind[1]) for name in names}
                 average([self.weights[name] for name in names], [now[name].detach() for name in names], None)
         self.num_updates += 1
 

@@ -1,4 +1,4 @@
-"""The record of an epoch, that of the epoch under way, and the goal by which epochs are compared."""
+"""The record of an epoch, that of the epoch under way, and the metric by which epochs are compared."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -63,7 +63,7 @@ class BestMetric:
 
     @classmethod
     def of(cls, best: str | tuple[str, str] | None, patience: int | None) -> "BestMetric | None":
-        """The goal by arguments of `Trainer`; None without any."""
+        """The metric by arguments of `Trainer`; None without any."""
         if best is None:
             if patience is not None:
                 raise UsageError(

@@ -504,7 +504,7 @@ def patches(script: SharedScript) -> list[Patch]:
             return Rank0Iterator(loader, script, original)
         if loader.num_workers > 0:
             return _split_workers(script, loader, say, original)
-        say(f"every rank loads all batches; with num_workers above 0, {script.world_size} ranks share the work out")
+        say(f"every rank loads all batches; with num_workers=2 or more, {script.world_size} ranks share the work out")
         return by_rows(loader, original(loader))
 
     return [Patch(DataLoader, "__iter__", iterate)]

@@ -62,9 +62,8 @@ class Reading:
     # written for one process, and their wrapped forwards are shared out
     kind: Literal["single-process", "multi-process"]
     reason: str  # the sign by which it was recognised
-    is_both: bool = (
-        False  # whether a multi-process script also has a DataParallel, which --single-process would share out
-    )
+    # Whether a multi-process script also has a DataParallel, which --single-process would share out.
+    is_both: bool = False
     own: str = ""  # the sign of a script that uses samestep's own Run, Trainer or launch
     starts: tuple[str, ...] = ()  # where a multi-process script starts its ranks itself
     reads_ranks: bool = False  # whether it also reads torchrun's variables

@@ -30,9 +30,8 @@ class VerifiedProgram:
     kind: str  # "script" or "module"
     target: str  # the file, or the module's name
     argv: tuple[str, ...]  # "{folder}" in an argument stands for a new folder of each run
-    single_process: (
-        Mapping[str, Any] | None
-    )  # options of a single-process script; None for a program that deals with ranks itself
+    # The options of a single-process script; None for a program that deals with ranks itself.
+    single_process: Mapping[str, Any] | None
     label: str  # its name in messages
     logical_devices: int | None = None  # the ranks that it runs as on any devices; None for one a device
     simulated: bool = False  # whether those ranks find simulated GPUs

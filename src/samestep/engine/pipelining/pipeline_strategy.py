@@ -273,7 +273,7 @@ class PipelineStrategy(Strategy):
 
     gradients: PipelinedGradientSum
     buffers: StageBuffers
-    memory_advice = 'more stages (ranks along "pipe"), or activation checkpointing (torch.utils.checkpoint)'
+    memory_advice = 'more stages (ranks along "pipe")'
 
     def __init__(
         self,
@@ -283,7 +283,7 @@ class PipelineStrategy(Strategy):
         options: Pipeline,
         exchange: ExchangeOptions,
     ) -> None:
-        # Compared before it is cut, and settled afterwards: each rank then moves its own stages alone.
+        # Compared before it is cut, and moved afterwards: each rank then moves its own stage alone.
         membership.perform(lambda: check_same_model(model, membership.communicator))
         self._exchange = exchange
         self.pipelined = PipelinedModel(membership, model, optimizers, options)
@@ -299,8 +299,9 @@ class PipelineStrategy(Strategy):
         self, trainable: dict[str, nn.Parameter], optimizers: Sequence[Optimizer], observers: Observers
     ) -> None:
         membership, pipelined, bucket_bytes = self._membership, self.pipelined, self._exchange.bucket_bytes
-        self.gradients = PipelinedGradientSum(pipelined, trainable, membership, bucket_bytes, observers)
+        gradients = PipelinedGradientSum(pipelined, trainable, membership, bucket_bytes, observers)
         self.buffers = StageBuffers(pipelined, membership)
+        self.gradients = gradients
 
     def run(self, batch: Batch, step: StepParts) -> None:
         StageRunner(self.pipelined, step, self.gradients, self.buffers).run(batch)

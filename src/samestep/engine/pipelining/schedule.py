@@ -51,11 +51,13 @@ class StageMessages:
     def __init__(self, p2p: PointToPoint, schedule: str, num_microbatches: int) -> None:
         self._p2p = p2p
         self._source = {FORWARD: p2p.rank - 1, BACKWARD: p2p.rank + 1}
-        # Of the neighbours; at the ends of the pipeline, where there is none, nothing is received.
-        self._actions = {
-            kind: actions_of(schedule, max(source, 0), p2p.world_size, num_microbatches)
-            for kind, source in self._source.items()
-        }
+        # By kind and microbatch, the actions of the other kind that the neighbour runs before it. At the ends of the
+        # pipeline, where there is no neighbour, nothing is received.
+        self._before = {kind: list[int]() for kind in OTHER}
+        for kind, source in self._source.items():
+            for position, action in enumerate(actions_of(schedule, max(source, 0), p2p.world_size, num_microbatches)):
+                if action.kind == kind:
+                    self._before[kind].append(position - action.place)
         self._sent: dict[str, deque[Sent]] = {FORWARD: deque(), BACKWARD: deque()}
         self._num_freed = {FORWARD: 0, BACKWARD: 0}
 
@@ -66,10 +68,9 @@ class StageMessages:
     def receive(self, action: Action) -> Contents:
         """Waits for what an action of this rank needs."""
         contents = self._p2p.receive(self._source[action.kind])
-        # The neighbour ran its own forward or backward of this microbatch, and before it as many actions of the other
-        # kind, each of which had received a message of this rank.
+        # Each of the neighbour's actions of the other kind had received a message of this rank.
         other = OTHER[action.kind]
-        arrived = self._actions[action.kind].index(action) - action.place
+        arrived = self._before[action.kind][action.place]
         for _ in range(arrived - self._num_freed[other]):
             self._p2p.wait(self._sent[other].popleft())
         self._num_freed[other] = arrived

@@ -244,7 +244,7 @@ def _query(rank0_files: Rank0Files, original: Callable[..., Any], answer: Any = 
 
     @functools.wraps(original)
     def replacement(*args: Any, **kwargs: Any) -> Any:
-        path = path_of(args[0] if args else kwargs.get("path", os.curdir))
+        path = path_of(args[0] if args else kwargs.get("path", kwargs.get("top", os.curdir)))  # `top` of walk
         call = partial(original, *args, **kwargs)
         if path is None or not rank0_files.may_query(sys._getframe(1), path):
             return of_this_rank(path, call)
@@ -342,4 +342,6 @@ class CommandOutput(AbstractContextManager["CommandOutput"]):
         return iter(self._output[0])
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # of this class, as `_output` is if reading it failed
+            raise AttributeError(name)
         return getattr(self._output[0], name)

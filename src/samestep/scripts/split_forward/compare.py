@@ -1,4 +1,4 @@
-"""JoinRules of a module's results on a whole batch with those on its microbatches, before its forward is cut.
+"""Compares a module's results on a whole batch with those on its microbatches, before its forward is cut.
 
 Both run without gradients, once for each form of the arguments, on every rank alike. Random draws and BatchNorm are
 neutral meanwhile: they depend on the microbatch by design. What remains equal can be joined, each tensor by a rule that
@@ -228,7 +228,8 @@ def _rules(
 ) -> list[Rule]:
     """The rules by which the parts of one tensor give the whole; raises `NotSplittable` if there are none."""
     shapes = {tuple(part.shape) for part in parts}
-    if -whole.ndim <= dim < whole.ndim and len({without_dim(shape, dim % whole.ndim) for shape in shapes}) == 1:
+    is_alike = all(len(shape) == whole.ndim for shape in shapes) and -whole.ndim <= dim < whole.ndim
+    if is_alike and len({without_dim(shape, dim % whole.ndim) for shape in shapes}) == 1:
         joined = torch.cat(parts, dim)
         if joined.shape == whole.shape and _error(joined, whole) <= _tolerance(whole):
             return [Rule("rows")]
