@@ -585,7 +585,7 @@ def test_a_run_goes_on_though_a_checkpoint_cannot_be_written_at_once(tmp_path, m
     def block(*_):
         if blocking.acquire(blocking=False):
             in_the_way.touch()
-            threading.Timer(0.2, in_the_way.unlink).start()
+            threading.Timer(1.5, in_the_way.unlink).start()
 
     def program(communicator):
         with make_trainer(communicator, run_dir=tmp_path, checkpoint_steps=2, checkpoint_retries=1000) as trainer:

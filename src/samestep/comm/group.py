@@ -211,7 +211,8 @@ def subgroup(
     number = next(number for number, ranks in enumerate(groups) if rank in ranks)
     # Not `new_subgroups`, which cuts by adjacent ranks alone. Ranks make other groups than their own only for NCCL,
     # whose communicators are split off that of all ranks by all of them. With gloo under a default group of NCCL those
-    # outside a group would take part in a split, and those in it not (pytorch/pytorch#197568).
+    # outside a group would take part in a split, and those in it not (pytorch/pytorch#197568). torch then names a group
+    # by its ranks and by how many groups this rank is in, so every rank must be in as many, or they never meet.
     if backend == "gloo":
         ours = dist.new_group(list(groups[number]), timeout=timeout, backend=backend, use_local_synchronization=True)
     else:

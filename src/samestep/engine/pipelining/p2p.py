@@ -148,9 +148,10 @@ def connect_stages(communicator: Communicator, mesh: Mesh, timeout: timedelta) -
     channels: dict[tuple[int, int], dist.ProcessGroup] = {}
     if communicator.transport.stream is not None:
         # NCCL executes the operations of a group in order, and a send must not wait for one in the other direction:
-        # a group for each two neighbours and each direction, which all ranks make in the same order.
-        borders = range(1, mesh.sizes[PIPE])
-        pairs = [pair for k in borders for pair in ((k - 1, k), (k, k - 1))]
+        # a group for each two neighbours and each direction, which all ranks make in the same order. In a ring, though
+        # nothing goes from the last stage to the first: see `comm.group.subgroup` on the number of a rank's groups.
+        size = mesh.sizes[PIPE]
+        pairs = dict.fromkeys(pair for k in range(size) for pair in ((k, (k + 1) % size), ((k + 1) % size, k)))
         for line, (source, target) in product(mesh.lines(PIPE), pairs):
             group = dist.new_group([line[source], line[target]], timeout=timeout, backend="nccl")
             if communicator.rank in (line[source], line[target]):
