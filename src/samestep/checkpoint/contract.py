@@ -149,7 +149,7 @@ def code_hash(function: Callable[..., Any]) -> str | None:
 
     Functions that it calls are not part of it. It is the same under every version of Python.
     """
-    # Arguments that a partial binds are no code; a loss with other weights has to be told by a field of the contract.
+    # Arguments that a partial binds are no code; a loss with other weights has to be shown by a field of the contract.
     while isinstance(function, partial):
         function = function.func
     source = function if inspect.isroutine(function) or inspect.isclass(function) else type(function)

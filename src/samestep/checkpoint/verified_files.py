@@ -10,7 +10,7 @@ metadata of the file has the offsets of each tensor's rows. A rank without rows 
 
 The last entry of manifest.json is the SHA-256 of all bytes before its own digits; the bytes after them are fixed. So a
 change of any byte is noticed, white space included. That holds in every later version of the format too, so that a
-damaged manifest and one of another version can be told apart.
+damaged manifest and one of another version can be distinguished.
 """
 
 import hashlib

@@ -112,7 +112,7 @@ class Progress:
 
         A program with other calls than those of the state is left to what its arguments say.
         """
-        # A call is told by its arguments: `fit(data, 1)` in a loop is known by its number alone, and a program that was
+        # A call is known by its arguments: `fit(data, 1)` in a loop by its number alone, and a program that was
         # changed in between begins to differ at the first call that is not the recorded one.
         number, self._num_calls = self._num_calls, self._num_calls + 1
         if self._calls[number : number + 1] and self._calls[number][:2] == [epochs, max_steps]:

@@ -47,7 +47,7 @@ from samestep.scripts.split_forward.forward import chunked_forward
 from samestep.scripts.split_forward.replicas import uninitialized
 
 MAX_SEEN = 12
-MAX_COMPARED = 10  # of forwards with arguments of one form, until rules that cannot be told apart are left so
+MAX_COMPARED = 10  # of forwards with arguments of one form, until rules that give equal results are left so
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, np.ndarray, np.generic)
 _ABSENT = object()
 

@@ -6,6 +6,7 @@ The schedules are GPipe (Huang et al., arXiv 1811.06965) and 1F1B (PipeDream-Flu
 
 from collections import deque
 from collections.abc import Sequence
+from functools import cache
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -24,7 +25,8 @@ class Action(NamedTuple):
     place: int  # of the microbatch among those that the pipeline runs in this step
 
 
-def actions_of(schedule: str, stage: int, num_stages: int, num_microbatches: int) -> list[Action]:
+@cache  # every step asks for those of this rank and of its neighbours
+def actions_of(schedule: str, stage: int, num_stages: int, num_microbatches: int) -> tuple[Action, ...]:
     """The actions of a stage in a step.
 
     The tree needs the backwards in the order of the microbatches. Both kinds are in this order, in every stage.
@@ -34,7 +36,7 @@ def actions_of(schedule: str, stage: int, num_stages: int, num_microbatches: int
     ahead = num_microbatches if schedule == "gpipe" else min(num_stages - stage, num_microbatches)
     kinds = FORWARD * ahead + (BACKWARD + FORWARD) * (num_microbatches - ahead) + BACKWARD * ahead
     places = {FORWARD: count(), BACKWARD: count()}
-    return [Action(kind, next(places[kind])) for kind in kinds]
+    return tuple(Action(kind, next(places[kind])) for kind in kinds)
 
 
 class StageMessages:
