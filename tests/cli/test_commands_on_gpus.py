@@ -198,7 +198,8 @@ SHORT = {
     "a microbatch": (
         "lenet",
         5,
-        ("microbatch 0 of 8 (16 samples) does not fit in the memory of rank 0", "use num_microbatches=16 "),
+        # Of the rank that is first, 0 or 1.
+        (" of 8 (16 samples) does not fit in the memory of rank ", "use num_microbatches=16 "),
     ),
 }
 

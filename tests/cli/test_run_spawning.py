@@ -170,7 +170,7 @@ def test_loaders_pools_and_children_in_the_place_of_their_rank_go_on_working(tmp
 
 
 STARTING = """
-import argparse, builtins, json, multiprocessing, os, random, sys
+import argparse, builtins, json, multiprocessing, os, random, sys, time
 import numpy as np
 import torch, torch.distributed as dist, torch.multiprocessing as mp
 from torch import nn
@@ -184,7 +184,7 @@ parser.add_argument("--world-size", type=int, default=1)
 parser.add_argument("--rank", type=int, default=0)
 parser.add_argument("--dist-url")
 parser.add_argument("--gpus", type=int, default=4)
-parser.add_argument("--start", choices=["spawn", "fork", "forkserver", "join", "process", "class", "torchrun"])
+parser.add_argument("--start", choices=["spawn", "fork", "forkserver", "join", "late", "process", "class", "torchrun"])
 parser.add_argument("--fail", type=int)
 parser.add_argument("--exit", type=int)
 parser.add_argument("--nccl", action="store_true")
@@ -215,6 +215,11 @@ def main():
         while not started.join():
             pass
         ranks = []
+    elif args.start == "late":  # looks when the ranks that waited for the failed one have ended too, if they do at once
+        started = mp.start_processes(train, (args,), args.gpus, join=False, start_method="fork")
+        started.processes[args.fail].join()
+        time.sleep(0.5)
+        started.join()
     elif args.start == "spawn":
         ranks = mp.spawn(train, nprocs=args.gpus, args=(args,)) or []
     else:
@@ -373,11 +378,12 @@ def test_every_way_of_starting_ranks_gives_the_same_bits_on_one_and_on_two_devic
     [
         (("fork", "--fail", 2), 1, "-- Process 2 terminated with the following error:\nTraceback"),
         (("spawn", "--fail", 1), 1, "ValueError: of rank 1\n"),
+        (("late", "--fail", 2), 1, "-- Process 2 terminated with the following error:\nTraceback"),
         (("fork", "--exit", 3), 1, "ProcessExitedException: process 3 terminated with exit code 7"),
         (("fork", "--gpus", 3), 0, "samestep: 3 ranks make a process group, on 4 logical devices (--logical-devices)"),
         (("process", "--gpus", 6), 0, "samestep: 6 ranks make a process group, on 4 logical devices"),
     ],
-    ids=["exception", "exception of spawn", "exit code", "fewer", "more"],
+    ids=["exception", "exception of spawn", "exception seen late", "exit code", "fewer", "more"],
 )
 def test_the_end_and_the_number_of_ranks_are_those_of_the_script(tmp_path, words, code, message):
     printed, messages, ended, _ = started(tmp_path / "run", "cpu:2", "--start", *words)

@@ -65,6 +65,12 @@ def test_a_defect_fails_the_program_that_shows_it(name):
         run_script(text)
 
 
+@pytest.mark.parametrize("name", TWINS)
+def test_what_a_defect_replaces_is_there(name):
+    with put_back(name):
+        pass
+
+
 SCRIPT_TWINS = {  # what is broken, as a module that each process imports first, and the scripts that show it
     "sums have another order where ranks share a device": (
         """

@@ -59,7 +59,7 @@ TWINS = table("""
     a moving average is not restored: run.hooks.EMA.load_state_dict = nothing
         | resumed | Program(samples=8, hooks=("average",))
     the best checkpoint is that of before the evaluation:
-        checkpoint.saver.write_checkpoint = lambda *arguments, replace: real(*arguments)
+        checkpoint.async_save.write_checkpoint = lambda *arguments, replace: real(*arguments)
         | resumed | Program(samples=8, best='"loss"', evaluated="classes")
     a resume steps the scheduler once more:
         engine.step.TrainStep.load_state_dict = lambda self, saved: (

@@ -11,6 +11,7 @@ Tensors of a GPU go through host memory.
 """
 
 import sys
+import time
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -33,6 +34,7 @@ from samestep.logical.work_queue import NO_TIMEOUT, QueuedWork, WorkQueue
 NAME = "samestep"
 DEVICES = ["cpu", "cuda"]
 SUM = Operation("SUM")
+FOLLOWS_SECONDS = 2.0  # by which the error of a rank that waited for a lost one comes after the loss
 
 
 class GroupError(PeerLostError, dist.DistBackendError):
@@ -355,6 +357,8 @@ class OrderedProcessGroup(_Base):  # type: ignore[misc]  # for the same reason
                         store.wait([key], timedelta(seconds=2))
                         calls[key] = store.get(key).decode()
         if not is_odd:
+            # A parent that looks late names the first of its processes that have ended: that is to be the lost one.
+            time.sleep(FOLLOWS_SECONDS)
             return GroupError(str(error), getattr(error, "ranks", ()))
         lines = "\n".join(f"  {key}: {text}" for key, text in calls.items())
         return DeterminismError(
