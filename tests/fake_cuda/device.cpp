@@ -186,6 +186,7 @@ class Memory final : public c10::DeviceAllocator {
   }
 
   void free(Block* block) {
+    if (is_forked()) return;  // a data worker drops what its parent had
     std::lock_guard<std::mutex> lock(mutex_);
     stats_[block->device].allocated -= block->size;
     if (auto* trace = tracer()) (*trace)->trace_gpu_memory_deallocation(DeviceType::CUDA, (uintptr_t)block->pointer);

@@ -25,6 +25,8 @@ c10::DeviceIndex current_device();
 c10::StreamId current_stream(c10::DeviceIndex device);  // of the calling thread
 c10::StreamId new_stream(c10::DeviceIndex device, int priority);
 std::string physical_id(c10::DeviceIndex device);  // the same in all processes for the same GPU
+// Whether this is a fork of a process that has used its GPUs: it has no thread of a device, only locks as they were.
+bool is_forked();
 
 void enqueue(c10::DeviceIndex device, c10::StreamId stream, Task task);
 void enqueue_wait(c10::DeviceIndex device, c10::StreamId stream, MarkPtr mark);  // the stream waits for the mark

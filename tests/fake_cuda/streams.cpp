@@ -2,6 +2,7 @@
 #include "device.h"
 
 #include <Python.h>
+#include <pthread.h>
 #include <c10/util/Exception.h>
 #include <ATen/Parallel.h>
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -213,12 +214,16 @@ class Player {
 
 std::atomic<Player*> the_player{nullptr};
 std::mutex making;
+std::atomic<bool> forked{false};
 
 Player& player() {  // made at the first use, not before a fork; never freed, since its thread may run
   Player* found = the_player;
   if (found) return *found;
   std::lock_guard<std::mutex> lock(making);
-  if (!the_player) the_player = new Player();
+  if (!the_player) {
+    the_player = new Player();
+    pthread_atfork(nullptr, nullptr, [] { forked = true; });
+  }
   return *the_player;
 }
 
@@ -227,6 +232,8 @@ std::string failure;
 std::atomic<bool> has_failed{false};
 std::atomic<int64_t> next_stream{1};
 }  // namespace
+
+bool is_forked() { return forked; }
 
 void enqueue(c10::DeviceIndex device, c10::StreamId stream, Task task) {
   check();
@@ -240,14 +247,14 @@ void enqueue_wait(c10::DeviceIndex device, c10::StreamId stream, MarkPtr mark) {
 MarkPtr record(c10::DeviceIndex device, c10::StreamId stream) {
   auto mark = std::make_shared<Mark>();
   mark->stream = {device, stream};
-  player().enqueue(mark->stream, {nullptr, nullptr, mark});
+  if (!forked) player().enqueue(mark->stream, {nullptr, nullptr, mark});
   return mark;
 }
 
 bool has_passed(const MarkPtr& mark) { return !mark || mark->done; }
 
 void wait_for(const MarkPtr& mark) {
-  if (mark) player().wait_for(mark);
+  if (mark && !forked) player().wait_for(mark);
   check();
 }
 

@@ -231,3 +231,39 @@ def test_sparse_tensors_have_the_numbers_of_the_host_and_stay_on_their_device():
         print(mine.to_dense().tolist())
     """
     assert run(program).splitlines() == ["True", "[2.0, 0.0, 0.0, 0.0]"]
+
+
+def test_a_fork_drops_tensors_of_its_parent_without_its_threads():
+    program = """
+        import os, threading, time, torch
+        stops = threading.Event()
+
+        def compute():
+            while not stops.is_set():
+                side = torch.cuda.Stream()
+                tensor = torch.ones(100, device="cuda")
+                tensor.record_stream(side)
+
+        held = [torch.ones(10, device="cuda") for _ in range(50)]
+        for tensor in held:
+            tensor.record_stream(torch.cuda.Stream())
+        threads = [threading.Thread(target=compute) for _ in range(2)]
+        [thread.start() for thread in threads]
+        for _ in range(60):
+            if not (pid := os.fork()):
+                del tensor
+                held.clear()
+                os._exit(0)
+            for _ in range(2000):
+                if os.waitpid(pid, os.WNOHANG)[0]:
+                    break
+                time.sleep(0.01)
+            else:
+                os.kill(pid, 9)
+                print("hangs", flush=True)
+                break
+        stops.set()
+        [thread.join() for thread in threads]
+        print("ended")
+    """
+    assert run(program) == "ended\n"
