@@ -12,6 +12,8 @@ from samestep.comm.environment import Environment
 from samestep.comm.transport import LocalTransport
 from samestep.core.tree import tree_sum
 from samestep.engine import step as step_module
+from samestep.errors import DeterminismError
+from samestep.run.run import Run
 
 COUNTS = {1: [(3,), (0,)], 2: [(2, 3), (0, 4), (0, 0)], 3: [(1, 0, 3), (2, 2, 2)]}
 CASES = [(size, counts) for size, several in COUNTS.items() for counts in several]
@@ -97,8 +99,23 @@ def test_twin_without_the_checksum_ranks_train_on_different_batches_unnoticed(mo
     monkeypatch.setattr(
         step_module,
         "split_batch",
-        lambda value, microbatches, mine, device, compare, version: real(
-            value, microbatches, mine, device, False, version
+        lambda value, microbatches, mine, device, compared, version: real(
+            value, microbatches, mine, device, 0, version
         ),
     )
     assert all(len(losses) == 3 for losses, _ in in_turns(2, train_on_own_loader, [4, 5]))
+
+
+def test_batches_that_become_different_are_an_error_at_once_though_few_values_are_compared():
+    def program(communicator):
+        run = Run(64, 4, communicator=communicator)
+        net = torch.nn.Linear(500, 1)
+        step = run.train_step(
+            net, torch.optim.SGD(net.parameters(), lr=1e-4), lambda model, x: model(x).square().mean()
+        )
+        for index in range(6):
+            torch.manual_seed(index + (communicator.rank if index == 4 else 0))
+            step(torch.randn(64, 500))
+
+    with pytest.raises(DeterminismError, match="were handed different batches in step 4"):
+        in_turns(2, program)

@@ -49,7 +49,7 @@ def test_the_microbatches_of_all_ranks_together_are_the_global_batch(length, num
     whole = torch.arange(length)
     microbatches = {}
     for mine in microbatch_ranges(num_microbatches, world_size):
-        batch = split_batch(whole, num_microbatches, first(mine), CPU, compare=False)
+        batch = split_batch(whole, num_microbatches, first(mine), CPU, compared=0)
         assert batch.length == length
         assert set(batch.microbatches) <= set(mine)
         assert not microbatches.keys() & batch.microbatches.keys()
@@ -80,7 +80,7 @@ def test_nested_values_are_cut_row_by_row_and_keep_their_structure():
 
 def test_what_a_loss_writes_to_its_microbatch_does_not_reach_the_callers_batch():
     value = {"x": torch.ones(6, 2), "y": np.ones((6, 2)), "scale": np.ones(()), "nested": [np.ones(6), torch.ones(())]}
-    batch = split_batch(value, 3, range, CPU, compare=False)
+    batch = split_batch(value, 3, range, CPU, compared=0)
     for microbatch in batch.microbatches.values():
         for leaf in leaves(microbatch):
             leaf += 1
@@ -104,7 +104,7 @@ def test_a_list_of_tensors_is_a_list_of_columns_even_if_it_is_as_long_as_the_bat
 )
 def test_batches_without_one_number_of_samples_are_refused(value, message):
     with pytest.raises(DataError, match=message):
-        split_batch(value, 4, first(range(4)), CPU, compare=False)
+        split_batch(value, 4, first(range(4)), CPU, compared=0)
 
 
 def test_a_microbatch_is_described_by_its_sample_ids_or_else_by_its_rows():
@@ -194,10 +194,25 @@ def test_what_stands_where_counts_in_the_checksum():
 @given(st.integers(1, 100), st.integers(1, 20))
 def test_only_a_batch_that_ranks_compare_has_a_checksum(length, num_microbatches):
     value = torch.arange(length)
-    assert split_batch(value, num_microbatches, first(range(num_microbatches)), CPU, compare=False).checksum == 0
-    one = split_batch(value, num_microbatches, first(range(1)), CPU, compare=True)
+    assert split_batch(value, num_microbatches, first(range(num_microbatches)), CPU, compared=0).checksum == 0
+    one = split_batch(value, num_microbatches, first(range(1)), CPU)
     assert one.checksum == checksum(value)
     assert len(one.microbatches[0]) == microbatch_bounds(length, num_microbatches)[1]
+
+
+@pytest.mark.parametrize("as_given", [torch.clone, torch.Tensor.numpy])
+def test_a_checksum_of_some_values_sees_other_samples_and_reads_few(as_given):
+    def found(tensor, most=None):
+        return checksum(as_given(tensor), most)
+
+    images = torch.rand(64, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    images[:, :, :, ::2] = 0  # in each sample alike
+    assert found(images, 100) == found(images.clone(), 100) != found(images.flip(0), 100)
+    assert found(images, images.numel()) == found(images)
+    changed = images.clone()
+    changed[0, 0, 0, 3] += 1  # between two that are read: seen by the whole alone
+    assert found(changed, 100) == found(images, 100)
+    assert found(changed) != found(images)
 
 
 def test_the_sizes_of_a_packed_sequence_stay_on_the_cpu():
