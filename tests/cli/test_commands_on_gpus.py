@@ -13,7 +13,8 @@ from cli_commands import SAMESTEP, samestep, write_table
 pytestmark = gpus.needs_fake_gpus
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-TRAIN = ("train", "mlp", "--data", "table.csv", "--epochs", 2, "--global-batch-size", 32)
+SGD = ("--optimizer", "sgd")  # not fused on GPUs, and so with the bits of the CPU on these
+TRAIN = ("train", "mlp", "--data", "table.csv", "--epochs", 2, "--global-batch-size", 32, *SGD)
 
 
 def on(num_gpus, *words, cwd, status=0, **variables):
@@ -152,7 +153,7 @@ def test_a_program_is_verified_on_one_to_three_gpus_and_on_chosen_ones(folder):
     assert told(done.stdout, "runs") == "1 twice, 2, 3; 4 runs in all"
     assert told(done.stdout, "agrees") == "bitwise (every bit is equal)"
     assert "30 of 30 gradients not zero" in done.stdout
-    done = on(4, "verify", "--devices", "cuda:3,2,cpu:2", "--json", *recipe, cwd=folder)
+    done = on(4, "verify", "--devices", "cuda:3,2,cpu:2", "--json", *recipe, *SGD, cwd=folder)
     assert json.loads(done.stdout)["agrees"] is True
 
 
@@ -212,3 +213,23 @@ def test_memory_that_runs_out_is_told_with_what_helps(tmp_path, what):
     assert said.startswith("samestep: error: out of memory: ")
     for part in parts:
         assert part in said
+
+
+@pytest.mark.parametrize(("devices", "fused"), [("cuda:0", True), ("cpu:1", None)])
+def test_a_recipe_trains_by_a_fused_adam_on_gpus(tmp_path, devices, fused):
+    on(1, "train", "gpt", "--max-steps", 1, "--devices", devices, "--run-dir", "run", cwd=tmp_path)
+    state = json.loads((tmp_path / "run" / "checkpoints" / "step-00000001" / "state.json").read_text())
+    (optimizer,) = state["optimizers"]
+    assert {group["fused"] for group in optimizer["param_groups"]} == {fused}
+
+
+@pytest.mark.parametrize("numa", [{"FAKE_CUDA_NUMA": "1"}, {}], ids=["two nodes", "unknown"])
+def test_a_worker_stays_on_the_cores_near_its_gpu(tmp_path, numa):
+    (tmp_path / "cores.py").write_text(
+        "import os\nopen(os.environ['RANK'], 'w').write(str(sorted(os.sched_getaffinity(0))))"
+    )
+    on(2, "run", "--multi-process", "--devices", "0,1", "cores.py", cwd=tmp_path, **numa)
+    every = sorted(os.sched_getaffinity(0))
+    for rank in (0, 1):
+        near = [core for core in every if core % 2 == rank] if numa else every
+        assert (tmp_path / str(rank)).read_text() == str(near or every)

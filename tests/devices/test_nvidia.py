@@ -93,6 +93,7 @@ def test_a_gpu_is_read_whole() -> None:
         "nvmlDeviceGetMemoryInfo": memory,
         "nvmlDeviceGetUtilizationRates": SimpleNamespace(gpu=97, memory=50),
         "nvmlDeviceGetTemperature": 54,
+        "nvmlDeviceGetCpuAffinity": [1 << 63 | 0b110, 1],
         "nvmlDeviceGetComputeRunningProcesses_v3": [
             SimpleNamespace(pid=12, usedGpuMemory=20 * GIB),
             SimpleNamespace(pid=99, usedGpuMemory=None),
@@ -106,6 +107,7 @@ def test_a_gpu_is_read_whole() -> None:
     assert (device.utilization, device.temperature) == (97.0, 54.0)
     assert device.processes == (Process(12, "python3", 20 * GIB), Process(99, "unknown", None))
     assert (device.pci_bus_id, device.visible_as) == ("00000000:1a:00.0", "GPU-a0")
+    assert device.cores == (1, 2, 63, 64)
 
 
 def test_an_older_driver_without_reserved_memory_is_read() -> None:

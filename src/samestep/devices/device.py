@@ -58,6 +58,7 @@ class Device:
         pci_bus_id: "00000000:1a:00.0" (domain:bus:device.function, lower case).
         links: connections to the other devices.
         visible_as: its entry in the variable that limits the devices of a process, such as CUDA_VISIBLE_DEVICES.
+        cores: the CPU cores nearest to it (of its NUMA node), by their numbers in this system; empty if unknown.
     """
 
     kind: Kind
@@ -72,6 +73,7 @@ class Device:
     pci_bus_id: str | None = None
     links: tuple[Link, ...] = ()
     visible_as: str | None = None
+    cores: tuple[int, ...] = ()
 
     @property
     def memory_used(self) -> int:

@@ -14,6 +14,7 @@ Sources: NVML API reference guide, https://docs.nvidia.com/deploy/nvml-api/; CUD
 environment variables; `torch.cuda.device_count` on CUDA_VISIBLE_DEVICES.
 """
 
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -106,7 +107,15 @@ def _read_device(nvml: Any, handle: Any, index: int) -> Device:
         uuid=None if uuid is None else _text(uuid),
         pci_bus_id=None if pci is None else _text(pci.busId).lower(),
         visible_as=None if uuid is None else _text(uuid),
+        cores=_read_cores(nvml, handle),
     )
+
+
+def _read_cores(nvml: Any, handle: Any) -> tuple[int, ...]:
+    """The numbers of the CPU cores nearest to a GPU, from a bit mask in words of 64 bits."""
+    num_words = -(-(os.cpu_count() or 1) // 64)
+    words: Sequence[int] = _ask(nvml, (), nvml.nvmlDeviceGetCpuAffinity, handle, num_words)
+    return tuple(64 * place + bit for place, word in enumerate(words) for bit in range(64) if word >> bit & 1)
 
 
 def _read_memory(nvml: Any, handle: Any) -> tuple[int, int]:

@@ -13,7 +13,7 @@ import re
 import socket
 import sys
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -209,6 +209,7 @@ class Assignment:
     slot: int = 0  # the worker's index on the page, its own as long as the page lives
     attempt: int = 0  # how often all workers have been restarted
     joins: bool = False  # whether it is a replacement, which waits until it is in a quorum
+    cores: Sequence[int] = ()  # the CPU cores nearest to its device; empty if unknown
 
 
 @dataclass(frozen=True)
@@ -251,6 +252,7 @@ def assign(job: Job, selection: "Selection", run_id: str, attempt: int) -> tuple
                 shares_device=world_size > selection.count,
                 slot=rank,
                 attempt=attempt,
+                cores=selection.devices[index].cores,
             )
         )
     return tuple(places)

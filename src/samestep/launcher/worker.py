@@ -35,6 +35,7 @@ def work(instruction: Instruction, call: Call | None = None) -> int:
     which = f"{instruction.assignment.rank}/{instruction.assignment.world_size}"
     os_processes.set_title(f"samestep worker {which} {instruction.job.name}", f"samestep-{which}")
     os.environ.update(worker_variables(instruction))
+    os_processes.stay_on(instruction.assignment.cores)
     channel = Channel(instruction.fds["events"])
     try:
         os_processes.release_signals()

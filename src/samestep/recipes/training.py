@@ -54,7 +54,7 @@ def train(**options: Any) -> dict[str, Any]:
     settings = optimizer_settings(recipe, config.optimizer, config.lr, config.momentum, config.weight_decay)
     max_grad_norm = recipe.max_grad_norm if config.max_grad_norm is None else config.max_grad_norm
     num_epochs = recipe.epochs if config.epochs is None and config.max_steps is None else config.epochs
-    optimizer = make_optimizer(model, **settings)
+    optimizer = make_optimizer(model, **settings, fused=run.device.type == "cuda")
     steps_per_epoch = math.ceil(len(content.train) / batch_size)  # type: ignore[arg-type]  # recipes' data have a length
     lengths = [] if num_epochs is None else [num_epochs * steps_per_epoch]
     num_steps = min([*lengths, *([] if config.max_steps is None else [config.max_steps])])
@@ -145,13 +145,15 @@ def optimizer_settings(
 
 
 def make_optimizer(
-    model: nn.Module, optimizer: str, lr: float, momentum: float = 0.0, weight_decay: float = 0.0
+    model: nn.Module, optimizer: str, lr: float, momentum: float = 0.0, weight_decay: float = 0.0, fused: bool = False
 ) -> Optimizer:
-    """The optimizer of a recipe."""
+    """The optimizer of a recipe; fused where the host is not to wait for a GPU in each step."""
     check_choice("optimizer", optimizer, OPTIMIZERS)
     extra: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay}
     if optimizer == "sgd":
         extra["momentum"] = momentum
+    elif fused:  # of SGD it would save nothing: the host looks at the step's numbers before its update
+        extra["fused"] = True
     return OPTIMIZERS[optimizer](model.parameters(), **extra)
 
 

@@ -22,6 +22,9 @@ def complete(module: ModuleType) -> None:
     def unsupported(*_: Any, **__: Any) -> Any:
         raise nvml.NVMLError(nvml.NVML_ERROR_NOT_SUPPORTED)
 
+    def cores_near(index: int, words: int) -> list[int]:
+        return [0xAAAA_AAAA_AAAA_AAAA >> (2 * index < count)] * words  # even ones for the first half of the GPUs
+
     answers: dict[str, Callable[..., Any]] = {
         "nvmlInit": initialize,
         "nvmlShutdown": lambda: None,
@@ -33,6 +36,7 @@ def complete(module: ModuleType) -> None:
         "nvmlDeviceGetMemoryInfo": lambda index, version=None: SimpleNamespace(total=total, free=total, reserved=0),
         "nvmlDeviceGetUtilizationRates": lambda index: SimpleNamespace(gpu=0),
         "nvmlDeviceGetComputeRunningProcesses_v3": lambda index: [],
+        "nvmlDeviceGetCpuAffinity": cores_near if "FAKE_CUDA_NUMA" in os.environ else unsupported,
         "nvmlSystemGetDriverVersion": lambda: "570.00",
         "nvmlDeviceGetTopologyCommonAncestor": lambda one, other: nvml.NVML_TOPOLOGY_SYSTEM,
     }
