@@ -102,6 +102,10 @@ MUTANTS = {  # name: (file, text, its replacement), …, the file of the test an
         ("comm/reduction.py", "caller.wait_stream(self._stream)", "pass"),
         "comm/test_stream.py -k exchange_reads",
     ),
+    "a copy to pinned memory that nothing waits for": (
+        ("logical/process_group.py", "torch.cuda.current_stream(tensors[0].device).synchronize()", "pass"),
+        "cli/test_run_logical.py -k four_gpus",
+    ),
 }
 
 

@@ -415,7 +415,7 @@ class _Flat:
         if host is not None:
             self.host = host
         elif self._is_copy:
-            self.host = torch.cat([tensor.reshape(-1).cpu() for tensor in self._tensors])
+            self.host = _copied_to_host(self._tensors)
         else:
             self.host = first.view(-1)
 
@@ -429,7 +429,21 @@ class _Flat:
         if self._is_copy:
             sizes = [tensor.numel() for tensor in self._tensors]
             for tensor, values in zip(self._tensors, self.host.split(sizes), strict=True):
-                tensor.copy_(values.view(tensor.shape))
+                # On a GPU behind what its stream has to do; torch keeps pinned memory until the copy has been made.
+                tensor.copy_(values.view(tensor.shape), non_blocking=True)
+
+
+def _copied_to_host(tensors: Sequence[Tensor]) -> Tensor:
+    """The values of tensors of one dtype, one after another; of a GPU in pinned memory, which it reads and writes."""
+    with torch._C.DisableTorchFunction():  # by their memory: simulated GPUs are the host's
+        if tensors[0].is_cuda:
+            sizes = [tensor.numel() for tensor in tensors]
+            host = torch.empty(sum(sizes), dtype=tensors[0].dtype, pin_memory=True)
+            for tensor, part in zip(tensors, host.split(sizes), strict=True):
+                part.view(tensor.shape).copy_(tensor, non_blocking=True)
+            torch.cuda.current_stream(tensors[0].device).synchronize()
+            return host
+    return torch.cat([tensor.reshape(-1).cpu() for tensor in tensors])
 
 
 def _by_dtype(tensors: Sequence[Tensor]) -> list[_Flat]:
