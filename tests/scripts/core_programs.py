@@ -17,7 +17,6 @@ from samestep.scripts.split_forward.forward import chunked_forward
 
 WIDTH = 5
 MARK = 50.0
-OUTPUT_DTYPES = ("bool", "uint8", "int16", "int64", "float16", "bfloat16", "float64", "complex64", "complex128")
 
 
 class Pair(NamedTuple):
@@ -39,22 +38,6 @@ class Cubic(nn.Module):
         return {"rows": hidden * hidden * x[:, :2], "power": (hidden * hidden).sum()}
 
 
-class Blend(nn.Module):
-    """Parameters of several dtypes, one that only chunks with a marked first row use, and one that none uses."""
-
-    def __init__(self, values):
-        super().__init__()
-        self.usual = nn.Parameter(values(WIDTH, 2).float())
-        self.wide = nn.Parameter(values(WIDTH, 2).double())
-        self.short = nn.Parameter(values(WIDTH, 2).bfloat16())
-        self.rare = nn.Parameter(values(2).bfloat16())
-        self.spare = nn.Parameter(values(2).double())
-
-    def forward(self, x):
-        result = x @ self.wide + (x.float() @ self.usual).double() + (x.bfloat16() @ self.short).double()
-        return result + self.rare if x[0, 0] == 3 else result
-
-
 class Wide(nn.Module):
     """One weight of a chosen size."""
 
@@ -65,15 +48,6 @@ class Wide(nn.Module):
 
     def forward(self, x):
         return x.float() @ self.weight + self.bias
-
-
-class Converting(nn.Module):
-    """Rows and numbers of many dtypes."""
-
-    def forward(self, x):
-        rows = {name: (x * 3 - 2).clamp(min=0).to(getattr(torch, name)) for name in OUTPUT_DTYPES}
-        numbers = {f"{name} number": value.flatten()[0] for name, value in rows.items()}
-        return rows | numbers | {"none": x[:, :0], "flipped": x.t().flip(0).t(), "repeated": x[:, :1].expand(-1, 4)}
 
 
 class Moody(nn.Module):
@@ -185,16 +159,6 @@ def cubic_derivatives(forward, device, source, num_rows):
     return bits(values)
 
 
-def blend_gradients(forward, device, source, num_rows):
-    """Gradients of parameters of several dtypes, some of which not every chunk uses."""
-    values = SOURCES[source](7, device)
-    module, x = Blend(values), values(num_rows, WIDTH)
-    x[:, 0] = 1
-    x[0, 0] = 3
-    forward(module, x).sum().backward()
-    return bits([p.grad for p in module.parameters()])
-
-
 def wide_gradients(forward, device, source, num_rows, width):
     """A result and gradients of a chosen size."""
     values = SOURCES[source](9, device)
@@ -202,12 +166,6 @@ def wide_gradients(forward, device, source, num_rows, width):
     result = forward(module, x)
     (result * result.detach()).sum().backward()
     return bits([result, x.grad, *[p.grad for p in module.parameters()]])
-
-
-def converted(forward, device, num_rows):
-    """Results of many dtypes, by name."""
-    result = forward(Converting(), torch.arange(float(2 * num_rows), device=device).view(num_rows, 2))
-    return dict(zip(result, bits(result.values()), strict=True))
 
 
 def on_ranks(communicator, program, num_microbatches, args, breaker=None):

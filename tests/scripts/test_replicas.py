@@ -4,9 +4,7 @@ import pytest
 import torch
 from core_programs import WIDTH, restless
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
-from samestep.errors import DeterminismError
 from samestep.scripts.split_forward.replicas import Replicas, check_in_place_state, in_place_state, uninitialized
 
 
@@ -48,31 +46,6 @@ def state(module):
             entries = vars(child) if table == "__dict__" else getattr(child, table)
             places[prefix, table] = [(key, id(value)) for key, value in entries.items()]
     return places
-
-
-def graph_error(module, result):
-    """The message about the graph of a result that a chunk returned."""
-    oldest = (torch.zeros((), requires_grad=True) * 1).grad_fn
-    with pytest.raises(DeterminismError) as caught:
-        held(module).check_graph([result()], None, oldest._sequence_nr())
-    return str(caught.value)
-
-
-def test_parameters_are_counted_once_however_many_places_hold_them():
-    replicas = Replicas(Net())
-    assert replicas.names == ["gain", "inner.weight", "inner.bias", "tied.bias"]
-
-
-def test_stand_ins_are_in_all_places_for_a_while_and_are_parameters():
-    module = Net()
-    before, replicas, lost = state(module), held(module), set()
-    theirs = stand_ins(replicas)
-    with replicas.swapped(theirs, lost):
-        assert module.inner.weight is module.tied.weight is theirs[1]
-        assert isinstance(module.gain, nn.Parameter)
-        assert [id(p) for p in module.parameters()] == [id(p) for p in theirs.values()]
-    assert state(module) == before
-    assert lost == set()
 
 
 def test_what_a_chunk_writes_is_taken_back_and_named():
@@ -127,61 +100,6 @@ def test_replicas_are_current_until_a_child_or_a_parameter_is_another_object():
         assert not replicas.hold(module), what
 
 
-@pytest.mark.parametrize(
-    ("write", "at_length"),
-    [
-        pytest.param(lambda p: p.detach().add_(1), False, id="in place"),
-        pytest.param(lambda p: setattr(p, "data", p.data + 1), False, id="other memory"),
-        pytest.param(lambda p: p.data.mul_(2), True, id="behind autograd's back"),
-    ],
-)
-def test_a_write_to_a_parameter_is_an_error_that_names_it(write, at_length):
-    module = Net()
-    replicas = held(module)
-    states = replicas.states(at_length)
-    replicas.check_unwritten(states, at_length)
-    write(module.inner.weight)
-    with pytest.raises(DeterminismError, match=r"parameter inner\.weight was written"):
-        replicas.check_unwritten(states, at_length)
-
-
-def test_a_gradient_that_passes_by_the_stand_ins_is_an_error_that_says_how():
-    module, other = Net(), nn.Linear(WIDTH, 2)
-    x = torch.ones(1, WIDTH)
-    kept = [module.gain]
-    assert "parameter gain was used" in graph_error(module, lambda: (x[:, :2] * kept[0]).sum())
-    assert "of shape [2, 5] that is none of the wrapped module's" in graph_error(module, lambda: other(x).sum())
-    module.scratch.requires_grad_()
-    assert "the attribute scratch holds" in graph_error(module, lambda: (module.scratch * 2).sum())
-    module.table = {"deep": [torch.ones(2, requires_grad=True)]}
-    assert "the attribute table holds" in graph_error(module, lambda: (module.table["deep"][0] * 2).sum())
-    loose = torch.ones(3, requires_grad=True)
-    assert "shape [3], made outside" in graph_error(module, lambda: (loose * 2).sum())
-    outside = loose * 3
-    assert "computed outside of it (MulBackward0)" in graph_error(module, lambda: (outside * 2).sum())
-    weight = torch.ones(2, requires_grad=True)
-    repeated = graph_error(module, lambda: checkpoint(torch.square, weight, use_reentrant=True).sum())
-    assert "use_reentrant=False" in repeated
-
-
-def test_a_graph_that_ends_in_stand_ins_is_in_order():
-    module = Net()
-    replicas = held(module)
-    theirs = {number: (parameter * 2).detach() for number, parameter in enumerate(replicas.parameters)}
-    token = torch.zeros((), requires_grad=True) * 1
-    oldest = token.grad_fn._sequence_nr()
-    made = {number: value + token for number, value in theirs.items()}
-    with replicas.swapped(made, set()):
-        result = module(torch.ones(1, WIDTH)).sum()
-    assert result.requires_grad
-    replicas.check_graph([result], token, oldest)
-
-
-def test_a_leaf_that_was_made_inside_and_that_nobody_holds_is_in_order():
-    oldest = (torch.zeros((), requires_grad=True) * 1).grad_fn._sequence_nr()
-    held(Net()).check_graph([(torch.ones(2, requires_grad=True) * 2).sum()], None, oldest)
-
-
 def test_attributes_replaced_and_tensors_of_inference_mode_are_not_changes_in_place():
     module = Net()
     with torch.inference_mode():
@@ -190,11 +108,6 @@ def test_attributes_replaced_and_tensors_of_inference_mode_are_not_changes_in_pl
     before = in_place_state(modules)
     module.scratch, module.notes = torch.ones(2), ["other", "entries"]
     check_in_place_state(before, in_place_state(modules))
-
-
-def test_weights_of_sparse_embeddings_are_known_by_their_number():
-    module = nn.ModuleList([nn.Embedding(4, 2), nn.Embedding(4, 2, sparse=True), nn.EmbeddingBag(4, 2, sparse=True)])
-    assert Replicas(module).sparse == {1, 2}
 
 
 def test_lazy_layers_are_uninitialized_until_their_first_input():

@@ -121,14 +121,6 @@ def test_parameters_may_come_from_a_module():
         replicate_params(model, 2, script=alone())
 
 
-@pytest.mark.parametrize(
-    ("params", "said"), [([], "without a tensor"), ([1.0], "without a tensor"), ("tied", "holds one tensor twice")]
-)
-def test_parameters_that_cannot_be_replicated_are_refused(params, said):
-    with pytest.raises(UsageError, match=said):
-        replicate_params([torch.ones(2)] * 2 if params == "tied" else params, 2, script=alone())
-
-
 def test_the_script_is_told_on_which_device_each_copy_is():
     marks = []
     script = alone(num_devices=4, mark=lambda tensor, index: marks.append(index) or tensor)
@@ -167,63 +159,59 @@ def test_microbatches_are_copies_that_keep_the_nesting():
     assert all(part["x"].data_ptr() % 64 == 0 for part in (first, second))
 
 
-@pytest.mark.parametrize(
-    ("batch", "error", "said"),
-    [
-        (np.ones((4, 2)), UsageError, "holds a NumPy array"),
-        (torch.ones(4, 2, requires_grad=True), UsageError, "the batch requires gradients"),
-        ((torch.ones(4), torch.ones(5)), DataError, "tensors of 4, 5 samples"),
-        (torch.ones(0, 2), DataError, "holds no samples"),
-    ],
-)
-def test_batches_that_cannot_be_split_are_refused(batch, error, said):
-    with pytest.raises(error, match=said):
-        split_and_load(batch, 2, script=alone())
-
-
-@pytest.mark.parametrize(
-    ("devices", "error", "said"),
-    [
-        ([], UsageError, "at least one device"),
-        (0, UsageError, "at least one device"),
-        ("cuda:0", UsageError, "give a list of devices"),
-        (True, UsageError, "give a list of devices"),
-        (["gpu0"], DeviceError, "got 'gpu0' among devices"),
-        ([None], DeviceError, "got None among devices"),
-    ],
-)
-def test_devices_that_mean_nothing_are_refused(devices, error, said):
-    with pytest.raises(error, match=said):
-        replicate_params([torch.ones(1)], devices, script=alone())
-
-
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
 def test_an_accelerator_that_is_not_there_is_refused():
     with pytest.raises(DeviceError, match=r"asked for cuda:1, torch .* sees no accelerator"):
-        replicate_params([torch.ones(1)], ["cuda:0", "cuda:1"][1:], script=alone())
+        replicate_params([torch.ones(1)], ["cuda:1"], script=alone())
+
+
+def reduced(tensors):
+    """Reduces over two devices."""
+    script = alone()
+    replicate_params([torch.ones(1)], 2, script=script)
+    allreduce(tensors, script=script)
+
+
+CALLS = {
+    "params": lambda params: replicate_params(params, 2, script=alone()),
+    "devices": lambda devices: replicate_params([torch.ones(1)], devices, script=alone()),
+    "batch": lambda batch: split_and_load(batch, 2, script=alone()),
+    "tensors": reduced,
+}
 
 
 @pytest.mark.parametrize(
-    ("tensors", "said"),
+    ("call", "argument", "error", "said"),
     [
-        ([torch.ones(1)], "got 1 tensor .* over 2 logical devices on 1 rank; this rank holds 2 of them"),
-        ([torch.ones(1)] * 3, "got 3 tensors"),
-        ([torch.ones(1), None], "tensor 0 of local device 1 is None"),
-        ([[torch.ones(1), None], [torch.ones(1), None]], "tensor 1 of local device 0 is None"),
-        ([torch.ones(1), 2.0], "tensor 0 of local device 1 is float; allreduce sums dense tensors"),
-        ([torch.ones(1), [torch.ones(1)] * 2], "do not match"),
-        ([torch.ones(1), torch.ones(2)], "do not match"),
-        ([torch.eye(2).to_sparse()] * 2, "is torch.sparse_coo; allreduce sums dense tensors"),
-        ([[], []], "an empty list"),
-        ([], "an empty list"),
-        (torch.ones(2), "got Tensor; allreduce needs a list"),
+        ("params", [], UsageError, "without a tensor"),
+        ("params", [1.0], UsageError, "without a tensor"),
+        ("params", [torch.ones(2)] * 2, UsageError, "holds one tensor twice"),
+        ("devices", [], UsageError, "at least one device"),
+        ("devices", 0, UsageError, "at least one device"),
+        ("devices", "cuda:0", UsageError, "give a list of devices"),
+        ("devices", True, UsageError, "give a list of devices"),
+        ("devices", ["gpu0"], DeviceError, "got 'gpu0' among devices"),
+        ("devices", [None], DeviceError, "got None among devices"),
+        ("batch", np.ones((4, 2)), UsageError, "holds a NumPy array"),
+        ("batch", torch.ones(4, 2, requires_grad=True), UsageError, "the batch requires gradients"),
+        ("batch", (torch.ones(4), torch.ones(5)), DataError, "tensors of 4, 5 samples"),
+        ("batch", torch.ones(0, 2), DataError, "holds no samples"),
+        ("tensors", [torch.ones(1)], UsageError, "got 1 tensor .* over 2 logical devices on 1 rank; this rank holds 2"),
+        ("tensors", [torch.ones(1)] * 3, UsageError, "got 3 tensors"),
+        ("tensors", [torch.ones(1), None], UsageError, "tensor 0 of local device 1 is None"),
+        ("tensors", [[torch.ones(1), None]] * 2, UsageError, "tensor 1 of local device 0 is None"),
+        ("tensors", [torch.ones(1), 2.0], UsageError, "tensor 0 of local device 1 is float; allreduce sums dense"),
+        ("tensors", [torch.ones(1), [torch.ones(1)] * 2], UsageError, "do not match"),
+        ("tensors", [torch.ones(1), torch.ones(2)], UsageError, "do not match"),
+        ("tensors", [torch.eye(2).to_sparse()] * 2, UsageError, "is torch.sparse_coo; allreduce sums dense tensors"),
+        ("tensors", [[], []], UsageError, "an empty list"),
+        ("tensors", [], UsageError, "an empty list"),
+        ("tensors", torch.ones(2), UsageError, "got Tensor; allreduce needs a list"),
     ],
 )
-def test_what_cannot_be_reduced_is_refused(tensors, said):
-    script = alone()
-    replicate_params([torch.ones(1)], 2, script=script)
-    with pytest.raises(UsageError, match=said):
-        allreduce(tensors, script=script)
+def test_what_cannot_be_replicated_split_or_reduced_is_refused(call, argument, error, said):
+    with pytest.raises(error, match=said):
+        CALLS[call](argument)
 
 
 def test_the_last_call_says_how_many_devices_there_are():

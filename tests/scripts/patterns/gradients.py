@@ -18,26 +18,6 @@ def perceptron(*widths):
 
 
 @case
-def accumulation():
-    """Gradients of several batches added up, clipped, with a schedule and groups of parameters."""
-    model = perceptron(5, 8, 1)
-    groups = [{"params": model.module[0].parameters(), "lr": 0.05}, {"params": model.module[2].parameters()}]
-    optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9, nesterov=True)
-    scheduler, norms = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5), []
-    for step in range(6):
-        loss = model(torch.randn(10, 5).cuda()).square().mean() / 3
-        loss.backward(retain_graph=step == 4)
-        if step == 4:
-            loss.backward()
-        if (step + 1) % 3 == 0:
-            norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5))
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=False)
-            scheduler.step()
-    return norms, [p.grad for p in model.parameters()], model.state_dict()
-
-
-@case
 def gradient_penalty():
     """The gradient of the critic with respect to its input is itself differentiated."""
     critic = perceptron(4, 8, 1)
@@ -194,27 +174,6 @@ def gan():
 
 
 @case
-def grad_scaler():
-    """Mixed precision: autocast around the forward, a GradScaler around the step."""
-    model, trace = perceptron(8, 16, 4), []
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cuda", init_scale=2.0**20, growth_interval=2)
-    for _ in range(4):
-        optimizer.zero_grad()
-        with torch.autocast(device_type="cuda", dtype=torch.float16):
-            out = model(torch.randn(10, 8).cuda())
-            loss = nn.functional.cross_entropy(out, torch.randint(4, (10,)).cuda())
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-        trace.append([loss.item(), scaler.get_scale(), bool(norm.isfinite())])
-    print(out.dtype)
-    return trace, out, model.state_dict()
-
-
-@case
 def moving_average():
     """A moving average of the weights in a deep copy of the wrapped model."""
     model = wrap(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
@@ -257,22 +216,6 @@ def parts_replaced():
         losses.append(loss.item())
         grads.append({name: p.grad for name, p in model.named_parameters()})
     return losses, grads
-
-
-@case
-def evaluation():
-    """Evaluation without gradients between the epochs."""
-    model, scores = perceptron(6, 8, 3), []
-    for _ in range(2):
-        train(model, rows(12, 6), 1)
-        model.eval()
-        with torch.no_grad():
-            out = model(torch.randn(5, 6).cuda())
-            assert not out.requires_grad
-        with torch.inference_mode():
-            scores.append(model(torch.randn(10, 6).cuda()).softmax(1).amax(1).mean().item())
-        model.train()
-    return scores, out, model.state_dict()
 
 
 @case

@@ -1,27 +1,11 @@
 """Modules of many kinds inside the wrapper, trained as usual."""
 
 import os
-import warnings
 
 import torch
 from torch import nn
-from torch.nn.utils import parametrizations
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from usual import case, results, rows, train, wrap
-
-
-@case
-def plain():
-    return train(wrap(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 2)), rows(10, 5))
-
-
-@case
-def batch_norm():
-    """Statistics a chunk in training, running statistics in evaluation."""
-    model = wrap(nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten(), nn.Linear(48, 2))
-    trained = train(model, rows(11, 1, 6, 6))
-    model.eval()
-    return {**trained, "out": model(torch.randn(5, 1, 6, 6).cuda())}
 
 
 @case
@@ -219,24 +203,6 @@ def packed_sequence():
 
 
 @case
-def recurrent():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.lstm = nn.LSTM(3, 4, num_layers=2, batch_first=True)
-            self.gru = nn.GRU(4, 4, batch_first=True, bidirectional=True)
-            self.rnn = nn.RNN(8, 3, batch_first=True)
-
-        def forward(self, x):
-            self.lstm.flatten_parameters()
-            x, (h, c) = self.lstm(x)
-            x, _ = self.rnn(self.gru(x)[0])
-            return x[:, -1], h.transpose(0, 1), c.transpose(0, 1)
-
-    return train(wrap(Net()), rows(10, 5, 3), loss_of=lambda out: out[0].square().mean() + (out[1] * out[2]).mean())
-
-
-@case
 def shared_encoder():
     """One encoder in two wrapped models, and alone."""
     encoder = nn.Linear(4, 6)
@@ -285,19 +251,6 @@ def tied_outside():
 
 
 @case
-def transformer():
-    """An encoder with a mask, and without gradients in evaluation, where torch takes a shorter way."""
-    layer = nn.TransformerEncoderLayer(d_model=8, nhead=2, dim_feedforward=16, dropout=0.0, batch_first=True)
-    model = nn.DataParallel(nn.TransformerEncoder(layer, num_layers=2, enable_nested_tensor=False)).cuda()
-    x, mask = torch.randn(10, 4, 8).cuda(), torch.zeros(10, 4, dtype=torch.bool).cuda()
-    mask[::3, -1] = True
-    trained = train(model, lambda: (x, None, mask), optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2))
-    model.eval()
-    with torch.no_grad():
-        return {**trained, "out": model(x)}
-
-
-@case
 def unused_parameter():
     """Parameters that no sample uses, and some that only a few samples use."""
 
@@ -315,16 +268,6 @@ def unused_parameter():
     trained = train(model, lambda: (x.cuda(),), optimizer=optimizer)
     print("without a gradient:", [name for name, p in model.named_parameters() if p.grad is None])
     return {**trained, "grads": [p.grad for p in model.parameters()]}
-
-
-@case
-def normalised_weights():
-    """Weight normalisation, new and old; spectral normalisation, whose power iteration is in buffers."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        old = nn.utils.weight_norm(nn.Linear(6, 2))
-    parts = parametrizations.spectral_norm(nn.Linear(4, 4)), parametrizations.weight_norm(nn.Linear(4, 6))
-    return train(wrap(*parts, nn.Tanh(), old), rows(10, 4))
 
 
 RESULT = results()

@@ -56,6 +56,21 @@ def data_written():
 
 
 @case
+def parameter_changed():
+    def body(net, x):
+        with torch.no_grad():
+            net.fc.weight.mul_(0.9)
+        return net.fc(x)
+
+    run(body)
+
+
+@case
+def attribute_with_gradients():
+    run(lambda net, x: net.fc(x + net.shift), shift=torch.zeros(4, device="cuda", requires_grad=True))
+
+
+@case
 def noise_in_a_hook():
     def body(net, x):
         h = net.fc(x).relu()
