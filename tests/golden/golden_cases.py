@@ -316,7 +316,7 @@ VERDICTS = {
 
 def verdict(judge, seed, folder, name):
     """The causes of a breaker, and the first step at fault, in words."""
-    causes, step = judge(words.BREAKERS / f"{name}.py", *VERDICTS[name])
+    causes, step = judge(words.breaker(name, folder), *VERDICTS[name])
     if name in causes and name == "nondeterministic":
         return {"verify": name}  # the rest is left to chance
     return {"verify": f"{', '.join(causes) or 'none'}; step {step}"}

@@ -16,12 +16,13 @@ import torch
 
 TESTS = Path(__file__).resolve().parents[1]
 ROOT = TESTS.parent
-SEARCHED = [str(path) for path in (ROOT / "src", TESTS, TESTS / "examples")]
+SEARCHED = [str(path) for path in (ROOT / "src", TESTS, TESTS / "examples", TESTS / "verify")]
 sys.path[:0] = [path for path in SEARCHED if path not in sys.path]
 
 from worlds import World, in_turns  # noqa: E402 - from a folder that was just added
 
 BREAKERS, EXAMPLES = TESTS / "verify" / "breakers", ROOT / "examples"
+OTHER_NAMES = {"api_native": "native", "api_stream": "stream", "learning_rate_scaled": "learning_rate"}  # of pages
 CHECKPOINTS = "checkpoints"
 NUM_CHUNKS = ("--logical-devices", "4")  # of an existing script, on any number of devices
 WRAP = ("--wrap", "model")
@@ -166,6 +167,17 @@ def replayed(run, step, program):
     view = found.view
     parts = [[part.loss, part.grad_norm, list(part.samples)] for part in view.microbatches]
     return found.holds, found.check.same_bits, view.loss, view.grad_norm, list(view.samples), parts
+
+
+def breaker(name, folder):
+    """The script with a cause: one of the tests, or else that of the documentation, written into the folder."""
+    from cause_pages import section
+
+    if (BREAKERS / f"{name}.py").exists():
+        return BREAKERS / f"{name}.py"
+    script = folder / f"{name}.py"
+    script.write_text(section(OTHER_NAMES.get(name, name))[0], encoding="utf-8")
+    return script
 
 
 @contextmanager

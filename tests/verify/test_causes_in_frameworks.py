@@ -81,11 +81,3 @@ def test_once_fixed_a_script_of_a_framework_is_equal_up_to_rounding(verdict_on, 
     assert verdict.agrees, verdict
     assert verdict.reached == "allclose"
     assert verdict.compared.samples == STEPS * (48 if name == "ddp" else 24)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", FIXES)
-def test_as_logical_devices_a_script_of_a_framework_is_equal_to_the_bit(verdict_on, name):
-    verdict = verdict_on(script(name), logical=2, steps=STEPS, tier="bitwise")
-    assert verdict.agrees, verdict
-    assert verdict.reached == "bitwise"

@@ -105,11 +105,6 @@ def test_modules_are_written_down_by_sample_in_the_step_that_is_asked_for(runner
     assert not keys[0] & keys[1]
 
 
-def test_a_program_that_fails_is_told_with_its_traceback(runner_of, script):
-    recording = runner_of(script("raise KeyError('no such thing')")).record(RunSpec("cpu:2", 2))
-    assert "no such thing" in recording.failure
-
-
 def test_what_a_program_prints_before_it_gives_up_is_told(runner_of, script):
     recording = runner_of(script("import sys; print('the data is missing'); sys.exit(3)")).record(RunSpec("cpu:1", 2))
     assert "the data is missing" in recording.failure

@@ -7,6 +7,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from cause_pages import section
 from typer.testing import CliRunner
 
 from samestep.cli.main import app, main
@@ -103,8 +104,8 @@ def test_twin_features_that_a_softmax_reads_in_parts_are_not_equal_even_up_to_ro
     assert verdict.reached == "sample-exact"
 
 
-def test_batch_norm_is_found_named_confirmed_and_told(verdict_on, capsys):
-    verdict = verdict_on(BREAKERS / "batchnorm.py")
+def test_batch_norm_is_found_named_confirmed_and_told(verdict_on, script, capsys):
+    verdict = verdict_on(script(section("batchnorm")[0]))
     assert not verdict.agrees
     assert verdict.difference.step == 0
     assert (verdict.place.type, verdict.place.direction) == ("BatchNorm1d", "forward")
@@ -335,14 +336,6 @@ def test_agreement_of_what_cannot_be_told_apart_is_refused(verdict_on, script, c
     assert refusal in verdict.refusals[0]
 
 
-@pytest.mark.slow
-def test_the_bits_of_distributed_data_parallel_are_not_those_of_one_device(verdict_on):
-    verdict = verdict_on(BREAKERS / "clean.py", tier="bitwise", steps=2)
-    assert not verdict.agrees
-    assert (verdict.required, verdict.reached) == ("bitwise", "allclose")
-    assert verdict.difference.relative < 1e-5
-
-
 def test_a_program_that_fails_is_an_error_with_its_own_words(verdict_on, script):
     trained = textwrap.dedent(parallel())
     with pytest.raises(WorkerError, match=r"failed on cpu:2.*\n(.*\n)*.*only one"):
@@ -434,31 +427,11 @@ def test_own_options_after_a_script_that_does_not_know_them_are_pointed_out(
     assert ("verify's own options" in err) is bool(named)
 
 
-SMALL_GPT = ("-o", "layers=1", "-o", "width=32", "-o", "heads=2", "-o", "context=16")
-
-
-def example(name, *arguments, before=()):
-    return pytest.param([*before, EXAMPLES / f"{name}.py", *arguments], id=name)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        pytest.param(["lenet", "--epochs", 1], id="lenet"),
-        pytest.param(["mlp", "--epochs", 3], id="mlp"),
-        pytest.param(["simplenet", "--epochs", 1, "--optimizer", "adam"], id="simplenet"),
-        pytest.param(["vgg", "--epochs", 1, "-o", "width=0.0625", "--global-batch-size", 16], id="vgg"),
-        pytest.param(["gpt", "--epochs", 1, *SMALL_GPT], id="gpt"),
-        example("house_prices", "--epochs", 3),
-        example("vgg_parts", "--epochs", 1, "--samples", 42, "--batch-size", 16, "--workers", 2),
-        example("simple_gpu", "--epochs", 2, "--samples", 100, before=("--wrap", "model")),
-        example("detection", "--epochs", 2, "--samples", 12, "--batch-size", 7),
-    ],
-)
-def test_recipes_and_examples_are_equal_to_the_bit(command, monkeypatch, tmp_path, arguments):
+def test_an_example_whose_module_is_named_is_equal_to_the_bit(command, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    code, output = command("--devices", "cpu:1,cpu:2,cpu:3", "--steps", 4, "--tier", "bitwise", *arguments)
+    words = ("--devices", "cpu:1,cpu:2,cpu:3", "--steps", 4, "--tier", "bitwise", "--wrap", "model")
+    code, output = command(*words, EXAMPLES / "simple_gpu.py", "--epochs", 2, "--samples", 100)
     assert code == 0, output
 
 
