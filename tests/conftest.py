@@ -36,6 +36,8 @@ SOURCE = Path(__file__).resolve().parents[1] / "src"
 GPUS_ARE_REQUIRED = bool(os.environ.get("SAMESTEP_TEST_NEEDS_FAKE_GPUS"))  # else tests on them are skipped without them
 ON_FAKE_GPUS = "on fake GPUs"
 
+PRECISIONS = [("generic", "all"), *((b, o) for b in ("cuda", "mkldnn") for o in ("all", "matmul", "conv", "rnn"))]
+
 
 def pytest_configure(config):
     """Compiles the package: without bytecode files, each of hundreds of programs would do so anew."""
@@ -142,12 +144,15 @@ def _nothing_left_behind(request):
     pooled = "worlds" in request.fixturenames
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     threads = torch.get_num_threads()
-    tf32 = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
+    precisions = {place: torch._C._get_fp32_precision_getter(*place) for place in PRECISIONS}
     drawing = np.random.get_bit_generator()
     yield
     if np.random.get_bit_generator() is not drawing:  # ranks that take turns put it back in each other's place
         np.random.set_bit_generator(drawing)
-    torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = tf32
+    torch.set_float32_matmul_precision("highest")  # by the older names first, which set the others, too
+    torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark = True, False
+    for place, precision in precisions.items():
+        torch._C._set_fp32_precision_setter(*place, precision)
     torch.set_num_threads(threads)
     torch.set_deterministic_debug_mode("default")
     torch.utils.deterministic.fill_uninitialized_memory = True

@@ -23,6 +23,7 @@ from samestep.checks import check_choice
 from samestep.comm.reduction import REDUCTIONS
 from samestep.core.microbatches import check_num_microbatches
 from samestep.data.loader import Loader
+from samestep.engine.kernel_flags import recorded_flags
 from samestep.engine.sharded_state import ShardedState
 from samestep.engine.step import TrainStep
 from samestep.errors import UsageError
@@ -53,7 +54,7 @@ class Contract:
 
     def as_json(self) -> dict[str, Any]:
         """The contract, with versions and flags."""
-        return {**asdict(self), "versions": versions(), "flags": precision_flags()}
+        return {**asdict(self), "versions": versions(), "flags": recorded_flags(self.device_kind)}
 
 
 def check_contract(global_batch_size: int, num_microbatches: int | None, reduction: str, seed: int) -> int:
@@ -79,17 +80,6 @@ def versions() -> dict[str, str]:
         found["cuda"] = torch.version.cuda
         found["cudnn"] = str(torch.backends.cudnn.version())
     return found
-
-
-def precision_flags() -> dict[str, Any]:
-    """Flags that change the results of kernels."""
-    return {
-        "float32_matmul_precision": torch.get_float32_matmul_precision(),
-        "cudnn_allow_tf32": torch.backends.cudnn.allow_tf32,
-        "cudnn_benchmark": torch.backends.cudnn.benchmark,
-        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
-        "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
-    }
 
 
 def step_contract(step: TrainStep) -> dict[str, Any]:

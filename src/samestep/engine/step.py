@@ -37,6 +37,7 @@ from samestep.engine.config import (
 from samestep.engine.factory import check_mesh, make_strategy
 from samestep.engine.forward_backward import ForwardBackward, backward_on_this_thread, compiling_alike
 from samestep.engine.gradients import divide, scale
+from samestep.engine.kernel_flags import ENFORCED, check_flags, kernel_flags
 from samestep.engine.losses import GlobalCounts, wide_dtype
 from samestep.engine.observer import HeartbeatObserver, Observers, StepObserver, observers_in_scope
 from samestep.engine.parameters import PurityCheck, is_tensor_parallel, move_states, named_parameters
@@ -90,6 +91,9 @@ class TrainStep:
         # Once true, for good: the other ranks are at another step, or this one is half updated.
         self._failed = False
         self._num_threads = torch.get_num_threads()
+        device = membership.communicator.device
+        enforced = () if membership.communicator.reduction == "ordered" else ENFORCED  # the backend's own: no promise
+        self._flags = {name: value for name, value in kernel_flags(device.type).items() if name not in enforced}
 
         refuse_sync_batchnorm(model)
         wrappers = (nn.DataParallel, nn.parallel.DistributedDataParallel)
@@ -97,7 +101,6 @@ class TrainStep:
             raise UsageError(
                 f"the model has a {found[0]}; a step shares its microbatches out itself: pass the module in it"
             )
-        device = membership.communicator.device
         is_replicated = not is_tensor_parallel(model) and isinstance(config.strategy, Replicate)
         check_mesh(membership, model, config.strategy, config.compile)
         is_mean = membership.num_microbatches == 1 or config.counts_fn is not None
@@ -413,6 +416,7 @@ class TrainStep:
                 f"torch uses {torch.get_num_threads()} threads now, {self._num_threads} when the step was made; the "
                 "number decides the bits: leave it alone, or give it by Run(num_threads=…) (--num-threads)"
             )
+        check_flags(self._flags, self.communicator.device.type, "when the step was made")
 
     # Results, which the host may read later than the step is taken.
 

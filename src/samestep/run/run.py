@@ -39,6 +39,7 @@ from samestep.engine.determinism import (
     own_device,
     restore_generators,
 )
+from samestep.engine.kernel_flags import ENFORCED, check_flags
 from samestep.engine.losses import LossFn, describe
 from samestep.engine.observer import StepObserver
 from samestep.engine.step import TrainStep
@@ -403,6 +404,8 @@ class Run:
                 f"got {describe(scheduler)} as scheduler; needed: one of torch.optim.lr_scheduler, made of the "
                 "optimizer"
             )
+        if self.contract.reduction == "ordered":
+            check_flags(ENFORCED, self.device.type, "since samestep.Run")
         drawn = self._drawn_before.parameters(model)
         chosen = as_strategy(strategy, shard_optimizer)
         if self._has_steps and isinstance(chosen, Sharded) != self.membership.is_dealt:

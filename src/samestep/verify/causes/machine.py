@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.backends import cudnn
 
 from samestep.data.batch import checksum
 from samestep.data.randomness import seed_process
+from samestep.engine.kernel_flags import CPU, CUDA, float32_precisions
 from samestep.engine.side_effects import Watch
 from samestep.verify.causes.evidence import Cause, Evidence, Facts, on_devices
 from samestep.verify.comparison import first_difference
@@ -57,9 +59,8 @@ def _flags(root: nn.Module) -> dict[str, Any]:
     kind = next(root.parameters()).device.type
     autocast = torch.is_autocast_enabled(kind)
     return {
-        "float32_matmul_precision": torch.get_float32_matmul_precision(),
-        "cudnn.allow_tf32": torch.backends.cudnn.allow_tf32,
-        "cudnn.benchmark": torch.backends.cudnn.benchmark,
+        **{f"{name}.fp32_precision": value for name, value in float32_precisions().items()},
+        "cudnn.benchmark": cudnn.benchmark,
         "mkldnn": torch.backends.mkldnn.enabled,
         "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
         "num_threads": torch.get_num_threads(),
@@ -81,17 +82,18 @@ def _suspect_flags(evidence: Evidence) -> str | None:
 
 def _with_fixed_flags() -> AbstractContextManager[None]:
     """Flags are put back before every forward, which runs without autocast."""
-    precision, threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
-    cudnn = torch.backends.cudnn
-    tf32, benchmark, deterministic = cudnn.allow_tf32, cudnn.benchmark, torch.are_deterministic_algorithms_enabled()
-    mkldnn = bool(torch.backends.mkldnn.enabled)
+    threads, mode, benchmark = torch.get_num_threads(), torch.get_deterministic_debug_mode(), cudnn.benchmark
+    precisions, mkldnn = float32_precisions(), bool(torch.backends.mkldnn.enabled)
 
     def before(root: nn.Module) -> Any:
-        torch.set_float32_matmul_precision(precision)
-        torch.use_deterministic_algorithms(deterministic)
+        for name, precision in float32_precisions().items():
+            if precision != precisions[name]:
+                (CUDA | CPU)[name].fp32_precision = precisions[name]
+        if torch.utils.deterministic.fill_uninitialized_memory:  # type: ignore[attr-defined]  # else samestep's own mode
+            torch.set_deterministic_debug_mode(mode)
         if torch.get_num_threads() != threads:
             torch.set_num_threads(threads)
-        cudnn.allow_tf32, cudnn.benchmark = tf32, benchmark
+        cudnn.benchmark = benchmark
         if bool(torch.backends.mkldnn.enabled) != mkldnn:
             torch._C._set_mkldnn_enabled(mkldnn)
         parameter = next(root.parameters(), None)
@@ -171,15 +173,15 @@ def _with_deterministic_kernels() -> Iterator[None]:
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
     )
-    benchmark = torch.backends.cudnn.benchmark
+    benchmark = cudnn.benchmark
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.backends.cudnn.benchmark = False
+    cudnn.benchmark = False
     try:
         with wrapped(Wrap(torch, "use_deterministic_algorithms", lambda *args, **kwargs: None)):
             yield
     finally:
         torch.use_deterministic_algorithms(mode, warn_only=warn_only)
-        torch.backends.cudnn.benchmark = benchmark
+        cudnn.benchmark = benchmark
 
 
 FLAGS = Cause(
