@@ -5,7 +5,7 @@ import sys
 import textwrap
 
 import pytest
-from gpus import environment, needs_fake_gpus, places, run_processes, run_ranks, told
+from gpus import environment, needs_fake_gpus, places, run, run_processes, run_ranks, told
 
 pytestmark = needs_fake_gpus
 
@@ -211,3 +211,17 @@ def test_an_ordered_process_group_has_the_same_bits_on_one_gpu_and_on_three(orde
         assert (found["waited"], found["future"]) == (12, 27)
         assert found["gathered"] == [0, 1, 2]
         assert found["received"] == (rank - 1) % 3 + 1
+
+
+@pytest.mark.parametrize(("mib", "is_kept"), [(100, False), (1000, True)])
+def test_a_rank_that_hands_its_gpu_over_frees_what_it_has_cached_unless_as_much_is_free(mib, is_kept):
+    program = """
+        import tempfile, torch
+        from samestep.launcher.device_token import DeviceToken
+        with tempfile.TemporaryFile() as file:
+            token = DeviceToken(file.fileno(), 0, 0)
+            torch.empty(60 << 20, dtype=torch.uint8, device="cuda")
+            with token.lent():
+                print(torch.cuda.memory_reserved() > 0)
+    """
+    assert run(program, FAKE_CUDA_MEMORY_MIB=str(mib)) == f"{is_kept}\n"

@@ -1,7 +1,8 @@
 """The token of a device: of the ranks that share a device, the one that holds it computes.
 
 A rank hands the token over whenever it waits for others, so that a device holds the activations of one rank at a time
-and no more ranks compute than there are devices. Neither bits nor the order of exchanges depend on it.
+and no more ranks compute than there are devices; of a GPU with little memory left it frees what it has cached. Neither
+bits nor the order of exchanges depend on it.
 
 The token is a record lock on a byte of a file that the supervisor makes: the kernel takes it back from a process that
 ends. A rank that waits unannounced, for a file or a store, uses no CPU time, by which a thread notices it and hands
@@ -12,6 +13,7 @@ import contextlib
 import fcntl
 import glob
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -63,6 +65,7 @@ class DeviceToken:
         """Hands the token over during a block."""
         self._num_waits += 1
         self._waiting.append(None)
+        _free_cached_memory()
         self.release()
         try:
             yield
@@ -116,6 +119,15 @@ class DeviceToken:
             f"rank {self._rank} has computed for {seconds:.0f} s without an exchange, and others of its "
             "device wait for the device; if it polls for them, a barrier or a collective lets them compute at once"
         )
+
+
+def _free_cached_memory() -> None:
+    """Frees what torch's allocator keeps of a GPU, unless as much is free there: the next rank needs about as much."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        free, _ = torch.cuda.mem_get_info()
+        if free < torch.cuda.memory_reserved():
+            torch.cuda.empty_cache()
 
 
 def _has_runnable_thread() -> bool:
