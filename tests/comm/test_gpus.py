@@ -225,3 +225,73 @@ def test_a_rank_that_hands_its_gpu_over_frees_what_it_has_cached_unless_as_much_
                 print(torch.cuda.memory_reserved() > 0)
     """
     assert run(program, FAKE_CUDA_MEMORY_MIB=str(mib)) == f"{is_kept}\n"
+
+
+@pytest.mark.parametrize(("size", "transport"), [(2, "auto"), (3, "auto"), (2, "shared")])
+def test_an_ordered_process_group_gives_tensors_of_gpus_the_bits_of_the_host_s(tmp_path, size, transport):
+    program = """
+        import samestep
+        samestep.register_backend()
+        backend = "samestep"
+        connect()
+        op = dist.ReduceOp
+
+        def collectives(device):
+            torch.manual_seed(rank)
+            drawn = lambda dtype, *shape: (3 * torch.randn(shape)).to(dtype).to(device)
+            found = []
+            for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int32, torch.complex64):
+                few = dtype == torch.complex64
+                for each in (op.SUM, op.AVG, *(() if few else (op.PRODUCT, op.MIN, op.MAX))):
+                    found.append(drawn(dtype, 1003))
+                    dist.all_reduce(found[-1], each)
+                found += [drawn(dtype, 40, 30).t(), drawn(dtype, 20), drawn(dtype, 7), drawn(dtype, 5)]
+                works = [dist.all_reduce(found[-4], async_op=True), dist.broadcast(found[-3], size - 1, async_op=True)]
+                found.append(drawn(dtype, 6 * size))
+                dist.all_gather_into_tensor(found[-1], drawn(dtype, 6))
+                [work.wait() for work in works]
+                dist.reduce(found[-3], 0), dist.reduce_scatter_tensor(found[-2], drawn(dtype, 5 * size))
+                parts = [drawn(dtype, rank + other + 1) for other in range(size)]
+                found += [torch.empty_like(part) for part in parts]
+                dist.all_to_all(found[-size:], parts)
+                found += [drawn(dtype, 3) for _ in range(size + 1)]
+                dist.gather(found[-size - 1], found[-size:] if rank == 0 else None)
+                dist.scatter(found[-size - 1], found[-size:] if rank == 1 else None, src=1)
+            found.append(drawn(torch.float32, 3_000_000))
+            dist.all_reduce(found[-1])
+            dist.barrier()
+            return [tensor.cpu().contiguous().view(-1).view(torch.uint8) for tensor in found]
+
+        pairs = [*zip(collectives("cuda"), collectives("cpu"), strict=True)]
+        differ = [number for number, pair in enumerate(pairs) if not torch.equal(*pair)]
+        tell(differ=differ, over_nccl=bool(dist.group.WORLD._over_nccl))
+        dist.destroy_process_group()
+    """
+    for found in told(run_ranks(tmp_path, program, size=size, SAMESTEP_TRANSPORT=transport)):
+        assert found == {"differ": [], "over_nccl": transport == "auto"}
+
+
+@pytest.mark.parametrize("fault", ["another call", "another size", "lost"])
+def test_ranks_at_odds_over_gpus_are_named_at_once(tmp_path, fault):
+    program = f"""
+        import samestep
+        samestep.register_backend()
+        backend = "samestep"
+        connect(seconds=20)
+        x = torch.ones(8, device=device)
+        dist.all_reduce(x)
+        if rank == 1 and {fault!r} == "lost":
+            os._exit(0)
+        try:
+            if rank == 1 and {fault!r} == "another call":
+                dist.broadcast(x, 0)
+            else:
+                dist.all_reduce(torch.ones(8 + rank * ({fault!r} == "another size"), device=device))
+        except (samestep.SamestepError, RuntimeError) as error:
+            tell(error=type(error).__name__, text=str(error))
+        os._exit(0)
+    """
+    results = run_ranks(tmp_path, program)
+    wanted = {"another call": "DeterminismError", "another size": "DeterminismError", "lost": "GroupError"}[fault]
+    assert results[0][1]["error"] == wanted, results
+    assert ("rank 1" in results[0][1]["text"]) or fault != "lost"

@@ -29,6 +29,8 @@ from samestep.text import notify
 
 CONNECT_SECONDS = 10.0
 NO_NCCL = "no NCCL"
+FIRST = -1  # priority of a stream: else each of the small sums waits until the kernels of a backward leave room
+GPU_NAME_BYTES = 64  # of a UUID as text, and zeros
 
 
 def connect(environment: Environment, device: torch.device, timeout: timedelta) -> tuple[Connection, Connection]:
@@ -88,7 +90,7 @@ def connect_at(
     calls = dist.PrefixStore("calls", store)
     transport = GroupTransport(None, calls, timeout, host, healing_store)
     if backend == "nccl":
-        transport.stream = torch.cuda.Stream(device)
+        transport.stream = torch.cuda.Stream(device, priority=FIRST)
     if shared is not None:
         return transport, shared
     small = transport if control is None else GroupTransport(control, calls, timeout, host)
@@ -136,12 +138,36 @@ def connect_process_group(
         if shared is not None:
             shared.close()
         raise PeerLostError(f"rank {rank} met all others, but could not connect to them: {error}") from error
-    transport = shared or GroupTransport(None, dist.PrefixStore("calls", store), timeout, gloo=gloo)
+    transport = shared or GroupTransport(None, dist.PrefixStore("calls", store), timeout, backend=gloo)
     transport.ranks, transport.run_size = ranks, num_processes
     # A rank that ends at once must not close gloo's connections while others still make them.
     transport.gather(torch.zeros(1, dtype=torch.uint8)).wait()
     transport.advice = "do all ranks call the same collectives? A rank may be late by {:g} s, the group's timeout"
     return transport, gloo
+
+
+def connect_gpus(
+    host: Connection, store: dist.Store, device: torch.device, timeout: timedelta, may: bool
+) -> GroupTransport | None:
+    """Connects the ranks of a process group over NCCL if each has a GPU to itself; all of them call it.
+
+    Args:
+        host: their transport for host memory.
+        store: of the group.
+        device: this rank's GPU.
+        timeout: of every operation.
+        may: whether this rank may use NCCL; if one may not, none does.
+    """
+    may = may and chosen_transport() == "auto"
+    gpu = [*str(torch.cuda.get_device_properties(device).uuid).encode()] if may else []
+    words = host.gather(torch.tensor([*gpu, *[0] * (GPU_NAME_BYTES - len(gpu))], dtype=torch.uint8)).wait()
+    rows = words.view(host.world_size, GPU_NAME_BYTES).tolist()
+    if host.world_size == 1 or any(rows.count(row) > 1 or not any(row) for row in rows):
+        return None
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    nccl = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), host.rank, host.world_size, options)
+    return GroupTransport(None, dist.PrefixStore("nccl calls", store), timeout, backend=nccl)
 
 
 def have_own_gpus(met: Rendezvous, device: torch.device) -> bool:
@@ -182,6 +208,7 @@ def _join_group(met: Rendezvous, backend: str, device: torch.device, timeout: ti
             world_size=met.place.world_size,
             timeout=connect_timeout,
             device_id=device if backend == "nccl" else None,
+            pg_options=dist.ProcessGroupNCCL.Options(is_high_priority_stream=True) if backend == "nccl" else None,
         )
     finally:
         met.store.set_timeout(timeout)
@@ -202,7 +229,7 @@ def _adopt_group(environment: Environment, device: torch.device, timeout: timede
     backend = "nccl" if device.type == "cuda" and dist.get_backend() == "nccl" else "gloo"
     if backend == "nccl":
         transport = GroupTransport(dist.new_group(backend=backend, timeout=timeout), calls, timeout)
-        transport.stream = torch.cuda.Stream(device)
+        transport.stream = torch.cuda.Stream(device, priority=FIRST)
     # No shared memory here: the script's group may have no store that all ranks reach.
     met = Rendezvous(calls, replace(environment, transport="gloo"), timeout)
     transport.nodes = connect_nodes(host, met, backend, timeout)

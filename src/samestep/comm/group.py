@@ -23,7 +23,7 @@ LATENCY_BYTES = {"gloo": 256 << 10, "nccl": 1 << 20}
 
 
 class GroupTransport(Connection):
-    """Moves tensors by a torch.distributed process group, or by gloo itself, of which torch knows no group.
+    """Moves tensors by a torch.distributed process group, or by a backend itself, of which torch knows no group.
 
     Tensors travel as bytes, since gloo lacks some dtypes (bfloat16, unsigned integers) in some collectives. With gloo
     the tensors of an accelerator go through host memory.
@@ -37,26 +37,26 @@ class GroupTransport(Connection):
         timeout: timedelta,
         store_host: int | None = None,
         healing_store: dist.Store | None = None,
-        gloo: Any = None,
+        backend: Any = None,
     ) -> None:
-        backend: str
-        if gloo is None:
-            rank, world_size, backend = dist.get_rank(group), dist.get_world_size(group), dist.get_backend(group)
+        name: str
+        if backend is None:
+            rank, world_size, name = dist.get_rank(group), dist.get_world_size(group), dist.get_backend(group)
         else:
-            rank, world_size, backend = gloo.rank(), gloo.size(), "gloo"
+            rank, world_size, name = backend.rank(), backend.size(), backend.name()
         super().__init__(rank, world_size, timeout, healing_store)
         self.group = group
-        self._gloo = gloo
+        self._backend = backend
         self._store = store
         self._store_host = store_host
-        self._through_host = backend == "gloo"
+        self.through_host = name == "gloo"
         self._has_failed = False
-        self.latency_bytes = LATENCY_BYTES.get(backend, 0)
+        self.latency_bytes = LATENCY_BYTES.get(name, 0)
 
     def exchange(self, parts: Tensor, sizes: Sequence[int], receive_sizes: Sequence[int]) -> Pending:
         """Starts an all-to-all."""
         device = parts.device
-        if self._through_host:
+        if self.through_host:
             parts = parts.cpu()  # waits for the kernels that compute them; gloo reads host memory at once
         received = torch.empty(sum(receive_sizes), dtype=parts.dtype, device=parts.device)
         width = parts.element_size()
@@ -71,7 +71,7 @@ class GroupTransport(Connection):
 
     def gather(self, part: Tensor, sizes: Sequence[int] = ()) -> Pending:
         """Starts an all-gather."""
-        if self._through_host or sizes:
+        if self.through_host or sizes or self._backend is not None:
             # gloo's all-gather passes the parts around a ring, one rank after another; its all-to-all sends them all at
             # once, and was faster at every measured size.
             return repeat_to_all(self, part, sizes or [part.numel()] * self.world_size)
@@ -86,7 +86,7 @@ class GroupTransport(Connection):
 
     def add(self, tensor: Tensor) -> Pending:
         """Starts the backend's own all-reduce."""
-        moved = tensor.cpu() if self._through_host else tensor
+        moved = tensor.cpu() if self.through_host else tensor
         with self.failures_named():
             work = dist.all_reduce(moved, group=self.group, async_op=True)
         return GroupPending(self, work, moved, moved, tensor.device)
@@ -94,13 +94,13 @@ class GroupTransport(Connection):
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Broadcasts, through host memory with gloo."""
         ours = tensor.detach()
-        moved = (ours.cpu() if self._through_host else ours).contiguous()
+        moved = (ours.cpu() if self.through_host else ours).contiguous()
         sent = moved.view(-1).view(torch.uint8)
         with self.failures_named():
-            if self._gloo is None:
+            if self._backend is None:
                 work = dist.broadcast(sent, group=self.group, group_src=source, async_op=True)
             else:
-                work = self._gloo.broadcast(sent, source)
+                work = self._backend.broadcast(sent, source)
             self.wait_for(work)
         if moved is not ours:  # strided, or on an accelerator
             ours.copy_(moved)
@@ -115,8 +115,10 @@ class GroupTransport(Connection):
 
     def close(self) -> None:
         """Destroys the process group, and those of the nodes; after an error without waiting for the other ranks."""
-        if self._gloo is not None:  # closes with the last object that refers to it
-            self._gloo = None
+        if self._backend is not None:
+            if not self.through_host:  # gloo closes with the last object that refers to it
+                self._backend.abort() if self._has_failed else self._backend.shutdown()
+            self._backend = None
             return
         # The interpreter sets `last_value` for an exception that ends the program: this rank may have begun an exchange
         # that the others never will.
@@ -145,13 +147,13 @@ class GroupTransport(Connection):
     def _all_to_all(
         self, received: Tensor, sent: Tensor, received_sizes: list[int], sizes: list[int]
     ) -> dist.Work | None:
-        if self._gloo is None and self._timeout < math.inf:
+        if self._backend is None and self._timeout < math.inf:
             work = dist.all_to_all_single(received, sent, received_sizes, sizes, group=self.group, async_op=True)
         else:
             options = dist.AllToAllOptions()
             if self._timeout == math.inf:
                 options.timeout = NO_LIMIT  # gloo fails all the same once the other process has ended
-            group: Any = self._gloo or self.group or dist.group.WORLD
+            group: Any = self._backend or self.group or dist.group.WORLD
             # The second is the name until torch 2.13.
             all_to_all = getattr(group, "all_to_all_single", None) or group.alltoall_base
             work = all_to_all(received, sent, received_sizes, sizes, options)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from samestep.comm.communicator import Communicator
+from samestep.comm.connecting import FIRST
 from samestep.comm.group import GroupTransport, subgroup
 from samestep.comm.shared_memory import SharedTransport
 from samestep.comm.transport import LocalTransport
@@ -34,7 +35,7 @@ def connect_axes(communicator: Communicator, mesh: Mesh, timeout: timedelta) -> 
             control = transport = connect_lines(communicator, mesh, axis, "gloo", timeout)
             if communicator.transport.stream is not None:
                 transport = connect_lines(communicator, mesh, axis, "nccl", timeout)
-                transport.stream = torch.cuda.Stream(communicator.device)
+                transport.stream = torch.cuda.Stream(communicator.device, priority=FIRST)
             communicators[axis] = replace(communicator, transport=transport, control=control)
     return communicators
 

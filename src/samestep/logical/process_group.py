@@ -7,7 +7,8 @@ A sum over V ranks is bitwise the sum along the tree (`core.tree`) whose leaves 
 devices they run on, and however a caller cuts its tensors into buckets. Ranks of one machine exchange through shared
 memory; otherwise, and from rank to rank (`send`, `recv`), gloo carries the bytes.
 
-Tensors of a GPU go through host memory.
+Tensors of GPUs travel over NCCL if each rank of a group has a GPU to itself, and else through host memory. The sums are
+added element by element in the same order, so their bits are the same.
 """
 
 import sys
@@ -23,10 +24,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from samestep.callsite import calling_frame, script_line
-from samestep.comm.connecting import connect_process_group
-from samestep.comm.transport import Connection, LocalTransport, Transport, close_at_exit
+from samestep.comm.connecting import connect_gpus, connect_process_group
+from samestep.comm.group import GroupTransport
+from samestep.comm.transport import Connection, LocalTransport, Transport, close_at_exit, unexpected_sizes
 from samestep.errors import DeterminismError, PeerLostError, SamestepError, UsageError
-from samestep.launcher.device_token import lent_token
+from samestep.launcher.device_token import lent_token, shares_device
 from samestep.logical import collectives
 from samestep.logical.collectives import Operation
 from samestep.logical.work_queue import NO_TIMEOUT, QueuedWork, WorkQueue
@@ -34,6 +36,7 @@ from samestep.logical.work_queue import NO_TIMEOUT, QueuedWork, WorkQueue
 NAME = "samestep"
 DEVICES = ["cpu", "cuda"]
 SUM = Operation("SUM")
+EVEN = {"allreduce", "reduce", "broadcast", "allgather"}  # whose tensors have as many elements on each rank
 FOLLOWS_SECONDS = 2.0  # by which the error of a rank that waited for a lost one comes after the loss
 
 
@@ -73,7 +76,9 @@ class OrderedProcessGroup(_Base):  # type: ignore[misc]  # for the same reason
 
     def __init__(self, transport: Transport, gloo: Any, options: Any, ranks: tuple[int, ...]) -> None:
         super().__init__(transport.rank, transport.world_size)
-        self._transport = transport
+        self._transport = transport  # for host memory
+        self._over_nccl: GroupTransport | None = None
+        self._has_asked = False  # whether the ranks have GPUs of their own
         self._gloo = gloo
         self._store = options.store
         self._ranks = ranks
@@ -88,11 +93,11 @@ class OrderedProcessGroup(_Base):  # type: ignore[misc]  # for the same reason
         tensors = _listed(tensors)
         operation = self._operation(opts, tensors)
         if tensors[0].is_sparse:
-            return self._call(lambda transport: self._reduce_sparse(transport, tensors, operation), tensors, opts)
+            return self._call(lambda _: self._reduce_sparse(self._transport, tensors, operation), tensors, opts)
 
         def run(transport: Transport) -> None:
-            for values in _by_dtype(tensors):
-                collectives.all_reduce(transport, values.host, operation)
+            for values in _by_dtype(tensors, transport):
+                collectives.all_reduce(transport, values.flat, operation)
                 values.write()
 
         return self._call(run, tensors, opts)
@@ -108,8 +113,8 @@ class OrderedProcessGroup(_Base):  # type: ignore[misc]  # for the same reason
 
         def run(transport: Transport) -> None:
             for tensor in tensors:
-                values = _Flat([tensor])
-                collectives.reduce(transport, values.host, opts.rootRank, operation)
+                values = _Flat([tensor], transport)
+                collectives.reduce(transport, values.flat, opts.rootRank, operation)
                 if transport.rank == opts.rootRank:
                     values.write()
 
@@ -121,8 +126,8 @@ class OrderedProcessGroup(_Base):  # type: ignore[misc]  # for the same reason
 
         def run(transport: Transport) -> None:
             for output, parts in zip(outputs, inputs, strict=True):
-                values, sizes = _Flat([output]), [part.numel() for part in parts]
-                collectives.reduce_scatter(transport, _Flat(parts).host, sizes, values.host, operation)
+                values, sizes = _Flat([output], transport), [part.numel() for part in parts]
+                collectives.reduce_scatter(transport, _Flat(parts, transport).flat, sizes, values.flat, operation)
                 values.write()
 
         return self._call(run, outputs, opts, also=[part for parts in inputs for part in parts])
@@ -147,8 +152,8 @@ class OrderedProcessGroup(_Base):  # type: ignore[misc]  # for the same reason
 
         def run(transport: Transport) -> None:
             for into, ours in zip(outputs, inputs, strict=True):
-                received = transport.gather(_Flat([ours]).host).wait()
-                _Flat(into, received).write()
+                received = transport.gather(_Flat([ours], transport).flat).wait()
+                _Flat(into, transport, received).write()
 
         return self._call(run, outputs, opts, also=inputs)
 
@@ -173,8 +178,8 @@ class OrderedProcessGroup(_Base):  # type: ignore[misc]  # for the same reason
 
         def run(transport: Transport) -> None:
             for tensor in tensors:
-                values = _Flat([tensor])
-                transport.broadcast(values.host, opts.rootRank)
+                values = _Flat([tensor], transport)
+                transport.broadcast(values.flat, opts.rootRank)
                 if transport.rank != opts.rootRank:
                     values.write()
 
@@ -185,10 +190,10 @@ class OrderedProcessGroup(_Base):  # type: ignore[misc]  # for the same reason
 
         def run(transport: Transport) -> None:
             for index, ours in enumerate(inputs):
-                received = collectives.gather(transport, _Flat([ours]).host, opts.rootRank)
+                received = collectives.gather(transport, _Flat([ours], transport).flat, opts.rootRank)
                 if received is not None:
                     _check_sizes("a gather", sum(tensor.numel() for tensor in outputs[index]), received.numel())
-                    _Flat(outputs[index], received).write()
+                    _Flat(outputs[index], transport, received).write()
 
         return self._call(run, outputs, opts, also=inputs)
 
@@ -197,9 +202,9 @@ class OrderedProcessGroup(_Base):  # type: ignore[misc]  # for the same reason
 
         def run(transport: Transport) -> None:
             for index, output in enumerate(outputs):
-                parts = _Flat(inputs[index]).host if transport.rank == opts.rootRank else None
-                values = _Flat([output])
-                collectives.scatter(transport, parts, opts.rootRank, values.host)
+                parts = _Flat(inputs[index], transport).flat if transport.rank == opts.rootRank else None
+                values = _Flat([output], transport)
+                collectives.scatter(transport, parts, opts.rootRank, values.flat)
                 values.write()
 
         return self._call(run, outputs, opts, also=[part for parts in inputs for part in parts])
@@ -209,8 +214,8 @@ class OrderedProcessGroup(_Base):  # type: ignore[misc]  # for the same reason
 
         def run(transport: Transport) -> None:
             sizes = [[tensor.numel() for tensor in tensors] for tensors in (inputs, outputs)]
-            received = transport.exchange(_Flat(inputs).host, *sizes).wait()
-            _Flat(outputs, received).write()
+            received = transport.exchange(_Flat(inputs, transport).flat, *sizes).wait()
+            _Flat(outputs, transport, received).write()
 
         return self._call(run, outputs, opts, also=inputs)
 
@@ -224,7 +229,12 @@ class OrderedProcessGroup(_Base):  # type: ignore[misc]  # for the same reason
 
     def barrier(self, opts: Any = None) -> QueuedWork:
         """Is done when every rank has called it, and their operations before it are done."""
-        return self._call(collectives.barrier, [], opts)
+
+        def run(transport: Transport) -> None:
+            self._queue.synchronize()
+            collectives.barrier(transport)
+
+        return self._call(run, [], opts)
 
     # Until torch 2.12 the callers knew these names.
     _allgather_base = all_gather_single
@@ -235,17 +245,17 @@ class OrderedProcessGroup(_Base):  # type: ignore[misc]  # for the same reason
 
     def send(self, tensors: Sequence[Tensor], rank: int, tag: int) -> dist.Work:
         """Sends a tensor to a rank."""
-        values = _Flat(tensors)
+        values = _Flat(tensors, self._transport)
         return PeerWork(self, self._peers().send([values.bytes], rank, tag), rank, None)
 
     def recv(self, tensors: Sequence[Tensor], rank: int, tag: int) -> dist.Work:
         """Writes the tensor that a rank sends."""
-        values = _Flat(tensors)
+        values = _Flat(tensors, self._transport)
         return PeerWork(self, self._peers().recv([values.bytes], rank, tag), rank, values)
 
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int) -> dist.Work:
         """Writes the tensor that some rank sends."""
-        values = _Flat(tensors)
+        values = _Flat(tensors, self._transport)
         return PeerWork(self, self._peers().recv_anysource([values.bytes], tag), None, values)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
@@ -293,6 +303,9 @@ class OrderedProcessGroup(_Base):  # type: ignore[misc]  # for the same reason
         self._queue.close(GroupError("the process group has been destroyed"))
         self._transport.close()  # ends the wait of an operation under way
         self._queue.join()
+        if self._over_nccl is not None:
+            self._over_nccl.close()
+            self._over_nccl = None
         self._gloo = None
 
     def _peers(self) -> Any:
@@ -323,10 +336,17 @@ class OrderedProcessGroup(_Base):  # type: ignore[misc]  # for the same reason
         # A metric that a script sums must not be added to a gradient of its size, which torch sums within a backward.
         by = outer is not None and outer.f_code.co_filename == dist.distributed_c10d.__file__
         kind = zlib.crc32(f"{name} {written[0].dtype if 'reduce' in name else ''} {by}".encode()) >> 17
-        call = name, written, line
-        return self._queue.submit(lambda: self._run(run, limit, kind, call), outputs, [*written, *also], is_async)
+        call, tensors = (name, written, line), [*written, *also]
+        return self._queue.submit(lambda: self._run(run, limit, kind, call, tensors), outputs, tensors, is_async)
 
-    def _run(self, run: Callable[[Transport], Any], timeout: timedelta, kind: int, call: tuple[str, Any, str]) -> None:
+    def _run(
+        self,
+        run: Callable[[Transport], Any],
+        timeout: timedelta,
+        kind: int,
+        call: tuple[str, Any, str],
+        tensors: Sequence[Tensor],
+    ) -> None:
         """Runs an operation whose turn has come. One that fails leaves the ranks at odds, so all later ones fail."""
         if self._failure is not None:
             raise self._failure
@@ -335,13 +355,31 @@ class OrderedProcessGroup(_Base):  # type: ignore[misc]  # for the same reason
             transport.limit_waits(timeout)
             transport.call = kind
         try:
-            run(transport)
+            run(self._transport_of(call[0], tensors))
         except (PeerLostError, DeterminismError) as error:
             self._failure = self._explained(error, *call)
             raise self._failure from error
         except Exception as error:
             self._failure = error
             raise
+
+    def _transport_of(self, name: str, tensors: Sequence[Tensor]) -> Transport:
+        """The transport of an operation on these tensors, of which each rank has some."""
+        host, gpus = self._transport, {tensor.device for tensor in tensors if tensor.is_cuda}
+        if len(gpus) != 1 or not isinstance(host, Connection):
+            return host
+        if not self._has_asked:
+            self._has_asked = True
+            self._over_nccl = connect_gpus(host, self._store, gpus.pop(), self._timeout, may=not shares_device())
+        if self._over_nccl is None:
+            return host
+        # The ranks meet first: NCCL would wait for ever for one that is lost or makes another call, and read what is
+        # not there of a shorter tensor.
+        size = sum(tensor.numel() for tensor in tensors) if name in EVEN else 0
+        for rank, other in enumerate(host.gather(torch.tensor([size])).wait().tolist()):
+            if other != size:
+                raise unexpected_sizes(host.rank, f"{other} elements of rank {rank}", f"{size}")
+        return self._over_nccl
 
     def _explained(self, error: SamestepError, name: str, tensors: Sequence[Tensor], line: str) -> Exception:
         """The error of an operation that failed between ranks; if they are out of step, with the call of each rank."""
@@ -405,32 +443,41 @@ class PeerWork(dist.Work):
 
 
 class _Flat:
-    """Tensors of one dtype as one flat tensor in host memory: their own memory if possible."""
+    """Tensors of one dtype as one flat tensor where a transport reads it: their own memory if possible."""
 
-    def __init__(self, tensors: Sequence[Tensor], host: Tensor | None = None) -> None:
+    def __init__(self, tensors: Sequence[Tensor], transport: Transport, flat: Tensor | None = None) -> None:
         # `data`, not `detach`: what is written here must not look like an in-place change to autograd, as with gloo.
         self._tensors = [tensor.data for tensor in tensors]
-        first = self._tensors[0]
-        self._is_copy = host is not None or len(tensors) > 1 or not first.is_cpu or not first.is_contiguous()
-        if host is not None:
-            self.host = host
+        first, is_on_host = self._tensors[0], _is_for_host(transport)
+        self._is_copy = flat is not None or len(tensors) > 1 or not first.is_contiguous()
+        self._is_copy |= is_on_host and not first.is_cpu
+        if flat is not None:
+            self.flat = flat
         elif self._is_copy:
-            self.host = _copied_to_host(self._tensors)
+            self.flat = _copied_to_host(self._tensors) if is_on_host else _joined(self._tensors)
         else:
-            self.host = first.view(-1)
+            self.flat = first.view(-1)
 
     @property
     def bytes(self) -> Tensor:
         """The same memory as bytes: gloo lacks some dtypes."""
-        return self.host.view(torch.uint8)
+        return self.flat.view(torch.uint8)
 
     def write(self) -> None:
         """Writes the values to the tensors, unless they have the same memory."""
         if self._is_copy:
             sizes = [tensor.numel() for tensor in self._tensors]
-            for tensor, values in zip(self._tensors, self.host.split(sizes), strict=True):
+            for tensor, values in zip(self._tensors, self.flat.split(sizes), strict=True):
                 # On a GPU behind what its stream has to do; torch keeps pinned memory until the copy has been made.
                 tensor.copy_(values.view(tensor.shape), non_blocking=True)
+
+
+def _is_for_host(transport: Transport) -> bool:
+    return not isinstance(transport, GroupTransport) or transport.through_host
+
+
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
 def _copied_to_host(tensors: Sequence[Tensor]) -> Tensor:
@@ -443,15 +490,15 @@ def _copied_to_host(tensors: Sequence[Tensor]) -> Tensor:
                 part.view(tensor.shape).copy_(tensor, non_blocking=True)
             torch.cuda.current_stream(tensors[0].device).synchronize()
             return host
-    return torch.cat([tensor.reshape(-1).cpu() for tensor in tensors])
+    return _joined([tensor.cpu() for tensor in tensors])
 
 
-def _by_dtype(tensors: Sequence[Tensor]) -> list[_Flat]:
+def _by_dtype(tensors: Sequence[Tensor], transport: Transport) -> list[_Flat]:
     """The tensors, those of one dtype together."""
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         by_dtype.setdefault(tensor.dtype, []).append(tensor)
-    return [_Flat(group) for group in by_dtype.values()]
+    return [_Flat(group, transport) for group in by_dtype.values()]
 
 
 def _listed(tensors: Any) -> Sequence[Tensor]:

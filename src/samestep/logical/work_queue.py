@@ -184,6 +184,11 @@ class WorkQueue:
             self._streams[device] = torch.cuda.Stream(device)
         return self._streams[device]
 
+    def synchronize(self) -> None:
+        """Waits until the GPUs are done with the operations that were run."""
+        for stream in self._streams.values():
+            stream.synchronize()
+
     def drain(self) -> None:
         """Runs all operations that were called."""
         while self._waiting:
