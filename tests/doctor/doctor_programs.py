@@ -25,48 +25,32 @@ class Flipped:
         return received
 
 
-class Broken:
-    """A transport whose exchange changes an element on one rank; all else is the real one's."""
+class Faulty:
+    """A transport with a fault on one rank; all else is the real one's.
 
-    def __init__(self, inner):
+    "broken" changes an element of what an exchange brings, "hanging" never ends a broadcast, "dying" ends the process
+    in one. "silent" is a broadcast from which no rank comes back, as NCCL's, whose wait raises nothing.
+    """
+
+    def __init__(self, inner, fault):
         self._inner = inner
+        self._fault = fault if inner.rank == BROKEN_RANK or fault == "silent" else None
 
     def __getattr__(self, name):
         return getattr(self._inner, name)
 
     def exchange(self, parts, sizes, receive_sizes):
         pending = self._inner.exchange(parts, sizes, receive_sizes)
-        return Flipped(pending) if self._inner.rank == BROKEN_RANK else pending
-
-
-class Hanging(Broken):
-    """A transport whose broadcast never ends on one rank."""
-
-    def exchange(self, parts, sizes, receive_sizes):
-        return self._inner.exchange(parts, sizes, receive_sizes)
+        return Flipped(pending) if self._fault == "broken" else pending
 
     def broadcast(self, tensor, source):
-        if self._inner.rank == BROKEN_RANK:
+        if self._fault in ("hanging", "silent"):
             time.sleep(1000)
-        self._inner.broadcast(tensor, source)
-
-
-class Silent(Hanging):
-    """A transport whose wait raises nothing, as NCCL's: no rank comes back from a broadcast."""
-
-    def broadcast(self, tensor, source):
-        time.sleep(1000)
-
-
-class Dying(Hanging):
-    """A transport that ends one rank's process in its broadcast."""
-
-    def broadcast(self, tensor, source):
-        if self._inner.rank == BROKEN_RANK:
+        if self._fault == "dying":
             os.kill(os.getpid(), signal.SIGKILL)
         self._inner.broadcast(tensor, source)
 
 
 run_broken, run_hanging, run_silent, run_dying = (
-    partial(run_worker, wrap=wrap) for wrap in (Broken, Hanging, Silent, Dying)
+    partial(run_worker, wrap=partial(Faulty, fault=fault)) for fault in ("broken", "hanging", "silent", "dying")
 )

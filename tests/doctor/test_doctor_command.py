@@ -42,15 +42,6 @@ def test_a_sane_machine_is_printed_as_json_with_exit_code_0(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.slow
-def test_a_variable_that_breaks_makes_exit_code_1(tmp_path):
-    done = doctor("--devices", "cpu:1", "--quick", cwd=tmp_path, GLOO_SOCKET_IFNAME="no-such-interface")
-    assert done.returncode == 1
-    assert "bad   GLOO_SOCKET_IFNAME" in done.stdout
-    assert "→ name one that is" in done.stdout
-    assert "Traceback" not in done.stdout + done.stderr
-
-
 @pytest.mark.parametrize(
     "words", [("--devices", "two"), ("--devices", "cuda:77"), ("--timeout-seconds", "0"), ("--slow",)]
 )
@@ -103,33 +94,14 @@ def test_two_nodes_are_checked_and_rank_0_tells_what_is_amiss_on_the_other(tmp_p
     assert "NCCL_IB_DISABLE" not in rows
 
 
-@pytest.mark.slow
-def test_ctrl_c_ends_all_of_it(tmp_path):
-    process = subprocess.Popen(
-        [*SAMESTEP, "--devices", "cpu:2"],
-        cwd=tmp_path,
-        env=variables(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    while len(psutil.Process(process.pid).children(recursive=True)) < 3:  # what starts the ranks, and the ranks
-        assert process.poll() is None
-        time.sleep(0.01)
-    process.send_signal(signal.SIGINT)
-    said, errors = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert "Traceback" not in said + errors
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_signal_ends_the_child_processes_of_the_checks_too(tmp_path, signum):
-    process = subprocess.Popen([*SAMESTEP, "--devices", "cpu:1"], cwd=tmp_path, env=variables(), start_new_session=True)
+    options = {"cwd": tmp_path, "env": variables(), "stderr": subprocess.PIPE, "start_new_session": True, "text": True}
+    process = subprocess.Popen([*SAMESTEP, "--devices", "cpu:1"], **options)
     while not (children := psutil.Process(process.pid).children(recursive=True)):  # such as the one that imports torch
         assert process.poll() is None
         time.sleep(0.01)
     process.send_signal(signum)
-    assert process.wait(timeout=60) == 128 + signum
+    assert "Traceback" not in process.communicate(timeout=60)[1]
+    assert process.returncode == 128 + signum
     assert not psutil.wait_procs(children, timeout=5)[1]

@@ -3,7 +3,6 @@
 import json
 import math
 import re
-import shutil
 import socket
 import sys
 from dataclasses import replace
@@ -22,11 +21,8 @@ from samestep.doctor.check_table import (
     TorchFacts,
     as_object,
     ask_torch,
-    bad,
     check_node,
-    good,
     is_good,
-    note,
     print_results,
 )
 
@@ -51,35 +47,6 @@ def on(devices=(), **memory):
     inventory = replace(INVENTORY, cpu=replace(INVENTORY.cpu, **memory), cores=8)
     kind = devices[0].kind if devices else "cpu"
     return replace(MACHINE, inventory=inventory, selection=SimpleNamespace(kind=kind, devices=devices, notes=()))
-
-
-@pytest.mark.parametrize(
-    ("torch", "expected"),
-    [
-        (CPU, "good"),
-        (replace(CPU, version="2.9.1"), "bad"),
-        (replace(CPU, version="2.14.0a0+git12"), "note"),
-        (replace(CPU, gloo=False), "bad"),
-        (replace(CUDA, problem="cuda:0: no kernel image is available for execution on the device"), "bad"),
-        (TorchFacts(problem="no module"), "bad"),
-    ],
-)
-def test_torch_must_be_whole_new_enough_and_fit_the_gpus(torch, expected):
-    assert state(check_table.check_torch(torch)) == expected
-
-
-@pytest.mark.parametrize(
-    ("facts", "expected"),
-    [
-        ({"nccl": (2, 27, 7)}, "good"),
-        ({"nccl": (2, 28, 3)}, "note"),
-        ({"nccl": (2, 28, 9)}, "good"),
-        ({"capabilities": [(9, 0), (9, 0)]}, "good"),
-        ({"capabilities": [(9, 0), (8, 0)]}, "note"),
-    ],
-)
-def test_nccl_and_unlike_gpus_are_noted(facts, expected):
-    assert state(check_table.check_libraries(replace(CPU, **facts))) == expected
 
 
 def test_torch_is_asked_in_another_process_and_may_fail_there():
@@ -118,25 +85,6 @@ class FakeNvml:
         raise self.NVMLError
 
 
-@pytest.mark.parametrize(
-    ("answers", "expected"),
-    [
-        ({"nvmlSystemGetDriverVersion": "580.82.07"}, "good"),
-        ({"nvmlDeviceGetTotalEccErrors": 3}, "bad"),
-        ({"nvmlDeviceGetRemappedRows": (0, 1, 0, 1)}, "bad"),
-        ({"nvmlDeviceGetRemappedRows": (0, 1, 1, 0)}, "note"),
-        ({"nvmlDeviceGetCurrentClocksThrottleReasons": 0x40}, "bad"),
-        ({"nvmlDeviceGetCurrentClocksThrottleReasons": 0x04}, "note"),
-        ({"nvmlDeviceGetCurrentClocksThrottleReasons": 0x01}, "good"),
-        ({"nvmlDeviceGetMigMode": [1, 1]}, "bad"),
-    ],
-)
-def test_a_gpu_s_faults_are_found(answers, expected):
-    nvml = FakeNvml(**answers)
-    assert state(check_table.check_gpus(MACHINE, nvml)) == expected
-    assert not nvml.is_open
-
-
 def test_memory_that_others_have_taken_is_found_with_who_has_it():
     idle = Device("cuda", 0, "A", 80 * GIB, 80 * GIB, temperature=40.0)
     assert state(check_table.check_devices(on([idle]))) is None
@@ -159,61 +107,118 @@ def test_gpus_without_peer_access_are_named():
     assert found([[True]]) == []
 
 
-@pytest.mark.parametrize(("free", "expected"), [(8 * GIB, "good"), (2 * GIB, "note"), (2**26, "bad"), (None, "note")])
-def test_shared_memory_is_measured_by_the_number_of_ranks(free, expected, monkeypatch):
-    def usage(path):
+def usage(free):
+    """So much free space, or no file system of this name."""
+
+    def ask(path):
         if free is None:
             raise FileNotFoundError(path)
         return SimpleNamespace(free=free, total=8 * GIB)
 
-    monkeypatch.setattr(shutil, "disk_usage", usage)
-    assert state(check_table.check_shm(MACHINE)) == expected
+    return {"shutil.disk_usage": ask}
 
 
-@pytest.mark.parametrize(("free", "expected"), [(100 * GIB, "good"), (5 * GIB, "note"), (GIB // 2, "bad")])
-def test_free_space_is_measured(free, expected, monkeypatch):
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
-    assert state(check_table.check_disk(MACHINE)) == expected
+def limits(**known):
+    return {f"{TABLE}.soft_limit": lambda name: known.get(name, math.inf)}
 
 
-@pytest.mark.parametrize(
-    ("limits", "kind", "expected"),
-    [
-        ({"nofile": 65536}, "cuda", "good"),
-        ({"nofile": 512}, "cpu", "note"),
-        ({"nofile": 256}, "cpu", "bad"),
-        ({"memlock": 65536}, "cuda", "note"),
-        ({"memlock": 65536}, "cpu", "good"),
-        ({"nproc": 100}, "cpu", "note"),
-    ],
-)
-def test_limits_are_measured_by_the_number_of_ranks(limits, kind, expected, monkeypatch):
-    monkeypatch.setattr(check_table, "soft_limit", lambda name: limits.get(name, math.inf))
-    devices = [Device("cuda", 0, "A", GIB, GIB)] if kind == "cuda" else []
-    assert state(check_table.check_limits(on(devices))) == expected
+def allowed(**known):
+    """What the container allows."""
+    return {f"{TABLE}.read_cgroup": lambda: known}
 
 
-def test_a_limit_on_address_space_keeps_ranks_from_sharing_memory(monkeypatch):
-    assert state(check_table.check_segment(MACHINE)) == "good"
-    monkeypatch.setattr(check_table, "soft_limit", lambda name: 4 * GIB)
-    assert state(check_table.check_segment(MACHINE)) == "note"
+def host(address):
+    """What this host's name leads to."""
+
+    def resolve(name):
+        if address is None:
+            raise socket.gaierror
+        return address
+
+    return {"socket.gethostbyname": resolve}
 
 
-@pytest.mark.parametrize(
-    ("free", "limit", "expected"),
-    [(60, None, "good"), (60, 32, "good"), (8, None, "note"), (60, 8, "note"), (60, 2, "bad")],
-)
-def test_memory_is_measured_as_the_container_allows_it(free, limit, expected, monkeypatch):
-    monkeypatch.setattr(check_table, "read_cgroup", lambda: {"memory.max": limit * GIB} if limit else {})
-    machine = on(memory_total=64 * GIB, memory_free=free * GIB)
-    assert state(check_table.check_memory(machine)) == expected
-    assert ("the container" in check_table.check_memory(machine).found) == (limit is not None)
+TABLE = "samestep.doctor.check_table"
+ON_A_GPU = on([Device("cuda", 0, "A", GIB, GIB)])
+ROOMY, FULL = (on(memory_total=64 * GIB, memory_free=free * GIB) for free in (60, 8))
+TWO_NODES = replace(MACHINE, num_nodes=2)
+STATES = {
+    "torch": (check_table.check_torch, CPU, {}, "good"),
+    "an old torch": (check_table.check_torch, replace(CPU, version="2.9.1"), {}, "bad"),
+    "an unreleased torch": (check_table.check_torch, replace(CPU, version="2.14.0a0+git12"), {}, "note"),
+    "torch without gloo": (check_table.check_torch, replace(CPU, gloo=False), {}, "bad"),
+    "torch for other GPUs": (check_table.check_torch, replace(CUDA, problem="cuda:0: no kernel image"), {}, "bad"),
+    "no torch": (check_table.check_torch, TorchFacts(problem="no module"), {}, "bad"),
+    "NCCL": (check_table.check_libraries, replace(CPU, nccl=(2, 27, 7)), {}, "good"),
+    "NCCL with a known fault": (check_table.check_libraries, replace(CPU, nccl=(2, 28, 3)), {}, "note"),
+    "NCCL without it": (check_table.check_libraries, replace(CPU, nccl=(2, 28, 9)), {}, "good"),
+    "like GPUs": (check_table.check_libraries, replace(CPU, capabilities=[(9, 0), (9, 0)]), {}, "good"),
+    "unlike GPUs": (check_table.check_libraries, replace(CPU, capabilities=[(9, 0), (8, 0)]), {}, "note"),
+    "shared memory": (check_table.check_shm, MACHINE, usage(8 * GIB), "good"),
+    "little shared memory": (check_table.check_shm, MACHINE, usage(2 * GIB), "note"),
+    "shared memory for no rank": (check_table.check_shm, MACHINE, usage(2**26), "bad"),
+    "no shared memory": (check_table.check_shm, MACHINE, usage(None), "note"),
+    "space": (check_table.check_disk, MACHINE, usage(100 * GIB), "good"),
+    "little space": (check_table.check_disk, MACHINE, usage(5 * GIB), "note"),
+    "no space": (check_table.check_disk, MACHINE, usage(GIB // 2), "bad"),
+    "many open files": (check_table.check_limits, ON_A_GPU, limits(nofile=65536), "good"),
+    "few open files": (check_table.check_limits, on(), limits(nofile=512), "note"),
+    "too few open files": (check_table.check_limits, on(), limits(nofile=256), "bad"),
+    "little locked memory": (check_table.check_limits, ON_A_GPU, limits(memlock=65536), "note"),
+    "little locked memory on a CPU": (check_table.check_limits, on(), limits(memlock=65536), "good"),
+    "few processes": (check_table.check_limits, on(), limits(nproc=100), "note"),
+    "address space": (check_table.check_segment, MACHINE, {}, "good"),
+    "little address space": (check_table.check_segment, MACHINE, limits(**{"as": 4 * GIB}), "note"),
+    "memory": (check_table.check_memory, ROOMY, allowed(), "good"),
+    "memory in a container": (check_table.check_memory, ROOMY, allowed(**{"memory.max": 32 * GIB}), "good"),
+    "little memory": (check_table.check_memory, FULL, allowed(), "note"),
+    "little memory in a container": (check_table.check_memory, ROOMY, allowed(**{"memory.max": 8 * GIB}), "note"),
+    "no memory in a container": (check_table.check_memory, ROOMY, allowed(**{"memory.max": 2 * GIB}), "bad"),
+    "processors": (check_table.check_processors, on(), allowed(), "good"),
+    "processors in a container": (check_table.check_processors, on(), allowed(**{"cpu.max": 2.5}), "note"),
+    "an address": (check_table.check_host_name, TWO_NODES, host("10.0.0.5"), "good"),
+    "a loopback address": (check_table.check_host_name, MACHINE, host("127.0.1.1"), "good"),
+    "a loopback address beside nodes": (check_table.check_host_name, TWO_NODES, host("127.0.1.1"), "bad"),
+    "no address": (check_table.check_host_name, MACHINE, host(None), "good"),
+    "no address beside nodes": (check_table.check_host_name, TWO_NODES, host(None), "bad"),
+}
 
 
-@pytest.mark.parametrize(("quota", "expected"), [({}, "good"), ({"cpu.max": 2.5}, "note")])
-def test_processors_are_counted_as_the_container_allows_them(quota, expected, monkeypatch):
-    monkeypatch.setattr(check_table, "read_cgroup", lambda: quota)
-    assert state(check_table.check_processors(on())) == expected
+@pytest.mark.parametrize("what", STATES)
+def test_a_check_says_good_of_what_is_good_and_notices_what_is_not(what, monkeypatch):
+    check, argument, patches, expected = STATES[what]
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    for place, value in patches.items():
+        monkeypatch.setattr(place, value)
+    assert state(check(argument)) == expected
+    if check is check_table.check_memory:
+        assert ("the container" in check(argument).found) == what.endswith("in a container")
+
+
+def test_a_chosen_interface_takes_the_place_of_a_host_s_address(monkeypatch):
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    assert state(check_table.check_host_name(TWO_NODES)) == "good"
+
+
+FAULTS = {
+    "good": ({"nvmlSystemGetDriverVersion": "580.82.07"}, {"nvmlDeviceGetCurrentClocksThrottleReasons": 0x01}),
+    "note": ({"nvmlDeviceGetRemappedRows": (0, 1, 1, 0)}, {"nvmlDeviceGetCurrentClocksThrottleReasons": 0x04}),
+    "bad": (
+        {"nvmlDeviceGetTotalEccErrors": 3},
+        {"nvmlDeviceGetRemappedRows": (0, 1, 0, 1)},
+        {"nvmlDeviceGetCurrentClocksThrottleReasons": 0x40},
+        {"nvmlDeviceGetMigMode": [1, 1]},
+    ),
+}
+
+
+@pytest.mark.parametrize("expected", FAULTS)
+def test_a_gpu_s_faults_are_found(expected):
+    for answers in FAULTS[expected]:
+        nvml = FakeNvml(**answers)
+        assert state(check_table.check_gpus(MACHINE, nvml)) == expected, answers
+        assert not nvml.is_open
 
 
 def test_control_groups_are_read_up_to_the_root(tmp_path):
@@ -236,44 +241,16 @@ def test_control_groups_are_read_up_to_the_root(tmp_path):
         ("CUBLAS_WORKSPACE_CONFIG", ":0:0", "bad"),
         ("NCCL_P2P_DISABLE", "1", "note"),
         ("GLOO_SOCKET_IFNAME", "lo,no-such-interface", "bad"),
+        ("CUDA_LAUNCH_BLOCKING", "0", None),
+        ("CUBLAS_WORKSPACE_CONFIG", ":4096:8", None),
     ],
 )
 def test_a_variable_that_slows_down_or_breaks_is_named_with_its_effect(name, value, expected, monkeypatch):
     monkeypatch.delenv(name, raising=False)
     assert name not in [result.name for result in check_table.check_variables(MACHINE)]
     monkeypatch.setenv(name, value)
-    found = next(result for result in check_table.check_variables(MACHINE) if result.name == name)
-    assert (found.state, found.advice != "") == (expected, True)
-
-
-def test_variables_that_do_no_harm_are_not_named(monkeypatch):
-    for name, value in (("CUDA_LAUNCH_BLOCKING", "0"), ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")):
-        monkeypatch.setenv(name, value)
-        assert name not in [result.name for result in check_table.check_variables(MACHINE)]
-
-
-@pytest.mark.parametrize(
-    ("address", "interface", "num_nodes", "expected"),
-    [
-        ("10.0.0.5", False, 2, "good"),
-        ("127.0.1.1", False, 1, "good"),
-        ("127.0.1.1", False, 2, "bad"),
-        ("127.0.1.1", True, 2, "good"),
-        (None, False, 1, "good"),
-        (None, False, 2, "bad"),
-    ],
-)
-def test_other_nodes_must_reach_a_host_by_its_name(address, interface, num_nodes, expected, monkeypatch):
-    def resolve(name):
-        if address is None:
-            raise socket.gaierror
-        return address
-
-    monkeypatch.setattr(socket, "gethostbyname", resolve)
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    if interface:
-        monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    assert state(check_table.check_host_name(replace(MACHINE, num_nodes=num_nodes))) == expected
+    found = [result for result in check_table.check_variables(MACHINE) if result.name == name]
+    assert [(result.state, result.advice != "") for result in found] == ([(expected, True)] if expected else [])
 
 
 def test_an_address_that_cannot_be_listened_at_is_noticed():
@@ -342,11 +319,3 @@ def test_json_says_whether_anything_is_bad():
     assert as_object(RESULTS)["good"] is False
     assert json.loads(json.dumps(as_object(RESULTS)))["findings"][1]["advice"] == "look at it"
     assert is_good(RESULTS[:2])
-
-
-def test_a_bad_result_must_say_what_to_do():
-    assert good("a", "b").state == "good"
-    assert note("a", "b").advice == ""
-    assert bad("a", "b", "c").advice == "c"
-    with pytest.raises(AssertionError, match="needs advice"):
-        bad("a", "b", "")

@@ -1,8 +1,6 @@
 """Profiles: the trace holds the phases of some steps, the table the times of the ledger, and no bit changes."""
 
 import json
-import os
-import subprocess
 import sys
 import textwrap
 from collections import Counter
@@ -10,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cli_commands import samestep, write_table
 from profile_programs import NUM_STEPS, traced
 
 from samestep.cli.profile import step_times
@@ -21,7 +20,6 @@ from samestep.run.profile import SKIPPED_STEPS, keep_profile
 from samestep.runs.ledger import to_line
 
 PROGRAM = str(Path(__file__).with_name("profile_programs.py"))
-SAMESTEP = [sys.executable, "-m", "samestep"]
 PHASES = ("data", "forward", "backward", "exchange", "update")
 SINGLE_PROCESS = """
     import torch
@@ -37,14 +35,6 @@ SINGLE_PROCESS = """
         optimizer.step()
     print(loss.item().hex())
 """
-
-
-def command(*words, cwd, **variables):
-    """Runs a command to its end."""
-    environment = {**os.environ, "COLUMNS": "160", **variables}
-    return subprocess.run(
-        [*map(str, words)], cwd=cwd, env=environment, capture_output=True, text=True, timeout=240, check=False
-    )
 
 
 def ranges(path):
@@ -116,17 +106,13 @@ def test_the_table_is_of_the_ledger_s_last_steps_without_the_first(tmp_path):
 
 @pytest.fixture(scope="module")
 def table(tmp_path_factory):
-    """A table to fit, made by arithmetic."""
-    path = tmp_path_factory.mktemp("tables") / "table.csv"
-    rows = [f"{i % 7},{(i * i) % 11},{(i % 7) * 2 - i % 5}" for i in range(200)]
-    path.write_text("a,b,target\n" + "\n".join(rows) + "\n")
-    return path
+    return write_table(tmp_path_factory.mktemp("tables") / "table.csv")
 
 
 def train_mlp(table, folder, name, *options):
     """What a training run on two devices prints with --json."""
     words = ("train", "mlp", "--data", table, "--epochs", 3, "--devices", "cpu:2", "--run-dir", name, "--json")
-    done = command(*SAMESTEP, *words, *options, cwd=folder)
+    done = samestep(*words, *options, cwd=folder)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -140,10 +126,10 @@ def test_training_with_a_profile_ends_with_the_table_and_the_same_bits(table, tm
     assert profiled["profile"]["traces"] == [str(folder / f"rank-{rank}.json") for rank in (0, 1)]
     assert sum(profiled["profile"]["shares"].values()) == pytest.approx(1)
     before = {path: path.stat().st_mtime_ns for path in (folder, *folder.iterdir())}
-    again = command(*SAMESTEP, "profile", "run", "--json", cwd=tmp_path)
+    again = samestep("profile", "run", "--json", cwd=tmp_path)
     assert (again.returncode, again.stderr) == (0, "")
     assert json.loads(again.stdout)["milliseconds"] == profiled["profile"]["milliseconds"]
-    told = command(*SAMESTEP, "profile", "run", cwd=tmp_path)
+    told = samestep("profile", "run", cwd=tmp_path)
     assert "exchange" in told.stdout
     assert "traces of 2 ranks: run/profile/rank-*.json" in told.stdout
     assert {path: path.stat().st_mtime_ns for path in (folder, *folder.iterdir())} == before
@@ -153,7 +139,7 @@ def test_training_with_a_profile_ends_with_the_table_and_the_same_bits(table, tm
 def test_a_killed_rank_leaves_the_others_trace(tmp_path):
     options = {"folder": str(tmp_path), "killed": [1, 2]}
     words = ("run", "--devices", "cpu:2", "--profile-dir", "there", PROGRAM, json.dumps(options))
-    done = command(*SAMESTEP, *words, cwd=tmp_path)
+    done = samestep(*words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "traces of 1 rank: " in done.stderr
     assert set(PHASES) < ranges(tmp_path / "there" / "rank-0.json").keys()
@@ -161,8 +147,8 @@ def test_a_killed_rank_leaves_the_others_trace(tmp_path):
 
 @pytest.mark.slow
 def test_a_script_leaves_its_trace_when_the_environment_asks_for_it(tmp_path):
-    words = (sys.executable, PROGRAM, json.dumps({"folder": str(tmp_path)}))
-    done = command(*words, cwd=tmp_path, **{PROFILE_VARIABLE: "mine"})
+    words = (PROGRAM, json.dumps({"folder": str(tmp_path)}))
+    done = samestep(*words, cwd=tmp_path, command=(sys.executable,), **{PROFILE_VARIABLE: "mine"})
     assert (done.returncode, done.stdout) == (0, "")
     assert ranges(tmp_path / "mine" / "rank-0.json")["update"] == min(TRACED_STEPS, NUM_STEPS - SKIPPED_STEPS - 1)
 
@@ -171,12 +157,12 @@ def test_a_script_leaves_its_trace_when_the_environment_asks_for_it(tmp_path):
 def test_a_single_process_script_is_profiled_and_prints_what_it_printed(tmp_path):
     (tmp_path / "script.py").write_text(textwrap.dedent(SINGLE_PROCESS))
     words = ("run", "--devices", "cpu:2", "--logical-devices", 2, "--seed", 1)
-    plain = command(*SAMESTEP, *words, "script.py", cwd=tmp_path)
-    done = command(*SAMESTEP, *words, "--profile", "script.py", cwd=tmp_path)
+    plain = samestep(*words, "script.py", cwd=tmp_path)
+    done = samestep(*words, "--profile", "script.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout == plain.stdout
     assert "traces of 2 ranks" in done.stderr
     found = ranges(tmp_path / "profile" / "rank-1.json")
     assert {"forward", "exchange", "Optimizer.step#SGD.step"} <= found.keys()
-    short = command(*SAMESTEP, *words, "--profile-dir", "short", "-m", "platform", cwd=tmp_path)
+    short = samestep(*words, "--profile-dir", "short", "-m", "platform", cwd=tmp_path)
     assert "no rank came as far as step 5" in short.stderr

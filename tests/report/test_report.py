@@ -16,10 +16,9 @@ from typer.testing import CliRunner
 
 from samestep.cli.main import app
 from samestep.errors import UsageError
-from samestep.report.formatting import number, optimizer_text
+from samestep.report.formatting import optimizer_text
 from samestep.report.page import loss_table, make_charts, make_page
-from samestep.report.reader import as_number
-from samestep.report.run_summary import Phases, distinct_names, make_report
+from samestep.report.run_summary import distinct_names, make_report
 from samestep.report.terminal import LEVELS, print_report, sparkline
 from samestep.runs.curves import Curve, loss_figure, smoothed, thinned
 from samestep.runs.ledger import from_line, to_line
@@ -129,13 +128,6 @@ def test_the_header_of_a_scripts_run_has_its_command_and_its_optimizer_in_words(
 )
 def test_an_optimizer_is_told_in_words(optimizer, text):
     assert optimizer_text(optimizer) == text
-
-
-@pytest.mark.parametrize(
-    ("value", "digits", "text"), [(694.2, 3, "694"), (12.34, 3, "12.3"), (0.5, 4, "0.5000"), (1234.5, 3, "1,234")]
-)
-def test_a_number_has_so_many_digits_and_no_point_at_its_end(value, digits, text):
-    assert number(value, digits) == text
 
 
 def test_the_phases_are_weighed_by_the_steps_that_they_stand_for(tmp_path):
@@ -390,18 +382,6 @@ def test_where_the_number_of_devices_is_not_everywhere_the_same_that_of_every_ru
     assert drawn(constant, like_it) == []
 
 
-def test_the_mark_of_the_last_step_is_within_the_picture(tmp_path):
-    figure = figure_of(make_run(tmp_path / "run", MadeRun(steps=24)))
-    figure.canvas.draw()
-    for axes in figure.axes:
-        box = axes.get_window_extent()
-        half_a_mark = 2 * figure.dpi / 72  # marks are four points wide
-        for line in axes.lines:
-            if line.get_marker() == "o":
-                right = axes.transData.transform((line.get_xdata()[-1], 0.0))[0]
-                assert right + half_a_mark <= box.x1
-
-
 def test_runs_whose_lines_lie_on_each_other_are_dashed_so_that_both_are_seen(tmp_path):
     folders = [make_run(tmp_path / name, MadeRun(seed=seed)) for name, seed in (("a", 0), ("b", 0), ("c", 1), ("d", 0))]
     dashes = [run["dash"] for run in page_of(*folders).data["runs"]]
@@ -457,19 +437,6 @@ def test_smoothing_neither_lags_nor_is_spoilt_by_what_is_not_finite():
     assert smoothed(Curve(steps, huge)).values[400] == 1.0
 
 
-def test_means_of_phases_weigh_each_row_by_its_steps():
-    phases = Phases(("data",), np.array([1, 4, 5, 8]), np.array([[1.0], [2.0], [3.0], [4.0]])).thinned(2)
-    assert phases.steps.tolist() == [4, 8]
-    assert phases.seconds.ravel().tolist() == [(1 + 3 * 2) / 4, (3 + 3 * 4) / 4]
-
-
-@pytest.mark.parametrize(
-    ("text", "value"), [("0x1.8p+0", 1.5), ("inf", math.inf), (3, 3.0), ("x", None), (True, None), ("0xz", None)]
-)
-def test_numbers_are_read_as_metrics_and_ledgers_write_them(text, value):
-    assert as_number(text) == value
-
-
 def test_the_sparkline_falls_where_the_losses_fall():
     falling = Curve.of({step: 100.0 - step for step in range(101)})
     assert sparkline(falling, 8) == LEVELS[::-1]
@@ -485,13 +452,6 @@ def test_a_long_run_gives_a_small_page(tmp_path):
     assert len(text.encode()) < 400_000
     charts = make_charts(report)
     assert max(len(series.curve) for chart in charts for series in chart.series) <= 2000
-
-
-@pytest.mark.slow
-def test_twelve_runs_of_a_hundred_thousand_steps_stay_below_a_megabyte(tmp_path):
-    first = make_run(tmp_path / "0", MadeRun(steps=100_000, epoch_steps=1000, digest_every=100, speed=10))
-    others = [make_run(tmp_path / str(seed), MadeRun(steps=4000, epoch_steps=40, seed=seed)) for seed in range(1, 12)]
-    assert len(make_page(make_report([first, *others])).encode()) < 1_000_000
 
 
 def command(*arguments):

@@ -25,7 +25,6 @@ from samestep.verify.causes.evidence import Evidence
 from samestep.verify.causes.means import divisor
 from samestep.verify.causes.table import CAUSES, FactRecorder
 from samestep.verify.program_runner import RunSpec
-from samestep.verify.wraps import Wrap, patches_for
 
 BREAKERS = Path(__file__).resolve().parent / "breakers"
 ROOT = Path(__file__).resolve().parents[2]
@@ -328,28 +327,6 @@ def test_an_antidote_can_be_taken_and_leaves_torch_as_it_was(warm, cause):
     assert places(*OWNERS) == before
     assert torch.get_deterministic_debug_mode() == flags
     assert not hooks._global_optimizer_pre_hooks
-
-
-def test_wraps_at_one_place_enclose_each_other_in_order():
-    class Place:
-        @staticmethod
-        def say():
-            return "place"
-
-    first = Wrap(Place, "say", lambda inner: f"first({inner()})")
-    second = Wrap(Place, "say", lambda inner: f"second({inner()})")
-    patches = patches_for([first, second])
-    assert len(patches) == 1
-    assert patches[0].replacement() == "second(first(place))"
-
-
-def test_dropout_is_drawn_again_once_the_antidote_is_gone():
-    cause = next(cause for cause in CAUSES if cause.key == "dropout")
-    x = torch.ones(64)
-    with cause.neutralise():
-        assert torch.equal(F.dropout(x, 0.5), x)
-        assert torch.equal(F.alpha_dropout(x, training=True), x)
-    assert not torch.equal(F.dropout(x, 0.5), x)
 
 
 def test_dropout_keeps_its_own_defaults_while_it_is_recorded():
