@@ -1,14 +1,12 @@
 """The examples on one to four devices: the same lines and the same bits, and each chunk of the work done once."""
 
-import os
 import re
-import subprocess
-import sys
 from collections import Counter
 from dataclasses import dataclass
 
 import pytest
 import torch
+from cli_commands import samestep
 from example_programs import run_example
 from scripts import FOLDER
 
@@ -16,7 +14,6 @@ from samestep.data.nested import leaves
 
 NUM_MICROBATCHES = 4
 WORLD_SIZES = [2, 3, 4]
-SECONDS = 120
 EXAMPLES = {
     "random_linear": [],
     "house_prices": ["--epochs", 3, "--out", "curves"],
@@ -93,16 +90,9 @@ def test_the_linear_layer_prints_the_size_of_every_chunk_in_order(alone):
 
 def command(folder, *arguments):
     """What `samestep` prints when it is run in a folder."""
-    run = subprocess.run(
-        [sys.executable, "-m", "samestep", *map(str, arguments)],
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-    )
-    assert run.returncode == 0, run.stderr
-    return run.stdout
+    done = samestep(*arguments, cwd=folder, OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def test_the_command_shares_a_batch_out_over_three_devices(tmp_path):
@@ -133,22 +123,3 @@ def test_a_transformer_divided_over_two_devices_learns_to_the_same_bits_on_four(
     assert losses == torch.load(tmp_path / "4.pt")
     assert losses[1] < losses[0]
     assert f"epoch 2: loss {losses[1]:.4f}\naccuracy" in said[0]
-
-
-@pytest.mark.slow
-def test_the_command_leaves_a_script_with_processes_of_its_own_alone(tmp_path):
-    said = command(tmp_path, "run", "--devices", "cpu:2", FOLDER / "ddp.py", "--epochs", 2, "--save", "net.pt")
-    losses = re.findall(r"loss ([\d.]+), test accuracy [\d.]+, processes 2\n", said)
-    assert len(losses) == 2
-    assert float(losses[1]) < float(losses[0])
-    assert (tmp_path / "net.pt").is_file()
-
-
-def test_four_processes_of_accelerate_give_the_same_bits_on_one_device_and_on_two(tmp_path):
-    pytest.importorskip("accelerate")
-    arguments = ["--logical-devices", 4, FOLDER / "ddp_accelerate.py", "--epochs", 2, "--save"]
-    said = [command(tmp_path, "run", "--devices", f"cpu:{n}", *arguments, f"{n}.pt") for n in (1, 2)]
-    assert said[0] == said[1]
-    assert said[0].count(", processes 4\n") == 2
-    one, two = (torch.load(tmp_path / f"{n}.pt") for n in (1, 2))
-    assert all(torch.equal(one[name], two[name]) for name in one)

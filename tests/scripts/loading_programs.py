@@ -6,7 +6,7 @@ import pickle
 import random
 import threading
 import time
-from collections import namedtuple
+from collections import OrderedDict, namedtuple
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -150,6 +150,21 @@ def shifted(samples):
     return rows[:, 1:], rows[:, :-1], Sample(rows.t(), [str(label) for _, label in samples])
 
 
+def of_all_kinds(samples):
+    """Collates into tensors and arrays of many layouts, and values of many kinds."""
+    base = torch.arange(120.0).view(8, 15) + samples[0][1]
+    views = base.t(), base[1:, 2:], base[:, ::3], base[3:6], base[:2].expand(2, -1), base.view(4, 5, 6).permute(2, 0, 1)
+    kinds = base > 3, base.bfloat16()[1:], base.to(torch.uint16), torch.complex(base, base)[:, 1:], torch.empty(3, 0, 2)
+    array = np.arange(120).reshape(4, 5, 6)
+    arrays = [each for kind in ("i2", "f8", "?", "c8") for each in (array.astype(kind), array.astype(kind).T)]
+    others = (
+        Pair(Sample(base, ["x"]), OrderedDict(a=None, b=[1, "two", 3.0, b"four"])),
+        np.float32(2),
+        np.array(["text"]),
+    )
+    return [*views, *kinds], [*arrays, array[1:3], array[:0]], others, torch.nn.Parameter(base), ValueError("wrong")
+
+
 def as_function(samples):
     """Collates into a function, which does not pickle."""
     return lambda _: [label for _, label in samples]
@@ -182,6 +197,7 @@ def cases(folder):
             made(), 3, num_workers=2, sampler=RandomSampler(range(22), replacement=True, generator=generator())
         ),
         "dealt, views, last dropped": lambda: DataLoader(made(), 4, num_workers=2, drop_last=True, collate_fn=shifted),
+        "dealt, all kinds": lambda: DataLoader(made(), 4, num_workers=2, collate_fn=of_all_kinds),
         "dealt, named, no batches": lambda: DataLoader(
             made(form="named"), batch_size=None, shuffle=True, num_workers=2
         ),
@@ -254,7 +270,7 @@ def form(value):
         return type(value).__name__, [form(entry) for entry in value]
     if isinstance(value, Sample):
         return form(value.values), value.names
-    return value(1) if callable(value) else value
+    return value(1) if callable(value) else repr(value) if isinstance(value, Exception) else value
 
 
 def states(loader=None):

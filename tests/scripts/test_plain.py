@@ -32,6 +32,24 @@ def update(optimizer, loss):
     loss.backward()
     optimizer.step()
     RESULT["losses"].append(loss.item())
+
+class Net(nn.Module):
+    def __init__(self, function, **parts):
+        super().__init__()
+        self.function = function
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, *inputs, **options):
+        return self.function(self, *inputs, **options)
+
+def fit(model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, _ in batches():
+        result = model(x)
+        (result[0] if isinstance(result, tuple) else result).sum().backward()
+        optimizer.step()
+    RESULT["state"] = model.state_dict()
 """
 STRUCTURES = """
 @dataclass
@@ -39,17 +57,14 @@ class Output:
     scores: torch.Tensor
     parts: dict
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body, self.head = nn.Linear(6, 8), nn.Linear(8, 3)
+def forward(self, batch, labels=None, scale=None):
+    h = torch.tanh(self.body(batch["x"]))
+    return Output(self.head(h) * scale, {"mean": (h.square().mean(), h.mean(0)), "rows": [h, None, "text"]})
 
-    def forward(self, batch, labels=None, scale=None):
-        h = torch.tanh(self.body(batch["x"]))
-        return Output(self.head(h) * scale, {"mean": (h.square().mean(), h.mean(0)), "rows": [h, None, "text"]})
+def make():
+    return Net(forward, body=nn.Linear(6, 8), head=nn.Linear(8, 3))
 
-model = Net()
-seen = []
+model, seen = make(), []
 model.register_forward_hook(lambda module, inputs, output: seen.append(output.scores.shape[0]))
 model.body.weight.register_hook(lambda gradient: gradient.clamp(-1, 1))
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
@@ -63,7 +78,7 @@ for number, (x, y) in enumerate(batches(4)):
         optimizer.zero_grad()
     RESULT["losses"].append(loss.item())
 torch.save(model.state_dict(), "saved.pt")
-again = Net()
+again = make()
 again.load_state_dict(torch.load("saved.pt"))
 RESULT["state"], RESULT["seen"] = again.state_dict(), tuple(seen)
 """
@@ -85,18 +100,13 @@ for x, _ in batches():
 RESULT["G"], RESULT["D"] = G.state_dict(), D.state_dict()
 """
 LOSS_INSIDE = """
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(11, 8), nn.Linear(8, 11)
+def forward(self, ids, labels, count=None):
+    scores = self.head(self.embedding(ids))
+    kind = "mean" if count is None else "sum"
+    loss = F.cross_entropy(scores[:, :-1].reshape(-1, 11), labels[:, 1:].reshape(-1), reduction=kind)
+    return {{"loss": loss if count is None else loss / count, "scores": scores}}
 
-    def forward(self, ids, labels, count=None):
-        scores = self.head(self.embedding(ids))
-        kind = "mean" if count is None else "sum"
-        loss = F.cross_entropy(scores[:, :-1].reshape(-1, 11), labels[:, 1:].reshape(-1), reduction=kind)
-        return {{"loss": loss if count is None else loss / count, "scores": scores}}
-
-model = Net()
+model = Net(forward, embedding=nn.Embedding(11, 8), head=nn.Linear(8, 11))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
 draws = torch.Generator(torch.get_default_device()).manual_seed(2)
 for step in range(4):
@@ -112,16 +122,12 @@ RESULT["state"] = model.state_dict()
 PACKED = """
 from torch.nn.utils import rnn
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lstm, self.out = nn.LSTM(6, 8, batch_first=True), nn.Linear(8, 3)
+def forward(self, packed, scale):
+    steps, (last, _) = self.lstm(packed)
+    return self.out(last[-1]) * scale, steps
 
-    def forward(self, packed, scale):
-        steps, (last, _) = self.lstm(packed)
-        return self.out(last[-1]) * scale, steps
-
-table, model = nn.Parameter(torch.randn(9, 6)), Net()
+table = nn.Parameter(torch.randn(9, 6))
+model = WRAP(Net(forward, lstm=nn.LSTM(6, 8, batch_first=True), out=nn.Linear(8, 3)))
 optimizer = torch.optim.SGD([table, *model.parameters()], lr=0.3)
 for step, (x, y) in enumerate(batches(4)):
     lengths = torch.randint(1, 6, (len(y),), device="cpu")
@@ -139,24 +145,19 @@ RESULT["order"], RESULT["state"] = steps.sorted_indices, [table, model.state_dic
 COPIES = """
 import copy
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+def forward(self, x, y):
+    found = []
+    for row, label in zip(x.split(1), y.split(1)):
+        fast = copy.deepcopy(self.net)
+        inner = torch.optim.SGD(fast.parameters(), lr=0.1)
+        with torch.enable_grad():
+            F.cross_entropy(fast(row), label).backward()
+        inner.step()
+        pull = sum((p - q.detach()).square().sum() for p, q in zip(self.net.parameters(), fast.parameters()))
+        found.append(pull + F.cross_entropy(fast(row), label))
+    return torch.stack(found)
 
-    def forward(self, x, y):
-        found = []
-        for row, label in zip(x.split(1), y.split(1)):
-            fast = copy.deepcopy(self.net)
-            inner = torch.optim.SGD(fast.parameters(), lr=0.1)
-            with torch.enable_grad():
-                F.cross_entropy(fast(row), label).backward()
-            inner.step()
-            pull = sum((p - q.detach()).square().sum() for p, q in zip(self.net.parameters(), fast.parameters()))
-            found.append(pull + F.cross_entropy(fast(row), label))
-        return torch.stack(found)
-
-model = Net()
+model = Net(forward, net=nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
 for x, y in batches():
     loss = model(x, y).mean()
@@ -176,16 +177,11 @@ class Sides(list):
         super().__init__([left * 2, right])
         self.scale = 3
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(6, 3)
+def forward(self, batch, sides):
+    loss = F.cross_entropy(self.layer(batch.rows), batch.classes, reduction="none")
+    return type(batch)(batch.rows * loss[:, None]), Sides(sides[0] * sides.scale, sides[1])
 
-    def forward(self, batch, sides):
-        loss = F.cross_entropy(self.layer(batch.rows), batch.classes, reduction="none")
-        return type(batch)(batch.rows * loss[:, None]), Sides(sides[0] * sides.scale, sides[1])
-
-model = Net()
+model = Net(forward, layer=nn.Linear(6, 3))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
 for x, y in batches():
     batch, sides = model(Batch(x), Sides(x, x))
@@ -195,7 +191,7 @@ for x, y in batches():
 RESULT["state"] = model.state_dict()
 """
 SCRIPTS = {
-    "packed sequences": PACKED,
+    "packed sequences": PACKED.replace("WRAP", ""),
     "copies of its modules": COPIES,
     "containers with checks": CHECKED,
     "structures": STRUCTURES,
@@ -226,9 +222,9 @@ def test_a_plain_loop_ends_in_the_same_bits_on_all_devices_and_in_the_values_of_
 
 
 def test_a_dataparallel_cuts_packed_sequences_as_a_plain_script_does(train):
-    (plain,) = train(1, PACKED)
+    (plain,) = train(1, SCRIPTS["packed sequences"])
     for n in (1, 3):
-        wrapped = train(n, PACKED.replace(", Net()", ", nn.DataParallel(Net())"))
+        wrapped = train(n, PACKED.replace("WRAP", "nn.DataParallel"))
         assert not wrapped[0].error, wrapped[0].message
         assert [list(outcome.result.values()) for outcome in wrapped] == [list(plain.result.values())] * n
 
@@ -239,20 +235,14 @@ class Inner(nn.Linear):
         WRITE_INNER
         return super().forward(x)
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body, self.head = Inner(6, 8), nn.Linear(8, 3)
-        self.kept, self.calls = torch.zeros(0, 8), 0
-        self.register_buffer("bank", torch.zeros(0, 8))
-        self.register_buffer("same", torch.zeros(()))
+def forward(self, x):
+    z = self.body(x)
+    WRITE
+    return self.head(z)
 
-    def forward(self, x):
-        z = self.body(x)
-        WRITE
-        return self.head(z)
-
-model, found = Net(), []
+model, found = Net(forward, body=Inner(6, 8), head=nn.Linear(8, 3), kept=torch.zeros(0, 8), calls=0), []
+model.register_buffer("bank", torch.zeros(0, 8))
+model.register_buffer("same", torch.zeros(()))
 REGISTER
 optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
 for x, y in batches():
@@ -377,7 +367,7 @@ def test_a_module_whose_optimizer_has_frozen_parameters_too_is_shared_out(train,
 
 REFUSED = {
     "a loss over pairs": (
-        "x = F.normalize(self.layer(x), dim=1)\n        return F.cross_entropy(x @ x.T, torch.arange(len(x)))",
+        "x = F.normalize(self.layer(x), dim=1)\n    return F.cross_entropy(x @ x.T, torch.arange(len(x)))",
         "neither their sum nor their mean",
     ),
     "a statistic over the batch": ("return self.layer(x - x.mean(0))", "rows depend on each other"),
@@ -408,15 +398,7 @@ ADVISED = {
 def test_an_error_of_a_microbatch_names_the_argument_that_is_no_batch_and_what_to_do_about_it(train, name, is_wrapped):
     layer, forward, inputs, *texts = ADVISED[name]
     body = f"""
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = {layer}
-
-    def forward(self, *inputs):
-        return {forward}
-
-model = {"nn.DataParallel(Net())" if is_wrapped else "Net()"}
+model = {"nn.DataParallel" if is_wrapped else ""}(Net(lambda self, *inputs: {forward}, layer={layer}))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 model({inputs}).sum().backward()
 """
@@ -430,23 +412,7 @@ model({inputs}).sum().backward()
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_module_that_needs_the_whole_batch_is_refused_by_name_before_it_trains(train, name):
     forward, reason = REFUSED[name]
-    body = f"""
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(6, 3)
-
-    def forward(self, x):
-        {forward}
-
-model = Net()
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for x, _ in batches():
-    result = model(x)
-    (result[0] if isinstance(result, tuple) else result).sum().backward()
-    optimizer.step()
-RESULT["state"] = model.state_dict()
-"""
+    body = f"def forward(self, x):\n    {forward}\n\nfit(Net(forward, layer=nn.Linear(6, 3)))"
     for n in (1, 2):
         for outcome in train(n, body):
             assert outcome.error == "UsageError", outcome.result
@@ -457,20 +423,7 @@ RESULT["state"] = model.state_dict()
 
 
 def test_a_result_that_has_no_rows_for_a_single_sample_is_refused(train):
-    body = """
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(6, 1)
-
-    def forward(self, x):
-        return self.layer(x).squeeze()
-
-model = Net()
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for x, _ in batches():
-    model(x).sum().backward()
-"""
+    body = "fit(Net(lambda self, x: self.layer(x).squeeze(), layer=nn.Linear(6, 1)))"
     (outcome,) = train(1, body, num_microbatches=14)
     assert outcome.error == "UsageError", outcome.message
     assert outcome.message.startswith("model (Net) cannot be shared out: ")
@@ -536,21 +489,8 @@ def test_the_comparison_leaves_no_trace():
 
 
 def test_a_module_that_shares_a_part_of_itself_out_is_left_to_that(train):
-    body = """
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.main = nn.Linear(6, 3)
-
-        def forward(self, x):
-            return nn.parallel.data_parallel(self.main, x, [0, 1]).sum(0, keepdim=True)
-
-    model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for x, _ in batches():
-        model(x).sum().backward()
-        optimizer.step()
-    """
+    forward = "lambda self, x: nn.parallel.data_parallel(self.main, x, [0, 1]).sum(0, keepdim=True)"
+    body = f"fit(Net({forward}, main=nn.Linear(6, 3)))"
     (outcome,) = train(1, body)
     assert not outcome.error, outcome.message
     assert len(outcome.chunks) == 12

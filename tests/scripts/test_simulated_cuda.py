@@ -13,7 +13,7 @@ from torch import nn
 
 from samestep.errors import UsageError
 from samestep.scripts.shared_script import count_ids, num_visible
-from samestep.scripts.simulated.devices import mapped_device, own_accelerator
+from samestep.scripts.simulated.devices import own_accelerator
 
 
 def test_nothing_remains_after_the_block():
@@ -160,25 +160,6 @@ def test_only_ids_that_the_script_assigned_change_the_count(monkeypatch):
     assert num_visible(alone(num_devices=3, num_microbatches=5)) == 5
 
 
-OWN = torch.device("cuda", 0)  # of a process with one accelerator
-
-
-@pytest.mark.parametrize("asked", [0, 3, "cuda", "cuda:3", torch.device("cuda:2")])
-def test_every_accelerator_of_the_script_is_the_own_one(asked):
-    assert mapped_device(asked, OWN) == OWN
-
-
-@pytest.mark.parametrize("asked", ["cpu", torch.device("meta"), None, torch.float32, True])
-def test_other_arguments_stay(asked):
-    assert mapped_device(asked, OWN) is asked
-
-
-@pytest.mark.parametrize("asked", [64, -1, "cuda:64"])
-def test_an_accelerator_that_cannot_be_is_an_error(asked):
-    with pytest.raises(RuntimeError, match=r"invalid device ordinal: cuda:.*"):
-        mapped_device(asked, OWN)
-
-
 def test_factories_and_moves_go_to_the_own_device():
     # "meta" plays the accelerator: it is the one other device that every machine has
     own = torch.device("meta")
@@ -196,8 +177,9 @@ def test_factories_and_moves_go_to_the_own_device():
         assert torch.ones(1).device == torch.get_default_device() == own
         torch.set_default_device(None)
         assert isinstance(torch.default_generator, torch.Generator)
-        with pytest.raises(RuntimeError, match="invalid device ordinal"):
-            torch.ones(1, device="meta:64")
+        for asked in ("meta:64", -1, 64):
+            with pytest.raises(RuntimeError, match="invalid device ordinal"):
+                torch.ones(1, device=asked)
         file = io.BytesIO()
         torch.save({"x": torch.ones(2)}, file)
         file.seek(0)
