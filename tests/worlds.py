@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import tempfile
 import traceback
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
@@ -65,6 +66,26 @@ def in_turns(world_size, program, *args, reduction="ordered"):
 def _result(value):
     """What a program returned, where tests can compare it to that of other ranks."""
     return value if DEVICE == "cpu" else to_host(value)
+
+
+@contextmanager
+def processes(target, arguments):
+    """Processes that run `target(*arguments[key], pipe)`; yields each and its pipe by key, and ends those left."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    started = {}
+    try:
+        for key, values in arguments.items():
+            ours, theirs = context.Pipe()
+            started[key] = context.Process(target=target, args=(*values, theirs)), ours
+            started[key][0].start()
+            theirs.close()
+        yield started
+    finally:
+        for process, pipe in started.values():
+            process.kill()
+            process.join()
+            pipe.close()
 
 
 class World:

@@ -7,7 +7,7 @@ import warnings
 
 import torch
 import torch.distributed as dist
-from group_programs import group_of, plain_tree, same_bits
+from group_programs import group_of, plain_tree
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
@@ -139,56 +139,6 @@ def left_fold(values, add):
     for value in values[1:]:
         total = add(total, value)
     return total
-
-
-def train_sharded(rank, ranks, replicas, folder):
-    """FSDP2, or HSDP with several replicas, on whole numbers; checkpoints; whether all is as on one process."""
-    import torch.distributed.checkpoint as checkpoints
-    from torch.distributed.checkpoint.state_dict import get_model_state_dict
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    def made():
-        torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Linear(8, 16, bias=False), torch.nn.Linear(16, 4, bias=False)).double()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.copy_(torch.randint(-3, 4, parameter.shape))
-        return model
-
-    def inputs(other):
-        generator = torch.Generator().manual_seed(other)
-        return torch.randint(-3, 4, (4, 8), generator=generator).double() * ranks
-
-    shape, names = ((ranks,), None) if replicas == 1 else ((replicas, ranks // replicas), ("replicate", "shard"))
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-    model = made()
-    for layer in model:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    for _ in range(2):
-        optimizer.zero_grad()
-        model(inputs(rank)).sum().backward()
-        optimizer.step()
-    plain = made()
-    optimizer = torch.optim.SGD(plain.parameters(), lr=1.0)
-    for _ in range(2):
-        optimizer.zero_grad()
-        sum(plain(inputs(other)).sum() for other in range(ranks)).backward()
-        for parameter in plain.parameters():
-            parameter.grad /= ranks
-        optimizer.step()
-    wanted = plain.state_dict()
-    found = {name: value.full_tensor() for name, value in model.state_dict().items()}
-    checkpoints.save({"model": get_model_state_dict(model)}, checkpoint_id=str(folder))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-    state = {"model": get_model_state_dict(model)}
-    checkpoints.load(state, checkpoint_id=str(folder))
-    loaded = {name: value.full_tensor() for name, value in state["model"].items()}
-    return all(same_bits(found[name], wanted[name]) and same_bits(loaded[name], wanted[name]) for name in wanted)
 
 
 def redistribute(rank, ranks):

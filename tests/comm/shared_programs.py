@@ -1,6 +1,5 @@
 """Programs and puppets for the tests of the transport through shared memory."""
 
-import multiprocessing
 import os
 import resource
 import time
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from worlds import PATIENCE_SECONDS, PRELOADED
+from worlds import PATIENCE_SECONDS, processes
 
 from samestep.comm import segment as segment_module
 from samestep.comm.connecting import connect_at
@@ -179,22 +178,10 @@ def puppets(tmp_path, world_size, setups=(), seconds=120, choice="auto"):
         seconds: their timeout.
         choice: of the transport.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    found = []
-    try:
-        for rank in range(world_size):
-            ours, theirs = context.Pipe()
-            arguments = (rank, world_size, str(tmp_path / "store"), dict(setups).get(rank), seconds, choice, theirs)
-            process = context.Process(target=perform, args=arguments)
-            process.start()
-            theirs.close()
-            found.append(Puppet(process, ours))
-        yield found
-    finally:
-        for puppet in found:
-            puppet.process.kill()
-            puppet.process.join()
+    store = str(tmp_path / "store")
+    arguments = {rank: (rank, world_size, store, dict(setups).get(rank), seconds, choice) for rank in range(world_size)}
+    with processes(perform, arguments) as started:
+        yield [Puppet(*each) for each in started.values()]
 
 
 def perform(rank, world_size, path, setup, seconds, choice, pipe):

@@ -1,6 +1,5 @@
 """Groups of real processes: their rendezvous, and the ranks that an error names."""
 
-import multiprocessing
 import socket
 import sys
 import warnings
@@ -13,7 +12,7 @@ import torch
 import torch.distributed as dist
 from comm_programs import join, odd_broadcasts
 from marked import free_port
-from worlds import PATIENCE_SECONDS, PRELOADED, in_turns
+from worlds import PATIENCE_SECONDS, in_turns, processes
 
 from samestep.comm.connecting import connect
 from samestep.comm.environment import Environment
@@ -33,33 +32,18 @@ def _pooled(worlds):
 @contextmanager
 def started(ranks, world_size, task, seconds, target=None, port=None, **variables):
     """Starts processes of a group, some of which may be left out; yields a function for exit codes and reports."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
     common = {"WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port or free_port(), **variables}
-    processes, pipes = {}, {}
 
     def outcome(awaited=ranks):
         found = {}
         for rank in awaited:
-            process = processes[rank]
+            process, pipe = begun[rank]
             process.join(PATIENCE_SECONDS)
-            report = pipes[rank].recv() if process.exitcode != KILLED else None
-            found[rank] = (process.exitcode, report)
+            found[rank] = process.exitcode, pipe.recv() if process.exitcode != KILLED else None
         return found
 
-    try:
-        for rank in ranks:
-            pipes[rank], theirs = context.Pipe()
-            arguments = ({**common, "RANK": rank}, task, seconds, target, theirs)
-            processes[rank] = context.Process(target=join, args=arguments)
-            processes[rank].start()
-            theirs.close()
+    with processes(join, {rank: ({**common, "RANK": rank}, task, seconds, target) for rank in ranks}) as begun:
         yield outcome
-    finally:
-        for rank, process in processes.items():
-            process.kill()
-            process.join()
-            pipes[rank].close()
 
 
 @contextmanager

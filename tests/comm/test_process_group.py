@@ -1,8 +1,6 @@
 """The ordered process group: every collective to the bit, what trains on it, and ranks that go."""
 
-import multiprocessing
 import re
-from contextlib import contextmanager
 
 import group_programs
 import group_training
@@ -17,7 +15,7 @@ from group_programs import (
     in_group,
     same_bits,
 )
-from worlds import DEVICE, PATIENCE_SECONDS, PRELOADED, cpu_only, in_turns
+from worlds import DEVICE, PATIENCE_SECONDS, cpu_only, in_turns, processes
 
 from samestep.logical import collectives
 from samestep.logical.collectives import Operation
@@ -73,11 +71,6 @@ def test_reductions_through_torch_distributed_have_the_bits_of_the_definition(ra
 def test_collectives_that_move_values_move_every_dtype(ranks_of, tmp_path, ranks):
     assert ranks_of(ranks).run(in_group, tmp_path / "store", group_programs.movements, (33,)) == [[]] * ranks
     assert ranks_of(ranks).run(in_group, tmp_path / "gloo", group_programs.movements, (33,), "gloo") == [[]] * ranks
-
-
-def test_eight_ranks_reduce_and_move(ranks_of, tmp_path):
-    assert ranks_of(8).run(in_group, tmp_path / "reduce", group_programs.reductions, ([40],)) == [[]] * 8
-    assert ranks_of(8).run(in_group, tmp_path / "move", group_programs.movements, (9,)) == [[]] * 8
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
@@ -138,12 +131,6 @@ def test_ddp_accumulates_skips_unused_layers_compresses_and_joins(ranks_of, tmp_
     assert others == [first] * (ranks - 1)
 
 
-@pytest.mark.parametrize(("ranks", "replicas"), [(2, 1), (3, 1), (4, 2)])
-def test_sharded_models_train_exactly_and_are_saved(ranks_of, tmp_path, ranks, replicas):
-    arguments = (replicas, tmp_path / "checkpoint")
-    assert ranks_of(ranks).run(in_group, tmp_path / "store", group_training.train_sharded, arguments) == [True] * ranks
-
-
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_distributed_tensor_keeps_its_values_in_every_placement(ranks_of, tmp_path, ranks):
     assert ranks_of(ranks).run(in_group, tmp_path / "store", group_training.redistribute) == [True] * ranks
@@ -187,31 +174,16 @@ def test_twin_by_sizes_alone_a_metric_is_added_to_a_gradient(ranks_of, tmp_path)
     assert results == [([], 1000.5), ([], 0.0)], "and nothing is said"
 
 
-@contextmanager
-def processes(world_size, program, *arguments):
-    """Ranks that are processes of their own; yields them and their pipes, and ends those that are left."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    started = []
-    try:
-        for rank in range(world_size):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=program, args=(rank, world_size, *arguments, theirs))
-            process.start()
-            theirs.close()
-            started.append((process, ours))
-        yield started
-    finally:
-        for process, _ in started:
-            process.kill()
-            process.join()
+def ranks_in(world_size, program, *arguments):
+    """Ranks that are processes of their own, and their pipes."""
+    return processes(program, {rank: (rank, world_size, *arguments) for rank in range(world_size)})
 
 
 @pytest.mark.parametrize("how", ["die", "leave", "be late", "no message"])
 def test_a_rank_that_does_not_come_is_named_and_nobody_hangs(tmp_path, how):
     seconds = 3
-    with processes(3, group_programs.be_left, str(tmp_path / "store"), how, seconds) as ranks:
-        for process, pipe in ranks[:2]:
+    with ranks_in(3, group_programs.be_left, str(tmp_path / "store"), how, seconds) as ranks:
+        for process, pipe in (ranks[0], ranks[1]):
             assert pipe.poll(PATIENCE_SECONDS)
             errors, took = pipe.recv()
             assert errors
@@ -226,15 +198,15 @@ def test_a_rank_that_does_not_come_is_named_and_nobody_hangs(tmp_path, how):
 
 @pytest.mark.parametrize("how", ["waits", "forgets", "under way"])
 def test_a_program_that_does_not_destroy_its_group_ends_all_the_same(tmp_path, how):
-    with processes(2, end_without_goodbye, str(tmp_path / "store"), how) as ranks:
-        for process, _ in ranks:
+    with ranks_in(2, end_without_goodbye, str(tmp_path / "store"), how) as ranks:
+        for process, _ in ranks.values():
             process.join(PATIENCE_SECONDS)
             assert process.exitcode == 0
 
 
 def test_a_rank_that_dies_in_training_is_named_by_the_backward_of_the_others(tmp_path):
-    with processes(3, group_training.die_in_training, str(tmp_path / "store")) as ranks:
-        for process, pipe in ranks[:2]:
+    with ranks_in(3, group_training.die_in_training, str(tmp_path / "store")) as ranks:
+        for process, pipe in (ranks[0], ranks[1]):
             assert pipe.poll(PATIENCE_SECONDS)
             assert "waits for rank 2" in pipe.recv()
             process.join(PATIENCE_SECONDS)
