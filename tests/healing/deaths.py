@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from conftest import SCRIPT, Told, run_script
+from healing_runs import SCRIPT, Told, run_script
 
 from samestep.launcher.job import Policy
 

@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from conftest import SCRIPT, run_script
+from healing_runs import SCRIPT, run_script
 from safetensors.torch import load_file
 
 from samestep.checkpoint.resume import read_state
@@ -14,22 +14,19 @@ from samestep.data.batch import checksum
 
 
 @pytest.mark.slow
-def test_rank_0_dies_before_it_has_written_the_contract_and_the_next_one_writes_it(train, undisturbed):
-    told = train(2, [{"rank": 0, "step": -1, "phase": "contract", "kind": "SIGKILL"}])
+@pytest.mark.parametrize(
+    ("rank", "step", "phase", "is_lost"),
+    [(0, -1, "contract", True), (0, 0, "barrier", False), (1, 0, "barrier", False)],
+    ids=["before the contract is written", "when all is written", "when all is written, another rank"],
+)
+def test_a_run_of_which_a_rank_dies_at_its_edges_is_whole_and_ends_once(train, undisturbed, rank, step, phase, is_lost):
+    told = train(2, [{"rank": rank, "step": step, "phase": phase, "kind": "SIGKILL"}])
     assert told.outcome.exit_code == 0, told.outcome.failure
     assert (told.steps, told.digests) == (undisturbed.steps, undisturbed.digests)
-    assert [event["event"] for event in told.events][:3] == ["start", "death", "heal"]
+    events = [event["event"] for event in told.events]
+    assert (events.count("end"), events[:3] == ["start", "death", "heal"]) == (1, is_lost)
     contracts = [json.loads((each.folder / "run" / "run.json").read_text()) for each in (told, undisturbed)]
     assert contracts[0]["seed"] == contracts[1]["seed"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_dies_when_all_is_written_and_the_run_ends_once(train, undisturbed, rank):
-    told = train(2, [{"rank": rank, "step": 0, "phase": "barrier", "kind": "SIGKILL"}])
-    assert told.outcome.exit_code == 0, told.outcome.failure
-    assert (told.steps, told.digests) == (undisturbed.steps, undisturbed.digests)
-    assert [event["event"] for event in told.events].count("end") == 1
 
 
 MAIN_FIRST = str(Path(__file__).with_name("main_first_script.py"))

@@ -5,8 +5,8 @@ import random
 from pathlib import Path
 
 import pytest
-from conftest import run_script
 from faulty_loops import KINDS, train
+from healing_runs import run_script
 from worlds import in_turns
 
 from samestep.launcher.job import Policy
