@@ -159,15 +159,6 @@ def test_a_metric_with_several_entries_is_a_goal_by_one_of_them():
         make(None, best="f1").fit(points(), 2, eval_data=points(), metrics=metrics)
 
 
-def test_patience_ends_the_fit_on_all_devices_and_a_finished_run_does_not_go_on(tmp_path):
-    whole = in_turns(1, fit, None, ("accuracy", "max"), None, None, 12)[0]
-    digest, scores, best = in_turns(2, fit, tmp_path / "run", ("accuracy", "max"), 2, None, 12)[0]
-    assert len(scores) == best + 2 < 12
-    assert scores == whole[1][: len(scores)]
-    again = in_turns(3, fit, tmp_path / "run", ("accuracy", "max"), 2, tmp_path / "run", 12)
-    assert again == [(digest, scores, best)] * 3
-
-
 def test_an_end_by_steps_is_exact_and_a_resume_keeps_to_it(tmp_path):
     def program(communicator, run_dir=None, resume=None, **options):
         with make(communicator, run_dir=run_dir) as trainer:

@@ -615,10 +615,3 @@ def test_a_removed_folder_is_made_again_and_a_file_in_its_place_is_named(tmp_pat
     with pytest.raises(RunFolderError, match=r"cannot write .*: (File exists|Not a directory); choose another folder"):
         write_checkpoint(folder, snapshot_of(3))
     assert list_checkpoints(folder) == []
-
-
-def test_facts_that_are_no_json_are_a_mistake_that_leaves_nothing(tmp_path):
-    for facts in ({"a": float("nan")}, {"a": object()}):
-        with pytest.raises((ValueError, TypeError)):
-            write_checkpoint(tmp_path, Snapshot(1, {}, facts))
-    assert names_in(tmp_path) == []

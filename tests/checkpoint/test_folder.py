@@ -2,9 +2,6 @@
 
 import json
 import os
-import signal
-import subprocess
-import sys
 import time
 
 import pytest
@@ -12,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 from train_programs import make_trainer, points
-from worlds import cpu_only, in_turns
+from worlds import in_turns
 
 from samestep.checkpoint.export import write_weights
 from samestep.checkpoint.run_folder import create_folder, new_folder_name
@@ -112,61 +109,6 @@ def test_appending_adds_all_of_the_data(tmp_path):
     assert (tmp_path / "lines").read_bytes() == b"one\n" + b"two\n" * 1000
 
 
-FILE_OPERATIONS = {"open", "write", "mkdir", "rename", "replace", "unlink", "fsync", "flock", "chmod", "utime"}
-
-
-def start(communicator, folder, resume="auto"):
-    """A run that the command takes for one of its own."""
-    job = {"recipe": "mlp"}
-    with make_trainer(communicator, run_dir=folder, contract={**job, "job": job}) as trainer:
-        trainer.fit(points(), 1, resume=resume)
-        return trainer.digest
-
-
-def killed_after(number, folder):
-    """Starts a run in a fork, which is killed after so many operations on files; whether that was before it trained."""
-    pid = os.fork()
-    if pid == 0:
-        done = 0
-
-        def look(frame, event, function):
-            nonlocal done
-            if event == "call" and frame.f_code.co_name == "_train_epoch":
-                os._exit(0)
-            done += event == "c_return" and function.__name__ in FILE_OPERATIONS
-            if done == number:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        def doomed(communicator):
-            sys.setprofile(look)
-            start(communicator, folder)
-
-        try:
-            in_turns(1, doomed)
-        finally:
-            os._exit(1)
-    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    assert code in (0, -signal.SIGKILL)
-    return code != 0
-
-
-@cpu_only("it forks this process, which CUDA does not survive")
-def test_a_run_that_is_killed_at_any_point_of_its_start_is_begun_anew_by_auto(tmp_path, refused, capsys):
-    [digest] = in_turns(1, start, tmp_path / "whole", None)
-    states, number = set(), 1
-    while killed_after(number, folder := tmp_path / str(number)):
-        number += 1
-        state = frozenset((path.name, path.stat().st_size > 0) for path in folder.rglob("*"))
-        if state in states or not folder.exists():
-            continue
-        states.add(state)
-        capsys.readouterr()
-        words = ("train", "mlp", "--resume", "auto", "--run-dir", folder, "--devices")
-        assert "cannot read 'none' as devices" in refused(*words, "none"), state
-        assert in_turns(1, start, folder) == [digest], state
-    assert len(states) > 8, states
-
-
 def test_new_names_are_below_runs_and_never_taken(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = []
@@ -175,46 +117,6 @@ def test_new_names_are_below_runs_and_never_taken(tmp_path, monkeypatch):
         names[-1].mkdir(parents=True)
     assert len(set(names)) == 3
     assert all(name.parts[0] == "runs" and name.name.startswith("lenet-") for name in names)
-
-
-FULL = """
-import resource, signal, sys
-from pathlib import Path
-from torch import nn
-from samestep.errors import RunFolderError
-from samestep.files import replacing, write_json
-from samestep.checkpoint.verified_files import write_tensors
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-folder = Path(sys.argv[1])
-write_json(folder / "run.json", {"old": 1})
-def write_weights(model):
-    with replacing(folder / "weights.safetensors") as temporary:
-        write_tensors(temporary, model.state_dict())
-write_weights(nn.Linear(2, 2))
-resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
-for write in (
-    lambda: write_json(folder / "run.json", list(range(10_000))),
-    lambda: write_weights(nn.Linear(100, 100)),
-):
-    try:
-        write()
-    except RunFolderError as error:
-        print(error)
-"""
-
-
-@pytest.mark.skipif(not hasattr(signal, "SIGXFSZ"), reason="no limit on the size of files here")
-def test_a_full_disk_is_a_sentence_and_leaves_the_old_files(tmp_path):
-    command = [sys.executable, "-c", FULL, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-    lines = done.stdout.splitlines()
-    assert [line.split(":")[0] for line in lines] == [
-        f"cannot write {tmp_path / name}" for name in ("run.json", "weights.safetensors")
-    ]
-    assert all(line.endswith("free some space, or choose another folder by run_dir (--run-dir)") for line in lines)
-    assert json.loads((tmp_path / "run.json").read_text()) == {"old": 1}
-    assert load_file(tmp_path / "weights.safetensors")["weight"].shape == (2, 2)
-    assert sorted(os.listdir(tmp_path)) == ["run.json", "weights.safetensors"]
 
 
 @pytest.mark.parametrize("replaced", [False, True])

@@ -1,6 +1,5 @@
 """Packing: every value comes back with its exact type and bits, or is refused by name."""
 
-import copy
 import json
 import math
 import random
@@ -13,7 +12,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.optim import lr_scheduler
 
 from samestep.checkpoint.packing import check_packed, pack, unpack
 from samestep.errors import CheckpointError, UsageError
@@ -257,81 +255,6 @@ def test_the_states_of_all_generators_come_back():
     assert is_same(back, state)
     random.setstate(back["random"]), np.random.set_state(back["numpy"]), torch.set_rng_state(back["torch"])
     assert (random.gauss(0, 1), np.random.standard_normal(), torch.rand(1)) == drawn
-
-
-OPTIMIZERS = [
-    ("ASGD", {}),
-    ("Adadelta", {}),
-    ("Adafactor", {}),
-    ("Adagrad", {}),
-    ("Adam", {"amsgrad": True, "lr": torch.tensor(0.01)}),
-    ("AdamW", {}),
-    ("Adamax", {}),
-    ("LBFGS", {}),
-    ("NAdam", {}),
-    ("RAdam", {}),
-    ("RMSprop", {"centered": True, "momentum": 0.9}),
-    ("Rprop", {}),
-    ("SGD", {"momentum": 0.9, "lr": 0.1}),
-    ("SparseAdam", {}),
-]
-
-
-@pytest.mark.parametrize(("name", "options"), OPTIMIZERS)
-def test_the_state_of_an_optimizer_comes_back(name, options):
-    model = nn.Conv2d(2, 3, 2)
-    if name != "LBFGS":
-        model = model.to(memory_format=torch.channels_last)
-    if name == "SparseAdam":
-        model = nn.Embedding(4, 3, sparse=True)
-    inputs = torch.tensor([1, 2]) if name == "SparseAdam" else torch.ones(2, 2, 4, 4)
-    optimizer = getattr(torch.optim, name)(model.parameters(), **options)
-
-    def closure():
-        optimizer.zero_grad()
-        loss = model(inputs).square().sum()
-        loss.backward()
-        return loss
-
-    for _ in range(2):
-        optimizer.step(closure)
-    assert is_same(there_and_back(optimizer.state_dict()), optimizer.state_dict())
-
-
-SCHEDULERS = {
-    "StepLR": {"step_size": 2},
-    "MultiStepLR": {"milestones": [2, 2, 4]},
-    "ConstantLR": {},
-    "LinearLR": {},
-    "ExponentialLR": {"gamma": 0.9},
-    "CosineAnnealingLR": {"T_max": 4},
-    "CosineAnnealingWarmRestarts": {"T_0": 2},
-    "PolynomialLR": {},
-    "CyclicLR": {"base_lr": 0.1, "max_lr": 1.0},
-    "OneCycleLR": {"max_lr": 1.0, "total_steps": 9},
-    "LambdaLR": {"lr_lambda": lambda step: 0.9**step},
-    "MultiplicativeLR": {"lr_lambda": lambda step: 0.9},
-    "ReduceLROnPlateau": {},
-}
-
-
-@pytest.mark.parametrize("name", SCHEDULERS)
-def test_the_state_of_a_scheduler_comes_back(name):
-    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.5, momentum=0.9)
-    scheduler = getattr(lr_scheduler, name)(optimizer, **copy.deepcopy(SCHEDULERS[name]))
-    for _ in range(3):
-        optimizer.step()
-        scheduler.step(*([0.5] if name == "ReduceLROnPlateau" else []))
-    assert is_same(there_and_back(scheduler.state_dict()), scheduler.state_dict())
-
-
-def test_a_chain_of_schedulers_comes_back():
-    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.5)
-    parts = [lr_scheduler.LinearLR(optimizer), lr_scheduler.MultiStepLR(optimizer, [3, 5])]
-    chain = lr_scheduler.SequentialLR(optimizer, parts, milestones=[4])
-    state = there_and_back(chain.state_dict())
-    assert is_same(state, chain.state_dict())
-    assert type(state["_schedulers"][1]["milestones"]) is Counter
 
 
 class OwnDict(dict):

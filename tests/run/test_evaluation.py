@@ -16,7 +16,6 @@ from samestep.errors import DeterminismError, UsageError
 from samestep.metrics import accuracy
 from samestep.run import evaluation as evaluation_module
 from samestep.run.run import Run
-from samestep.run.trainer import Trainer
 
 
 def in_run(program, world_size=1, batch=16, num_microbatches=4):
@@ -386,28 +385,3 @@ def test_batches_that_are_dicts_need_a_forward():
 def test_a_metric_that_counts_nothing_is_nan():
     nothing = {"empty": lambda output, batch: Mean(output.sum() * 0, 0)}
     assert math.isnan(in_run(lambda run: run.evaluate(nn.Linear(2, 3), points(), nothing), 2)[1]["empty"])
-
-
-def fit_on_dicts(communicator):
-    """The scores of each epoch on batches that are dicts, which need a forward."""
-    run, model = Run(16, 4, 2, communicator=communicator), classifier()
-    x, label = points()
-    data = {"x": x, "label": label}
-
-    def forward(model, batch):
-        return model(batch["x"])
-
-    def loss_fn(model, batch):
-        return functional.cross_entropy(forward(model, batch), batch["label"])
-
-    with Trainer(run, model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn) as trainer:
-        history = trainer.fit(data, 2, eval_data=data, metrics={"accuracy": accuracy}, forward=forward)
-        assert history[-1].eval == trainer.evaluate(data, {"accuracy": accuracy}, forward=forward)
-        with pytest.raises(UsageError, match="a batch is a dict; say how to run the model on it: forward="):
-            trainer.fit(data, 1, eval_data=data, metrics={"accuracy": accuracy})
-    return [record.eval for record in history]
-
-
-def test_a_fit_evaluates_by_the_forward_that_it_is_given():
-    reference = in_turns(1, fit_on_dicts)[0]
-    assert in_turns(3, fit_on_dicts) == [reference] * 3

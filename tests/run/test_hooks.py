@@ -54,13 +54,13 @@ def make(communicator, hooks=(), loss=classification, options=None, **more):
     return Trainer(run, model, optimizer, loss, hooks=hooks, **(options or {}), **more)
 
 
-def averaged(communicator, run_dir=None, resume=None, calls=({"epochs": EPOCHS},), strategy=None, **more):
+def averaged(communicator, run_dir=None, resume=None, calls=({"epochs": EPOCHS},)):
     """Trains with an average and a hook: digest, the average's, calls, and the scores of the average."""
     ema, notes = EMA(0.9), Calls()
     kept = {"checkpoint_steps": 1, "checkpoint_minutes": None, "keep": 1000, "digest_every": 1}
-    with make(communicator, [ema, notes], run_dir=run_dir, **kept, **(strategy or {})) as trainer:
+    with make(communicator, [ema, notes], run_dir=run_dir, **kept) as trainer:
         for call in calls:
-            trainer.fit(points(), eval_data=points(), metrics=METRICS, resume=resume, **call, **more)
+            trainer.fit(points(), eval_data=points(), metrics=METRICS, resume=resume, **call)
         with ema.applied(trainer.model):
             scores = trainer.evaluate(points(), METRICS)
         weights = {name: tensor.cpu() for name, tensor in ema.weights.items()}
@@ -95,40 +95,6 @@ def test_the_average_is_torch_s_own_to_the_bit():
         return all(torch.equal(ema.weights[name], expected[name]) for name in expected)
 
     assert in_turns(1, program) == [True]
-
-
-@pytest.fixture(scope="module")
-def recorded(tmp_path_factory):
-    """A run on two devices with a checkpoint of every step, and its results."""
-    folder = tmp_path_factory.mktemp("averaged") / "run"
-    results = in_turns(2, averaged, folder)
-    assert same(*results)
-    assert results[0][2] == results[1][2]
-    return folder, results[0]
-
-
-@pytest.mark.parametrize("world_size", [1, 3, 4])
-def test_average_and_calls_are_the_same_on_all_devices(worlds, world_size):
-    reference = in_turns(1, averaged)[0]
-    for result in worlds(world_size).run(averaged):
-        assert same(result, reference)
-        assert result[2] == reference[2]
-
-
-@pytest.mark.parametrize("step", [3, 7])
-def test_average_and_state_go_on_after_a_resume_on_other_devices(recorded, step):
-    folder, reference = recorded
-    for result in in_turns(1 + step % 4, averaged, None, folder / "checkpoints" / f"step-{step:08d}"):
-        assert same(result, reference)  # no epoch begins twice, no step ends twice
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_one_epoch_a_call_ends_as_all_epochs_in_one_call(world_size):
-    whole = in_turns(world_size, averaged)
-    for result, expected in zip(
-        in_turns(world_size, averaged, None, None, ({"epochs": 1},) * EPOCHS), whole, strict=True
-    ):
-        assert same(result, expected)
 
 
 def test_calls_that_end_within_epochs_end_as_one_call(tmp_path):
@@ -285,19 +251,13 @@ def test_further_state_is_part_of_the_digest_and_of_the_contract(tmp_path):
         alone({"c": Counter(), "ema": EMA()}, tmp_path / "run", run_dir=tmp_path / "run")
 
 
-@pytest.mark.parametrize("strategy", [{"shard_optimizer": True}, {"strategy": "sharded"}])
-def test_sharded_parameters_are_refused_and_a_sharded_optimizer_is_not(worlds, strategy):
-    if strategy == {"strategy": "sharded"}:
-        assert worlds(2).run(refused, strategy) == [True] * 2
-    else:
-        reference = in_turns(1, averaged)[0]
-        for result in worlds(3).run(averaged, None, None, ({"epochs": EPOCHS},), strategy):
-            assert same(result, reference)
+def test_sharded_parameters_are_refused(worlds):
+    assert worlds(2).run(refused) == [True] * 2
 
 
-def refused(communicator, strategy):
+def refused(communicator):
     with pytest.raises(UsageError, match="of which each rank has only a part here"):
-        make(communicator, [EMA()], options=strategy).fit(points(), 1)
+        make(communicator, [EMA()], options={"strategy": "sharded"}).fit(points(), 1)
     return True
 
 
@@ -355,38 +315,6 @@ def test_what_changes_unsaved_is_named_with_its_remedy(tmp_path, capsys):
 
     (line,) = riders(capsys, tmp_path / "c", lambda model: [], remembers)
     assert "the loss function has shadow (Tensor)" in line
-
-
-class PerEpoch:
-    """A hook with a scheduler that counts epochs."""
-
-    def __init__(self, scheduler):
-        self.scheduler = scheduler
-
-    def on_epoch_end(self, trainer, record):
-        self.scheduler.step()
-
-
-@pytest.mark.parametrize("is_saved", [False, True])
-def test_a_scheduler_of_a_hook_is_named_at_the_checkpoint_after_its_step_unless_it_is_state(tmp_path, capsys, is_saved):
-    def program(communicator, folder, resume=None, epochs=4):
-        run = Run(BATCH, NUM_MICROBATCHES, SEED, communicator=communicator)
-        model = plain().to(run.device)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
-        state = {"scheduler": scheduler} if is_saved else None
-        hooks = [PerEpoch(scheduler)]
-        with Trainer(run, model, optimizer, classification, run_dir=folder, hooks=hooks, state=state) as trainer:
-            trainer.fit(points(), epochs, resume=resume)
-            return trainer.digest
-
-    (whole,) = in_turns(1, program, tmp_path / "whole")
-    capsys.readouterr()
-    in_turns(1, program, tmp_path / "run", None, 2)
-    lines = [line for line in capsys.readouterr().err.splitlines() if RIDING in line]
-    assert len(lines) == 1 - is_saved
-    assert all("PerEpoch has scheduler (StepLR)" in line and "state={'scheduler': scheduler}" in line for line in lines)
-    assert (in_turns(2, program, tmp_path / "run", "auto") == [whole] * 2) == is_saved
 
 
 def test_what_is_constant_saved_or_of_a_run_without_a_folder_is_not_named(tmp_path, capsys):

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from resume_programs import BATCH, NUM_MICROBATCHES, SEED, Noisy, classification, gan_loop, plain, points
+from resume_programs import BATCH, NUM_MICROBATCHES, SEED, Noisy, classification, plain, points
 from torch import nn
 from torch.optim import lr_scheduler as schedules
 from torch.utils.data import DataLoader
@@ -24,7 +24,6 @@ from samestep.files import write_json
 from samestep.run.run import Run
 from samestep.run.trainer import Trainer
 
-OUTCOMES = slice(0, 3)
 ALLOWED = {"allow_contract_change": True}
 
 
@@ -58,14 +57,6 @@ class Parts:
 
 def draws():
     return torch.rand(1).item(), float(np.random.randn()), random.random()
-
-
-def test_real_processes_go_on_with_a_loop_of_their_own(worlds, tmp_path):
-    reference = worlds(3).run(gan_loop, tmp_path / "whole")
-    assert reference == [reference[0]] * 3
-    for after, world_size in ((2, 2), (7, 1)):
-        resumed = worlds(world_size).run(gan_loop, None, 0, None, reference[0][3][after - 1], False)
-        assert [each[OUTCOMES] for each in resumed] == [reference[0][OUTCOMES]] * world_size
 
 
 def test_a_run_over_a_dataset_that_grows_with_the_epochs_goes_on_in_the_middle_of_one(tmp_path):
@@ -338,33 +329,6 @@ def test_a_mistake_is_an_error_on_all_ranks(tmp_path, call, kind, sentence):
         return True
 
     assert in_turns(2, program) == [True, True]
-
-
-def test_state_dicts_of_all_parts_go_through_torch_s_own_files(tmp_path):
-    """Nothing in them needs trust in pickle."""
-
-    def states(parts):
-        return [
-            each.state_dict()
-            for each in (parts.model, parts.optimizer, parts.scheduler, parts.step, parts.loader, parts.run)
-        ]
-
-    def whole(communicator):
-        parts = Parts(communicator).train(4)
-        draws()
-        torch.save(states(parts), tmp_path / "state.pt")
-        return parts.train(4).outcome()
-
-    def resumed(communicator):
-        parts = Parts(communicator)
-        saved = torch.load(tmp_path / "state.pt", weights_only=True)
-        own = (parts.model, parts.optimizer, parts.scheduler, parts.step, parts.loader, parts.run)
-        for each, found in zip(own, saved, strict=True):
-            each.load_state_dict(found)
-        return parts.train(4).outcome()
-
-    reference = alone(whole)
-    assert alone(resumed) == reference
 
 
 def test_the_state_of_a_run_holds_it_to_its_contract():

@@ -2,13 +2,10 @@
 
 import inspect
 import json
-import random
 from collections import Counter
 
-import numpy as np
 import pytest
 import torch
-from torch import nn
 from train_programs import classification, classifier, points
 from worlds import DEVICE, in_turns
 
@@ -135,16 +132,6 @@ def test_the_contract_is_json_and_does_not_hold_the_number_of_devices():
     assert contract["flags"]["deterministic_algorithms"] is True
 
 
-def test_a_run_seeds_every_generator_alike_on_all_ranks():
-    def draws(communicator, seed):
-        Run(8, 4, seed, communicator=communicator)
-        return torch.rand(2).tolist(), np.random.rand(2).tolist(), random.random()
-
-    first = in_turns(1, draws, 5)[0]
-    assert in_turns(3, draws, 5) == [first] * 3
-    assert in_turns(1, draws, 6)[0] != first
-
-
 def test_only_the_first_rank_prints(capsys):
     def program(communicator):
         run = Run(8, 4, communicator=communicator)
@@ -153,23 +140,6 @@ def test_only_the_first_rank_prints(capsys):
 
     assert in_turns(3, program) == [True, False, False]
     assert capsys.readouterr().out == "rank 0 of 3\n"
-
-
-def test_a_scheduler_is_stepped_after_every_step():
-    def program(communicator):
-        run = Run(16, 4, communicator=communicator)
-        model = nn.Linear(2, 3)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
-        step = run.train_step(model, optimizer, classification, scheduler=scheduler)
-        rates = []
-        for batch in run.loader(points()):
-            rates.append(optimizer.param_groups[0]["lr"])
-            step(batch)
-        return rates
-
-    for world_size in (1, 3):
-        assert in_turns(world_size, program) == [[1.0, 0.5, 0.25, 0.125]] * world_size
 
 
 @pytest.mark.parametrize(

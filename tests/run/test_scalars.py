@@ -32,7 +32,7 @@ def of_means(model, batch):
     return with_scalars(model, batch)[0]
 
 
-def fit(communicator, run_dir=None, resume=None, loss=with_scalars, epochs=2, spares=0, fused=True, **options):
+def fit(communicator, run_dir=None, resume=None, loss=with_scalars, epochs=2, **options):
     """Trains; the scalars of each step and each epoch as hex, and the digest."""
 
     class Look:
@@ -40,9 +40,9 @@ def fit(communicator, run_dir=None, resume=None, loss=with_scalars, epochs=2, sp
             steps.append({name: value.hex() for name, value in result.scalars.items()})
 
     steps = []
-    run = Run(BATCH, NUM_MICROBATCHES, SEED, communicator=communicator, spares=spares)
+    run = Run(BATCH, NUM_MICROBATCHES, SEED, communicator=communicator)
     model = plain()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, fused=fused)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, fused=True)
     with Trainer(
         run, model, optimizer, loss, hooks=[Look()], run_dir=run_dir, checkpoint_steps=1, keep=99, **options
     ) as trainer:
@@ -58,26 +58,6 @@ def test_scalars_have_the_same_bits_on_all_devices_and_change_none(world_size, l
     assert [sorted(step) for step in reference[1]] == [["norm", "rare", "square", "temperature"]] * 6
     assert in_turns(world_size, lambda c: fit(c, late_check=late)) == [reference] * world_size
     assert in_turns(1, lambda c: fit(c, loss=of_means))[0] == (reference[0], [{}] * 6, [{}] * 2)
-
-
-def test_real_processes_agree_with_spares_that_run_nothing(worlds):
-    reference = in_turns(1, fit)[0]
-    assert worlds(2).run(fit) == [reference] * 2
-    assert worlds(3).run(with_a_spare) == [reference] * 3
-
-
-def with_a_spare(communicator):
-    return fit(communicator, spares=1)
-
-
-@pytest.mark.parametrize("strategy", [{"strategy": "sharded"}, {"shard_optimizer": True}])
-def test_strategies_with_sharded_state_carry_them(worlds, strategy):
-    reference = in_turns(1, lambda communicator: fit(communicator, fused=None))[0]
-    assert worlds(3).run(fit_sharded, strategy) == [reference[1:]] * 3
-
-
-def fit_sharded(communicator, strategy):
-    return fit(communicator, fused=None, **strategy)[1:]
 
 
 def test_a_scalar_is_the_mean_over_the_global_batch_and_the_epoch():

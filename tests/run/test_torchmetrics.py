@@ -7,7 +7,6 @@ from worlds import cpu_only, in_turns
 from samestep import metrics
 from samestep.errors import UsageError
 from samestep.run.run import Run
-from samestep.run.trainer import Trainer
 
 torchmetrics = pytest.importorskip("torchmetrics")
 from torchmetrics import classification, regression, text, wrappers  # noqa: E402
@@ -285,35 +284,3 @@ def test_the_metric_that_is_given_stays_as_it_was():
     before = metric.compute()
     Run(16, 4).evaluate(torch.nn.Identity(), scores(), {"x": metric})
     assert metric.compute() == before
-
-
-class Colours(torch.nn.Module):
-    """A number for each picture of a list, of the means of its colours."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = torch.nn.Linear(3, 1)
-
-    def forward(self, images):
-        return self.linear(torch.stack([image.mean((1, 2)) for image in images])).flatten()
-
-
-def squared(model, batch):
-    images, targets = batch
-    return (model(images) - torch.stack([target["boxes"].sum() for target in targets])).square()
-
-
-def train_on_pictures(communicator):
-    run = Run(6, 3, communicator=communicator)
-    model = Colours()
-    with Trainer(run, model, torch.optim.SGD(model.parameters(), lr=0.01), squared) as trainer:
-        history = trainer.fit(
-            Pictures(), 2, eval_data=Pictures(), metrics={"mean": lambda output, batch: output}, collate_fn=as_lists
-        )
-        return trainer.digest, [record.eval for record in history]
-
-
-def test_a_trainer_collates_both_datasets():
-    reference = in_turns(1, train_on_pictures)[0]
-    assert reference[1][0] != reference[1][1]
-    assert in_turns(3, train_on_pictures) == [reference] * 3

@@ -204,7 +204,6 @@ class CountedStream(Stream):
 def fit_data(communicator, kind):
     """Fits on data of some kind; the digest and the samples a second epoch saw."""
     with make_trainer(communicator) as trainer:
-        shuffled = kind.endswith("shuffled")
         data = {
             "tensors": points,
             "tensor dataset": lambda: TensorDataset(*points()),
@@ -213,10 +212,9 @@ def fit_data(communicator, kind):
             "stream with a length": CountedStream,
             "loader": lambda: trainer.run.loader(points(), shuffle=False),
             "data loader": lambda: DataLoader(TensorDataset(*points()), batch_size=16),
-            "data loader, shuffled": lambda: DataLoader(TensorDataset(*points()), batch_size=16, shuffle=True),
             "data loader of a stream": lambda: DataLoader(Stream(), batch_size=16),
         }[kind]()
-        trainer.fit(data, 2, shuffle=shuffled or kind.startswith("stream"))  # the default, which is not for streams
+        trainer.fit(data, 2, shuffle=kind.startswith("stream"))  # the default, which is not for streams
         return trainer.digest
 
 
@@ -226,13 +224,6 @@ KINDS = ["tensor dataset", "map", "stream", "stream with a length", "loader", "d
 @pytest.mark.parametrize("kind", KINDS)
 def test_all_kinds_of_data_train_alike(kind):
     assert alone(fit_data, kind) == alone(fit_data, "tensors")
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_a_shuffled_data_loader_of_the_users_own_trains_alike_on_all_devices(worlds, world_size):
-    reference = worlds(1).run(fit_data, "data loader, shuffled")
-    assert worlds(world_size).run(fit_data, "data loader, shuffled") == reference * world_size
-    assert worlds(1).run(fit_data, "data loader") != reference
 
 
 def test_loggers_get_every_step_and_every_epoch_on_the_first_rank_only():
