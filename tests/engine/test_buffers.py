@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from engine_programs import bits, in_turns, make_step, mean_squared, table
+from engine_programs import bits, in_turns, make_step, table
 from programs import own_calls
 from torch import nn
 
@@ -68,35 +68,33 @@ def merged_by_hand(model, length=LENGTH):
 
 
 @pytest.mark.parametrize(
-    "model_fn",
-    [normalised, lambda: normalised(momentum=None), lambda: normalised(momentum=0.7), OverChannels],
-    ids=["batch", "cumulative", "fast", "instance"],
+    ("model_fn", "num_steps", "length", "world_sizes"),
+    [
+        (normalised, 3, LENGTH, (2, 3)),
+        (lambda: normalised(momentum=None), 3, LENGTH, (2, 3)),
+        (lambda: normalised(momentum=0.7), 3, LENGTH, (2, 3)),
+        (OverChannels, 3, LENGTH, (2, 3)),
+        (OverChannels, 1, 3, (2, 5)),
+    ],
+    ids=["batch", "cumulative", "fast", "instance", "fewer samples than microbatches"],
 )
-def test_running_statistics_are_the_weighted_mean_of_what_each_microbatch_alone_leaves(model_fn):
-    digest, model, before = in_turns(1, run_steps, model_fn)[0]
-    states = [*before[1:], model]
-    for start, after in zip(before, states, strict=True):
-        expected = merged_by_hand(start)
+def test_running_statistics_are_the_weighted_mean_of_what_each_microbatch_alone_leaves(
+    model_fn, num_steps, length, world_sizes
+):
+    digest, model, before = in_turns(1, run_steps, model_fn, num_steps, length)[0]
+    for start, after in zip(before, [*before[1:], model], strict=True):
+        expected = merged_by_hand(start, length)
         for name, buffer in after.named_buffers():
             # One rounding to float32 of a float64 sum whose order may differ.
             torch.testing.assert_close(buffer.double(), expected[name], rtol=1e-7, atol=1e-9)
-    for world_size in (2, 3):
-        assert {r[0] for r in in_turns(world_size, run_steps, model_fn)} == {digest}
+    for world_size in world_sizes:
+        assert {r[0] for r in in_turns(world_size, run_steps, model_fn, num_steps, length)} == {digest}
 
 
 def test_the_count_of_batches_goes_up_by_one_a_step():
     _, model, _ = in_turns(3, run_steps, normalised, 4)[0]
     assert model[1].num_batches_tracked.tolist() == 4
     assert model[1].num_batches_tracked.dtype == torch.int64
-
-
-def test_a_batch_smaller_than_the_microbatches_merges_those_there_are():
-    reference, model, before = in_turns(1, run_steps, OverChannels, 1, 3)[0]
-    expected = merged_by_hand(before[0], 3)
-    for name, buffer in model.named_buffers():
-        torch.testing.assert_close(buffer.double(), expected[name], rtol=1e-7, atol=1e-9)  # as above
-    for world_size in (2, 5):
-        assert {r[0] for r in in_turns(world_size, run_steps, OverChannels, 1, 3)} == {reference}
 
 
 def test_twin_a_mean_that_does_not_weigh_the_microbatches_is_noticed(monkeypatch):
@@ -279,27 +277,6 @@ def test_a_buffer_that_cannot_be_merged_is_refused_by_name_on_all_ranks(update, 
         return before == bits(model, optimizer), step.num_steps
 
     assert in_turns(world_size, program) == [(True, 0)] * world_size
-
-
-def test_an_error_in_the_loss_leaves_the_buffers_as_they_were():
-    def program(communicator):
-        seen = []
-
-        def loss(model, batch):
-            value = mean_squared(model, batch)
-            if seen:
-                raise KeyError("the user's own")
-            seen.append(value.detach())
-            return value
-
-        model = normalised()
-        step = make_step(communicator, model, loss)
-        before = bits(model, [])
-        with pytest.raises(KeyError):
-            step(batch_of())
-        return before == bits(model, [])
-
-    assert in_turns(1, program)[0]
 
 
 def test_a_batchnorm_in_two_places_is_merged_once():

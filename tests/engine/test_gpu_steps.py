@@ -269,31 +269,3 @@ def test_neither_checks_nor_checksums_need_the_memory_of_a_second_model():
     """
     # Early: memory of the fake device is not free before the kernels that use it have run.
     assert play(program, order="early").split() == ["True", "True"]
-
-
-def test_a_loss_that_leaves_the_model_in_evaluation_mode_reaches_its_own_microbatch_only():
-    program = """
-        from samestep.comm.communicator import Communicator
-        from samestep.comm.sequential import SequentialWorld
-        from samestep.checkpoint.digest import state_digest
-
-        def leaves_it_in_evaluation(model, batch):
-            value = mean(model, batch)
-            model.eval()
-            return value
-
-        def train(transport, loss):
-            run = samestep.Run(16, 4, communicator=Communicator(torch.device("cuda", 0), transport, transport))
-            model = make_model()
-            step = run.train_step(model, adamw(model, True), loss)
-            for batch in [batch for _ in range(3) for batch in run.loader(data, shuffle=True)]:
-                model.train()
-                step(batch)
-            return state_digest(model, step.optimizers[0])
-
-        expected = SequentialWorld(1).run(lambda transport: train(transport, mean))
-        for size in (1, 2, 3):
-            found = SequentialWorld(size).run(lambda transport: train(transport, leaves_it_in_evaluation))
-            print(found == expected * size)
-    """
-    assert play(program).split() == ["True"] * 3

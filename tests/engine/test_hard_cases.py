@@ -249,22 +249,3 @@ def test_a_step_that_is_dropped_is_freed():
         return watched() is None, [len(p._post_accumulate_grad_hooks or {}) for p in model.parameters()]
 
     assert in_turns(2, program) == [(True, [0, 0, 0, 0])] * 2
-
-
-def compiled(communicator):
-    """A compiled model on batches of two lengths, of which a rank may meet one."""
-    run = Run(28, 8, communicator=communicator)
-    model = net(64)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    fast = torch.compile(model)
-    step = run.train_step(model, optimizer, lambda m, b: functional.mse_loss(fast(b[0]), b[1]))
-    x = torch.randn(28, 5)
-    for _ in range(2):
-        step((x, x.sum(1, keepdim=True)))
-    return bits(model, optimizer)
-
-
-@cpu_only("the fake GPUs have no Triton, for which torch.compile writes its kernels")
-@pytest.mark.slow
-def test_a_compiled_model_gives_the_same_bits_whatever_sizes_a_rank_meets(worlds):
-    assert worlds(2).run(compiled) == worlds(1).run(compiled) * 2

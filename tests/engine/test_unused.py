@@ -4,7 +4,6 @@ import pytest
 import torch
 from engine_programs import bits, in_turns, make_step, mean_squared, table
 from torch import nn
-from torch.nn import functional
 
 from samestep.engine.gradients import GradientSum
 from samestep.errors import UsageError
@@ -101,33 +100,6 @@ def test_twin_reused_memory_that_keeps_the_gradient_of_another_microbatch_is_not
     assert in_turns(1, train_branches)[0][0] != reference[0]
 
 
-def train_thawing(communicator):
-    """The trunk is frozen for two steps, thawed for two, frozen again, thawed at last."""
-    model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1))
-    optimizer = make_optimizer(model, "sgd")
-    step = make_step(communicator, model, optimizer=optimizer, bucket_bytes=64)
-    moved = []
-    for thawed in (False, False, True, True, False, True):
-        model[0].requires_grad_(thawed)
-        before = model[0].weight.detach().clone()
-        step(table())
-        moved.append(not torch.equal(before, model[0].weight))
-        assert thawed == (model[0].weight.grad is not None)
-    return bits(model, optimizer), moved
-
-
-def test_parameters_can_be_frozen_and_thawed_in_mid_run():
-    reference = in_turns(1, train_thawing)[0]
-    assert reference[1] == [False, False, True, True, False, True]
-    for world_size in (2, 3):
-        assert all(result == reference for result in in_turns(world_size, train_thawing))
-
-
-def test_a_model_that_is_frozen_altogether_is_refused():
-    with pytest.raises(UsageError, match="no parameter of the optimizer is trainable; set requires_grad"):
-        in_turns(1, lambda communicator: make_step(communicator, nn.Linear(5, 1).requires_grad_(False)))
-
-
 def test_parameters_without_a_gradient_are_named_once(capfd):
     def program(communicator):
         step = make_step(communicator, Branches())
@@ -169,48 +141,6 @@ def test_parameters_that_change_their_order_in_memory_keep_their_gradients():
 
     plain, turned = (in_turns(1, program, turns)[0] for turns in (False, True))
     assert all(torch.equal(a, b) for a, b in zip(plain, turned, strict=True))
-
-
-class Tied(nn.Module):
-    """One matrix as the first layer and, transposed, as the last; one module used twice."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.middle, self.last = (nn.Linear(5, 5) for _ in range(3))
-        self.last.weight = self.first.weight
-
-    def forward(self, x):
-        return self.last(torch.tanh(self.middle(torch.tanh(self.middle(self.first(x))))))
-
-
-def reproduce(model, batch):
-    return functional.mse_loss(model(batch[0]), batch[0])
-
-
-def train_tied(communicator):
-    model = Tied()
-    start = {name: value.clone() for name, value in model.state_dict().items()}
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    step = make_step(communicator, model, reproduce, optimizer, bucket_bytes=64)
-    for _ in range(3):
-        step(table())
-    return bits(model, optimizer), model, start
-
-
-def test_a_parameter_in_two_places_is_summed_once_and_stays_tied():
-    digest, model, start = in_turns(1, train_tied)[0]
-    for result in in_turns(3, train_tied):
-        assert result[0] == digest
-        assert result[1].last.weight is result[1].first.weight
-    plain = Tied()
-    plain.load_state_dict(start)
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
-    for _ in range(3):
-        optimizer.zero_grad()
-        reproduce(plain, table()).backward()
-        optimizer.step()
-    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)  # sums of 24 in another order, float32
 
 
 @pytest.mark.parametrize("join", [True, False], ids=["join", "replace others"])
