@@ -141,18 +141,6 @@ def test_an_exception_of_the_programs_own_is_shown_though_another_rank_was_lost_
     assert "rank 1 on CPU worker 1 was ended by SIGKILL" in capfd.readouterr().err
 
 
-def test_rank_0_dies_and_the_result_is_that_of_the_new_rank_0(tmp_path):
-    def play(member):
-        if member.slot == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return member.work_until(is_down_to(2))
-
-    outcome = run_members(tmp_path, play)
-    assert (outcome.exit_code, outcome.failure) == (0, None)
-    assert outcome.result["slot"] == 1
-    assert outcome.events[0]["rank"] == 0
-
-
 @pytest.mark.parametrize("logged", [True, False], ids=["log folder", "no log folder"])
 def test_what_the_new_rank_0_prints_reaches_the_terminal_each_stream_by_itself(tmp_path, capfd, logged):
     def play(member):
@@ -197,24 +185,6 @@ def test_a_death_while_a_hanging_worker_is_being_ended_is_healed_too(tmp_path, c
     assert (outcome.exit_code, outcome.failure) == (0, None)
     assert sorted(event["cause"] for event in outcome.events if event["event"] == "death") == ["SIGKILL", "hang"]
     assert "replacement" not in capfd.readouterr().err
-
-
-def test_two_die_at_once_and_another_while_the_rest_regroups(tmp_path):
-    def play(member):
-        if member.slot in (1, 2):
-            os.kill(os.getpid(), signal.SIGKILL)
-        if member.slot == 3:
-            member.heartbeat.enter("regroup")
-            wait_until(lambda: member.page.number >= 1)
-            os.kill(os.getpid(), signal.SIGKILL)
-        return member.work_until(is_down_to(1))
-
-    outcome = run_members(tmp_path, play, "cpu:4")
-    assert (outcome.exit_code, outcome.failure) == (0, None)
-    assert outcome.result["quorums"][-1] == [0]
-    assert {loss["slot"] for loss in outcome.result["lost"]} == {1, 2, 3}
-    assert names(outcome).count("death") == 3
-    assert outcome.events[-1]["world_size"] == 1
 
 
 def test_ranks_move_up_and_a_later_death_is_told_by_the_rank_at_that_time(tmp_path, capfd):
@@ -308,16 +278,6 @@ def test_workers_that_end_one_after_the_other_are_no_losses(tmp_path, capfd):
 
     outcome = run_members(tmp_path, play)
     assert (outcome.exit_code, outcome.result, outcome.events) == (0, 0, ())
-    assert capfd.readouterr().err == ""
-
-
-def test_members_that_lost_only_their_connections_are_called_together_again(tmp_path, capfd):
-    def play(member):
-        member.regroup()
-        return [list(quorum.slots) for quorum in member.quorums]
-
-    outcome = run_members(tmp_path, play)
-    assert (outcome.exit_code, outcome.result, outcome.events) == (0, [[0, 1, 2], [0, 1, 2]], ())
     assert capfd.readouterr().err == ""
 
 

@@ -84,18 +84,6 @@ def test_workers_hash_strings_alike_unless_the_user_sets_the_variable(monkeypatc
 
 
 @pytest.mark.slow
-def test_a_stopped_worker_is_ended_with_its_stack_in_the_log(starter):
-    starter.script("member.py", MEMBER.format(fault="os.kill(os.getpid(), 19)"))
-    options = ["--hang-seconds", "1", "--log-dir", "logs", "--start-method", "spawn"]
-    done = starter.run("--multi-process", "--devices", "cpu:3", *options, "member.py")
-    assert (done.returncode, done.stdout) == (0, "0 2\n")
-    assert "rank 1 on CPU worker 1 showed no sign of life" in done.stderr
-    log = (starter.folder / "logs" / "rank-1.log").read_text()
-    assert 'member.py", line 14' in log
-    assert not list(starter.folder.glob("core*"))
-
-
-@pytest.mark.slow
 def test_a_script_of_torch_distributed_is_restarted_as_torchrun_does(starter):
     starter.script(
         "ddp.py",

@@ -60,46 +60,6 @@ def test_a_request_is_forwarded_where_one_worker_would_not_leave_by_itself(tmp_p
     assert capfd.readouterr().err == "samestep: ending by SIGTERM, within 30 s\n"
 
 
-def test_a_death_while_the_step_is_finished_is_healed(tmp_path, capfd):
-    here = os.getpid()
-
-    def play(member):
-        if member.slot == 0:
-            os.kill(here, signal.SIGTERM)
-        wait_until(lambda: member.page.stop != 0)
-        if member.slot == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        member.work_until(is_down_to(2))
-        for _ in range(30):  # the supervisor looks 20 times a second
-            member.do(member.heartbeat.step + 1)
-            time.sleep(0.01)
-        member.touch(f"finished-{member.slot}")
-        sys.exit(128 + member.page.stop)
-
-    outcome = run_members(tmp_path, play)
-    assert (outcome.exit_code, outcome.failure) == (128 + signal.SIGTERM, None)
-    assert {path.name for path in tmp_path.iterdir()} == {"finished-0", "finished-2"}
-    assert [event["event"] for event in outcome.events] == ["stop", "death", "heal"]
-
-
-def test_a_hang_while_the_step_is_finished_is_ended(tmp_path):
-    here = os.getpid()
-
-    def play(member):
-        member.do(3)
-        if member.slot == 0:
-            os.kill(here, signal.SIGTERM)
-        wait_until(lambda: member.page.stop != 0)
-        if member.slot == 1:
-            time.sleep(600)
-        member.work_until(is_down_to(1))
-        sys.exit(128 + member.page.stop)
-
-    outcome = run_members(tmp_path, play, "cpu:2", Policy(hang_seconds=1.5))
-    assert (outcome.exit_code, outcome.failure) == (128 + signal.SIGTERM, None)
-    assert outcome.events[1]["cause"] == "hang"
-
-
 @pytest.mark.parametrize("is_lost", [False, True], ids=["all are there", "one is lost meanwhile"])
 def test_workers_that_had_no_step_left_when_they_were_asked_end_the_run_well(tmp_path, capfd, is_lost):
     here = os.getpid()

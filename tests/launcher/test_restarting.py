@@ -227,20 +227,3 @@ def test_a_run_is_restarted_if_the_last_worker_with_the_state_dies_when_a_replac
 
     outcome = run_members(tmp_path, play, "cpu:2", Policy(replace=True, max_restarts=2))
     assert (outcome.exit_code, outcome.result) == (0, "restarted"), outcome.failure
-
-
-def test_a_replacement_that_never_gets_ready_does_not_hold_up_the_end(tmp_path):
-    def play(member):
-        if member.slot == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        if member.slot == 3:
-            member.heartbeat.set_flags(0)
-            member.touch("here")
-            time.sleep(600)
-        member.work_until(is_down_to(2))
-        member.wait_for("here")
-        wait_until(lambda: True)
-        return "done"
-
-    outcome = run_members(tmp_path, play, policy=Policy(replace=True, max_restarts=1))
-    assert (outcome.exit_code, outcome.result) == (0, "done")
