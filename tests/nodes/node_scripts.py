@@ -89,38 +89,6 @@ dist.destroy_process_group()
 """
 """A script with DistributedDataParallel; it says where its ranks are."""
 
-MULTI_PROCESS = """
-import os, time
-import torch, torch.distributed as dist
-from torch import nn
-
-dist.init_process_group("gloo")
-rank = dist.get_rank()
-torch.manual_seed(0)
-model = nn.parallel.DistributedDataParallel(nn.Linear(8, 4))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-steps = 0
-if os.path.exists("state.pt"):
-    steps, state = torch.load("state.pt")
-    model.load_state_dict(state)
-    rank or print("resumed from step", steps)
-for step in range(steps, 100):
-    torch.manual_seed(1 + 2 * step + rank)
-    loss = model(torch.randn(16, 8)).square().mean()
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    time.sleep(0.03)
-    if step % 10 == 9 and rank == 0:
-        torch.save((step + 1, model.state_dict()), "half.pt")
-        os.replace("half.pt", "state.pt")
-    dist.barrier()
-if rank == 0:
-    print("digest", sum(p.double().sum().item() for p in model.parameters()).hex())
-dist.destroy_process_group()
-"""
-"""A script with DistributedDataParallel, which goes on from its newest state when it is started again."""
-
 FAILING = """
 import os, sys, time
 import torch, torch.distributed as dist

@@ -8,7 +8,7 @@ import time
 from contextlib import suppress
 
 import pytest
-from node_scripts import ENDS_FIRST, FAILING, MULTI_PROCESS, PARALLEL, RANKS, SMALL, TRAINER
+from node_scripts import ENDS_FIRST, FAILING, PARALLEL, RANKS, SMALL, TRAINER
 
 from samestep.cli.options import NodeOptions, WorkerOptions, chosen_devices, chosen_torchrun
 from samestep.comm.environment import torchrun_defaults
@@ -352,22 +352,6 @@ def test_a_machine_with_a_number_that_has_gone_is_named_and_waited_for_once(node
     assert ended.stderr.count("rank 0 met 1 of 2 ranks within 3 s; missing: 1, of machine 1") == 1
     assert "no further restart is tried without it" in ended.stderr
     assert nodes.end_of(second).code == -signal.SIGKILL
-
-
-@pytest.mark.slow
-def test_a_script_with_process_groups_of_its_own_is_restarted_after_a_worker_was_killed(nodes):
-    script = nodes.script(MULTI_PROCESS)
-    one = nodes.run("run", "--devices", "cpu:2", script)
-    (nodes.folder / "state.pt").unlink()
-    options = ["run", "--nnodes", "2", "--rdzv-endpoint", nodes.endpoint, "--max-restarts", "1", "--devices", "cpu:1"]
-    started = [nodes.start(*options, script) for _ in range(2)]
-    nodes.wait_for("state.pt")
-    nodes.worker(1).send_signal(signal.SIGKILL)
-    ended = [nodes.end_of(process) for process in started]
-    assert [node.code for node in ended] == [0, 0], ended[0].stderr + ended[1].stderr
-    told = "".join(node.stdout for node in ended)
-    assert "resumed from step" in told
-    assert f"digest {one.digest}" in told
 
 
 def test_a_recipe_goes_on_by_itself_after_a_worker_of_another_machine_was_killed(nodes):

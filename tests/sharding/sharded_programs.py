@@ -3,7 +3,7 @@
 from collections import Counter
 
 import torch
-from programs import RECIPE_SAMPLES, FirstSamples, bits, masked_loss, recipe_step
+from programs import bits, masked_loss
 from torch import nn
 from torch.nn import functional
 
@@ -11,8 +11,6 @@ from samestep.engine.config import Replicate, Sharded
 from samestep.engine.observer import StepObserver
 from samestep.errors import SamestepError
 from samestep.metrics import accuracy, cross_entropy
-from samestep.recipes.catalog import load
-from samestep.recipes.training import make_optimizer
 from samestep.run.run import Run
 
 
@@ -199,12 +197,6 @@ OPTIMIZERS = {
     "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
     "foreach": lambda p: torch.optim.Adam(p, lr=1e-2, foreach=True),
     "fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
-    "adamax": lambda p: torch.optim.Adamax(p, lr=1e-2),
-    "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
-    "adadelta": lambda p: torch.optim.Adadelta(p),
-    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-3, momentum=0.5, centered=True),
-    "rprop": lambda p: torch.optim.Rprop(p, lr=1e-3),
-    "asgd": lambda p: torch.optim.ASGD(p, lr=1e-2),
     "nadam": lambda p: torch.optim.NAdam(p),
     "adafactor": lambda p: torch.optim.Adafactor(p),
 }
@@ -265,18 +257,6 @@ def train(communicator, strategy, options):
 def loader_batch(options):
     """A global batch of the script's own."""
     return table(options["batch"])
-
-
-def train_recipe_sharded(communicator, strategy, name, options):
-    """Trains a recipe on a part of its embedded data; the bits, the losses and the scores."""
-    kind = options.get("optimizer", "adam")
-    run, content, model, step = recipe_step(
-        communicator, name, options, lambda model: make_optimizer(model, kind, 1e-3), strategy=STRATEGIES[strategy]
-    )
-    loader = run.loader(FirstSamples(content.train, RECIPE_SAMPLES[name]), shuffle=True)
-    losses = [step(batch).loss.hex() for batch in loader]
-    scores = run.evaluate(model, FirstSamples(content.eval, 50), load(name).metrics)
-    return bits(step), losses, scores
 
 
 def refused(communicator, strategy, options):

@@ -90,39 +90,16 @@ def classification(model, batch):
     return functional.cross_entropy(model(batch[0]), batch[1])
 
 
-def train(communicator, strategy, optimizer="adam", run_dir=None, resume=None, stop_after=None, options=None):
+def train(communicator, strategy, optimizer="adam", run_dir=None, resume=None, options=None):
     """Trains by a `Trainer`; the digest, the losses of the epochs, the number of steps."""
     run = Run(BATCH, NUM_MICROBATCHES, SEED, communicator=communicator, mesh=MESHES.get(strategy))
     model = odd()
     made = OPTIMIZERS[optimizer](model)
     chosen = {"checkpoint_steps": 2, "checkpoint_minutes": None, "keep": 100, "digest_every": 1, **(options or {})}
     with Trainer(run, model, made, classification, run_dir=run_dir, strategy=STRATEGIES[strategy], **chosen) as trainer:
-        if stop_after is not None:
-            ask_to_stop_after(trainer, stop_after)
         trainer.fit(points(), EPOCHS, resume=resume)
         losses = [record.train_loss.hex() for record in trainer.history]
         return trainer.digest, losses, trainer.step.num_steps
-
-
-def ask_to_stop_after(trainer, step):
-    """Requests rank 0 to stop in the course of a step."""
-    loss_fn = trainer.step.compute.loss_fn
-
-    def asking(model, batch, *more):
-        if trainer.step.num_steps + 1 == step and trainer.run.rank == 0:
-            trainer.run.membership.heartbeat.ask_to_stop(15)
-        return loss_fn(model, batch, *more)
-
-    trainer.step.compute.loss_fn = asking
-
-
-def stopped(communicator, strategy, run_dir, stop_after):
-    """The exit code of a run that is asked to stop."""
-    try:
-        train(communicator, strategy, run_dir=run_dir, stop_after=stop_after)
-    except SystemExit as error:
-        return error.code
-    return 0
 
 
 def states(communicator, strategy, optimizer="adam", num_steps=2):

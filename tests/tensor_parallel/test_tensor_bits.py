@@ -103,13 +103,6 @@ def test_more_ranks_along_data_give_the_same_bits(parallel, case):
     check_bits_along_data(parallel, GRID_OF_6, CASES[case])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh", [GRID, GRID_OF_6], ids=str)
-@pytest.mark.parametrize("case", ["adamw", "tables"])
-def test_every_plan_has_the_same_bits_on_any_number_of_ranks_along_data(parallel, mesh, case):
-    check_bits_along_data(parallel, mesh, CASES[case])
-
-
 @cpu_only("torch's builds for CPUs, on which the fake GPUs stand, have no gloo for tensors on GPUs")
 def test_ranks_that_talk_by_gloo_give_the_same_bits(worlds, parallel):
     got = worlds(2, "gloo").run(train, {**CASES["positions"], "mesh": TENSOR_2})

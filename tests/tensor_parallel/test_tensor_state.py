@@ -19,7 +19,6 @@ from samestep.checkpoint.verified_files import part_name
 from samestep.engine.config import Replicate, Sharded
 from samestep.errors import ContractError
 from samestep.run.run import Run
-from samestep.run.trainer import Trainer
 
 STRATEGIES = {
     "replicate": Replicate(),
@@ -82,18 +81,6 @@ def spoilt(communicator, element):
     return before, (state_digest(step), int(state_checksum(step)))
 
 
-def by_trainer(communicator, mesh, run_dir):
-    """Trains by a `Trainer`; the digest and the losses."""
-    run = Run(12, 4, 5, communicator=communicator, mesh=mesh)
-    model = Net()
-    parallelize_module(model, run.mesh["tensor"], PLANS[PLAN])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    options = {"checkpoint_steps": 2, "checkpoint_minutes": None, "digest_every": 1}
-    with Trainer(run, model, optimizer, loss, run_dir=run_dir, **options) as trainer:
-        trainer.fit(texts(27), 2, resume="auto")
-        return trainer.digest, [record.train_loss.hex() for record in trainer.history]
-
-
 def checkpoint(folder, step=SAVED):
     return folder / f"step-{step:08d}"
 
@@ -138,13 +125,6 @@ def test_what_a_divided_run_has_saved_is_taken_up_to_the_bit(worlds, recorded, t
 @pytest.mark.parametrize("before", [ONE, OTHERS[1]], ids=str)
 def test_a_divided_run_takes_up_to_the_bit_what_another_has_saved(worlds, recorded, tmp_path, before):
     check_taken_up(worlds, recorded, tmp_path, before, TENSOR_2)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("before", [*OTHERS, TENSOR_2, TENSOR_4, GRID], ids=str)
-@pytest.mark.parametrize("after", [*OTHERS, TENSOR_2, TENSOR_4, GRID], ids=str)
-def test_any_strategy_takes_up_to_the_bit_what_any_other_has_saved(worlds, recorded, tmp_path, before, after):
-    check_taken_up(worlds, recorded, tmp_path, before, after)
 
 
 @pytest.mark.parametrize(
@@ -216,11 +196,3 @@ def test_torchs_reader_of_distributed_checkpoints_and_the_export_have_the_same_w
     assert exported.keys() == found.keys()
     for name, tensor in found.items():
         assert tensor.numpy().tobytes() == exported[name].numpy().tobytes() == state[name].tobytes()
-
-
-def test_a_trainer_leaves_the_same_weights_whatever_the_ranks_along_data(worlds, tmp_path):
-    (expected, *others) = worlds(2).run(by_trainer, {"tensor": 2}, tmp_path / "two")
-    assert others == [expected]
-    assert worlds(4).run(by_trainer, {"data": 2, "tensor": 2}, tmp_path / "four") == [expected] * 4
-    files = [(tmp_path / name / "weights.safetensors").read_bytes() for name in ("two", "four")]
-    assert files[0] == files[1]
