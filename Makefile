@@ -88,7 +88,7 @@ bench-short: $(READY) bench-packages
 bench-packages: $(READY)
 	$(PIP) --quiet --editable '.[bench]'
 
-# Ten minutes on all devices of this machine; its file, proven-….json, is to be sent in (docs/proven.md).
+# Twenty minutes on all devices of this machine; its file, proven-….json, is to be sent in (docs/proven.md).
 prove: $(USABLE)
 	$(BIN)/samestep doctor --prove
 

@@ -28,6 +28,7 @@ STARTING_TESTS = {  # the command that starts processes is only named by a strin
     "devices/test_inventory.py::test_an_order_that_only_cuda_knows_is_noted_where_cuda_does_not_tell",
     "devices/test_inventory.py::test_a_probe_that_fails_finds_nothing",
     "doctor/test_doctor_ranks.py::test_a_rank_that_gets_one_wrong_element_is_named",
+    "doctor/test_proof.py::test_a_proof_for_which_the_time_was_too_short_is_none",
     "launcher/test_preloading.py::test_an_early_server_is_taken_once_and_only_with_its_variables_and_else_killed",
     "simulation/test_simulation.py::test_a_defect_fails_the_script_that_shows_it"
     "[sums have another order where ranks share a device]",

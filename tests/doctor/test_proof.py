@@ -24,6 +24,8 @@ from samestep.doctor.proof import (
     judge_bits,
     judge_collectives,
     judge_killed,
+    judge_logical,
+    judge_memory,
     judge_speed,
     judge_streams,
     judge_tensor,
@@ -43,12 +45,12 @@ def gpus_of(row):
     return [device.index for device in row.selection.devices]
 
 
-def test_four_gpus_are_proven_on_every_number_of_them_and_twice_on_one():
+def test_four_gpus_are_proven_on_one_and_all_first_and_with_two_processes_on_one():
     rows = rows_of("auto", machine(*map(gpu, range(4))))
-    assert not [row.missing for row in rows if row.selection is None]
+    assert {row.missing for row in rows if row.selection is None} <= {"needs CUDA devices and Triton"}
     bits = [row for row in rows if row.name.startswith("models")]
-    assert [gpus_of(row) for row in bits] == [[0], [0, 0], [0, 1], [0, 1, 2], [0, 1, 2, 3]]
-    shared = bits[1].selection
+    assert [gpus_of(row) for row in bits] == [[0], [0, 1, 2, 3], [0, 1, 2], [0, 0], [0, 1]]
+    shared = bits[3].selection
     assert shared.environment == bits[0].selection.environment  # both processes see this GPU alone
     assert [gpus_of(row) for row in rows if row.name.startswith("DTensor")] == [[0, 1], [0, 1, 2, 3]]
     assert len({row.name for row in rows}) == len(rows)
@@ -57,7 +59,7 @@ def test_four_gpus_are_proven_on_every_number_of_them_and_twice_on_one():
 def test_one_gpu_is_proven_with_two_processes_on_it():
     rows = {row.name: row for row in rows_of("auto", machine(gpu(0)))}
     missing = [name for name, row in rows.items() if row.selection is None]
-    assert missing == ["DTensor"]
+    assert missing == ["torch.compile", "time of a step by DistributedDataParallel's, 0.8 GB of gradients,", "DTensor"]
     for what in ("collectives", "a killed rank", "pipeline", "models and precisions"):
         assert gpus_of(rows[f"{what} on two processes on one GPU"]) == [0, 0]
 
@@ -65,15 +67,23 @@ def test_one_gpu_is_proven_with_two_processes_on_it():
 def test_cpus_leave_out_the_rows_about_gpus_and_say_why():
     rows = rows_of("cpu:3", machine(torch=CPU_TORCH))
     missing = {row.name: row.missing for row in rows if row.selection is None}
-    assert set(missing.values()) == {"needs a CUDA device"}
-    assert set(missing) == {"models and precisions on two processes on one GPU", "stream sanitizer", "host waits"}
+    assert set(missing) == {
+        "models and precisions on two processes on one GPU",
+        "stream sanitizer",
+        "host waits",
+        "host waits of a run that heals",
+        "memory beside the parameters",
+        "torch.compile",
+        "time of a step by DistributedDataParallel's, 0.8 GB of gradients,",
+    }
+    assert all("CUDA device" in why for why in missing.values())
     assert [row.selection.count for row in rows if row.name.startswith("pipeline")] == [2]
 
 
 def test_twenty_gpus_have_a_microbatch_each_and_no_row_for_each_number_of_them():
     rows = rows_of("auto", machine(*(replace(gpu(0), index=index, visible_as=str(index)) for index in range(20))), True)
     counts = [row.selection.count for row in rows if row.name.startswith("models")]
-    assert counts == [1, 2, 2, 3, 4, 5, 6, 7, 8, 20]
+    assert counts == [1, 20, 3, 2, 2, 8]
     assert {row.options["num_microbatches"] for row in rows} == {20}
 
 
@@ -151,11 +161,49 @@ def test_a_sanitizer_that_sees_no_planted_race_proves_nothing():
 
 def test_host_waits_have_a_budget_and_those_beyond_it_are_named_with_their_line():
     late, early = LATE, CHECKED
-    facts = {name: {"steps": 6, "waits": waits, "lines": ["step.py:12"]} for name, waits in ((late, 0), (early, 6))}
-    assert judge_waits(facts, {})[1] == {f"{late}, waits a step": 0.0, f"{early}, waits a step": 1.0}
+    other = {"steps": 6, "lines": ["step.py:12"], "events": 0, "polls": 12}
+    facts = {name: {"waits": waits, **other} for name, waits in ((late, 0), (early, 6))}
+    assert judge_waits(facts, {})[1] == {
+        f"{late}, waits a step": 0.0,
+        f"{late}, polls a step": 2.0,
+        f"{early}, waits a step": 1.0,
+        f"{early}, polls a step": 2.0,
+    }
+    with pytest.raises(UnprovenError, match=rf"{late}: expected at most 0 host waits a step, got 6 "):
+        judge_waits({late: {**facts[late], "events": 6}}, {})
     for name, waits in ((late, 1), (early, 7)):
         with pytest.raises(UnprovenError, match=rf"{name}: expected at most \d host waits? a step, got {waits} .*:12"):
             judge_waits({**facts, name: {**facts[name], "waits": waits}}, {})
+
+
+def test_logical_devices_must_give_one_digest_and_memory_has_a_budget():
+    assert judge_logical({"1 GPU, run 1": "a", "4 GPUs, run 1": "a"}, {})[0].endswith("on 1 GPU, run 1, 4 GPUs, run 1")
+    with pytest.raises(UnprovenError, match="expected the same weights every time, got"):
+        judge_logical({"1 GPU, run 1": "a", "4 GPUs, run 1": "b"}, {})
+    assert judge_memory({"allocated": 2.5, "reserved": 3.0}, {})[1]["reserved_in_gradients"] == 3.0
+    with pytest.raises(UnprovenError, match=r"at most 4\.5 gradients in memory, got 5\.00"):
+        judge_memory({"allocated": 5.0, "reserved": 6.0}, {})
+
+
+def test_a_machine_is_proven_only_if_no_row_has_failed_and_none_was_too_late():
+    def said(**row):
+        return proof.verdict({"rows": [{"name": "bits", "state": "good", "out_of_time": False, **row}]})
+
+    assert said() == "proven"
+    assert said(state="note") == "proven"  # what the machine has not is no part of its proof
+    assert said(state="bad") == "not proven: bits"
+    assert said(state="note", out_of_time=True).startswith(
+        "partly proven: the 20 minutes were over before 1 row: bits;"
+    )
+
+
+def test_a_proof_for_which_the_time_was_too_short_is_none(tmp_path, monkeypatch):
+    monkeypatch.setattr(proof, "TOTAL_SECONDS", 10.0)
+    content = proof.prove("cpu:2", tmp_path, quick=True, timeout_seconds=60.0)
+    assert content["proven"] is False
+    assert {row["state"] for row in content["rows"]} == {"note"}
+    assert "models and precisions on 2 CPU workers" in proof.verdict(content)
+    assert "stream sanitizer" not in proof.verdict(content)
 
 
 def test_collectives_and_speed_have_their_figures():

@@ -22,7 +22,7 @@ def doctor(
     ] = TIMEOUT_SECONDS,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
     prove: Annotated[
-        bool, typer.Option("--prove", help="Prove the machine in at most 10 minutes, and write a file to send in.")
+        bool, typer.Option("--prove", help="Prove the machine in at most 20 minutes, and write a file to send in.")
     ] = False,
     output: Annotated[
         Path | None, typer.Option(metavar="PATH", help="The file of --prove, or its folder; this folder by default.")
@@ -30,8 +30,8 @@ def doctor(
 ) -> None:
     """Checks this machine: versions, devices, system, and collectives between ranks, to the bit.
 
-    Exit code 0 when nothing is bad, 1 otherwise. Under torchrun, srun or mpirun it checks the group that it is started
-    in, and rank 0 prints.
+    Exit code 0 when nothing is bad, 1 otherwise, with --prove also if the time was too short for a row. Under torchrun,
+    srun or mpirun it checks the group that it is started in, and rank 0 prints.
     """
     from samestep.comm.environment import read_environment
     from samestep.doctor.local import check_local
@@ -51,6 +51,7 @@ def doctor(
             print(json.dumps(content), flush=True)
         else:
             print_results(from_objects(content["rows"]))
+            print(proof.verdict(content), flush=True)
         raise typer.Exit(0 if content["proven"] else 1)
     if environment.launcher == "none":
         results, code = check_local(devices or "auto", timeout_seconds, quick)

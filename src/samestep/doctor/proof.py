@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import IO, Any
 
@@ -26,6 +27,7 @@ from samestep.devices.selection import Selection, select
 from samestep.doctor.check_table import Machine, Result, bad, check_node, from_objects, good
 from samestep.doctor.local import GRACE_SECONDS, check_ranks
 from samestep.errors import SamestepError, UsageError
+from samestep.extras import is_installed
 from samestep.files import write_json
 from samestep.launcher.job import TRAINING, Job, Policy
 from samestep.launcher.supervisor import supervise
@@ -34,19 +36,25 @@ from samestep.text import counted
 from samestep.version import __version__
 
 COLLECTIVES = "collectives"  # the one program that `local` has
+LOGICAL = "logical devices"  # a script's ranks, not those of a row
 MODELS, PRECISIONS, OPTIMIZERS = ("lenet", "gpt"), ("32-true", "bf16-mixed", "16-mixed"), ("sgd", "adamw")
 TRAININGS = [f"{model} {precision} {name}" for model in MODELS for precision in PRECISIONS for name in OPTIMIZERS]
 PLACED = ("lenet 32-true sgd", "gpt bf16-mixed adamw")  # for rows about the placement of the state
 LATE = "gpt 32-true adamw"  # fused on GPUs, where the device itself leaves out a non-finite update
 CHECKED = "gpt 32-true sgd"  # where the host checks before each update
+ATTENTION = "attention bf16-mixed adamw"  # by torch's fused kernels
 NUM_MICROBATCHES, EPOCHS = 8, 3
-EVERY_COUNT = 8  # up to so many devices each number of them has a row
+COUNTS = (2, 3, 8)  # numbers of devices with a row of their own, beside one and all
+MOST_GRADIENTS = 4.5  # beside the parameters: the sums of the levels of the tree, and those that are sent
 ROW_SECONDS, MATRIX_SECONDS = 120.0, 240.0
 ROUNDING = 1e-4  # float32 sums of at most 256 terms in another order, over a dozen steps: some hundred times as much
+MUCH_MEMORY = 32 << 30
+LARGE_MODEL = {"width": 2048, "layers": 4, "context": 256, "microbatch_size": 2}  # 0.8 GB of gradients
 GPU_MODEL = {"width": 512, "layers": 6, "context": 256, "microbatch_size": 16}
 CPU_MODEL = {"width": 64, "layers": 2, "context": 32, "microbatch_size": 2}
 SHARED = "two processes on one GPU"  # through host memory: NCCL wants one a device
 NEEDS_GPU, NEEDS_TWO = "needs a CUDA device", "needs two devices or more"
+NEEDS_TRITON, NEEDS_MEMORY = "needs CUDA devices and Triton", "needs two CUDA devices or more of 32 GiB each"
 
 Facts = Mapping[str, Any]
 Known = dict[str, Ledger]
@@ -73,7 +81,7 @@ class Row:
 
 
 def make_rows(chosen: Selection, inventory: Inventory, quick: bool, timeout_seconds: float) -> list[Row]:
-    """All rows for some devices, in their order; `quick` leaves out the collectives."""
+    """All rows for some devices, those that show most first: time may run out; `quick` leaves out the collectives."""
     count, is_gpu = chosen.count, chosen.kind == "cuda"
     first = partial(_first, chosen, inventory)
     everything, alone = first(count), first(1)
@@ -95,39 +103,99 @@ def make_rows(chosen: Selection, inventory: Inventory, quick: bool, timeout_seco
     ) -> None:
         place = "" if where is None else f" on {SHARED if where is shared else _named(where)}"
         options = {"num_microbatches": max(NUM_MICROBATCHES, count), **options}
-        rows.append(Row(area, f"{what}{place}", program, where, judge, missing, options, seconds, survives))
+        row = Row(area, f"{what}{place}", program, where, judge, missing, options, seconds, survives)
+        if all(row.name != other.name for other in rows):  # one and all may be the same
+            rows.append(row)
 
-    if not quick:
-        for where in [several] if several is shared or not is_gpu else [several, shared]:
-            asked = {"timeout_seconds": timeout_seconds}
-            add("collectives", "collectives", COLLECTIVES, where, judge_collectives, asked)
-    area, what, twice = "the same bits", "models and precisions", {"names": TRAININGS, "epochs": EPOCHS, "repeats": 2}
-    matrix = partial(add, area, program="trainings", seconds=MATRIX_SECONDS)
-    matrix(what=f"{what}, each twice,", where=alone, judge=partial(judge_bits, is_first=True), options=twice)
-    several_sizes = sorted({*range(2, min(count, EVERY_COUNT) + 1), count} - {1})
-    for where in [shared, *map(first, several_sizes)]:
-        name = what if where is not None else f"{what} on {SHARED}"
-        matrix(
-            what=name, where=where, judge=judge_bits, options={"names": TRAININGS, "epochs": EPOCHS}, missing=NEEDS_GPU
-        )
+    def collectives(where: Selection | None) -> None:
+        if not quick:
+            add(
+                "collectives",
+                "collectives",
+                COLLECTIVES,
+                where,
+                judge_collectives,
+                {"timeout_seconds": timeout_seconds},
+            )
+
+    bits, what = "the same bits", "models and precisions"
+    trained = {"names": TRAININGS, "epochs": EPOCHS}
+    matrix = partial(add, bits, program="trainings", seconds=MATRIX_SECONDS, missing=NEEDS_GPU)
+    waits, watched = "streams and waits", {"names": [LATE, PLACED[0]], "epochs": EPOCHS}
+    gpus, gpu = (everything, alone) if is_gpu else (None, None)
+    collectives(several)
+    matrix(
+        f"{what}, each twice,", where=alone, judge=partial(judge_bits, is_first=True), options={**trained, "repeats": 2}
+    )
+    if count > 1:
+        matrix(what, where=everything, judge=judge_bits, options=trained)
+    add("failures", "a killed rank", "killed", several, judge_killed, {"name": LATE, "epochs": EPOCHS}, survives=True)
+    sanitized = partial(
+        add, waits, "stream sanitizer", "streams", judge=judge_streams, options=watched, missing=NEEDS_GPU
+    )
+    sanitized(where=gpus)
+    if count > 3:
+        matrix(what, where=first(3), judge=judge_bits, options=trained)
+    for label, where, more in _kernel_rows(alone, everything, is_gpu):
+        add(bits, label, "trainings", where, more.pop("judge"), {"epochs": 1, **more}, missing=NEEDS_TRITON)
+    add(bits, LOGICAL, LOGICAL, everything, judge_logical, {})
     sharded, pipeline = {"strategy": "sharded"}, {"strategy": "pipeline", "mesh": {"data": -1, "pipe": 2}}
     even = first(count - count % 2) if count > 1 else shared
-    for what, where, placed in (("sharded (FSDP2)", everything, sharded), ("pipeline", even, pipeline)):
-        add(area, what, "trainings", where, judge_bits, {"names": PLACED, "epochs": EPOCHS, **placed})
+    for label, where, placed in (("sharded (FSDP2)", everything, sharded), ("pipeline", even, pipeline)):
+        add(bits, label, "trainings", where, judge_bits, {"names": PLACED, "epochs": EPOCHS, **placed})
+    measured = partial(
+        add, "memory", "memory beside the parameters", "memory", judge=judge_memory, options={}, missing=NEEDS_GPU
+    )
+    measured(where=gpus)
+    waiting = partial(
+        add, waits, program="host_waits", judge=judge_waits, options={"names": [LATE, CHECKED]}, missing=NEEDS_GPU
+    )
+    waiting("host waits", where=gpus)
+    model = GPU_MODEL if is_gpu else CPU_MODEL
+    timed = partial(add, "speed", program="speed", judge=judge_speed)
+    timed("time of a step by a plain loop's", where=everything, options=model)
+    has_memory = is_gpu and count > 1 and min(device.memory_total for device in chosen.devices) >= MUCH_MEMORY
+    large = everything if has_memory else None
+    timed(
+        "time of a step by DistributedDataParallel's, 0.8 GB of gradients,",
+        where=large,
+        options=LARGE_MODEL,
+        missing=NEEDS_MEMORY,
+    )
+    if shared is not None and several is not shared:
+        collectives(shared)
+    matrix(what if shared else f"{what} on {SHARED}", where=shared, judge=judge_bits, options=trained)
+    for size in COUNTS:
+        if size < count:
+            matrix(what, where=first(size), judge=judge_bits, options=trained)
     on_tensors = {"repeats": 2, "mesh": {"data": -1, "tensor": 2}, "on_tensor_axis": True}
     pairs = [first(size) for size in sorted({2, count - count % 2})] if count > 1 else [None]
     for number, where in enumerate(pairs):
         judge = partial(judge_tensor, is_first=number == 0)
-        add(area, "DTensor", "trainings", where, judge, {"names": [LATE], "epochs": EPOCHS, **on_tensors})
-    add("failures", "a killed rank", "killed", several, judge_killed, {"name": LATE, "epochs": EPOCHS}, survives=True)
-    area, watched = "streams and waits", {"names": [LATE, PLACED[0]], "epochs": EPOCHS}
-    sizes = sorted({1, count})
-    for where in map(first, sizes) if is_gpu else [None]:
-        add(area, "stream sanitizer", "streams", where, judge_streams, watched, missing=NEEDS_GPU)
-        add(area, "host waits", "host_waits", where, judge_waits, {"names": [LATE, CHECKED]}, missing=NEEDS_GPU)
-    model = GPU_MODEL if is_gpu else CPU_MODEL
-    for where in map(first, sizes):
-        add("speed", "time of a step by a plain loop's", "speed", where, judge_speed, model)
+        add(bits, "DTensor", "trainings", where, judge, {"names": [LATE], "epochs": EPOCHS, **on_tensors})
+    waiting("host waits of a run that heals", where=several if is_gpu else None, survives=True)
+    sanitized(where=gpu)
+    measured(where=gpu)
+    waiting("host waits", where=gpu)
+    timed("time of a step by a plain loop's", where=alone, options=model)
+    return rows
+
+
+def _kernel_rows(
+    alone: Selection, everything: Selection, is_gpu: bool
+) -> list[tuple[str, Selection | None, dict[str, Any]]]:
+    """The trainings of kernels that are deterministic by a flag alone: on one device each twice, then on all."""
+    has_triton = is_gpu and is_installed("triton")
+    rows: list[tuple[str, Selection | None, dict[str, Any]]] = []
+    for what, name, more, is_there in (
+        ("attention", ATTENTION, {}, True),
+        ("torch.compile", LATE, {"compile": True}, has_triton),
+    ):
+        for where in (alone, everything):
+            judge = partial(judge_bits, is_first=where is alone, key=f"{what}: ")
+            repeats = 2 if where is alone else 1
+            options = {"judge": judge, "names": [name], "repeats": repeats, **more}
+            rows.append((what, where if is_there else None, options))
     return rows
 
 
@@ -243,15 +311,32 @@ def judge_streams(facts: Facts, known: Known) -> tuple[str, Mapping[str, float]]
     return "no race in the exchange, where a planted one is found; the same bits", {}
 
 
+def judge_logical(facts: Facts, known: Known) -> tuple[str, Mapping[str, float]]:
+    """The digests of a script on one device and on all, twice each."""
+    if len(set(facts.values())) > 1:
+        raise UnprovenError(f"expected the same weights every time, got {facts}")
+    return f"a script of DistributedDataParallel with attention: the same bits on {', '.join(facts)}", {}
+
+
+def judge_memory(facts: Facts, known: Known) -> tuple[str, Mapping[str, float]]:
+    """Peaks in gradients."""
+    if facts["allocated"] > MOST_GRADIENTS:
+        raise UnprovenError(f"expected at most {MOST_GRADIENTS:g} gradients in memory, got {facts['allocated']:.2f}")
+    text = f"at most {facts['allocated']:.2f} gradients allocated, {facts['reserved']:.2f} reserved"
+    return text, {f"{name}_in_gradients": value for name, value in facts.items()}
+
+
 def judge_waits(facts: Facts, known: Known) -> tuple[str, Mapping[str, float]]:
-    """Host waits a step: none if the device checks the update, one if the host does."""
-    figures = {f"{name}, waits a step": each["waits"] / each["steps"] for name, each in facts.items()}
+    """Host waits a step: none if the device checks the update, one if the host does; and polls, which are reported."""
+    figures = {}
     for name, each in facts.items():
         allowed = 0 if name == LATE else 1
-        if each["waits"] > allowed * each["steps"]:
-            lines = ", ".join(each["lines"])
-            got = f"{each['waits']} in {counted(each['steps'], 'step')} at {lines}"
+        if each["waits"] + each["events"] > allowed * each["steps"]:
+            lines = ", ".join(each["lines"]) or "an event"
+            got = f"{each['waits'] + each['events']} in {counted(each['steps'], 'step')} at {lines}"
             raise UnprovenError(f"{name}: expected at most {counted(allowed, 'host wait')} a step, got {got}")
+        figures[f"{name}, waits a step"] = (each["waits"] + each["events"]) / each["steps"]
+        figures[f"{name}, polls a step"] = each["polls"] / each["steps"]
     return "; ".join(f"{name}: {value:.3g}" for name, value in figures.items()), figures
 
 
@@ -265,7 +350,7 @@ def left_out(row: Row, why: str) -> Result:
     return Result(row.name, "note", f"left out: {why}", area=row.area)
 
 
-TOTAL_SECONDS = 600.0
+TOTAL_SECONDS = 1200.0
 LEAST_SECONDS = 15.0  # less is not worth starting a row
 START_SECONDS, END_SECONDS = 45.0, 20.0  # of a row, beside the time of its program
 LOG_BYTES = 20_000
@@ -283,7 +368,7 @@ def prove(devices: str, output: Path, quick: bool, timeout_seconds: float) -> di
     begin = time.monotonic()
     entries = run_rows(rows)
     content = {
-        "proven": all(entry["state"] != "bad" for entry in entries),
+        "proven": all(entry["state"] != "bad" and not entry["out_of_time"] for entry in entries),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "seconds": round(time.monotonic() - begin, 1),
         "devices": selection.describe(),
@@ -312,8 +397,24 @@ def run_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
             seconds = round(time.monotonic() - start, 1)
             _say(f"{result.found}\n" if result.state == "note" else f"{result.state}, {seconds:.0f} s\n")
             more = {"log": log} if result.state == "bad" else {}
-            entries.append({**asdict(replace(result, area=row.area)), "seconds": seconds, **more})
+            out_of_time = result.state == "note" and row.selection is not None
+            common = asdict(replace(result, area=row.area))
+            entries.append({**common, "seconds": seconds, "out_of_time": out_of_time, **more})
     return entries
+
+
+def verdict(content: Facts) -> str:
+    """The sentence on all rows: proven, partly proven, or not."""
+    wrong = [row["name"] for row in content["rows"] if row["state"] == "bad"]
+    late = [row["name"] for row in content["rows"] if row["out_of_time"]]
+    if wrong:
+        return f"not proven: {', '.join(wrong)}"
+    if late:
+        return (
+            f"partly proven: the {TOTAL_SECONDS / 60:.0f} minutes were over before {counted(len(late), 'row')}: "
+            f"{', '.join(late)}; ask for fewer of them by --quick or --devices"
+        )
+    return "proven"
 
 
 def _path_in(output: Path, selection: Selection) -> Path:
@@ -385,6 +486,8 @@ def _perform(row: Row, selection: Selection) -> dict[str, Any]:
     if row.program == COLLECTIVES:
         results, _ = check_ranks(selection, row.options["timeout_seconds"], False)
         return {"result": [asdict(each) for each in results]}
+    if row.program == LOGICAL:
+        return _run_logical(selection, row.options["num_microbatches"])
     kwargs = {"program": row.program, "seconds": row.seconds, "options": row.options}
     policy = Policy(heal=row.survives, hang_seconds=0, grace_seconds=GRACE_SECONDS)
     preload = (*TRAINING, PROGRAMS)
@@ -394,6 +497,23 @@ def _perform(row: Row, selection: Selection) -> dict[str, Any]:
         return {"failure": outcome.failure or "it was stopped"}
     events = {"events": outcome.events} if row.survives else {}
     return {"result": {**outcome.result, **events}}
+
+
+def _run_logical(selection: Selection, num_ranks: int) -> dict[str, Any]:
+    """The digests of the script of `proof_script` as logical devices, on one device and on all, each twice."""
+    found, module = {}, "samestep.logical.ranks"
+    for where, number in product(
+        [_first(selection, discover(), size) for size in sorted({1, selection.count})], (1, 2)
+    ):
+        with tempfile.TemporaryDirectory(prefix="samestep-logical-") as folder:
+            digest = Path(folder, "digest")
+            kwargs = {"kind": "module", "target": "samestep.doctor.proof_script", "argv": [str(digest)]}
+            job = Job("function", f"{module}:run_logical", kwargs=kwargs, quiet=True, preload=(*TRAINING, module))
+            outcome = supervise(replace(job, logical_devices=num_ranks, policy=Policy(hang_seconds=0)), where)
+            if outcome.exit_code:
+                return {"failure": outcome.failure or "it was stopped"}
+            found[f"{_named(where)}, run {number}"] = digest.read_text(encoding="utf-8")
+    return {"result": found}
 
 
 def _say(text: str) -> None:

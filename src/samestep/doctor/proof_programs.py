@@ -9,6 +9,8 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
@@ -21,7 +23,9 @@ from samestep.checkpoint.digest import Drift, as_hex, state_checksum, state_dige
 from samestep.comm.communicator import Communicator
 from samestep.comm.mesh_groups import join_group
 from samestep.comm.sequential import SequentialTransport, SequentialWorld
+from samestep.comm.transport import wait_until
 from samestep.data.loader import Loader
+from samestep.doctor.proof_script import PLACES, WIDTH, Attention
 from samestep.engine.observer import StepObserver
 from samestep.engine.result import StepResult
 from samestep.engine.step import TrainStep
@@ -37,6 +41,7 @@ BATCH, SAMPLES = 32, 85  # an epoch's last batch is shorter, and the microbatche
 CONTEXT, MAX_GRAD_NORM, BUCKET_BYTES = 32, 1.0, 64 << 10  # several buckets even of a small model
 KILLED_IN_STEP = 2
 WARM_STEPS, COUNTED_STEPS = 4, 6
+LARGE_LAYERS, LARGE_WIDTH = 16, 1024  # 64 MiB of gradients, in several buckets
 SYNCHRONIZING = "synchronizing CUDA operation"  # in torch's warning: c10/cuda/CUDAFunctions.cpp
 SPEED_ROUNDS, SPEED_STEPS = 5, 5
 TIMEOUT = timedelta(seconds=60)
@@ -76,9 +81,15 @@ def random_texts(count: int, context: int = CONTEXT) -> tuple[Tensor, Tensor]:
     return texts[:, :-1].contiguous(), texts[:, 1:].contiguous()
 
 
+def make_attention() -> nn.Module:
+    """Attention by torch's fused kernels, over as many places as these need to add in several parts."""
+    return nn.Sequential(nn.Embedding(gpt.NUM_BYTES, WIDTH), Attention(), nn.Linear(WIDTH, gpt.NUM_BYTES))
+
+
 MODELS: Mapping[str, tuple[Callable[[], nn.Module], Callable[..., Any], Callable[[int], Any]]] = {
     "lenet": (make_lenet, classification_loss, random_images),
     "gpt": (make_gpt, gpt.loss, random_texts),
+    "attention": (make_attention, gpt.loss, lambda count: random_texts(count, PLACES)),
 }
 FEED_FORWARD = {"blocks.*.feed_in": ColwiseParallel(), "blocks.*.feed_out": RowwiseParallel()}
 
@@ -210,14 +221,19 @@ def streams(names: Sequence[str], num_microbatches: int, epochs: int) -> Facts:
     return {"planted": planted, "trainings": trained(run.communicator)}
 
 
-def host_waits(names: Sequence[str], num_microbatches: int) -> Facts:
-    """How often the host waits for the device in some steps, and at which lines, by training."""
+def host_waits(names: Sequence[str], num_microbatches: int, folder: str = "") -> Facts:
+    """How often the host waits for the device in some steps, and at which lines, by training.
+
+    "waits" are those that torch's debug mode reports. It says nothing of the others: "events", of `Event.synchronize`,
+    and "polls" of `Event.query` until the device is there, which a run that may heal takes instead.
+    """
     over = Run(BATCH, num_microbatches, SEED).communicator
     found: Facts = {}
     for name in names:
         run = Run(BATCH, num_microbatches, SEED, communicator=over)
         model, optimizer, options = build(name, run)
         step = run.train_step(model, optimizer, **options)
+        calls = {"events": 0, "polls": 0}
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             batches = run.loader(data_of(name, (WARM_STEPS + COUNTED_STEPS) * BATCH))
@@ -225,12 +241,44 @@ def host_waits(names: Sequence[str], num_microbatches: int) -> Facts:
                 if number == WARM_STEPS:
                     torch.cuda.set_sync_debug_mode("warn")
                     caught.clear()
+                    sys.setprofile(partial(_count_call, calls))
                 step(batch)
+            sys.setprofile(None)
             torch.cuda.set_sync_debug_mode("default")
         waits = [each for each in caught if SYNCHRONIZING in str(each.message)]
         lines = sorted({f"{each.filename}:{each.lineno}" for each in waits})
-        found[name] = {"steps": COUNTED_STEPS, "waits": len(waits), "lines": lines}
+        found[name] = {"steps": COUNTED_STEPS, "waits": len(waits), "lines": lines, **calls}
     return found
+
+
+def _count_call(calls: dict[str, int], frame: FrameType, event: str, called: Any) -> None:
+    """Counts the calls of functions that wait for an event (`sys.setprofile`)."""
+    if event == "call" and frame.f_code is wait_until.__code__:
+        calls["polls"] += 1
+    elif event == "c_call" and getattr(called, "__name__", "") == "synchronize":
+        calls["events"] += 1
+
+
+def memory(num_microbatches: int) -> Facts:
+    """The memory of a device beside the parameters, in units of the size of one gradient."""
+    run = Run(BATCH, num_microbatches, SEED)
+    model = nn.Sequential(*(nn.Linear(LARGE_WIDTH, LARGE_WIDTH, bias=False) for _ in range(LARGE_LAYERS)))
+    step = run.train_step(model, torch.optim.SGD(model.parameters(), lr=0.01), mean_squares)
+    one = sum(parameter.nbytes for parameter in model.parameters())
+    for number, batch in enumerate(run.loader(torch.randn((WARM_STEPS + COUNTED_STEPS) * BATCH, LARGE_WIDTH))):
+        if number == WARM_STEPS:
+            step.check()
+            torch.cuda.reset_peak_memory_stats(run.device)
+        step(batch)
+    step.check()
+    peaks = {"allocated": torch.cuda.max_memory_allocated, "reserved": torch.cuda.max_memory_reserved}
+    return {name: peak(run.device) / one - 1 for name, peak in peaks.items()}
+
+
+def mean_squares(model: nn.Module, batch: Tensor) -> Tensor:
+    """The mean square of what a model makes of a batch."""
+    squares: Tensor = model(batch).square()
+    return squares.mean()
 
 
 def speed(num_microbatches: int, microbatch_size: int, width: int, layers: int, context: int) -> Facts:
@@ -298,5 +346,6 @@ PROGRAMS: Mapping[str, Callable[..., Facts]] = {
     "killed": killed,
     "streams": streams,
     "host_waits": host_waits,
+    "memory": memory,
     "speed": speed,
 }
