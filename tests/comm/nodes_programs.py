@@ -27,7 +27,7 @@ class Among:
 
         return self._transport.exchange(parts, spread(sizes), spread(receive_sizes))
 
-    def gather(self, part):
+    def gather(self, part, into=None):
         sizes = [part.numel()] * self.world_size
         return self.exchange(part.repeat(self.world_size), sizes, sizes)
 
@@ -45,10 +45,10 @@ class Counting:
         self.sent += (sum(sizes) - sizes[self.rank]) * parts.element_size()
         return self._inner.exchange(parts, sizes, receive_sizes)
 
-    def gather(self, part):
+    def gather(self, part, into=None):
         self.operations += 1
         self.sent += (self.world_size - 1) * part.numel() * part.element_size()
-        return self._inner.gather(part)
+        return self._inner.gather(part, into=into)
 
 
 @contextmanager

@@ -69,6 +69,7 @@ PROGRAM = """
         counter.push(Block(number, 1), torch.full((1000,), float(number), device=device))
     reduction = communicator.reduce(rank_blocks((range(7),), 7), counter.sums, torch.zeros(1000, device=device))
     del counter
+    others = [torch.full((1000,), 9.0, device=device) for _ in range(8)]  # in memory that nothing holds any more
     reduction.fold()
     total = reduction.finish()
     print(bool((total == 21).all()))

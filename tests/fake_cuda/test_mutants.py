@@ -99,12 +99,20 @@ MUTANTS = {  # name: (file, text, its replacement), …, the file of the test an
         "comm/test_stream.py -k exchange_reads",
     ),
     "an update that does not wait for the exchange": (
-        ("comm/reduction.py", "caller.wait_stream(self._stream)", "pass"),
+        ("comm/reduction.py", "torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)", "pass"),
         "comm/test_stream.py -k exchange_reads",
     ),
     "a copy to pinned memory that nothing waits for": (
         ("logical/process_group.py", "torch.cuda.current_stream(tensors[0].device).synchronize()", "pass"),
         "cli/test_run_logical.py -k four_gpus",
+    ),
+    "memory of an exchange that is free before it has ended": (
+        ("comm/reduction.py", "self._used = () if stream is None else tuple(used)", "self._used = ()"),
+        "comm/test_stream.py -k exchange_reads",
+    ),
+    "an abandoned exchange that writes to freed memory": (
+        ("engine/gradients.py", "reduction.release()", "pass"),
+        "engine/test_gpu_memory.py -k abandoned",
     ),
 }
 

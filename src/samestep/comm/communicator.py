@@ -55,8 +55,14 @@ class Communicator:
 
         With `scatter` each rank gets the sum of its part only, [length / D].
         """
-        form = scattered if scatter else REDUCTIONS[self.reduction]
-        return Reduction(form(self.transport, blocks_by_rank, sums, like), sums, self.transport.stream)
+        form, stream, total = scattered if scatter else REDUCTIONS[self.reduction], self.transport.stream, None
+        if stream is not None:
+            # Made here, on the caller's stream: of memory of the exchange's own stream, which the caller frees, that
+            # stream would not know that it is still read. A sum that was sent is free once the first message is here.
+            length = like.numel() // self.world_size if scatter else like.numel()
+            total = sums[0] if sums and not scatter else like.new_empty(length)
+        used = sums if total is None else (*sums, total)
+        return Reduction(form(self.transport, blocks_by_rank, sums, like, total), used, stream)
 
     def gather_rows(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         """Gathers the rows of all ranks, [sum(counts), k], by rank.

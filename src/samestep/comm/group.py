@@ -69,13 +69,13 @@ class GroupTransport(Connection):
             )
         return GroupPending(self, work, received, parts, device)
 
-    def gather(self, part: Tensor, sizes: Sequence[int] = ()) -> Pending:
+    def gather(self, part: Tensor, sizes: Sequence[int] = (), into: Tensor | None = None) -> Pending:
         """Starts an all-gather."""
         if self.through_host or sizes or self._backend is not None:
             # gloo's all-gather passes the parts around a ring, one rank after another; its all-to-all sends them all at
             # once, and was faster at every measured size.
             return repeat_to_all(self, part, sizes or [part.numel()] * self.world_size)
-        received = part.new_empty(part.numel() * self.world_size)
+        received = part.new_empty(part.numel() * self.world_size) if into is None else into
         # The second is the name until torch 2.12, and deprecated since.
         all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         with self.failures_named():

@@ -43,7 +43,7 @@ class Nodes:
     within: Transport  # between the ranks of this node, numbered by local rank
     between: Transport  # between the ranks of all nodes with the same local rank, numbered by node
 
-    def reduce(self, blocks_by_rank: Blocks, sums: Sequence[Tensor], like: Tensor) -> Stages:
+    def reduce(self, blocks_by_rank: Blocks, sums: Sequence[Tensor], like: Tensor, total: Tensor | None) -> Stages:
         """The reduction within nodes and between them."""
         size, num_nodes, number = self.within.world_size, self.between.world_size, self.between.rank
         by_node, merged_by_node = _blocks_by_node(tuple(map(tuple, blocks_by_rank)), size)
@@ -53,9 +53,9 @@ class Nodes:
         merged = merge_received(by_node[number], (yield scatter(self.within, ours, sums, like)), part.numel())
         received = yield scatter(self.between, merged_by_node, merged, part)
         del merged  # memory that is sent already must not be held while the rest arrives
-        total = fold_received(list(chain.from_iterable(merged_by_node)), received, part.numel() // num_nodes)
+        root = fold_received(list(chain.from_iterable(merged_by_node)), received, part.numel() // num_nodes)
         del received
-        return (yield self.within.gather((yield self.between.gather(total))))
+        return (yield self.within.gather((yield self.between.gather(root)), into=total))
 
     def close(self) -> None:
         self.within.close()

@@ -23,7 +23,7 @@ from samestep.core.tree import Block, TreeSum
 
 ALIGNMENT_ELEMENTS = 64  # vectorised kernels may round differently in a ragged tail: borders lie at multiples of this
 
-Form = Callable[[Transport, Blocks, Sequence[Tensor], Tensor], Stages]
+Form = Callable[[Transport, Blocks, Sequence[Tensor], Tensor, Tensor | None], Stages]
 
 
 class Reduction:
@@ -32,21 +32,26 @@ class Reduction:
     All ranks construct their reductions in the same order, and fold and finish them in the same order.
 
     On a GPU it runs on a stream of its own: NCCL's waits block a stream, never the host, so the folds of one bucket can
-    be enqueued while backward, which the host is ahead of, still computes the next one. `sums` is the memory it reads.
+    be enqueued while backward, which the host is ahead of, still computes the next one. `used` is the caller's memory
+    that it reads and writes meanwhile.
     """
 
-    def __init__(self, stages: Stages, sums: Sequence[Tensor] = (), stream: torch.cuda.Stream | None = None) -> None:
+    # Memory goes back to the stream on which it was allocated: what lies between the stages to that of the exchange,
+    # the sums and the total to the caller's. Those are held here until the caller's stream has waited for the other.
+    # `record_stream` would do as well, but gives memory back only once the device has come so far: a host that is some
+    # steps ahead would have the gradients of all of them allocated.
+
+    def __init__(self, stages: Stages, used: Sequence[Tensor] = (), stream: torch.cuda.Stream | None = None) -> None:
         self._stages = stages
         self._stream = stream
+        self._used = () if stream is None else tuple(used)
+        self._pending: Pending | None = None
         self._total: Tensor | None = None
         if stream is not None:
             # The sums are written on the caller's stream, and read only once that stream has come this far.
             stream.wait_stream(torch.cuda.current_stream(stream.device))
         with self._on_stream():
             self._advance(None)
-        if stream is not None:
-            for value in sums:  # torch would reuse their memory as soon as the caller's stream is done with it
-                value.record_stream(stream)
 
     @property
     def is_done(self) -> bool:
@@ -54,7 +59,7 @@ class Reduction:
 
     def fold(self) -> None:
         """Waits for the transfer under way, adds it up along the tree, and starts the next one; nothing beyond that."""
-        if self._total is None:
+        if self._pending is not None:
             with self._on_stream():
                 self._advance(self._pending.wait())
 
@@ -62,17 +67,20 @@ class Reduction:
         """The sum over all microbatches, on every rank; with `scattered` that of this rank's part."""
         while self._total is None:
             self.fold()
-        if self._stream is not None:
-            caller = torch.cuda.current_stream(self._stream.device)
-            caller.wait_stream(self._stream)
-            self._total.record_stream(caller)
+        self.release()
         return self._total
+
+    def release(self) -> None:
+        """Makes the caller's stream wait for all that is queued, after which the memory used is the caller's again."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+        self._used = ()
 
     def _advance(self, received: Tensor | None) -> None:
         try:
             self._pending = self._stages.send(received)  # type: ignore[arg-type]  # None starts a generator
         except StopIteration as end:
-            self._total = end.value
+            self._total, self._pending = end.value, None  # what is pending keeps what was sent and received
 
     def _on_stream(self) -> AbstractContextManager[Any]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
@@ -87,7 +95,9 @@ def finish_all(reductions: Sequence[Reduction]) -> list[Tensor]:
     return [reduction.finish() for reduction in reductions]
 
 
-def ordered(transport: Transport, blocks_by_rank: Blocks, sums: Sequence[Tensor], like: Tensor) -> Stages:
+def ordered(
+    transport: Transport, blocks_by_rank: Blocks, sums: Sequence[Tensor], like: Tensor, total: Tensor | None = None
+) -> Stages:
     """The reduction along the tree.
 
     Args:
@@ -95,29 +105,38 @@ def ordered(transport: Transport, blocks_by_rank: Blocks, sums: Sequence[Tensor]
         blocks_by_rank: the blocks of every rank.
         sums: this rank's sum for each of its blocks; their memory is reused.
         like: gives length, dtype and device to a rank without a block; not read.
+        total: memory for the result, which may be that of the first sum; None for new memory.
     """
     if transport.world_size == 1:  # on the same tree as several ranks: one device is no special case
         return fold(blocks_by_rank[0], sums)
     if takes_one_message(transport, blocks_by_rank, like):
         ours = sums[0] if len(sums) == 1 else torch.cat(list(sums)) if sums else like.new_empty(0)
         received = yield gather_parts(transport, ours, [len(blocks) * like.numel() for blocks in blocks_by_rank])
-        return fold_received(list(chain.from_iterable(blocks_by_rank)), received, like.numel())
+        return fold_received(list(chain.from_iterable(blocks_by_rank)), received, like.numel(), total)
     if transport.nodes is not None:
-        return (yield from transport.nodes.reduce(blocks_by_rank, sums, like))
-    return (yield transport.gather((yield from scattered(transport, blocks_by_rank, sums, like))))
+        return (yield from transport.nodes.reduce(blocks_by_rank, sums, like, total))
+    # This rank's place in the result: what was received is free before the gather, and a gather in place needs no copy.
+    part = None if total is None else total.chunk(transport.world_size)[transport.rank]
+    part = yield from scattered(transport, blocks_by_rank, sums, like, part)
+    return (yield transport.gather(part, into=total))
 
 
-def scattered(transport: Transport, blocks_by_rank: Blocks, sums: Sequence[Tensor], like: Tensor) -> Stages:
+def scattered(
+    transport: Transport, blocks_by_rank: Blocks, sums: Sequence[Tensor], like: Tensor, total: Tensor | None = None
+) -> Stages:
     """The same sums without the gather: each rank gets its part, [length / D]; arguments as those of `ordered`."""
     received = yield scatter(transport, blocks_by_rank, sums, like)
-    return fold_received(list(chain.from_iterable(blocks_by_rank)), received, like.numel() // transport.world_size)
+    part = like.numel() // transport.world_size
+    return fold_received(list(chain.from_iterable(blocks_by_rank)), received, part, total)
 
 
-def native(transport: Transport, blocks_by_rank: Blocks, sums: Sequence[Tensor], like: Tensor) -> Stages:
+def native(
+    transport: Transport, blocks_by_rank: Blocks, sums: Sequence[Tensor], like: Tensor, total: Tensor | None = None
+) -> Stages:
     """The backend's own all-reduce: tier `allclose`; arguments as those of `ordered`."""
     # The backend decides the order between ranks, so there is no reason to keep one within a rank.
     # A rank without a block (a spare) adds zeros: all ranks must call.
-    ours = sums[0] if sums else torch.zeros_like(like)
+    ours = sums[0] if sums else torch.zeros_like(like) if total is None else total.zero_()
     for other in sums[1:]:
         ours.add_(other)
     return (yield transport.add(ours))
@@ -152,16 +171,23 @@ def scatter(transport: Transport, blocks_by_rank: Blocks, sums: Sequence[Tensor]
     return transport.exchange(parts, [len(sums) * part] * ranks, received)
 
 
-def fold(blocks: Sequence[Block], sums: Sequence[Tensor]) -> Tensor:
-    """Adds up the sums over all blocks along the tree; their memory is reused."""
-    total = _pushed(blocks, sums).root()
+def fold(blocks: Sequence[Block], sums: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
+    """Adds up the sums over all blocks along the tree; their memory is reused, and `out`, if any, takes the total."""
+    left_to_add = len(blocks) - 1
+
+    def add(left: Tensor, right: Tensor) -> Tensor:
+        nonlocal left_to_add
+        left_to_add -= 1
+        return left.add_(right) if left_to_add or out is None else torch.add(left, right, out=out)
+
+    total = _pushed(blocks, sums, add).root()
     assert total is not None, "a reduction without a leaf is not started"
-    return total
+    return out.copy_(total) if out is not None and len(blocks) == 1 else total
 
 
-def fold_received(blocks: Sequence[Block], received: Tensor, length: int) -> Tensor:
-    """Adds up received sums, one a block, concatenated, each of that length, along the tree."""
-    return fold(blocks, received.split(length))
+def fold_received(blocks: Sequence[Block], received: Tensor, length: int, out: Tensor | None = None) -> Tensor:
+    """Adds up received sums, one a block, concatenated, each of that length, along the tree; `out` as in `fold`."""
+    return fold(blocks, received.split(length), out)
 
 
 def merge_received(blocks: Sequence[Block], received: Tensor, length: int) -> tuple[Tensor, ...]:
@@ -191,9 +217,11 @@ def tree_sum_rows(rows: Tensor) -> Tensor:
     return rows[0]
 
 
-def _pushed(blocks: Sequence[Block], sums: Sequence[Tensor]) -> TreeSum[Tensor]:
+def _pushed(
+    blocks: Sequence[Block], sums: Sequence[Tensor], add: Callable[[Tensor, Tensor], Tensor] = Tensor.add_
+) -> TreeSum[Tensor]:
     # In place: the left sibling's memory takes the sum. add_ rounds as add does, so the bits are the same.
-    counter: TreeSum[Tensor] = TreeSum(Tensor.add_)
+    counter: TreeSum[Tensor] = TreeSum(add)
     for block, value in zip(blocks, sums, strict=True):
         counter.push(block, value)
     return counter

@@ -133,7 +133,7 @@ class SequentialTransport:
         self._world.post(call, self.rank, list(parts.clone().split(list(sizes))))
         return SequentialParts(self._world, call, self.rank, list(receive_sizes))
 
-    def gather(self, part: Tensor, sizes: Sequence[int] = ()) -> Pending:
+    def gather(self, part: Tensor, sizes: Sequence[int] = (), into: Tensor | None = None) -> Pending:
         return repeat_to_all(self, part, sizes or [part.numel()] * self.world_size)
 
     def add(self, tensor: Tensor) -> Pending:

@@ -96,7 +96,7 @@ class SharedTransport(Connection):
         offsets = exchange_offsets(tuple(sizes), parts.element_size(), self.rank)
         return SharedParts(self, self._post(offsets, parts).number, parts, offsets.own_start, receive_sizes)
 
-    def gather(self, part: Tensor, sizes: Sequence[int] = ()) -> "SharedParts":
+    def gather(self, part: Tensor, sizes: Sequence[int] = (), into: Tensor | None = None) -> "SharedParts":
         """Starts an all-gather: one copy in shared memory, which all read."""
         part = part.contiguous()
         numel = part.numel()

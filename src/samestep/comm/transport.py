@@ -47,7 +47,7 @@ Stages = Generator[Pending, Tensor, Tensor]
 class NodeReduction(Protocol):
     """The reduction of ranks on several machines, by machines; `comm.hierarchical_reduction` has it."""
 
-    def reduce(self, blocks_by_rank: Blocks, sums: Sequence[Tensor], like: Tensor) -> Stages:
+    def reduce(self, blocks_by_rank: Blocks, sums: Sequence[Tensor], like: Tensor, total: Tensor | None) -> Stages:
         """The sum over all microbatches; arguments as those of `reduction.ordered`."""
         ...
 
@@ -79,7 +79,7 @@ class Transport(Protocol):
         """The stream of the exchange, if waiting blocks a stream and not the host; else None."""
         # NCCL's `wait` lets the current stream wait for the transfer and returns at once. On a stream of its own an
         # exchange, with the folds between its messages, runs beside the backward that the caller's stream computes.
-        # Whatever crosses from one stream to the other needs `wait_stream` (order) and `record_stream` (memory).
+        # Whatever crosses from one stream to the other needs `wait_stream`, and is held until then (`Reduction`).
         ...
 
     def exchange(self, parts: Tensor, sizes: Sequence[int], receive_sizes: Sequence[int]) -> Pending:
@@ -89,10 +89,10 @@ class Transport(Protocol):
         """
         ...
 
-    def gather(self, part: Tensor, sizes: Sequence[int] = ()) -> Pending:
+    def gather(self, part: Tensor, sizes: Sequence[int] = (), into: Tensor | None = None) -> Pending:
         """Starts an all-gather of parts, whose numbers of elements are `sizes` if they differ.
 
-        The result may alias `part`.
+        The result may alias `part`, and take the memory of `into`, of which `part` may be this rank's place.
         """
         ...
 
@@ -232,7 +232,7 @@ class LocalTransport:
     def exchange(self, parts: Tensor, sizes: Sequence[int], receive_sizes: Sequence[int]) -> Pending:
         return Arrived(parts)
 
-    def gather(self, part: Tensor, sizes: Sequence[int] = ()) -> Pending:
+    def gather(self, part: Tensor, sizes: Sequence[int] = (), into: Tensor | None = None) -> Pending:
         return Arrived(part)
 
     def add(self, tensor: Tensor) -> Pending:

@@ -18,7 +18,7 @@ from samestep.comm.communicator import Communicator
 from samestep.comm.reduction import Reduction, finish_all
 from samestep.core.tree import Block, TreeSum
 from samestep.engine.norms import NORM_ELEMENTS, block_norm, block_norms, finite_sum, join_norms
-from samestep.engine.observer import StepObserver
+from samestep.engine.observer import Observers
 from samestep.engine.strategy import MicrobatchGradients
 from samestep.engine.zero1 import Zero1Parts
 from samestep.errors import DeterminismError
@@ -56,10 +56,10 @@ class GradientSum(MicrobatchGradients):
         communicator: Communicator,
         bucket_bytes: int,
         overlap: bool = True,
-        observer: StepObserver | None = None,
+        observers: Observers | None = None,
         shard_optimizer: bool = False,
     ) -> None:
-        self._observer = StepObserver() if observer is None else observer
+        self._observers = Observers() if observers is None else observers
         self.parameters = list(parameters)
         self._inputs = tuple(self.parameters)
         self._names = list(names)
@@ -77,7 +77,8 @@ class GradientSum(MicrobatchGradients):
         self._hooks: list[RemovableHandle] = []
         self._steps_to_observe: float = OBSERVED_STEPS + 1
         self.begin(())
-        if overlap and communicator.world_size > 1 and len(self._buckets) > 1:
+        # One rank sends nothing, but sums a large gradient bucket by bucket, so that it is never whole beside the sums.
+        if overlap and (communicator.world_size > 1 or not self._reuses) and len(self._buckets) > 1:
             self._hooks = [
                 parameter.register_post_accumulate_grad_hook(self._make_hook(index))
                 for index, parameter in enumerate(self.parameters)
@@ -105,7 +106,7 @@ class GradientSum(MicrobatchGradients):
         self._started: list[Reduction] = []  # in the order of the buckets, which is that of all ranks
         self._under_way: list[Reduction] = []  # those of them that are not known to be done
         self._results: list[FlatSum] = []
-        self._totals: list[Tensor] = []
+        self._totals: list[Tensor] = []  # of the buckets that were pushed of this microbatch
         self._last_microbatch: int | None = None
         self._steps_to_observe -= 1
         self._used = [False] * len(self.parameters)
@@ -159,6 +160,7 @@ class GradientSum(MicrobatchGradients):
             assert len(self._results) == len(roots), "the only rank has run all microbatches, at least one"
         else:
             self._results = [FlatSum(flat, []) for flat in finish_all(self._started)]
+        self._trees, self._started, self._under_way = [], [], []  # they would keep what was sent until the next step
 
     def norm(self) -> Tensor:
         """The 2-norm of all sums: 0-d, of at least 32 bits; `engine.norms` explains its blocks."""
@@ -190,6 +192,8 @@ class GradientSum(MicrobatchGradients):
 
     def abandon(self) -> None:
         """Drops the sums of a step that failed, and the exchanges under way."""
+        for reduction in self._started:  # may still read and write memory that is free after this
+            reduction.release()
         self.begin(())
 
     def remove_hooks(self) -> None:
@@ -253,15 +257,19 @@ class GradientSum(MicrobatchGradients):
             gradients.append(gradient.to_dense() if gradient.is_sparse else gradient)
         if present:
             (torch._foreach_copy_ if left is None else torch._foreach_add_)(present, gradients)
+        gradients.clear()
+        if not self._observers.reads_gradients:  # else the next buckets are added to while all of `.grad` is there
+            for index in bucket.members:
+                self.parameters[index].grad = None
         # Not finite if this or the left microbatch's are not: only the first of them is named.
         self._totals.append(self._zero if self._is_only else finite_sum(total.flat))
         # The left sibling's memory takes the sum, so about 1 + log2 of this rank's microbatches are alive at once.
         tree.push(block if left is None else Block(microbatch - 1, 2), total)
-        if self._last_microbatch is not None:
+        if self._last_microbatch is not None and self._communicator.world_size > 1:
             self._send(number)
 
     def _send(self, number: int) -> None:
-        self._observer.on_bucket()
+        self._observers.on_bucket()
         # If waiting makes a stream wait, and not the host, earlier buckets go on while backward makes the next one.
         if self._communicator.folds_beside:
             for reduction in self._under_way:
@@ -284,18 +292,18 @@ class GradientSum(MicrobatchGradients):
                 return
             if index not in owner._awaited[number]:
                 owner._steps_to_observe = math.inf
-            if number < len(owner._started):
+            if number < len(owner._totals):
                 raise DeterminismError(
                     f"parameter {owner._names[index]} received a second gradient in one backward after its first was "
-                    "sent, as in none of the first steps (reentrant activation checkpointing in some steps only does "
+                    "summed, as in none of the first steps (reentrant activation checkpointing in some steps only does "
                     "this): use use_reentrant=False there, or train_step(..., overlap=False)"
                 )
             owner._awaited[number].discard(index)
             if owner._steps_to_observe >= 0:
                 return
             # In the order of the buckets, whatever the order of the gradients: all ranks must send in the same order.
-            while len(owner._started) < len(owner._buckets) and not owner._awaited[len(owner._started)]:
-                owner._push_bucket(len(owner._started), owner._last_microbatch)
+            while len(owner._totals) < len(owner._buckets) and not owner._awaited[len(owner._totals)]:
+                owner._push_bucket(len(owner._totals), owner._last_microbatch)
 
         return on_gradient
 

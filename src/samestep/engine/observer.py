@@ -21,6 +21,8 @@ class StepObserver:
     `samestep.TrainStep`; with `step.observers.remove(self)` an observer that has seen enough costs nothing any more.
     """
 
+    reads_gradients = True  # in `on_gradients`; where no observer does, `.grad` is freed as soon as it is summed
+
     # `step` is typed Any because the step imports this module, and observers may annotate the class itself.
 
     def on_made(self, step: Any) -> None:
@@ -78,6 +80,8 @@ class Observers(StepObserver):
         for name in EVENTS:
             methods = [m for each in self._observers if (m := _overridden(each, name)) is not None]
             vars(self).pop(name, None)
+            if name == "on_gradients":
+                self.reads_gradients = any(m.__self__.reads_gradients for m in methods)
             if methods:
                 setattr(self, name, methods[0] if len(methods) == 1 else _in_turn(methods))
 

@@ -72,10 +72,11 @@ class Zero1Parts:
         pending = []
         for bucket in self._buckets:
             # By way of a bucket: the parts of a bucket's members are then adjacent, and travel in one message.
-            ours = bucket.empty()[: bucket.numel // self._communicator.world_size]
+            whole = bucket.empty()
+            ours = whole.chunk(self._communicator.world_size)[self._communicator.rank]
             parts = [self.state.parts[self._names[index]] for index in bucket.members]
             torch._foreach_copy_(self._views_of(bucket, ours), [part.detach() for part in parts])
-            pending.append(self._communicator.transport.gather(ours))
+            pending.append(self._communicator.transport.gather(ours, into=whole))
         for bucket, gathering in zip(self._buckets, pending, strict=True):
             whole = gathering.wait()
             targets = [self._parameters[index].detach() for index in bucket.members]

@@ -15,7 +15,7 @@ from samestep.engine.buffers import BufferMerge, is_mean_buffer
 from samestep.engine.config import Pipeline
 from samestep.engine.gradients import GradientSum
 from samestep.engine.norms import ShardedNorm
-from samestep.engine.observer import StepObserver
+from samestep.engine.observer import Observers
 from samestep.engine.parameters import named_parameters
 from samestep.engine.pipelining.p2p import PIPE, PointToPoint, connect_stages, packed, unpacked
 from samestep.engine.pipelining.stages import Stage, cut, parts_of
@@ -111,7 +111,7 @@ class PipelinedGradientSum(StepGradients):
         trainable: dict[str, nn.Parameter],
         membership: Membership,
         bucket_bytes: int,
-        observer: StepObserver,
+        observer: Observers,
     ) -> None:
         pipe, data = membership.along(PIPE), membership.data
         self.parameters = list(trainable.values())
