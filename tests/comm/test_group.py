@@ -276,7 +276,7 @@ def test_after_an_exception_that_ends_the_program_too(lone_group, monkeypatch):
 
 
 def test_a_gather_between_gpus_uses_no_deprecated_name(lone_group, monkeypatch):
-    monkeypatch.setattr(lone_group, "_through_host", False)  # as with NCCL
+    monkeypatch.setattr(lone_group, "through_host", False)  # as with NCCL
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert lone_group.gather(torch.arange(3)).wait().tolist() == [0, 1, 2]

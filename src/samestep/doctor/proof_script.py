@@ -28,7 +28,8 @@ class Attention(nn.Module):
         """Attends."""
         q, k, v = self.inward(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)  # [N, heads, T, width a head]
         attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.outward(attended.transpose(1, 2).flatten(2))
+        scores: Tensor = self.outward(attended.transpose(1, 2).flatten(2))
+        return scores
 
 
 def main() -> None:

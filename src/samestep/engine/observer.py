@@ -78,10 +78,11 @@ class Observers(StepObserver):
         # An event that no observer wants stays the empty method, and one that a single observer wants is that one's: a
         # small model has a dozen events in a millisecond.
         for name in EVENTS:
-            methods = [m for each in self._observers if (m := _overridden(each, name)) is not None]
+            found = [(each, m) for each in self._observers if (m := _overridden(each, name)) is not None]
+            methods = [method for _, method in found]
             vars(self).pop(name, None)
             if name == "on_gradients":
-                self.reads_gradients = any(m.__self__.reads_gradients for m in methods)
+                self.reads_gradients = any(each.reads_gradients for each, _ in found)
             if methods:
                 setattr(self, name, methods[0] if len(methods) == 1 else _in_turn(methods))
 
