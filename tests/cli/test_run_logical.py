@@ -520,3 +520,39 @@ def test_a_metric_that_one_rank_sums_while_others_sum_gradients_is_named_with_th
         f"  rank {rank}: allreduce, [(1,)], at train.py, line {line}\n" for rank, line in ((0, 11), (1, 10))
     )
     assert said in done.stderr, done.stderr
+
+
+ATTENTION = """
+    import hashlib, os
+    import torch, torch.distributed as dist
+    from torch import nn
+    from torch.nn.parallel import DistributedDataParallel
+
+    dist.init_process_group("nccl")
+    rank = dist.get_rank()
+    torch.manual_seed(rank)
+    layers = [nn.TransformerEncoderLayer(16, 2, 32, 0.125, batch_first=True), nn.Flatten(), nn.Linear(64, 3)]
+    model = DistributedDataParallel(nn.Sequential(*layers).cuda(rank), device_ids=[rank])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for dtype in (torch.float32, torch.bfloat16):
+        for _ in range(2):
+            optimizer.zero_grad()
+            with torch.autocast("cuda", dtype, enabled=dtype != torch.float32):
+                model(torch.randn(2, 4, 16, device=f"cuda:{rank}")).square().mean().backward()
+            optimizer.step()
+    if rank == 0:
+        state = torch.cat([p.detach().cpu().view(-1) for p in model.parameters()])
+        print(hashlib.sha256(state.numpy().tobytes()).hexdigest())
+"""
+
+
+@gpus.needs_fake_gpus
+def test_attention_has_the_same_bits_again_and_on_other_gpus(tmp_path):
+    (tmp_path / "train.py").write_text(textwrap.dedent(ATTENTION))
+    run = ("run", "--logical-devices", 2, "train.py")
+    places = (("cuda:1",), ("cuda:1",), ("0,1",))
+    done = [samestep(*run[:1], "--devices", *place, *run[1:], cwd=tmp_path, **gpus.environment(2)) for place in places]
+    assert [each.returncode for each in done] == [0, 0, 0], done[0].stderr
+    assert done[0].stdout
+    assert len({each.stdout for each in done}) == 1
+    assert "determinis" not in done[0].stderr, done[0].stderr

@@ -11,7 +11,6 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/native/DispatchStub.h>
 #include <ATen/native/transformers/attention.h>
-#include <ATen/native/transformers/sdp_utils_cpp.h>
 #include <ATen/ops/as_strided.h>
 #include <ATen/ops/bernoulli.h>
 #include <ATen/ops/empty.h>
@@ -23,7 +22,10 @@
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
+#include <unistd.h>
+
 #include <algorithm>
+#include <atomic>
 #include <mutex>
 #include <set>
 #include <sstream>
@@ -32,6 +34,9 @@
 namespace fake_cuda {
 c10::Allocator* device_memory();
 bool is_pinned(const void* pointer);
+int64_t choose_attention(const at::Tensor&, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, double,
+                         bool, std::optional<double>, bool);  // attention.cpp
+void add_noise(const at::Tensor& result);
 
 namespace {
 using at::Tensor;
@@ -334,6 +339,54 @@ bool copies_lists(const std::vector<IValue>& given) {
   return true;
 }
 
+// The name by which CUDA's kernel alerts, for operations without a deterministic form: those that the documentation of
+// torch.use_deterministic_algorithms lists, under the names in their sources; null for all others.
+const char* nondeterministic(const std::string& name, const std::vector<IValue>& given) {
+  static const std::unordered_map<std::string, const char*> always = {
+      {"avg_pool3d_backward", "avg_pool3d_backward_cuda"},
+      {"_adaptive_avg_pool2d_backward", "adaptive_avg_pool2d_backward_cuda"},
+      {"_adaptive_avg_pool3d_backward", "adaptive_avg_pool3d_backward_cuda"},
+      {"adaptive_max_pool2d_backward", "adaptive_max_pool2d_backward_cuda"},
+      {"fractional_max_pool2d_backward", "fractional_max_pool2d_backward_cuda"},
+      {"fractional_max_pool3d_backward", "fractional_max_pool3d_backward_out_cuda"},
+      {"max_unpool2d", "max_unpooling2d_forward_out"},
+      {"max_unpool3d", "max_unpooling3d_forward_out"},
+      {"upsample_linear1d_backward", "upsample_linear1d_backward_out_cuda"},
+      {"upsample_bilinear2d_backward", "upsample_bilinear2d_backward_out_cuda"},
+      {"upsample_bicubic2d_backward", "upsample_bicubic2d_backward_out_cuda"},
+      {"upsample_trilinear3d_backward", "upsample_trilinear3d_backward_out_cuda"},
+      {"_upsample_bilinear2d_aa_backward", "upsample_bilinear2d_aa_backward_out_cuda"},
+      {"_upsample_bicubic2d_aa_backward", "upsample_bicubic2d_aa_backward_out_cuda"},
+      {"reflection_pad1d_backward", "reflection_pad1d_backward_out_cuda"},
+      {"reflection_pad2d_backward", "reflection_pad2d_backward_cuda"},
+      {"reflection_pad3d_backward", "reflection_pad3d_backward_out_cuda"},
+      {"replication_pad1d_backward", "replication_pad1d_backward_cuda"},
+      {"replication_pad2d_backward", "replication_pad2d_backward_cuda"},
+      {"replication_pad3d_backward", "replication_pad3d_backward_cuda"},
+      {"_ctc_loss_backward", "ctc_loss_backward_gpu"},
+      {"kthvalue", "kthvalue CUDA"},
+      {"grid_sampler_2d_backward", "grid_sampler_2d_backward_cuda"},
+      {"grid_sampler_3d_backward", "grid_sampler_3d_backward_cuda"},
+      {"index_reduce", "index_reduce_cuda"},
+      {"index_reduce_", "index_reduce_cuda"}};
+  const auto dot = name.find('.');
+  const auto base = name.substr(6, dot == std::string::npos ? dot : dot - 6);  // without "aten::"
+  const auto found = always.find(base);
+  if (found != always.end()) return found->second;
+  const auto is_real = [&](int k) { return given.at(k).isTensor() && !c10::isIntegralType(given.at(k).toTensor().scalar_type(), true); };
+  if (base == "put_" && !given.at(3).toBool()) return "put_";
+  if ((base == "cumsum" || base == "cumsum_") && (given.at(2).isNone() ? is_real(0) : !c10::isIntegralType(given.at(2).toScalarType(), true)))
+    return "cumsum_cuda_kernel";
+  if (base == "nll_loss2d_forward" && given.at(3).toInt() != 0) return "nll_loss2d_forward_out_cuda_template";
+  if ((base == "median" || base == "nanmedian") && given.size() > 1) return "median CUDA with indices output";
+  if (base == "histc" && is_real(0)) return "_histc_cuda with floating point input";
+  if (base == "bincount" && given.at(1).isTensor() && given.at(1).toTensor().defined()) return "_bincount_cuda";
+  if (base == "_embedding_bag_dense_backward" && given.at(7).toInt() == 2) return "embedding_bag_backward_cuda_max";
+  if ((base == "scatter_reduce" || base == "scatter_reduce_") && given.at(4).toStringView() == "prod") return "scatter_reduce_cuda";
+  if ((base == "scatter" || base == "scatter_") && name.find("reduce") != std::string::npos) return "scatter_reduce_cuda_kernel";
+  return nullptr;
+}
+
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
   const auto name = toString(schema.operator_name());
@@ -362,7 +415,7 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto on = device->index();
   const auto stream = current_stream(on);
 
-  if (name == "aten::put_" && !given.at(3).toBool()) at::globalContext().alertNotDeterministic("put_");  // not late
+  if (const char* known = nondeterministic(name, given)) at::globalContext().alertNotDeterministic(known);  // not late
   if (kind.is_view) return at_once(op, stack, *device, given);
   if (has_host) count_wait("indices from the host");
 
@@ -435,6 +488,9 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     }
     return true;
   });
+  // cuDNN's benchmark takes the fastest plan for a convolution's gradient, also among the deterministic ones.
+  if (name == "aten::convolution_backward" && at::globalContext().benchmarkCuDNN() && results[1].toTensor().defined())
+    add_noise(results[1].toTensor());
   for (auto& result : results) stack->push_back(std::move(result));
 }
 
@@ -582,11 +638,24 @@ std::tuple<Tensor, Tensor> native_dropout(const Tensor& input, double p, std::op
   return {at::mul(at::mul(input, kept), p < 1 ? 1 / (1 - p) : 0.0), kept};
 }
 
-int64_t choose_attention(const Tensor&, const Tensor&, const Tensor&, const std::optional<Tensor>&, double, bool,
-                         std::optional<double>, bool) {
-  return static_cast<int64_t>(sdp::SDPBackend::math);
-}
 }  // namespace
+
+// Changes the last bit of some numbers of a new result, others in each process and call: as additions in another order do.
+void add_noise(const Tensor& result) {
+  static std::atomic<uint64_t> calls{0};
+  const auto on = result.get_device();
+  enqueue(on, current_stream(on), [target = borrowed(result), seed = mixed(getpid(), ++calls)]() mutable {
+    auto changed = target.contiguous();
+    auto* bytes = static_cast<uint8_t*>(changed.mutable_data_ptr());
+    const size_t width = changed.itemsize(), count = changed.numel();
+    for (size_t k = 0; k < count; ++k) {
+      const bool is_zero = std::all_of(bytes + k * width, bytes + (k + 1) * width, [](uint8_t byte) { return byte == 0; });
+      if (!is_zero) bytes[k * width] ^= mixed(seed, k) & 1;
+    }
+    target.copy_(changed);
+    return true;
+  });
+}
 
 Tensor borrowed(const Tensor& tensor) {
   c10::DataPtr pointer(const_cast<void*>(tensor.storage().data()), Device(DeviceType::CPU));

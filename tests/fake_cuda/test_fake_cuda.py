@@ -267,3 +267,107 @@ def test_a_fork_drops_tensors_of_its_parent_without_its_threads():
         print("ended")
     """
     assert run(program) == "ended\n"
+
+
+ATTENTION = """
+    import torch
+    from torch.nn import functional
+
+    def attention(device, dtype, **options):
+        torch.manual_seed(0)
+        heads = [torch.randn(2, count, 8, 16).to(device, dtype).requires_grad_() for count in (4, 2, 2)]
+        output = functional.scaled_dot_product_attention(*heads, enable_gqa=True, **options)
+        output.double().square().sum().backward()
+        return type(output.grad_fn).__name__, [output.detach().cpu(), *(head.grad.cpu() for head in heads)]
+"""
+
+
+@pytest.mark.parametrize("mode", ["default", "warn", "error"])
+def test_the_backward_of_attention_has_the_same_bits_again_only_where_torch_asks_for_it(mode):
+    program = f"""{ATTENTION}
+    torch.set_deterministic_debug_mode({mode!r})
+    mask = torch.rand(8, 8) > 0.3
+    mask[:, 0] = True
+    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+        kinds = []
+        for options in ({{}}, {{"is_causal": True}}, {{"attn_mask": mask.cuda()}}, {{"dropout_p": 0.25}}):
+            (kind, found), (_, again) = (attention("cuda", dtype, **options) for _ in range(2))
+            kinds.append(kind.removeprefix("ScaledDotProduct").removesuffix("AttentionBackward0"))
+            assert torch.equal(found[0], again[0])
+            same = all(map(torch.equal, found, again))
+            assert same == ({mode!r} == "error" or dtype == torch.float64), (dtype, kind)
+            options = {{name: value.cpu() if name == "attn_mask" else value for name, value in options.items()}}
+            _, wanted = attention("cpu", dtype, **options)
+            within = dict(rtol=5e-2, atol=5e-2) if dtype.itemsize == 2 else dict(atol=1e-5)  # sums in other orders
+            # dropout draws other numbers on each device
+            assert "dropout_p" in options or all(torch.allclose(*pair, **within) for pair in zip(found, wanted))
+        print(kinds)
+    """
+    half = ["Flash", "Flash", "Efficient", "Flash"] if mode == "error" else ["Cudnn"] * 4
+    expected = [half, half, ["Efficient"] * 4]
+    assert run(program).splitlines()[:3] == [str(kinds) for kinds in expected]
+
+
+@pytest.mark.parametrize("benchmark", [True, False])
+def test_a_convolution_has_the_same_bits_in_all_processes_unless_kernels_are_chosen_by_their_time(benchmark):
+    program = f"""
+        import torch
+        torch.set_deterministic_debug_mode("error")
+        torch.backends.cudnn.benchmark = {benchmark}
+        torch.manual_seed(0)
+        convolution = torch.nn.Conv2d(3, 4, 3).cuda()
+        convolution(torch.randn(2, 3, 8, 8).cuda()).square().sum().backward()
+        print(convolution.weight.grad.tolist())
+    """
+    assert (run(program) == run(program)) == (not benchmark)
+
+
+def test_operations_without_a_deterministic_form_raise_as_on_a_real_gpu():
+    program = """
+        import torch
+        from torch.nn import functional
+        torch.set_deterministic_debug_mode("error")
+        image, counts = torch.rand(2, 3, 6, 6, device="cuda", requires_grad=True), torch.ones(4, device="cuda").long()
+        volume = torch.rand(2, 3, 6, 6, 6, device="cuda", requires_grad=True)
+        alike = {
+            "cumsum": lambda: counts.cumsum(0),
+            "median": lambda: image.median(),
+            "bincount": lambda: counts.bincount(),
+            "max_pool2d": lambda: functional.max_pool2d(image, 2).sum().backward(),
+        }
+        others = {
+            "avg_pool3d_backward_cuda": lambda: functional.avg_pool3d(volume, 2).sum().backward(),
+            "adaptive_max_pool2d_backward_cuda": lambda: functional.adaptive_max_pool2d(image, 4).sum().backward(),
+            "cumsum_cuda_kernel": lambda: image.cumsum(0),
+            "kthvalue CUDA": lambda: image.kthvalue(1, 0),
+            "median CUDA with indices output": lambda: image.median(0),
+            "_histc_cuda with floating point input": lambda: image.histc(3),
+            "_bincount_cuda": lambda: counts.bincount(counts.float()),
+        }
+        for call in alike.values():
+            call()
+        for name, call in others.items():
+            try:
+                call()
+            except RuntimeError as error:
+                assert str(error).startswith(name + " does not have a deterministic implementation"), (name, error)
+            else:
+                raise AssertionError(name)
+        print("all")
+    """
+    assert run(program).strip() == "all"
+
+
+def test_softmax_goes_from_half_to_float_in_one_kernel():
+    program = """
+        import torch
+        x = torch.linspace(-2, 2, 6).view(2, 3)
+        half = x.half().cuda().requires_grad_()
+        for function in (torch.softmax, torch.log_softmax):
+            leaf = x.half().float().requires_grad_()
+            found, wanted = function(half, -1, dtype=torch.float32), function(leaf, -1)
+            gradient, = torch.autograd.grad(found.square().sum(), half)
+            expected, = torch.autograd.grad(wanted.square().sum(), leaf)
+            print(found.dtype, torch.equal(found.cpu(), wanted), torch.equal(gradient.cpu(), expected.half()))
+    """
+    assert set(run(program).splitlines()) == {"torch.float32 True True"}

@@ -22,6 +22,14 @@ MUTANTS = {  # name: (file, text, its replacement), …, the file of the test an
         ("comm/group.py", "wait_until(work.is_completed, self.check_lost, self._timeout)", "pass"),
         "healing/test_healing_over_nccl.py -k no_trace and not hundreds",
     ),
+    "attention that adds by atomics": (
+        ("engine/deterministic_kernels.py", "warn_only=False)", "warn_only=True)"),
+        "cli/test_run_logical.py -k attention",
+    ),
+    "attention of cuDNN": (
+        ("logical/ranks.py", "enable_cudnn_sdp(False)", "enable_cudnn_sdp(True)"),
+        "cli/test_run_logical.py -k attention",
+    ),
     "every rank on the first GPU": (
         ("engine/determinism.py", "index = environment.local_rank % max(", "index = 0 * max("),
         "run/test_own_device.py",

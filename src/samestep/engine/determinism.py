@@ -21,6 +21,7 @@ from samestep.comm.environment import Environment
 from samestep.data.batch import version_of
 from samestep.data.nested import leaves
 from samestep.data.randomness import Generators
+from samestep.engine.deterministic_kernels import register_kernels
 from samestep.engine.observer import StepObserver
 from samestep.errors import CheckpointError, DeviceError
 
@@ -93,6 +94,7 @@ def make_deterministic(threads: int, reduction: str) -> None:
     torch.set_deterministic_debug_mode("error")  # as use_deterministic_algorithms(True), without importing inductor
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # a pass over memory for nothing
     torch.backends.cudnn.benchmark = False
+    register_kernels()
 
 
 def generator_states(device: torch.device) -> dict[str, Any]:

@@ -35,6 +35,7 @@ from samestep.comm.environment import RANK_VARIABLES, Environment, read_environm
 from samestep.core.seeds import derive_seed
 from samestep.devices.inventory import usable_cores
 from samestep.engine.determinism import own_device
+from samestep.engine.deterministic_kernels import register_kernels
 from samestep.launcher.device_token import LOOK_SECONDS, TOKEN_VARIABLE, hold_token, lent_token, shares_device
 from samestep.logical.process_group import NAME, OrderedProcessGroup, register_backend
 from samestep.patch import Patch, applied, late_dynamo, late_patches
@@ -46,6 +47,7 @@ from samestep.text import notify
 C10D = (c10d.__name__,)  # the module that the names of torch.distributed are from
 MESH = "torch.distributed.device_mesh"  # has some of them, too: a mesh makes the first group if there is none
 NO_DETERMINISTIC = " does not have a deterministic implementation"
+BY_DEFAULT = " defaults to a non-deterministic algorithm"  # of cuDNN's attention, which has no other
 DTENSOR = "torch.distributed.tensor"
 DISPATCH = (f"{DTENSOR}._dispatch",)
 BENCHMARK = "cudnn.benchmark stays off: it chooses kernels by their time, and bits with them"
@@ -271,13 +273,15 @@ def _deterministic() -> Iterator[None]:
     """Deterministic kernels where there are some; an operation without one is named once, with its module."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # a pass over memory for nothing
+    register_kernels()
+    torch.backends.cuda.enable_cudnn_sdp(False)  # torch excludes cuDNN's attention only where others raise
     cudnn: Any = torch.backends.cudnn
     cudnn.benchmark = False
     fixed = property(lambda _: False, lambda _, asked: _tell(BENCHMARK) if asked else None)
     show, named = warnings.showwarning, set()
 
     def named_once(message: Any, *args: Any, **options: Any) -> None:
-        operation = str(message).partition(NO_DETERMINISTIC)[0]
+        operation = str(message).partition(NO_DETERMINISTIC)[0].partition(BY_DEFAULT)[0]
         if operation == str(message):
             show(message, *args, **options)
         elif operation not in named:

@@ -13,6 +13,7 @@ from torch.backends import cudnn
 
 from samestep.data.batch import checksum
 from samestep.data.randomness import seed_process
+from samestep.engine.deterministic_kernels import register_kernels
 from samestep.engine.kernel_flags import CPU, CUDA, float32_precisions
 from samestep.engine.side_effects import Watch
 from samestep.verify.causes.evidence import Cause, Evidence, Facts, on_devices
@@ -173,14 +174,17 @@ def _with_deterministic_kernels() -> Iterator[None]:
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
     )
-    benchmark = cudnn.benchmark
+    benchmark, cudnn_attention = cudnn.benchmark, torch.backends.cuda.cudnn_sdp_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
+    register_kernels()
+    torch.backends.cuda.enable_cudnn_sdp(False)  # it has no deterministic form
     cudnn.benchmark = False
     try:
         with wrapped(Wrap(torch, "use_deterministic_algorithms", lambda *args, **kwargs: None)):
             yield
     finally:
         torch.use_deterministic_algorithms(mode, warn_only=warn_only)
+        torch.backends.cuda.enable_cudnn_sdp(cudnn_attention)
         cudnn.benchmark = benchmark
 
 
