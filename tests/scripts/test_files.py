@@ -19,8 +19,6 @@ from simulated_programs import alone
 from worlds import World
 
 from samestep.scripts.files import patches as file_patches
-from samestep.scripts.files.opening import open_discard
-from samestep.scripts.files.rank0_files import Caller, kind_of
 
 
 def script(worlds, n, name, folder, *args):
@@ -76,20 +74,28 @@ def test_what_goes_wrong_goes_wrong_on_every_rank_alike(worlds, tmp_path, n):
     assert names[-2:] == ["CalledProcessError", "FileNotFoundError"]
 
 
-def test_a_reader_waits_for_rank_0_and_takes_its_path(worlds, tmp_path):
-    found = equal(script(worlds, 3, "late_writer", tmp_path))
-    assert found == ["written", "by a library", 2.0, 2.0, 2.0, "noted"]
-    assert all("0" in path.name for path in tmp_path.iterdir()), list(tmp_path.iterdir())
+FOUND = {  # by a program of so many ranks, on each of them
+    "late_writer": (3, ["written", "by a library", 2.0, 2.0, 2.0, "noted"]),
+    "overwritten": (3, ["before", "0", "1", "2"]),
+    "threads_of_its_own": (2, True),
+    "by_library": (2, ("rank 0", False, "rank 0")),
+    "listed_by_library": (2, ((True, []), "rank 0")),
+    "asked": (2, "yes"),
+}
+
+
+@pytest.mark.parametrize("program", FOUND)
+def test_every_rank_finds_what_rank_0_has_written_made_or_been_told(worlds, tmp_path, program):
+    n, expected = FOUND[program]
+    (tmp_path / "state").write_text("before")
+    assert equal(script(worlds, n, program, tmp_path)) == expected
+    if program == "late_writer":
+        assert all("0" in path.name for path in tmp_path.iterdir() if path.name != "state"), list(tmp_path.iterdir())
 
 
 def test_without_patches_names_with_a_clock_differ(worlds, tmp_path):
     worlds(3).run(programs.bare, "late_writer", str(tmp_path))
     assert sorted(path.name for path in tmp_path.glob("at-*")) == ["at-0.txt", "at-1.txt", "at-2.txt"]
-
-
-def test_a_file_is_not_written_anew_or_removed_while_a_rank_reads_it(worlds, tmp_path):
-    (tmp_path / "state").write_text("before")
-    assert equal(script(worlds, 3, "overwritten", tmp_path)) == ["before", "0", "1", "2"]
 
 
 @pytest.mark.parametrize("n", [1, 2])
@@ -114,10 +120,6 @@ def test_questions_are_answered_as_on_rank_0(worlds, tmp_path):
     assert sorted(scanned) == [("0", False), ("sub", True)]
 
 
-def test_what_each_process_has_of_its_own_is_not_answered_by_rank_0(worlds, tmp_path):
-    assert script(worlds, 2, "threads_of_its_own", tmp_path) == [True, True]
-
-
 def test_a_line_that_asks_very_often_is_answered_on_each_rank_after_a_while(worlds, tmp_path):
     (tmp_path / "0").touch()
     first, second = script(worlds, 2, "many_questions", tmp_path)
@@ -134,14 +136,6 @@ def test_temporary_files_are_rank_0s_but_a_librarys_own_are_each_ranks(worlds, t
     own = [result[1] for result in results]
     assert len({folder for folder, _, _ in own}) == 3
     assert all(text == "own" and not exists for _, text, exists in own)
-
-
-def test_a_library_leaves_files_by_rank_0_and_nowhere_else_and_no_rank_waits(worlds, tmp_path):
-    assert equal(script(worlds, 2, "by_library", tmp_path)) == ("rank 0", False, "rank 0")
-
-
-def test_a_library_finds_the_folder_that_it_has_made_before_rank_0_makes_it(worlds, tmp_path):
-    assert equal(script(worlds, 2, "listed_by_library", tmp_path)) == ((True, []), "rank 0")
 
 
 @pytest.mark.parametrize("n", [1, 2])
@@ -168,10 +162,6 @@ def test_files_of_h5py_are_written_by_rank_0_and_others_have_a_copy(worlds, tmp_
     with h5py.File(tmp_path / "data.h5") as file:
         assert file["a"][:].tolist() == [3, 0, 0]
     assert [path.name for path in tmp_path.iterdir()] == ["data.h5"]
-
-
-def test_a_person_is_asked_on_rank_0(worlds, tmp_path):
-    assert equal(script(worlds, 2, "asked", tmp_path)) == "yes"
 
 
 def test_threads_workers_and_libraries_write_on_rank_0_only_and_nobody_waits(worlds, tmp_path):
@@ -274,41 +264,3 @@ def test_a_rank_that_finds_a_file_complete_and_never_asks_for_it_is_not_waited_f
 
 def test_one_rank_alone_needs_no_patch():
     assert file_patches.patches(alone()) == []
-
-
-def test_a_sink_knows_its_name_and_position_and_takes_what_a_file_takes(tmp_path):
-    path = tmp_path / "never"
-    with open_discard(str(path), "w", encoding="utf-8") as file:
-        assert file.write("größe") == 5
-        file.flush()
-        assert (file.name, file.mode, file.tell(), file.encoding) == (str(path), "w", 7, "utf-8")
-        assert file.fileno() > 2
-    with open_discard(path, "ab", start=5) as file:
-        file.write(b"12")
-        assert file.tell() == 7
-        assert file.seek(0) == 0
-        assert file.truncate(3) == 3
-    with pytest.raises(ValueError, match="closed"):
-        file.write(b"")
-    assert not path.exists()
-
-
-def test_callers_are_told_apart():
-    import multiprocessing.pool
-    import pathlib
-    import shutil
-    import tempfile
-
-    import torch.hub
-    import torch.serialization
-    import torch.utils.data.dataloader
-
-    import samestep.files
-
-    assert kind_of(__file__) is Caller.SCRIPT
-    assert kind_of(pathlib.__file__) is Caller.THROUGH
-    assert kind_of(tempfile.__file__) is Caller.TEMPORARY
-    for module in (shutil, torch.serialization, pytest, json):
-        assert kind_of(module.__file__) is Caller.LIBRARY, module
-    for module in (multiprocessing.pool, torch.hub, torch.utils.data.dataloader, samestep.files):
-        assert kind_of(module.__file__) is Caller.MACHINERY, module

@@ -36,10 +36,8 @@ class Pattern:
 
 
 PATTERNS = {
-    "arguments": Pattern(argv=("--lr", "0.05", "--steps=3")),
     "buffers": Pattern(),
     "by_hand": Pattern(),
-    "device_count_guard": Pattern(),
     "draws": Pattern(worlds=(2, 3, 4), in_reference=False),
     "errors": Pattern(counted=False),
     "gradients": Pattern(worlds=(2, 3, 4)),
@@ -176,7 +174,6 @@ def test_the_comparison_notices_a_chunk_that_ran_twice_or_never(alone):
         ("modules", ["without a gradient: ['module.spare.weight', 'module.spare.bias']"]),
         ("gradients", ["0 alive"]),
         ("draws", ["the same draws: True"]),
-        ("arguments", ["1 1"]),
     ],
 )
 def test_scripts_find_what_they_would_on_four_gpus(alone, name, lines):
@@ -214,13 +211,6 @@ def test_exceptions_keep_their_class_and_text_and_the_loop_goes_on(alone):
     assert alone("errors").stdout.count("skipped: ") == 2
     for name in ("exceptions_of_its_own", "anomaly_detected"):
         assert len([path for path in result if path.startswith(f"/{name}/losses")]) == 2
-
-
-def test_the_tutorial_prints_its_chunks_in_order(alone):
-    inside = [f"\tIn Model: input size torch.Size([{k}, 5]) output size torch.Size([{k}, 2])" for k in (8, 8, 8, 6)]
-    lines = alone("device_count_guard").stdout.splitlines()
-    assert lines[:5] == ["Let's use 4 GPUs!", *inside]
-    assert lines[5] == "Outside: input size torch.Size([30, 5]) output_size torch.Size([30, 2])"
 
 
 def test_prints_inside_the_forward_come_once_and_in_the_order_of_the_chunks(worlds, tmp_path, alone):

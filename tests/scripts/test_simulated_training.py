@@ -2,28 +2,11 @@
 
 import pytest
 import torch
-from simulated_programs import devices, lenet, trained
+from simulated_programs import devices
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from samestep.errors import UsageError
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "options"),
-    [
-        (torch.optim.SGD, {"momentum": 0.9, "foreach": False}),
-        (torch.optim.Adam, {"foreach": True}),
-        (torch.optim.AdamW, {"fused": True}),
-    ],
-)
-def test_a_training_on_a_simulated_device_has_the_bits_of_the_cpu(optimizer, options):
-    losses, state = trained("cpu", optimizer, **options)
-    with devices():
-        simulated_losses, simulated_state = trained("cuda:1", optimizer, **options)
-    assert simulated_losses == losses
-    assert all(ours.equal(theirs) for ours, theirs in zip(simulated_state, state, strict=True))
-    assert len(set(losses)) == 3
 
 
 def test_optimizer_state_is_where_the_parameters_are_and_survives_a_checkpoint():
@@ -59,7 +42,7 @@ def test_loaders_that_pin_memory_work(num_workers):
 def test_mixed_precision_with_a_scaler_trains(dtype, old):
     with devices():
         torch.manual_seed(0)
-        model = lenet().cuda()
+        model = nn.Sequential(nn.Conv2d(1, 4, 13), nn.Dropout(0.3), nn.Flatten(), nn.Linear(64, 10)).cuda()
         before = model[0].weight.detach().clone()
         update = torch.optim.SGD(model.parameters(), lr=0.1)
         scaler = torch.cuda.amp.GradScaler(128.0) if old else torch.amp.GradScaler("cuda", 128.0)

@@ -2,7 +2,7 @@
 
 import torch
 from torch import nn
-from usual import case, results, rows, train
+from usual import Net, case, results, rows, train
 
 
 @case
@@ -35,16 +35,11 @@ def scatter_overridden():
             sizes = [1, 3, 3, 3][: len(device_ids)]
             return [(part.cuda(k),) for k, part in enumerate(inputs[0].split(sizes))], [dict(kwargs) for _ in sizes]
 
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.fc = nn.Linear(3, 2)
+    def forward(net, x, power=1):
+        print("rows", len(x))
+        return net.fc(x) ** power, {"total": net.fc(x).sum()}
 
-        def forward(self, x, power=1):
-            print("rows", len(x))
-            return self.fc(x) ** power, {"total": self.fc(x).sum()}
-
-    model, x = Balanced(Net()).cuda(), torch.randn(10, 3).cuda().requires_grad_()
+    model, x = Balanced(Net(forward, fc=nn.Linear(3, 2))).cuda(), torch.randn(10, 3).cuda().requires_grad_()
     y, more = model(x, power=2)
     (y.mean() + more["total"].sum()).backward()
     return y, more["total"], x.grad, [p.grad for p in model.parameters()]
@@ -65,15 +60,10 @@ def scattered_and_gathered():
             mean = torch.stack([loss.to(output_device) for loss in losses]).mean()
             return mean, [rows.shape[0] for rows in longest]
 
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.fc = nn.Linear(3, 1)
+    def forward(net, x, target):
+        return (net.fc(x) - target).square().sum(), x[x.sum(1) > 0]  # as many rows as there are
 
-        def forward(self, x, target):
-            return (self.fc(x) - target).square().sum(), x[x.sum(1) > 0]  # as many rows as there are
-
-    model = Losses(Net()).cuda()
+    model = Losses(Net(forward, fc=nn.Linear(3, 1))).cuda()
     x = torch.randn(10, 3).cuda()
     _, lengths = model(x, target=x.sum(1, keepdim=True))
     return lengths, train(model, rows(10, 3), loss_of=lambda out: out[0])

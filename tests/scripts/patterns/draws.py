@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from usual import case, results, rows, train, wrap
+from usual import Net, case, results, rows, train, wrap
 
 import samestep
 
@@ -16,18 +16,13 @@ import samestep
 def dropout():
     """Dropout inside, and the script's own draws around it."""
 
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b, self.drop = nn.Linear(6, 8), nn.Linear(8, 2), nn.Dropout(0.5)
-
-        def forward(self, x):
-            x = F.dropout(self.drop(torch.relu(self.a(x))), 0.25, self.training)
-            return self.b(x) + 0.1 * torch.randn(len(x), 1, device=x.device) * np.random.rand() * random.random()
+    def forward(net, x):
+        x = F.dropout(net.drop(torch.relu(net.a(x))), 0.25, net.training)
+        return net.b(x) + 0.1 * torch.randn(len(x), 1, device=x.device) * np.random.rand() * random.random()
 
     np.random.seed(26)
     random.seed(26)
-    model, draws = wrap(Net()), []
+    model, draws = wrap(Net(forward, a=nn.Linear(6, 8), b=nn.Linear(8, 2), drop=nn.Dropout(0.5))), []
     for count in (10, 1, 2, 10):
         draws.append([train(model, rows(count, 6), 1)["loss"], torch.rand(1), np.random.rand(), random.random()])
     return draws, model.state_dict()
@@ -49,17 +44,12 @@ def seeds_inside():
 def own_generators():
     """Generators that the module holds itself, of NumPy, Python and PyTorch: each chunk draws something else."""
 
-    class Noisy(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.rng, self.coin = np.random.default_rng(0), random.Random(1)
-            self.noise = torch.Generator().manual_seed(2)
+    def forward(net, x):
+        drawn = torch.from_numpy(net.rng.random((len(x), 3))).float()
+        return drawn + torch.rand(len(x), 3, generator=net.noise) + net.coin.random()
 
-        def forward(self, x):
-            drawn = torch.from_numpy(self.rng.random((len(x), 3))).float()
-            return drawn + torch.rand(len(x), 3, generator=self.noise) + self.coin.random()
-
-    model, drawn, outside = nn.DataParallel(Noisy()), [], []
+    generators = {"rng": np.random.default_rng(0), "coin": random.Random(1), "noise": torch.Generator().manual_seed(2)}
+    model, drawn, outside = nn.DataParallel(Net(forward, **generators)), [], []
     for _ in range(3):
         drawn.append(model(torch.randn(12, 4).cuda()))
         outside.append(model.module.coin.random())
@@ -85,15 +75,9 @@ def single_normals():
 def checkpointed_dropout():
     """The backward must draw what the forward drew."""
 
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.block, self.last = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5)), nn.Linear(8, 1)
-
-        def forward(self, x):
-            return self.last(checkpoint(self.block, x, use_reentrant=False))
-
-    model = wrap(Net())
+    block = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5))
+    forward = lambda net, x: net.last(checkpoint(net.block, x, use_reentrant=False))  # noqa: E731
+    model = wrap(Net(forward, block=block, last=nn.Linear(8, 1)))
     model(torch.randn(10, 6).cuda()).sum().backward()
     # The gradient of the last layer is the sum of its inputs, which the forward saw; that of the bias below it is made
     # by the second run: what dropout let through there must be what it let through in the forward.

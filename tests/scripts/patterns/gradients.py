@@ -8,28 +8,13 @@ from itertools import pairwise
 import torch
 from torch import nn
 from torch.func import functional_call
-from usual import case, results, rows, train, wrap
+from usual import Net, case, results, rows, train, wrap
 
 
 def perceptron(*widths):
     """Wrapped linear layers with a tanh between them."""
     layers = [layer for a, b in pairwise(widths) for layer in (nn.Linear(a, b), nn.Tanh())]
     return wrap(*layers[:-1])
-
-
-@case
-def gradient_penalty():
-    """The gradient of the critic with respect to its input is itself differentiated."""
-    critic = perceptron(4, 8, 1)
-
-    def loss_of(x):
-        mixed = x.detach().requires_grad_()
-        (slope,) = torch.autograd.grad(critic(mixed).sum(), mixed, create_graph=True)
-        return critic(x).mean() + 10 * ((slope.norm(2, dim=1) - 1) ** 2).mean()
-
-    optimizer = torch.optim.RMSprop(critic.parameters(), lr=1e-2)
-    train(nn.Identity(), rows(10, 4), optimizer=optimizer, loss_of=loss_of)
-    return critic.state_dict()
 
 
 @case
@@ -129,15 +114,8 @@ def terms_outside():
 def functional_calls():
     """Meta-learning: the forward is called with other weights, which a gradient step has made of the module's own."""
 
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
-
-        def forward(self, x):
-            return nn.parallel.data_parallel(self.body, x)
-
-    model = Net().cuda()
+    body = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+    model = Net(lambda net, x: nn.parallel.data_parallel(net.body, x), body=body).cuda()
     for count in (10, 1, 7):
         weights = dict(model.named_parameters())
         inner = model(torch.randn(6, 4).cuda()).square().mean()
@@ -147,30 +125,6 @@ def functional_calls():
     leaves = {name: (p * 2).detach().requires_grad_() for name, p in model.named_parameters()}
     functional_call(model, leaves, (torch.randn(10, 4).cuda(),)).square().mean().backward()
     return [leaf.grad for leaf in leaves.values()], [p.grad for p in model.parameters()]
-
-
-@case
-def gan():
-    """Two wrapped networks that train each other, with requires_grad switched off and on."""
-    netG, netD = perceptron(3, 8, 4), perceptron(4, 8, 1)
-    optimizerG, optimizerD = (torch.optim.Adam(net.parameters(), lr=1e-2, betas=(0.5, 0.999)) for net in (netG, netD))
-    criterion, history = nn.BCEWithLogitsLoss(), []
-    for _ in range(3):
-        netD.requires_grad_(True)
-        fake = netG(torch.randn(10, 3, device="cuda"))
-        netD.zero_grad()
-        errD_real = criterion(netD(torch.randn(10, 4).cuda()).view(-1), torch.ones(10).cuda())
-        errD_real.backward()
-        errD_fake = criterion(netD(fake.detach()).view(-1), torch.zeros(10).cuda())
-        errD_fake.backward()
-        optimizerD.step()
-        netD.requires_grad_(False)
-        netG.zero_grad()
-        errG = criterion(netD(fake).view(-1), torch.ones(10).cuda())
-        errG.backward()
-        optimizerG.step()
-        history.append([errD_real.item(), errD_fake.item(), errG.item()])
-    return history, netG.state_dict(), netD.state_dict()
 
 
 @case
@@ -194,7 +148,7 @@ def moving_average():
 
 @case
 def parts_replaced():
-    """Layers are added and replaced between the steps, parameters set, frozen, loaded and given other data."""
+    """Layers are added and replaced between the steps, parameters set, taken, frozen, loaded and given other data."""
     model, losses, grads = wrap(nn.Linear(4, 4), nn.Tanh()), [], []
     model.apply(lambda m: nn.init.xavier_uniform_(m.weight) if isinstance(m, nn.Linear) else None)
     for step in range(6):
@@ -208,6 +162,7 @@ def parts_replaced():
         if step == 4:
             model.module[2] = nn.Linear(4, 3).cuda()
         if step == 5:
+            model.module[2].bias = None
             model.load_state_dict({key: value * 0.5 for key, value in model.state_dict().items()})
         with torch.autocast("cuda", dtype=torch.bfloat16, enabled=step < 4):
             loss = model(torch.randn(6, 4).cuda()).float().square().mean()

@@ -4,8 +4,7 @@ import os
 
 import torch
 from torch import nn
-from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
-from usual import case, results, rows, train, wrap
+from usual import Net, case, results, rows, train, wrap
 
 
 @case
@@ -46,19 +45,13 @@ def default_device():
 def devices_inside():
     """Each chunk believes itself on a device of its own."""
 
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.fc = nn.Linear(4, 2)
-            self.register_buffer("shift", torch.ones(2))
+    def forward(net, x):
+        assert x.device == net.fc.weight.device == net.norm.running_mean.device
+        noise = torch.zeros(len(x), 2, device=x.device)
+        print(x.device, noise.device, x.get_device(), torch.zeros_like(x).is_cuda)
+        return net.fc(x) + noise + net.norm.running_mean
 
-        def forward(self, x):
-            assert x.device == self.fc.weight.device == self.shift.device
-            noise = torch.zeros(len(x), 2, device=x.device)
-            print(x.device, noise.device, x.get_device(), torch.zeros_like(x).is_cuda)
-            return self.fc(x) + noise + self.shift
-
-    model = wrap(Net())
+    model = wrap(Net(forward, fc=nn.Linear(4, 2), norm=nn.BatchNorm1d(2)))
     model.register_full_backward_hook(lambda module, grad_in, grad_out: print("back", grad_out[0].device))
     x = torch.randn(10, 4).cuda().requires_grad_()
     out = model(x)
@@ -66,31 +59,6 @@ def devices_inside():
     out.square().sum().backward()
     print(out.device, x.grad.device, model.module.fc.weight.grad.device)
     return out.grad, x.grad, model.module.fc.weight.grad
-
-
-@case
-def frozen_backbone():
-    """A frozen part, of another type of numbers, under no_grad inside the forward; then it thaws."""
-
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.backbone, self.head = nn.Linear(5, 6).double(), nn.Linear(6, 2)
-            self.thawed = False
-
-        def forward(self, x):
-            with torch.set_grad_enabled(self.thawed and torch.is_grad_enabled()):
-                h = self.backbone(x.double()).float()
-            return self.head(h.relu())
-
-    model = wrap(Net())
-    model.module.backbone.requires_grad_(False)
-    optimizer = torch.optim.SGD(filter(lambda p: p.requires_grad, model.parameters()), lr=0.1)
-    train(model, rows(10, 5), 2, optimizer)
-    model.module.thawed = True
-    model.module.backbone.requires_grad_(True)
-    optimizer.add_param_group({"params": model.module.backbone.parameters()})
-    return train(model, rows(10, 5), 2, optimizer)
 
 
 @case
@@ -127,52 +95,36 @@ def is_parameter():
 
 @case
 def parameter_list():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weights = nn.ParameterList([nn.Parameter(torch.randn(4, 4)) for _ in range(3)])
-            self.named = nn.ParameterDict({"scale": nn.Parameter(torch.ones(4)), "shift": nn.Parameter(torch.zeros(4))})
-            self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(2)])
+    def forward(net, x):
+        for weight in net.weights:
+            x = torch.tanh(x @ weight)
+        for layer in net.layers:
+            x = layer(x)
+        return x * net.named["scale"] + net.named["shift"] + net.weights[-1].mean() * len(net.weights)
 
-        def forward(self, x):
-            for weight in self.weights:
-                x = torch.tanh(x @ weight)
-            for layer in self.layers:
-                x = layer(x)
-            return x * self.named["scale"] + self.named["shift"] + self.weights[-1].mean() * len(self.weights)
-
-    return train(wrap(Net()), rows(9, 4))
+    weights = nn.ParameterList([nn.Parameter(torch.randn(4, 4)) for _ in range(3)])
+    named = nn.ParameterDict({"scale": nn.Parameter(torch.ones(4)), "shift": nn.Parameter(torch.zeros(4))})
+    layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(2)])
+    return train(wrap(Net(forward, weights=weights, named=named, layers=layers)), rows(9, 4))
 
 
 @case
 def part_wrap():
     """Only the features of a network are wrapped; the module is also called beside its wrapper, and by its forward."""
 
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.features = nn.DataParallel(nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)))
-            self.classifier = nn.Linear(4 * 4 * 4, 3)
+    def forward(net, x):
+        h = net.features(x) + 0.1 * net.features.forward(x) + 0.1 * net.features.module(x)
+        return net.classifier(h.view(h.size(0), -1))
 
-        def forward(self, x):
-            h = self.features(x) + 0.1 * self.features.forward(x) + 0.1 * self.features.module(x)
-            return self.classifier(h.view(h.size(0), -1))
-
-    model = Net().cuda()
+    features = nn.DataParallel(nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)))
+    model = Net(forward, features=features, classifier=nn.Linear(4 * 4 * 4, 3)).cuda()
     return train(model, rows(9, 1, 8, 8), optimizer=torch.optim.Adam(model.parameters(), lr=1e-2))
 
 
 @case
 def nested_wrap():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body, self.head = nn.DataParallel(nn.Linear(6, 12)), nn.Linear(12, 1)
-
-        def forward(self, x):
-            return self.head(self.body(x).tanh())
-
-    model = wrap(Net())
+    inner, head = nn.DataParallel(nn.Linear(6, 12)), nn.Linear(12, 1)
+    model = wrap(Net(lambda net, x: net.head(net.body(x).tanh()), body=inner, head=head))
     return {**train(model, rows(11, 6)), "alone": model.module.body(torch.ones(5, 6).cuda())}
 
 
@@ -183,23 +135,6 @@ def output_device():
     trained = train(model, rows(8, 3), loss_of=lambda out: (out - torch.ones(8, 2).to(out.device)).square().mean())
     print("loss on", trained["loss"].device, "gradient on", model.module.weight.grad.device)
     return trained
-
-
-@case
-def packed_sequence():
-    """Sequences of several lengths, packed inside the forward and padded to a common length."""
-
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.lstm = nn.LSTM(3, 4, batch_first=True)
-
-        def forward(self, x, lengths):
-            packed = pack_padded_sequence(x, lengths.cpu(), batch_first=True, enforce_sorted=False)
-            out, _ = self.lstm(packed)
-            return pad_packed_sequence(out, batch_first=True, total_length=x.size(1))[0]
-
-    return train(wrap(Net()), lambda: (torch.randn(10, 6, 3).cuda(), torch.randint(1, 7, (10,)).cuda()))
 
 
 @case
@@ -232,17 +167,12 @@ if os.environ.get("SAMESTEP_TEST_DEVICE") != "cuda":  # fake GPUs have no sparse
 def tied_outside():
     """Weights tied inside the wrapped model, and once more outside of it."""
 
-    class LanguageModel(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embed, self.body, self.decode = nn.Embedding(12, 6), nn.Linear(6, 6), nn.Linear(6, 12)
-            self.decode.weight = self.embed.weight
+    def forward(net, ids):
+        h = torch.tanh(net.body(net.embed(ids)))
+        return h, net.decode(h)
 
-        def forward(self, ids):
-            h = torch.tanh(self.body(self.embed(ids)))
-            return h, self.decode(h)
-
-    model = wrap(LanguageModel())
+    model = wrap(Net(forward, embed=nn.Embedding(12, 6), body=nn.Linear(6, 6), decode=nn.Linear(6, 12)))
+    model.module.decode.weight = model.module.embed.weight
 
     def loss_of(out):
         return (out[1] + out[0] @ model.module.embed.weight.t()).square().mean()
@@ -254,15 +184,9 @@ def tied_outside():
 def unused_parameter():
     """Parameters that no sample uses, and some that only a few samples use."""
 
-    class Experts(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.second, self.spare = nn.Linear(4, 2), nn.Linear(4, 2), nn.Linear(4, 2)
-
-        def forward(self, x):
-            return self.second(x) if x[0, 0] > 5 else self.first(x)
-
-    model, x = wrap(Experts()), torch.randn(10, 4)
+    experts = {name: nn.Linear(4, 2) for name in ("first", "second", "spare")}
+    model = wrap(Net(lambda net, x: net.second(x) if x[0, 0] > 5 else net.first(x), **experts))
+    x = torch.randn(10, 4)
     x[3:6, 0] = 9.0
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, weight_decay=0.1)
     trained = train(model, lambda: (x.cuda(),), optimizer=optimizer)

@@ -12,6 +12,19 @@ def case(function):
     return function
 
 
+class Net(nn.Module):
+    """Parts, and a forward that is a function of the module and its inputs."""
+
+    def __init__(self, function, **parts):
+        super().__init__()
+        self.function = function
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, *inputs, **options):
+        return self.function(self, *inputs, **options)
+
+
 def results():
     """The results of all cases by name, each from a seed of its own."""
     found = {}

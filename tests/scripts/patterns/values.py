@@ -1,13 +1,12 @@
 """Inputs and outputs of many kinds."""
 
 from collections import OrderedDict, namedtuple
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import nn
 from torch.nn.parallel import data_parallel
-from usual import case, results, train, wrap
+from usual import Net, case, results, train, wrap
 
 Stats = namedtuple("Stats", ["mean", "largest"])
 
@@ -17,32 +16,14 @@ class Batch(NamedTuple):
     labels: torch.Tensor
 
 
-@dataclass
-class Output:
-    logits: torch.Tensor
-    loss: torch.Tensor
-    attention: torch.Tensor | None = None
-
-
-class Net(nn.Module):
-    """One layer, and the forward of a case."""
-
-    def __init__(self, forward, width=3):
-        super().__init__()
-        self.fc, self.body = nn.Linear(4, width), forward
-
-    def forward(self, *args, **kwargs):
-        return self.body(self.fc, *args, **kwargs)
-
-
 @case
 def list_of_tensors():
     """Lists, tuples, dicts and named tuples of tensors."""
 
-    def forward(fc, pair, batch, extra):
+    def forward(net, pair, batch, extra):
         assert isinstance(pair, list), type(pair)
         assert isinstance(batch, Batch), type(batch)
-        h = fc(pair[0]) + fc(pair[1]) + extra["bias"]["value"] * extra["weights"][0]
+        h = net.fc(pair[0]) + net.fc(pair[1]) + extra["bias"]["value"] * extra["weights"][0]
         return nn.functional.cross_entropy(h + batch.images, batch.labels, reduction="none")
 
     def batch():
@@ -50,21 +31,21 @@ def list_of_tensors():
         extra = {"bias": {"value": torch.randn(10, 1).cuda()}, "weights": (torch.rand(10, 3).cuda(), 3)}
         return pair, Batch(torch.randn(10, 3).cuda(), torch.randint(3, (10,)).cuda()), extra
 
-    return train(wrap(Net(forward)), batch, loss_of=lambda losses: losses.mean())
+    return train(wrap(Net(forward, fc=nn.Linear(4, 3))), batch, loss_of=lambda losses: losses.mean())
 
 
 @case
 def none_and_keywords():
     """None, keywords, numbers, strings and flags."""
 
-    def forward(fc, x, mask=None, *, scale=1.0, mode="sum", shift=None, residual=False):
-        h = fc(x) * scale
+    def forward(net, x, mask=None, *, scale=1.0, mode="sum", shift=None, residual=False):
+        h = net.fc(x) * scale
         h = h if mask is None else h.masked_fill(mask[:, None], 0.0)
         h = h if shift is None else h + shift
         h = h + x[:, :3] if residual else h
         return h.sum(1) if mode == "sum" else h.mean(1)
 
-    model, x, mask = wrap(Net(forward)), torch.randn(8, 4).cuda(), torch.arange(8).cuda() % 3 == 0
+    model, x, mask = wrap(Net(forward, fc=nn.Linear(4, 3))), torch.randn(8, 4).cuda(), torch.arange(8).cuda() % 3 == 0
     outs = [
         model(x, None, scale=2.0),
         model(x, mask, mode="mean", residual=True),
@@ -79,11 +60,11 @@ def none_and_keywords():
 def inputs_of_all_kinds():
     """From the host, expanded, transposed and sliced ones, some that a chunk does not use, some shorter ones."""
 
-    def forward(fc, x, bias, table, names):
-        h = fc(x) + bias
+    def forward(net, x, bias, table, names):
+        h = net.fc(x) + bias
         return h if x[0, 0] > 0 else h + table.sum() + len(names)
 
-    model, x = wrap(Net(forward)), torch.linspace(-1, 1, 80).view(8, 10).t()[:, ::2]
+    model, x = wrap(Net(forward, fc=nn.Linear(4, 3))), torch.linspace(-1, 1, 80).view(8, 10).t()[:, ::2]
     table, prompt = torch.randn(7, 2, requires_grad=True), nn.Parameter(torch.randn(1, 3))
     out = model(x, prompt.expand(10, 3), table, ["a", "b"])
     out.square().sum().backward()
@@ -95,12 +76,12 @@ def inputs_of_all_kinds():
 def nested_outputs():
     """Tuples, lists, dicts and named tuples in one another, with a None among them."""
 
-    def forward(fc, x):
-        h = fc(x)
+    def forward(net, x):
+        h = net.fc(x)
         stats = Stats(h.mean(), h.amax(1))
         return h, {"parts": [h[:, :3], h[:, 3:].long()], "stats": stats}, None, OrderedDict(last=(h * 2,))
 
-    model = wrap(Net(forward, 6))
+    model = wrap(Net(forward, fc=nn.Linear(4, 6)))
     h, table, nothing, ordered = model(torch.randn(10, 4).cuda())
     print(type(table).__name__, type(table["stats"]).__name__, nothing, type(ordered).__name__, type(ordered["last"]))
     loss = h.square().mean() + table["parts"][0].sum() + table["stats"].mean.mean() + ordered["last"][0].mean()
@@ -109,31 +90,15 @@ def nested_outputs():
 
 
 @case
-def dataclass_outputs():
-    """A dataclass with the loss in it: a number a chunk, whose mean the script takes."""
-
-    def forward(fc, x, labels):
-        logits = fc(x)
-        return Output(logits, nn.functional.cross_entropy(logits, labels))
-
-    model = wrap(Net(forward))
-    batch = lambda: (torch.randn(9, 4).cuda(), torch.randint(3, (9,)).cuda())  # noqa: E731
-    trained = train(model, batch, loss_of=lambda output: output.loss.mean())
-    output = model(*batch())
-    print(type(output).__name__, output.attention, tuple(output.loss.shape))
-    return trained, output.logits, output.loss
-
-
-@case
 def outputs_changed():
     """Written to in place, returned twice, as they came in, or without a gradient from some chunks."""
 
-    def forward(fc, x):
-        h = fc(x)
+    def forward(net, x):
+        h = net.fc(x)
         extra = h.mean(1) if x[0, 0] > 0 else torch.zeros(len(x), device=x.device)
         return h, h, x, extra, x[:, 0] > 0, h.detach().double(), h.to(torch.bfloat16), torch.complex(h, h)
 
-    model, x = wrap(Net(forward)), torch.linspace(-1, 1, 40).view(10, 4).cuda()
+    model, x = wrap(Net(forward, fc=nn.Linear(4, 3))), torch.linspace(-1, 1, 40).view(10, 4).cuda()
     first, second, same, extra, positive, double, half, complicated = model(x)
     first.mul_(2)
     second[:, 0] = 0
@@ -196,15 +161,9 @@ def conjugates():
 def no_inputs():
     """A forward without inputs: one chunk."""
 
-    class Prototypes(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(4, 3))
-
-        def forward(self):
-            return nn.functional.normalize(self.weight, dim=1)
-
-    prototypes, model = wrap(Prototypes()), wrap(nn.Linear(5, 3))
+    weight = nn.Parameter(torch.randn(4, 3))
+    prototypes = wrap(Net(lambda net: nn.functional.normalize(net.weight, dim=1), weight=weight))
+    model = wrap(nn.Linear(5, 3))
     out = model(torch.randn(10, 5).cuda()) @ prototypes().t()
     out.square().mean().backward()
     return out, prototypes.module.weight.grad, model.module.weight.grad
@@ -214,15 +173,11 @@ def no_inputs():
 def few_rows():
     """Fewer rows than devices make fewer chunks; the criterion, with parameters, is wrapped twice by accident."""
 
-    class CentreLoss(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.centres = nn.Parameter(torch.randn(3, 2))
+    def distances(net, features, labels):
+        return (features - net.centres[labels]).square().sum(1)
 
-        def forward(self, features, labels):
-            return (features - self.centres[labels]).square().sum(1)
-
-    model, criterion, found = wrap(nn.Linear(5, 2)), nn.DataParallel(wrap(CentreLoss())), []
+    centres = Net(distances, centres=nn.Parameter(torch.randn(3, 2)))
+    model, criterion, found = wrap(nn.Linear(5, 2)), nn.DataParallel(wrap(centres)), []
     for count in (10, 1, 3, 2):
         losses = criterion(model(torch.randn(count, 5).cuda()), torch.randint(3, (count,)).cuda())
         losses.mean().backward()
