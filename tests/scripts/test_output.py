@@ -25,20 +25,6 @@ def wrapped_streams():
         sys.stdout, sys.stderr = before
 
 
-def test_what_is_written_is_kept_in_order_and_replayed():
-    with wrapped_streams() as (stdout, stderr):
-        with output.captured() as said:
-            print("one", flush=True)
-            print("two", file=sys.stderr)
-            sys.stdout.writelines(["three", "\n"])
-        assert said == [
-            *((STDOUT, "one"), (STDOUT, "\n"), (STDERR, "two"), (STDERR, "\n"), (STDOUT, "three"), (STDOUT, "\n"))
-        ]
-        assert stdout.getvalue() == stderr.getvalue() == ""
-        output.replay(said)
-        assert (stdout.getvalue(), stderr.getvalue()) == ("one\nthree\n", "two\n")
-
-
 def test_an_inner_capture_tells_the_outer_one_when_it_is_replayed():
     with wrapped_streams() as (stdout, _):
         with output.captured() as outer:

@@ -5,7 +5,11 @@ batch at once, are to be met to the bit.
 """
 
 import pytest
-from core_programs import moody, on_ranks, plainly
+import torch
+from core_programs import moody, on_ranks, plainly, restless
+from torch import nn
+
+from samestep.scripts.split_forward.replicas import uninitialized
 
 WORLDS = (1, 2, 3)
 # rows and microbatches: divided evenly and not; fewer chunks than microbatches; fewer chunks than ranks; one chunk
@@ -110,3 +114,18 @@ def test_ranks_without_a_chunk_cannot_return_what_does_not_pickle(worlds):
         assert in_step
     for (name, entries), _ in worlds(2).run(moody, "unpicklable", 2, 2):
         assert (name, entries) == ("local", ["Tensor"])
+
+
+@pytest.mark.parametrize("n", WORLDS)
+def test_every_chunk_of_every_forward_finds_the_module_as_the_first_did_also_after_one_that_failed(worlds, n):
+    for found in worlds(n).run(restless):
+        assert found["the first call, in every chunk"] == [True, True]
+        assert found["left"] == (0, ())
+        assert found["names"]
+
+
+def test_lazy_layers_are_uninitialized_until_their_first_input():
+    module = nn.Sequential(nn.Linear(3, 2), nn.LazyLinear(2))
+    assert uninitialized(module)
+    module(torch.ones(1, 3))
+    assert not uninitialized(module)
