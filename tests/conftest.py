@@ -161,6 +161,7 @@ def _nothing_left_behind(request):
         "PYTEST_CURRENT_TEST",
         "CUBLAS_WORKSPACE_CONFIG",
         "TORCHINDUCTOR_CACHE_DIR",
+        "TORCHINDUCTOR_DETERMINISTIC",
         "KINETO_LOG_LEVEL",
     }  # set by torch
     assert not changed, f"environment variables changed: {sorted(changed)}"

@@ -326,11 +326,19 @@ def test_importing_samestep_imports_nothing_heavy():
     assert imported_by("import samestep; dir(samestep); samestep.__version__") == set()
 
 
-@pytest.mark.parametrize(("before", "after"), [(None, ":4096:8"), (":16:8", ":16:8")])
-def test_importing_samestep_sets_the_variable_that_cublas_reads_once_unless_the_user_has(before, after):
-    variables = {name: value for name, value in os.environ.items() if name != "CUBLAS_WORKSPACE_CONFIG"}
-    own = {} if before is None else {"CUBLAS_WORKSPACE_CONFIG": before}
-    code = "import os, samestep; print(os.environ['CUBLAS_WORKSPACE_CONFIG'])"
+@pytest.mark.parametrize(
+    ("name", "before", "after"),
+    [
+        ("CUBLAS_WORKSPACE_CONFIG", None, ":4096:8"),
+        ("CUBLAS_WORKSPACE_CONFIG", ":16:8", ":16:8"),
+        ("TORCHINDUCTOR_DETERMINISTIC", None, "1"),
+        ("TORCHINDUCTOR_DETERMINISTIC", "0", "0"),
+    ],
+)
+def test_importing_samestep_sets_a_variable_that_torch_reads_once_unless_the_user_has(name, before, after):
+    variables = {key: value for key, value in os.environ.items() if key != name}
+    own = {} if before is None else {name: before}
+    code = f"import os, samestep; print(os.environ[{name!r}])"
     run = subprocess.run([sys.executable, "-c", code], env=variables | own, capture_output=True, text=True, check=True)
     assert run.stdout.strip() == after
 

@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 # cuBLAS gives the same bits from call to call only with this, and torch reads it once, at the first matrix product on a
 # GPU: a script may compute one before it makes its run.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+# For models that a script compiles itself: by default inductor times some kernels, and takes the fastest.
+os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")
 
 _HOMES = {
     "Batch": "samestep.data.batch",

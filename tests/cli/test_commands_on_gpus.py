@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from textwrap import dedent
 
 import gpus
 import pytest
@@ -233,3 +234,40 @@ def test_a_worker_stays_on_the_cores_near_its_gpu(tmp_path, numa):
     for rank in (0, 1):
         near = [core for core in every if core % 2 == rank] if numa else every
         assert (tmp_path / str(rank)).read_text() == str(near or every)
+
+
+SEGMENTING = """
+    import hashlib
+    import torch
+    from torch import nn
+    from torch.nn import functional
+
+    torch.manual_seed(0)
+    layers = [nn.ReflectionPad2d(1), nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(3), nn.Upsample(size=7, mode="bicubic")]
+    model = nn.DataParallel(nn.Sequential(*layers).cuda())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        x, classes = torch.randn(8, 3, 8, 8).cuda(), torch.randint(0, 4, (8, 7, 7)).cuda()
+        optimizer.zero_grad()
+        loss = functional.cross_entropy(model(x), classes) + model(x).cumsum(1).square().mean()
+        loss.backward()
+        optimizer.step()
+    state = torch.cat([p.detach().cpu().view(-1) for p in model.parameters()])
+    print(hashlib.sha256(state.numpy().tobytes()).hexdigest())
+    torch.rand(4, 4).cuda().kthvalue(2, 0)
+"""
+
+
+def test_a_script_uses_kernels_in_place_of_refused_ones_and_is_told_what_to_replace(tmp_path):
+    (tmp_path / "segment.py").write_text(dedent(SEGMENTING))
+    printed = set()
+    for devices in ("cuda:1", "0,1"):
+        done = samestep(
+            "run", "--logical-devices", 4, "--devices", devices, "segment.py", cwd=tmp_path, **gpus.environment(2)
+        )
+        assert done.returncode == 1
+        assert "kthvalue CUDA does not have a deterministic implementation" in done.stderr
+        assert "replace it by torch.sort and Tensor.select, or run the script without samestep" in done.stderr
+        printed.add(done.stdout)
+    assert len(printed) == 1
+    assert len(printed.pop()) == 65

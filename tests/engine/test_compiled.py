@@ -1,5 +1,6 @@
 """torch.compile in the step: the same bits on any number of devices, dropout among it, and a run that trains."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -146,3 +147,11 @@ def test_more_shapes_than_are_compiled_are_an_error(monkeypatch):
 def test_twin_a_step_that_leaves_torchs_settings_compiles_fewer(monkeypatch):
     monkeypatch.setattr(forward_backward, "COMPILING", {})
     assert many_shapes(monkeypatch, None, True) < 16
+
+
+@pytest.mark.parametrize("first", ["torch._inductor.config", "samestep"])
+def test_models_that_a_script_compiles_itself_have_kernels_that_are_not_chosen_by_their_time(first):
+    code = f"import {first}, samestep; samestep.Run(8); import torch._inductor.config as c; print(c.deterministic)"
+    variables = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_DETERMINISTIC"}
+    command = [sys.executable, "-c", code]
+    assert subprocess.run(command, env=variables, capture_output=True, text=True, check=True).stdout == "True\n"

@@ -6,6 +6,7 @@ from engine_programs import in_turns, make_step, mean_squared, table
 from torch import nn
 from torch.nn import functional
 
+from samestep.engine.diagnosis import explain_nondeterminism
 from samestep.errors import DeterminismError, UsageError
 from samestep.run.run import Run
 
@@ -63,6 +64,26 @@ def test_the_operation_and_the_module_are_named(modules, loss, place, world_size
     assert text.startswith("put_ has no deterministic form on this device")
     assert place in text
     assert "(--reduction native)" in text
+
+
+LAYERS = nn.Sequential(nn.AvgPool3d(2), nn.Sequential(nn.AdaptiveMaxPool2d(3)), nn.Linear(2, 2))
+REFUSED = {
+    "avg_pool3d_backward_cuda": "in the backward of module 0 (AvgPool3d); replace it by a Conv3d of one group a",
+    "adaptive_max_pool2d_backward_cuda": "in the backward of module 1.0 (AdaptiveMaxPool2d); replace it by MaxPool",
+    "max_unpooling2d_forward_out": "in the loss function or a backward; replace it by Tensor.scatter by the flattened",
+    "kthvalue CUDA": "in the loss function or a backward; replace it by torch.sort and Tensor.select, or give up equal",
+    "median CUDA with indices output": "replace it by torch.sort and Tensor.select, or median without a dimension, or",
+    "_unknown_cuda": "_unknown_cuda has no deterministic form on this device, and was called in the loss function or a "
+    "backward; replace it, or give up equal bits",
+}
+
+
+@pytest.mark.parametrize("operation", REFUSED)
+def test_a_replacement_is_named_and_the_modules_whose_backward_it_may_be(operation):
+    message = f"{operation} does not have a deterministic implementation, but you set 'torch.use_deterministic_…'"
+    text = str(explain_nondeterminism(RuntimeError(message), LAYERS))
+    assert text.startswith(f"{operation} has no deterministic form")
+    assert REFUSED[operation] in text
 
 
 def test_the_native_reduction_takes_such_operations():

@@ -30,6 +30,10 @@ MUTANTS = {  # name: (file, text, its replacement), …, the file of the test an
         ("logical/ranks.py", "enable_cudnn_sdp(False)", "enable_cudnn_sdp(True)"),
         "cli/test_run_logical.py -k attention",
     ),
+    "kernels that are not registered": (
+        ("engine/determinism.py", "    register_kernels()\n", ""),
+        "cli/test_commands_on_gpus.py -k refused_ones",
+    ),
     "every rank on the first GPU": (
         ("engine/determinism.py", "index = environment.local_rank % max(", "index = 0 * max("),
         "run/test_own_device.py",

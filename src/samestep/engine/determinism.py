@@ -8,6 +8,7 @@ are imported.
 
 import gc
 import random
+import sys
 import weakref
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -95,6 +96,13 @@ def make_deterministic(threads: int, reduction: str) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # a pass over memory for nothing
     torch.backends.cudnn.benchmark = False
     register_kernels()
+    make_compiling_deterministic()
+
+
+def make_compiling_deterministic() -> None:
+    """Has inductor choose no kernel by its time if it is loaded; else it reads the variable that `samestep` has set."""
+    if "torch._inductor.config" in sys.modules:  # importing it takes a second
+        sys.modules["torch._inductor.config"].deterministic = True  # type: ignore[attr-defined]
 
 
 def generator_states(device: torch.device) -> dict[str, Any]:

@@ -23,7 +23,30 @@ SHORT_OF_MEMORY = re.compile(
 )
 LONE_SAMPLE = "Expected more than 1 value per channel when training"
 CUBLAS_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
-NONDETERMINISTIC = re.compile(r"(\S+) does not have a deterministic implementation")
+NONDETERMINISTIC = re.compile(r"(?m)^(.+?) does not have a deterministic implementation")
+# Operations of CUDA that `deterministic_kernels` does not replace, by the beginning of torch's name: the modules that
+# call them, and what a model can call instead.
+REPLACEMENTS: dict[str, tuple[tuple[type[nn.Module], ...], str]] = {
+    "avg_pool3d": ((nn.AvgPool3d,), "a Conv3d of one group a channel, whose weights are constant"),
+    "adaptive_max_pool": (
+        (nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d),
+        "MaxPool of a fixed size, or for one value a channel torch.amax",
+    ),
+    "fractional_max_pool": ((nn.FractionalMaxPool2d, nn.FractionalMaxPool3d), "MaxPool"),
+    "max_unpool": ((nn.MaxUnpool1d, nn.MaxUnpool2d, nn.MaxUnpool3d), "Tensor.scatter by the flattened indices"),
+    "ctc_loss": (
+        (nn.CTCLoss,),
+        "cuDNN's form: blank=0, inputs of full length, one int32 tensor of targets on the host",
+    ),
+    "embedding_bag": ((nn.EmbeddingBag,), 'mode="mean", or Embedding and torch.amax'),
+    "kthvalue": ((), "torch.sort and Tensor.select"),
+    "median": ((), "torch.sort and Tensor.select, or median without a dimension"),
+    "_histc": ((), "torch.bucketize and torch.bincount"),
+    "_bincount": ((), "Tensor.index_add of the weights"),
+    "put_": ((), "Tensor.index_put_"),
+    "scatter_reduce": ((), 'a product as the exponential of scatter_reduce(…, "sum") of logarithms'),
+    "index_reduce": ((), 'Tensor.scatter_reduce of "sum" or "mean"'),
+}
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -89,15 +112,37 @@ def explain_nondeterminism(error: RuntimeError, model: nn.Module) -> Determinism
             ":16:8 at the first of them, when torch reads it. Import samestep before the first one, or set the "
             "variable to :4096:8 before the program starts"
         )
-    match = NONDETERMINISTIC.search(str(error))
-    if match is None:
+    operation = nondeterministic_operation(error)
+    if operation is None:
         return None
-    # Autograd runs a backward outside of any module's Python frames; torch's name of the operation ends in _backward.
-    where = _module_in_traceback(error.__traceback__, model) or "the loss function or a backward"
+    # Autograd runs a backward outside of any module's Python frames.
+    where = _module_in_traceback(error.__traceback__, model) or _callers(operation, model)
     return DeterminismError(
-        f"{match.group(1)} has no deterministic form on this device, and was called in {where}; replace it, or give up "
-        'equal bits with samestep.Run(reduction="native") (--reduction native)'
+        f"{operation} has no deterministic form on this device, and was called in "
+        f"{where or 'the loss function or a backward'}; {advise_replacement(operation)}, or give up equal bits with "
+        'samestep.Run(reduction="native") (--reduction native)'
     )
+
+
+def nondeterministic_operation(error: BaseException) -> str | None:
+    """Torch's name of the operation without a deterministic form that an error is about; None for other errors."""
+    match = NONDETERMINISTIC.search(str(error))
+    return match and match.group(1)
+
+
+def advise_replacement(operation: str) -> str:
+    """What a model can call instead of an operation without a deterministic form, as the end of a sentence."""
+    found = (instead for start, (_, instead) in REPLACEMENTS.items() if operation.startswith(start))
+    return " by ".join(["replace it", *found])
+
+
+def _callers(operation: str, model: nn.Module) -> str:
+    """The modules of a model whose gradient is such an operation; empty if there are none."""
+    kinds = tuple(kind for start, (of_it, _) in REPLACEMENTS.items() if operation.startswith(start) for kind in of_it)
+    found = [
+        f"module {name} ({type(each).__name__})" for name, each in model.named_modules() if isinstance(each, kinds)
+    ]
+    return "the backward of " + " or ".join(found[:3]) if found else ""
 
 
 def explain_lone_sample(error: BaseException, model: nn.Module, where: str, advice: str) -> UsageError | None:

@@ -36,6 +36,7 @@ from samestep.core.seeds import derive_seed
 from samestep.devices.inventory import usable_cores
 from samestep.engine.determinism import own_device
 from samestep.engine.deterministic_kernels import register_kernels
+from samestep.engine.diagnosis import advise_replacement
 from samestep.launcher.device_token import LOOK_SECONDS, TOKEN_VARIABLE, hold_token, lent_token, shares_device
 from samestep.logical.process_group import NAME, OrderedProcessGroup, register_backend
 from samestep.patch import Patch, applied, late_dynamo, late_patches
@@ -286,7 +287,8 @@ def _deterministic() -> Iterator[None]:
             show(message, *args, **options)
         elif operation not in named:
             named.add(operation)
-            _tell(f"{operation}{NO_DETERMINISTIC}{_in_module(sys._getframe(1))}: bits may differ from run to run")
+            where, advice = _in_module(sys._getframe(1)), advise_replacement(operation)
+            _tell(f"{operation}{NO_DETERMINISTIC}{where}: bits may differ from run to run; {advice}")
 
     with applied([Patch(type(cudnn), "benchmark", fixed), Patch(warnings, "showwarning", named_once)]):
         yield

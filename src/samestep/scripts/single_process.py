@@ -17,6 +17,7 @@ from torch.profiler import record_function
 
 from samestep.callsite import is_own_file, is_script_file
 from samestep.comm.environment import RANK_VARIABLES, Environment, chosen_profile, read_environment
+from samestep.engine.diagnosis import advise_replacement, nondeterministic_operation
 from samestep.engine.forward_backward import backward_on_this_thread
 from samestep.errors import PeerLostError, UsageError
 from samestep.launcher.job import run_module, run_script
@@ -59,6 +60,11 @@ def run_single_process(
     except (Exception, SystemExit) as error:
         if isinstance(error, KeyError) and error.args and error.args[0] in READ_BY_RANKS:
             error.add_note(f"samestep: {DEALS_WITH_RANKS}")
+        if (operation := nondeterministic_operation(error)) is not None:
+            error.add_note(
+                f"samestep: it runs scripts on deterministic kernels, so that bits are equal on any devices: "
+                f"{advise_replacement(operation)}, or run the script without samestep"
+            )
         # All ranks raise an error of the script; the launcher is to receive that of rank 0, which has the terminal.
         if script.rank > 0 and error is not script.own_failure and not isinstance(error, PeerLostError):
             time.sleep(DELAY_SECONDS)
