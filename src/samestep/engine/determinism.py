@@ -96,12 +96,7 @@ def make_deterministic(threads: int, reduction: str) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # a pass over memory for nothing
     torch.backends.cudnn.benchmark = False
     register_kernels()
-    make_compiling_deterministic()
-
-
-def make_compiling_deterministic() -> None:
-    """Has inductor choose no kernel by its time if it is loaded; else it reads the variable that `samestep` has set."""
-    if "torch._inductor.config" in sys.modules:  # importing it takes a second
+    if "torch._inductor.config" in sys.modules:  # else it reads the variable that `samestep` has set
         sys.modules["torch._inductor.config"].deterministic = True  # type: ignore[attr-defined]
 
 

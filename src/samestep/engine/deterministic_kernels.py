@@ -75,11 +75,9 @@ def _reflected(size: int, num_outputs: int, num_before: int) -> Taps:
     return size - 1 - np.abs(size - 1 - inputs[None]), np.ones((1, num_outputs))
 
 
-def _resized(
-    size: int, num_outputs: int, scale: float | None, align_corners: bool, is_cubic: bool, antialias: bool
-) -> Taps:
+def _resized(size: int, num_outputs: int, scale: float | None, aligned: bool, is_cubic: bool, antialias: bool) -> Taps:
     """Interpolation, as the kernels of upsample do it (UpSample.h; those of antialias as Pillow)."""
-    if align_corners:
+    if aligned:
         step = (size - 1) / (num_outputs - 1) if num_outputs > 1 else 0.0
     else:
         step = 1 / scale if scale else size / num_outputs
@@ -91,7 +89,7 @@ def _resized(
         inputs = first + np.arange((last - first).max())[:, None]
         weights = _filter((inputs + 0.5 - center) / stretch, -0.5 if is_cubic else None) * (inputs < last)
         return inputs, weights / weights.sum(0)
-    position = numbers * step if align_corners else (numbers + 0.5) * step - 0.5
+    position = numbers * step if aligned else (numbers + 0.5) * step - 0.5
     position = position if is_cubic else np.maximum(position, 0)
     inputs = np.floor(position).astype(np.int64) + np.arange(1 - reach, 1 + reach)[:, None]
     return inputs, _filter(position - inputs, -0.75 if is_cubic else None)
@@ -154,20 +152,12 @@ def _reflection_pad_backward(original: Kernel, gradient: Tensor, x: Tensor, padd
 
 
 def _upsample_backward(
-    original: Kernel,
-    gradient: Tensor,
-    output_size: Sequence[int],
-    input_size: Sequence[int],
-    align_corners: bool,
-    *scales: float | None,  # the dispatcher leaves those at the end out that are None
-    is_cubic: bool = False,
-    antialias: bool = False,
+    original: Kernel, gradient: Tensor, _: Any, sizes: Sequence[int], aligned: bool, *scales: float | None, **form: bool
 ) -> Tensor:
     total = _wide(gradient)
-    for size, dim, scale in zip(
-        input_size[2:], range(2 - len(input_size), 0), (*scales, None, None, None), strict=False
-    ):
-        total = _along(total, dim, size, _resized, scale, align_corners, is_cubic, antialias)
+    every = (*scales, None, None, None)  # the dispatcher leaves those at the end out that are None
+    for dim, scale in zip(range(2 - len(sizes), 0), every, strict=False):
+        total = _along(total, dim, sizes[dim], _resized, scale, aligned, form.get("is_cubic"), form.get("antialias"))
     return total.to(gradient.dtype)
 
 
@@ -197,13 +187,12 @@ def _cumsum(original: Kernel, x: Tensor, dim: int, *, dtype: torch.dtype | None 
     return total.to(kind)
 
 
-def _cumsum_out(original: Kernel, x: Tensor, dim: int, *, dtype: torch.dtype | None = None, out: Tensor) -> Tensor:
-    total = torch.cumsum(x, dim, dtype=dtype or out.dtype)
-    return out.resize_(total.shape).copy_(total)
-
-
-def _cumsum_in_place(original: Kernel, x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
-    return x.copy_(torch.cumsum(x, dim, dtype=x.dtype))
+def _cumsum_into(
+    original: Kernel, x: Tensor, dim: int, *, dtype: torch.dtype | None = None, out: Tensor | None = None
+) -> Tensor:
+    target = x if out is None else out
+    total = torch.cumsum(x, dim, dtype=target.dtype)
+    return target.resize_(total.shape).copy_(total)
 
 
 def _grid_sampler(original: Kernel, x: Tensor, grid: Tensor, *form: Any) -> Tensor:
@@ -232,13 +221,13 @@ def _grid_sampler(original: Kernel, x: Tensor, grid: Tensor, *form: Any) -> Tens
     return total.view(*grid.shape[:-1], -1).movedim(-1, 1).to(x.dtype).contiguous()
 
 
-def _neighbours(point: Tensor, size: int, mode: int, padding: int, align_corners: bool) -> list[tuple[Tensor, Tensor]]:
+def _neighbours(point: Tensor, size: int, mode: int, padding: int, aligned: bool) -> list[tuple[Tensor, Tensor]]:
     """The places of a point's neighbours in one dimension, and their weights, as in GridSampler.cuh."""
-    point = (point + 1) / 2 * (size - 1) if align_corners else ((point + 1) * size - 1) / 2
+    point = (point + 1) / 2 * (size - 1) if aligned else ((point + 1) * size - 1) / 2
 
     def padded(place: Tensor) -> Tensor:
         if padding == 2:  # reflection
-            low, span = (0.0, size - 1) if align_corners else (-0.5, size)
+            low, span = (0.0, size - 1) if aligned else (-0.5, size)
             if span == 0:
                 return torch.zeros_like(place)
             place = torch.where(place < low, low - place, place - low)
@@ -285,6 +274,6 @@ KERNELS: dict[str, tuple[str, Kernel]] = {  # by the operator's name: the dispat
     "grid_sampler_3d": ("AutogradCUDA", _grid_sampler),
     "cudnn_grid_sampler": ("AutogradCUDA", _grid_sampler),  # adds by atomics, of which torch does not warn
     "cumsum": ("CUDA", _cumsum),
-    "cumsum_": ("CUDA", _cumsum_in_place),
-    "cumsum.out": ("CUDA", _cumsum_out),
+    "cumsum_": ("CUDA", _cumsum_into),
+    "cumsum.out": ("CUDA", _cumsum_into),
 }

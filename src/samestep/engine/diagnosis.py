@@ -28,10 +28,7 @@ NONDETERMINISTIC = re.compile(r"(?m)^(.+?) does not have a deterministic impleme
 # call them, and what a model can call instead.
 REPLACEMENTS: dict[str, tuple[tuple[type[nn.Module], ...], str]] = {
     "avg_pool3d": ((nn.AvgPool3d,), "a Conv3d of one group a channel, whose weights are constant"),
-    "adaptive_max_pool": (
-        (nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d),
-        "MaxPool of a fixed size, or for one value a channel torch.amax",
-    ),
+    "adaptive_max_pool": ((nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d), "MaxPool of a fixed size, or torch.amax"),
     "fractional_max_pool": ((nn.FractionalMaxPool2d, nn.FractionalMaxPool3d), "MaxPool"),
     "max_unpool": ((nn.MaxUnpool1d, nn.MaxUnpool2d, nn.MaxUnpool3d), "Tensor.scatter by the flattened indices"),
     "ctc_loss": (
