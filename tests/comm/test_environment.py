@@ -138,25 +138,27 @@ def test_a_derived_port_needs_no_privilege_and_lies_below_the_ephemeral_ones(job
         ({"MASTER_PORT": "70000"}, "MASTER_PORT=70000; a port is at most 65535"),
         ({"MASTER_PORT": "0"}, "WORLD_SIZE=8 but no MASTER_PORT"),
         ({"SAMESTEP_DEVICE_KIND": "cpu", "SAMESTEP_THREADS": "all"}, "SAMESTEP_THREADS is 'all'"),
+        ({"MASTER_PORT": None}, "no MASTER_PORT"),
     ],
 )
 def test_variables_that_cannot_be_are_named(change, message):
+    variables = {name: value for name, value in {**TORCHRUN, **change}.items() if value is not None}
     with pytest.raises(UsageError, match=message):
-        read_environment({**TORCHRUN, **change})
+        read_environment(variables)
 
 
-def test_missing_variables_are_named():
-    without_port = {name: value for name, value in TORCHRUN.items() if name != "MASTER_PORT"}
-    with pytest.raises(UsageError, match="no MASTER_PORT"):
-        read_environment(without_port)
-    with pytest.raises(UsageError, match="WORLD_SIZE is not set"):
-        read_environment({"RANK": "1"})
-    with pytest.raises(UsageError, match="RANK is not set"):
-        read_environment({"WORLD_SIZE": "4"})
-    with pytest.raises(UsageError, match="needs MASTER_ADDR"):
-        read_environment({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"})
-    with pytest.raises(UsageError, match="SLURM_STEP_NUM_TASKS is 'many'"):
-        read_environment({**SLURM, "SLURM_STEP_NUM_TASKS": "many"})
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"RANK": "1"}, "WORLD_SIZE is not set"),
+        ({"WORLD_SIZE": "4"}, "RANK is not set"),
+        ({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}, "needs MASTER_ADDR"),
+        ({**SLURM, "SLURM_STEP_NUM_TASKS": "many"}, "SLURM_STEP_NUM_TASKS is 'many'"),
+    ],
+)
+def test_missing_variables_are_named(variables, message):
+    with pytest.raises(UsageError, match=message):
+        read_environment(variables)
 
 
 def test_a_world_size_that_a_batch_script_exports_does_not_hide_srun():

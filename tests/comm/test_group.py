@@ -90,25 +90,18 @@ def test_a_rank_that_never_comes_is_named_by_all_others():
 
 
 @BOTH
-def test_a_rank_that_dies_is_named_by_all_others(transport):
-    options = {"TORCHELASTIC_USE_AGENT_STORE": True, "SAMESTEP_TRANSPORT": transport}
-    with kept_store() as port, started([0, 1, 2], 3, "lose", 60, 0, port=port, **options) as kept:
-        check_lost(kept(), lost=0)
-
-
-@BOTH
-def test_a_rank_that_dies_with_the_store_that_it_hosts_is_named_by_all_others(transport):
-    with started([0, 1, 2], 3, "lose", 60, 0, SAMESTEP_TRANSPORT=transport) as outcome:
-        check_lost(outcome(), lost=0)
-
-
-def check_lost(outcome, lost):
-    """One rank was killed, and all others name it alone."""
-    assert outcome.pop(lost)[0] == KILLED
-    for code, report in outcome.values():
+@pytest.mark.parametrize("hosts_the_store", [False, True])
+def test_a_rank_that_dies_is_named_by_all_others(transport, hosts_the_store):
+    options = {} if hosts_the_store else {"TORCHELASTIC_USE_AGENT_STORE": True}
+    with kept_store() as port:
+        place = None if hosts_the_store else port
+        with started([0, 1, 2], 3, "lose", 60, 0, port=place, SAMESTEP_TRANSPORT=transport, **options) as outcome:
+            found = outcome()
+    assert found.pop(0)[0] == KILLED
+    for code, report in found.values():
         assert code == 1
-        assert (report["error"], report["ranks"]) == ("PeerLostError", (lost,))
-        assert f"waits for rank {lost}, which has died, has ended, or is late" in report["message"]
+        assert (report["error"], report["ranks"]) == ("PeerLostError", (0,))
+        assert "waits for rank 0, which has died, has ended, or is late" in report["message"]
         assert "timeout_seconds" in report["message"]
 
 

@@ -10,13 +10,11 @@ import pytest
 
 from samestep.comm import heartbeat
 from samestep.comm.heartbeat import (
-    HEALS,
     MAX_LOST,
     MAX_SLOTS,
     PAGE_VARIABLE,
     PHASES,
     SLOT_VARIABLE,
-    STOPS_ON_REQUEST,
     Beat,
     HeartbeatPage,
     Quorum,
@@ -42,13 +40,6 @@ def test_a_new_board_shows_all_workers_no_beat_and_no_wish_to_stop(page):
     assert page.beat(2) == Beat(0.0, 0, "start", 0, 0)
 
 
-def test_a_view_has_the_next_number_and_tells_what_became_of_the_lost(page):
-    assert page.announce((0, 2), lost=[LOSS]) == Quorum(1, (0, 2), (LOSS,))
-    assert (page.number, page.quorum()) == (1, Quorum(1, (0, 2), (LOSS,)))
-    assert page.announce((2,)) == Quorum(2, (2,), ())
-    assert page.quorum() == Quorum(2, (2,), ())
-
-
 def test_a_quorum_of_which_half_is_written_is_waited_for_and_not_for_ever(page, monkeypatch):
     os.pwrite(page.fd, b"\0", 40)  # where its supervisor died
     monkeypatch.setattr(heartbeat, "WRITING_LOOKS", 3)
@@ -61,15 +52,6 @@ def test_the_newest_losses_are_kept_and_the_largest_view_fits(page):
     page.announce(tuple(range(MAX_SLOTS)), lost=lost)
     assert page.quorum().slots == tuple(range(MAX_SLOTS))
     assert [loss["slot"] for loss in page.quorum().lost] == list(range(50 - MAX_LOST, 50))
-
-
-def test_a_beat_says_when_where_and_what(page):
-    before = time.monotonic()
-    page.post(2, "backward", 2**40, HEALS | STOPS_ON_REQUEST, 5)
-    beat = page.beat(2)
-    assert before <= beat.seconds <= time.monotonic()
-    assert (beat.step, beat.phase, beat.flags, beat.quorum) == (2**40, "backward", HEALS | STOPS_ON_REQUEST, 5)
-    assert page.beat(1).seconds == 0
 
 
 def test_every_phase_and_the_last_slot_can_be_posted(page):
@@ -91,13 +73,6 @@ def test_the_layout_is_the_documented_one(page):
     assert page[32 : 32 + length] == b'{"number": 1, "slots": [0, 2], "lost": []}'
     assert struct.unpack_from("<QIIQ", page, 16_384 + 64 + 8) == (7, PHASES.index("data"), 3, 9)
     assert len(page) == 16_384 + 64 * MAX_SLOTS
-
-
-def test_a_wish_to_stop_is_seen_by_all(page):
-    other = HeartbeatPage(os.dup(page.fd))
-    page.ask_to_stop(2)
-    assert other.stop == 2
-    other.close()
 
 
 def test_a_worker_finds_the_board_by_its_variables_and_others_do_not(page, tmp_path):
