@@ -29,7 +29,6 @@ from samestep.checkpoint import export as export_module
 from samestep.checkpoint import resume as resume_module
 from samestep.checkpoint import storage as checkpoint_module
 from samestep.comm import group
-from samestep.comm.communicator import Communicator
 from samestep.comm.group import GroupTransport
 from samestep.comm.heartbeat import HEALS, READY_TO_JOIN, HeartbeatPage
 from samestep.comm.shared_memory import SharedTransport
@@ -138,29 +137,12 @@ def put_in_place(faults, model, optimizer):
     for kind in (GroupTransport, SharedTransport):
         kind.exchange, kind.gather = striking(faults, kind.exchange), striking(faults, kind.gather)
     real_fill, real_merge = checkpoint_module._fill, BufferMerge.exchange
-    real_broadcast_state, real_barrier = resume_module.broadcast_state, Communicator.barrier
-    real_write, real_finish = recorder_module.write_json, GradientSum.finish
+    real_finish = GradientSum.finish
 
     def fill(*args):
         result = real_fill(*args)
         faults.strike("checkpoint")
         return result
-
-    def broadcast_state(*args, **options):
-        if options:  # at the start of a run
-            return real_broadcast_state(*args, **options)
-        faults.strike("give")
-        handed = real_broadcast_state(*args)
-        faults.strike("given")
-        return handed
-
-    def barrier(self):
-        faults.strike("barrier")
-        real_barrier(self)
-
-    def write_json(*args):
-        faults.strike("contract")
-        real_write(*args)
 
     def merge(self, *args):
         real_merge(self, *args)
@@ -172,11 +154,6 @@ def put_in_place(faults, model, optimizer):
 
     striking_writes(faults)
     checkpoint_module._fill, BufferMerge.exchange, GradientSum.finish = fill, merge, finish
-    resume_module.broadcast_state, Communicator.barrier, recorder_module.write_json = (
-        broadcast_state,
-        barrier,
-        write_json,
-    )
 
 
 class Log:

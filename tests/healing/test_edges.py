@@ -12,23 +12,6 @@ from safetensors.torch import load_file
 from samestep.checkpoint.resume import read_state
 from samestep.data.batch import checksum
 
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("rank", "step", "phase", "is_lost"),
-    [(0, -1, "contract", True), (0, 0, "barrier", False), (1, 0, "barrier", False)],
-    ids=["before the contract is written", "when all is written", "when all is written, another rank"],
-)
-def test_a_run_of_which_a_rank_dies_at_its_edges_is_whole_and_ends_once(train, undisturbed, rank, step, phase, is_lost):
-    told = train(2, [{"rank": rank, "step": step, "phase": phase, "kind": "SIGKILL"}])
-    assert told.outcome.exit_code == 0, told.outcome.failure
-    assert (told.steps, told.digests) == (undisturbed.steps, undisturbed.digests)
-    events = [event["event"] for event in told.events]
-    assert (events.count("end"), events[:3] == ["start", "death", "heal"]) == (1, is_lost)
-    contracts = [json.loads((each.folder / "run" / "run.json").read_text()) for each in (told, undisturbed)]
-    assert contracts[0]["seed"] == contracts[1]["seed"]
-
-
 MAIN_FIRST = str(Path(__file__).with_name("main_first_script.py"))
 BEST = {"best": "accuracy", "checkpoint_steps": 4}  # the best is epoch 2 of 3, whose last step has a checkpoint already
 TIMED = ("seconds", "memory/", "checkpoint/", "samples_per_second")

@@ -57,14 +57,3 @@ def test_hooks_are_called_once_a_step_and_the_average_is_that_of_an_undisturbed_
     for ended in told.ended:
         assert ended["counts"] == reference["counts"] == {"steps": 12, "epochs": 3, "ended": 3, "scores": 3}
         assert (ended["digest"], ended["average"]) == (reference["digest"], reference["average"])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("phase", ["give", "given"])
-@pytest.mark.parametrize("slot", [0, 3], ids=["the one that hands out", "the one that receives"])
-def test_whoever_dies_while_the_state_is_handed_out_the_others_go_on(train, undisturbed, slot, phase):
-    fault = {"rank": slot, "step": 0, "phase": phase, "kind": "SIGKILL"}
-    told = train(3, [KILL, fault], Policy(replace=True, max_restarts=1), wait_for=3, pause=0.05)
-    assert told.outcome.exit_code == 0, told.outcome.failure
-    assert len(told.struck) == 2
-    assert (told.steps, told.digests) == (undisturbed.steps, undisturbed.digests)

@@ -1,14 +1,10 @@
 """Requests to stop, and supervisors that are killed: the files and messages that are left, and the resumed run."""
 
-import json
 import os
 import signal
 import subprocess
 import sys
 import time
-
-import psutil
-import pytest
 
 from samestep.runs.ledger import from_line
 
@@ -39,15 +35,6 @@ def ledger(folder):
     return [line for line in lines if "event" not in line], [line for line in lines if "event" in line]
 
 
-def by_number(steps):
-    """The steps by number; of one that was run twice both lines must say the same."""
-    found = {}
-    for step in steps:
-        kept = {name: value for name, value in step.items() if name not in ("world_size", "seconds")}
-        assert found.setdefault(step["step"], kept) == kept
-    return found
-
-
 def test_a_request_that_reaches_ranks_in_different_steps_stops_them_after_the_same(train, undisturbed):
     """Rank 1 loses its connection after rank 0 has ended the step, and receives the request before it redoes it."""
     told = train(2, [{"rank": 1, "step": 4, "phase": "exchanged", "kind": "stop and break"}])
@@ -74,23 +61,3 @@ def test_ctrl_c_leaves_a_checkpoint_of_the_step_and_says_how_to_go_on(tmp_path):
     assert (folder / "loss.png").exists()
     assert "Traceback" not in out + err
     assert "exited with code" not in err  # nobody failed: they left as they were asked to
-
-
-@pytest.mark.slow
-def test_a_run_whose_supervisor_was_killed_goes_on_to_the_same_end(tmp_path):
-    folder, whole = tmp_path / "run", tmp_path / "whole"
-    process = start(folder, "--devices", "cpu:2", "--epochs", "20")
-    wait_until(lambda: (folder / "checkpoints" / "latest").exists())
-    workers = psutil.Process(process.pid).children(recursive=True)
-    process.kill()
-    process.communicate()
-    _, alive = psutil.wait_procs(workers, timeout=10)
-    assert not alive
-    assert not (folder / "result.json").exists()
-    for place, options in ((folder, ["--resume", "auto", "--devices", "cpu:3"]), (whole, ["--devices", "cpu:1"])):
-        other = start(place, "--epochs", "20", *options)
-        _, err = other.communicate(timeout=SECONDS)
-        assert other.returncode == 0, err.decode()
-    results = [json.loads((place / "result.json").read_text()) for place in (folder, whole)]
-    assert results[0]["digest"] == results[1]["digest"]
-    assert by_number(ledger(folder)[0]) == by_number(ledger(whole)[0])
