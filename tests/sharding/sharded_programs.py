@@ -259,13 +259,17 @@ def loader_batch(options):
     return table(options["batch"])
 
 
-def refused(communicator, strategy, options):
-    """The sentence with which a step, or its making, is refused."""
+def sentence(program, *args):
+    """The sentence with which a step, or its making, is refused; else what the program returns."""
     try:
-        train(communicator, strategy, options)
+        return program(*args)
     except SamestepError as error:
         return f"{type(error).__name__}: {error}"
-    return None
+
+
+def refused(communicator, strategy, options):
+    """The sentence with which a training is refused."""
+    return sentence(train, communicator, strategy, options)
 
 
 def frozen_later(communicator, strategy):
@@ -276,8 +280,4 @@ def frozen_later(communicator, strategy):
     batches = list(run.loader(table(16)))
     step(batches[0])
     model.last.weight.requires_grad_(False)
-    try:
-        step(batches[1])
-    except SamestepError as error:
-        return f"{type(error).__name__}: {error}"
-    return "went on"
+    return sentence(lambda: step(batches[1]) and "went on")

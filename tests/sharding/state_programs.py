@@ -4,8 +4,8 @@ from collections import OrderedDict
 from pathlib import Path
 
 import torch
+from resume_programs import BATCH, NUM_MICROBATCHES, SEED, classification, points
 from torch import nn
-from torch.nn import functional
 
 from samestep.checkpoint.digest import as_hex, state_checksum, state_digest
 from samestep.checkpoint.state import capture
@@ -14,8 +14,7 @@ from samestep.metrics import accuracy, cross_entropy
 from samestep.run.run import Run
 from samestep.run.trainer import Trainer
 
-NUM_SAMPLES, BATCH, NUM_MICROBATCHES, EPOCHS, SEED = 28, 10, 4, 3, 5  # epochs of 3 steps, the last one of 8 samples
-NUM_STEPS = 9
+EPOCHS, NUM_STEPS = 3, 9
 
 
 class Counted(nn.Linear):
@@ -80,14 +79,12 @@ def trained(model):
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
-def points():
-    generator = torch.Generator().manual_seed(4)
-    x = torch.randn(NUM_SAMPLES, 2, generator=generator)
-    return x, (x[:, 0] > 0).long() + (x[:, 1] > 0).long()
-
-
-def classification(model, batch):
-    return functional.cross_entropy(model(batch[0]), batch[1])
+def make_step(communicator, strategy, optimizer="adam"):
+    """A run, its model, and the step over it."""
+    run = Run(BATCH, NUM_MICROBATCHES, SEED, communicator=communicator)
+    model = odd()
+    made = OPTIMIZERS[optimizer](model)
+    return run, model, run.train_step(model, made, classification, strategy=STRATEGIES[strategy])
 
 
 def train(communicator, strategy, optimizer="adam", run_dir=None, resume=None, options=None):
@@ -104,9 +101,7 @@ def train(communicator, strategy, optimizer="adam", run_dir=None, resume=None, o
 
 def states(communicator, strategy, optimizer="adam", num_steps=2):
     """Digests and checksums after each step, and the numbers of elements in the files of this rank's captured state."""
-    run = Run(BATCH, NUM_MICROBATCHES, SEED, communicator=communicator)
-    model = odd()
-    step = run.train_step(model, OPTIMIZERS[optimizer](model), classification, strategy=STRATEGIES[strategy])
+    run, _, step = make_step(communicator, strategy, optimizer)
     digests, sums = [state_digest(step)], [as_hex(int(state_checksum(step)))]
     for batch, _ in zip(run.loader(points(), shuffle=True), range(num_steps), strict=False):
         step(batch)
@@ -123,9 +118,7 @@ def states(communicator, strategy, optimizer="adam", num_steps=2):
 
 def own_loop(communicator, strategy, folder, place=None, until=None):
     """A loop without `Trainer` that saves after each step; the digest and the rest."""
-    run = Run(BATCH, NUM_MICROBATCHES, SEED, communicator=communicator)
-    model = odd()
-    step = run.train_step(model, OPTIMIZERS["two, in groups"](model), classification, strategy=STRATEGIES[strategy])
+    run, _, step = make_step(communicator, strategy, "two, in groups")
     loader = run.loader(points(), shuffle=True)
     rest = {"best": float("inf")} if place is None else run.load_checkpoint(place, step, loader)
     while loader.cursor.epoch < 2:
@@ -139,12 +132,9 @@ def own_loop(communicator, strategy, folder, place=None, until=None):
 
 def messages(communicator, strategy):
     """The error of asking for the digest of a sharded model without its step."""
-    run = Run(BATCH, NUM_MICROBATCHES, SEED, communicator=communicator)
-    model = odd()
-    optimizer = OPTIMIZERS["adam"](model)
-    run.train_step(model, optimizer, classification, strategy=STRATEGIES[strategy])
+    _, model, step = make_step(communicator, strategy)
     try:
-        return state_digest(model, optimizer)
+        return state_digest(model, step.optimizers)
     except ValueError as error:
         return f"{type(error).__name__}: {error}"
 
@@ -162,9 +152,7 @@ def read_by_torch(path: Path, names):
 
 def loaded_after_a_forward(communicator, strategy, folder):
     """The loss and digest after a checkpoint was loaded into a model whose parameters were unsharded."""
-    run = Run(BATCH, NUM_MICROBATCHES, SEED, communicator=communicator)
-    model = odd()
-    step = run.train_step(model, OPTIMIZERS["adam"](model), classification, strategy=STRATEGIES[strategy])
+    run, model, step = make_step(communicator, strategy)
     loader = run.loader(points(), shuffle=True)
     batches = iter(loader)
     step(next(batches))
