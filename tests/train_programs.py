@@ -75,11 +75,11 @@ def fit(communicator, epochs=(2,), **options):
         return trainer.digest, records
 
 
-def evaluate(communicator, num_samples=61, batch=16, num_microbatches=4, precision="32-true"):
+def evaluate(communicator, num_samples=61, batch=16, num_microbatches=4):
     """The scores of a fresh model as hex."""
     run = Run(batch, num_microbatches, 2, communicator=communicator)
     model = classifier()
-    scores = run.evaluate(model, points(num_samples), METRICS, precision=precision)
+    scores = run.evaluate(model, points(num_samples), METRICS)
     return {name: value.hex() for name, value in scores.items()}, state_digest(model, [])
 
 

@@ -63,6 +63,11 @@ def in_turns(world_size, program, *args, reduction="ordered"):
     return SequentialWorld(world_size).run(rank_main)
 
 
+def alone(program, *args, **options):
+    """What `program(communicator, …)` gives on one device, in this process."""
+    return in_turns(1, lambda communicator: program(communicator, *args, **options))[0]
+
+
 def _result(value):
     """What a program returned, where tests can compare it to that of other ranks."""
     return value if DEVICE == "cpu" else to_host(value)

@@ -173,21 +173,9 @@ def test_an_end_by_steps_is_exact_and_a_resume_keeps_to_it(tmp_path):
     assert in_turns(1, lambda c: program(c, epochs=1, max_steps=7))[0][1:] == (3, 1)
 
 
-def test_an_end_by_steps_at_the_end_of_an_epoch_records_that_epoch_after_a_resume_too(tmp_path):
-    def program(communicator):
-        with make(communicator, run_dir=tmp_path / "run", checkpoint_steps=3) as trainer:
-            trainer.fit(points(), max_steps=6, eval_data=points(), metrics=METRICS, resume="auto")
-            return trainer.digest, trainer.step.num_steps, [record.eval for record in trainer.history]
-
-    first = in_turns(2, program)[0]
-    assert (first[1], len(first[2])) == (6, 2)
-    assert in_turns(1, program)[0] == first
-
-
 CALLS = {
     "steps, then epochs": ({"max_steps": 4}, {"epochs": 2}),
     "one that a hook ended": ({"epochs": 3}, {"epochs": 2}),
-    "alike": ({"epochs": 1}, {"epochs": 1}, {"epochs": 1}),
 }
 
 

@@ -9,7 +9,7 @@ import torch
 from resume_programs import BATCH, CASES, EPOCHS, Noisy, classification, persistent, plain, points, train
 from torch import nn
 from torch.utils.data import DataLoader
-from worlds import in_turns
+from worlds import alone, in_turns
 
 from samestep.checkpoint import state
 from samestep.errors import UsageError
@@ -24,11 +24,6 @@ QUICK = {"user's, sampler by hook", "float64 momentum", "evaluation by a loader"
 
 def checkpoint(folder: Path, step: int) -> Path:
     return folder / "checkpoints" / f"step-{step:08d}"
-
-
-def alone(program, *args, **options):
-    """Runs a program on one device, in this process."""
-    return in_turns(1, lambda communicator: program(communicator, *args, **options))[0]
 
 
 def _steps(folder):

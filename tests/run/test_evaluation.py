@@ -46,13 +46,6 @@ def test_the_scores_are_those_of_a_plain_loop_over_each_sample_once():
     assert scores["margin"] == pytest.approx((output[:, 1] - output[:, 0])[mine].mean().item(), rel=1e-5)
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_the_scores_are_the_same_bits_on_every_number_of_devices(world_size, precision):
-    reference = in_turns(1, evaluate, 61, 16, 4, precision)[0]
-    assert in_turns(world_size, evaluate, 61, 16, 4, precision) == [reference] * world_size
-
-
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_real_processes_give_the_same_scores_and_predictions(worlds, world_size):
     assert worlds(world_size).run(evaluate) == worlds(1).run(evaluate) * world_size

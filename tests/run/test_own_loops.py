@@ -12,7 +12,7 @@ from resume_programs import BATCH, NUM_MICROBATCHES, SEED, Noisy, classification
 from torch import nn
 from torch.optim import lr_scheduler as schedules
 from torch.utils.data import DataLoader
-from worlds import in_turns
+from worlds import alone, in_turns
 
 from samestep.checkpoint import state
 from samestep.checkpoint.digest import state_digest
@@ -25,10 +25,6 @@ from samestep.run.run import Run
 from samestep.run.trainer import Trainer
 
 ALLOWED = {"allow_contract_change": True}
-
-
-def alone(program, *args, **options):
-    return in_turns(1, lambda communicator: program(communicator, *args, **options))[0]
 
 
 class Parts:

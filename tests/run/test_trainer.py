@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from train_programs import METRICS, Notes, classification, classifier, fit, make_trainer, points
-from worlds import in_turns
+from worlds import alone, in_turns
 
 from samestep import files
 from samestep.checkpoint.digest import state_digest
@@ -28,11 +28,6 @@ from samestep.recipes.training import train
 from samestep.run.run import Run
 from samestep.run.trainer import EpochRecord, Trainer
 from samestep.runs.ledger import from_line
-
-
-def alone(program, *args):
-    """Runs `program(communicator)` on one device."""
-    return in_turns(1, program, *args)[0]
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
