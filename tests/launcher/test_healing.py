@@ -1,6 +1,5 @@
 """Workers that are lost while the others can go on: real processes, real signals."""
 
-import io
 import os
 import signal
 import sys
@@ -33,13 +32,6 @@ def die_of(ending, phase="backward"):
         return member.work_until(is_down_to(2))
 
     return play
-
-
-class Stuck(io.StringIO):
-    """A stream that blocks the end of its process."""
-
-    def flush(self):
-        time.sleep(600)
 
 
 def fail_on_device(text="an illegal memory access was encountered"):
@@ -165,28 +157,6 @@ def test_what_the_new_rank_0_prints_reaches_the_terminal_each_stream_by_itself(t
         assert sorted(log.splitlines()) == ["a warning of 1", "after 1", "before 1", "ünd 1"]
 
 
-def test_a_death_while_a_hanging_worker_is_being_ended_is_healed_too(tmp_path, capfd):
-    def play(member):
-        if member.slot == 1:
-            signal.signal(signal.SIGABRT, signal.SIG_IGN)  # it lasts until it is killed
-            member.do(17)
-            member.touch("hung")
-            time.sleep(600)
-        if member.slot == 2:
-            member.wait_for("hung")
-            member.do(1)
-            for _ in range(150):
-                member.do(1)
-                time.sleep(0.01)
-            os.kill(os.getpid(), signal.SIGKILL)
-        return member.work_until(is_down_to(1))
-
-    outcome = run_members(tmp_path, play, policy=Policy(hang_seconds=1.5))
-    assert (outcome.exit_code, outcome.failure) == (0, None)
-    assert sorted(event["cause"] for event in outcome.events if event["event"] == "death") == ["SIGKILL", "hang"]
-    assert "replacement" not in capfd.readouterr().err
-
-
 def test_ranks_move_up_and_a_later_death_is_told_by_the_rank_at_that_time(tmp_path, capfd):
     def play(member):
         if member.slot == 0:
@@ -269,28 +239,6 @@ def test_a_worker_that_leaves_early_is_lost_once_the_others_miss_it_and_one_at_i
     assert [loss["slot"] for loss in outcome.result["lost"]] == [1]
     assert outcome.result["lost"][0]["cause"] == "exit code 0"
     assert capfd.readouterr().err.count("rank ") == 1
-
-
-def test_workers_that_end_one_after_the_other_are_no_losses(tmp_path, capfd):
-    def play(member):
-        time.sleep(0.2 * member.slot)
-        return member.slot
-
-    outcome = run_members(tmp_path, play)
-    assert (outcome.exit_code, outcome.result, outcome.events) == (0, 0, ())
-    assert capfd.readouterr().err == ""
-
-
-@pytest.mark.slow
-def test_a_lost_worker_that_does_not_end_is_killed(tmp_path):
-    def play(member):
-        if member.slot == 1:
-            sys.stdout = Stuck()
-            fail_on_device()
-        return member.work_until(is_down_to(2))
-
-    outcome = run_members(tmp_path, play)
-    assert outcome.exit_code == 0
 
 
 def test_rank_0_that_dies_when_the_others_have_ended_fails_the_run(tmp_path):

@@ -9,31 +9,6 @@ from samestep.devices.selection import select
 from samestep.errors import UsageError
 from samestep.launcher.job import Policy, process_variables
 
-# A script that heals: it posts on the page by itself, and ends when one of three is lost.
-MEMBER = """
-import os, sys, time
-from samestep.comm.heartbeat import HEALS, HeartbeatPage
-from samestep.comm.heartbeat import Heartbeat
-
-page, slot = HeartbeatPage.from_environment()
-heartbeat = Heartbeat(page, slot)
-heartbeat.set_flags(HEALS)
-while not all(page.beat(other).flags for other in range(3)):
-    time.sleep(0.01)
-heartbeat.step = 17
-heartbeat.enter("forward")
-if slot == 1:
-    {fault}
-while page.number == 0:
-    heartbeat.enter("exchange")
-    time.sleep(0.01)
-heartbeat.enter("regroup")
-heartbeat.quorum = page.number
-heartbeat.enter("exchange")
-if page.quorum().slots[0] == slot:
-    print(*page.quorum().slots, flush=True)
-"""
-
 
 @pytest.mark.parametrize(
     ("values", "said"),
@@ -64,16 +39,6 @@ def test_the_command_refuses_it_too_and_starts_nothing(starter):
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "samestep: error: got 2 devices and --min-devices 3; needed: no more than there are\n"
     assert not (starter.folder / "ran").exists()
-
-
-@pytest.mark.parametrize("start_method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
-def test_a_script_that_heals_goes_on_under_the_command(starter, start_method):
-    starter.script("member.py", MEMBER.format(fault="os._exit(3)"))
-    done = starter.run("--multi-process", "--devices", "cpu:3", "--start-method", start_method, "member.py")
-    assert (done.returncode, done.stdout) == (0, "0 2\n")
-    first, second = done.stderr.splitlines()
-    assert first == "samestep: rank 1 on CPU worker 1 exited with code 3 in step 17 (forward); 2 devices go on"
-    assert second.startswith("samestep: went on after ")
 
 
 def test_workers_hash_strings_alike_unless_the_user_sets_the_variable(monkeypatch):
