@@ -236,6 +236,32 @@ def test_a_worker_stays_on_the_cores_near_its_gpu(tmp_path, numa):
         assert (tmp_path / str(rank)).read_text() == str(near or every)
 
 
+ATTENDING = """
+    import torch, torch.distributed as dist
+    from torch import nn
+    from torch.nn.parallel import DistributedDataParallel
+
+    dist.init_process_group("nccl")
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True).cuda())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = model(torch.randn(4, 4, 16).cuda()).square().mean()
+        loss.backward()
+        optimizer.step()
+"""
+
+
+def test_attention_of_gpus_is_found_to_be_the_cause_of_other_bits(tmp_path):
+    (tmp_path / "attend.py").write_text(dedent(ATTENDING))
+    verify = ("verify", "--devices", "cuda:0,cuda:1", "--steps", 2, "--tier", "bitwise", "attend.py")
+    said = samestep(*verify, cwd=tmp_path, **gpus.environment(2)).stdout
+    assert "cause       an operation adds in the order in which threads arrive" in said
+    assert told(said, "confirmed").startswith("without the effect of nondeterministic"), said
+
+
 SEGMENTING = """
     import hashlib
     import torch

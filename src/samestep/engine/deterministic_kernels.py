@@ -97,9 +97,9 @@ def _resized(size: int, num_outputs: int, scale: float | None, aligned: bool, is
 
 def _filter(distance: np.ndarray[Any, Any], cubic: float | None) -> np.ndarray[Any, Any]:
     """The weight of an input at a distance: a triangle, or Keys' cubic with this slope (IEEE TASSP 29, 1981)."""
-    x = np.abs(distance)
+    x: np.ndarray[Any, Any] = np.abs(distance)
     if cubic is None:
-        return np.maximum(1 - x, 0)
+        return (1 - x).clip(0)
     near, far = ((cubic + 2) * x - (cubic + 3)) * x * x + 1, cubic * (((x - 5) * x + 8) * x - 4)
     return np.where(x <= 1, near, np.where(x < 2, far, 0))
 
@@ -174,7 +174,7 @@ def _nll_loss2d(
     return (total / total_weight if reduction == 1 else total).to(x.dtype), total_weight.to(x.dtype)
 
 
-def _cumsum(original: Kernel, x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
+def _cumsum(original: Callable[..., Tensor], x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
     """Sums over 2, 4, 8, … entries before each (Hillis and Steele, CACM 29, 1986); integers by CUDA's kernel."""
     kind = dtype or x.dtype
     if not (kind.is_floating_point or kind.is_complex):
@@ -195,7 +195,7 @@ def _cumsum_into(
     return target.resize_(total.shape).copy_(total)
 
 
-def _grid_sampler(original: Kernel, x: Tensor, grid: Tensor, *form: Any) -> Tensor:
+def _grid_sampler(original: Callable[..., Tensor], x: Tensor, grid: Tensor, *form: Any) -> Tensor:
     """The weighted neighbours of each point by one gather, for whose gradient autograd has a deterministic form.
 
     `x` is [N, C, *sizes], `grid` [N, *points, dimensions] from -1 to 1, for the last of `sizes` first; `form` is mode,
