@@ -1,7 +1,7 @@
 """Scripts of the frameworks, as their documentation writes them: four ranks give the same bits on 1 to 4 devices.
 
-They are in `frameworks/`, on scanned digits and texts that come with scikit-learn. What runs on whole numbers, whose
-sums are exact in every order, must end in the bits that torchrun gives with four processes, too.
+They are in `frameworks/`, on scanned digits and texts that come with scikit-learn. FSDP on whole numbers, whose sums
+are exact in every order, must end in the bits that torchrun gives with four processes, too.
 """
 
 import hashlib
@@ -16,13 +16,13 @@ import pytest
 from cli_commands import samestep
 
 PROGRAMS = Path(__file__).parent / "frameworks"
-EXACT = ("plain", "accumulation", "join")
+OTHERS = {"accelerate": PROGRAMS.parents[2] / "examples" / "ddp_accelerate.py"}
 SCRIPTS = {
-    "accelerate": (),
+    "accelerate": ("--epochs", "2", "--save", "net.pt"),
     "trainer": (),
     "lightning": (),
     "fabric": (),
-    "ddp": (*EXACT, "hook", "power_sgd", "zero"),
+    "ddp": ("hook", "power_sgd", "zero"),
     "fsdp": (),
     "trl": (),
 }
@@ -48,7 +48,7 @@ def outcome(folder, name, arguments, devices, *options, **variables):
             pytest.skip(f"{package} is not installed (the extra frameworks)")
     folder = folder / "run"
     folder.mkdir()
-    program = (PROGRAMS / f"with_{name}.py", *arguments)
+    program = (OTHERS.get(name, PROGRAMS / f"with_{name}.py"), *arguments)
     if devices is None:
         for _ in range(3):
             done = samestep(*program, cwd=folder, command=TORCHRUN, **AS_OURS)
@@ -100,14 +100,14 @@ def test_four_ranks_print_and_save_the_same_on_any_number_of_devices(on_one, nam
 @pytest.mark.parametrize("name", ["accelerate", _slow("trainer")])
 def test_as_scripts_for_one_process_they_are_shared_out_with_the_same_bits(tmp_path, name):
     options = ("--single-process", "--seed", "1")
-    one, three = (outcome(tmp_path, name, (), devices, *options, **AS_OURS) for devices in (1, 3))
+    one, three = (outcome(tmp_path, name, SCRIPTS[name], devices, *options, **AS_OURS) for devices in (1, 3))
     assert one == three
     assert "4 processes" not in one[0]
+    assert "processes 4" not in one[0]
 
 
-@pytest.mark.parametrize(("name", "arguments"), [_slow("accelerate", ("exact",)), ("ddp", EXACT), ("fsdp", ("exact",))])
-def test_exact_sums_end_in_the_bits_of_torchrun_with_four_processes(tmp_path, name, arguments):
-    ours, theirs = (outcome(tmp_path, name, arguments, devices) for devices in (2, None))
+def test_exact_sums_end_in_the_bits_of_torchrun_with_four_processes(tmp_path):
+    ours, theirs = (outcome(tmp_path, "fsdp", ("exact",), devices) for devices in (2, None))
     assert ours[0] == theirs[0]
     # Where torch sees GPUs, simulated ones too, it writes the tensors of a rank's file in another order.
     same = [path for path in ours[1] if not path.endswith(".distcp")]
@@ -125,7 +125,7 @@ def test_a_real_device_in_a_seed_and_sums_device_by_device_are_found_out(tmp_pat
 @gpus.needs_fake_gpus
 @pytest.mark.parametrize("name", ["accelerate", "fsdp", _slow("trainer"), _slow("lightning")])
 def test_a_script_for_four_gpus_runs_on_two(tmp_path, name):
-    runs = [outcome(tmp_path, name, (), each, **gpus.environment(4)) for each in ("0,1", "0,1,2,3")]
+    runs = [outcome(tmp_path, name, SCRIPTS[name], each, **gpus.environment(4)) for each in ("0,1", "0,1,2,3")]
     assert runs[0] == runs[1]
 
 

@@ -6,7 +6,6 @@ import random
 import re
 import runpy
 import subprocess
-import sys
 import textwrap
 import time
 
@@ -26,37 +25,28 @@ TRAINING = """
 
     options = json.loads(sys.argv[1])
     rank, world_size, local = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-    on_gpu, half = not options.get("cpu"), options.get("half", False)
-    kind = "cuda" if on_gpu else "cpu"
     if "pids" in options:
         with open(f"{options['pids']}-{os.environ['TORCHELASTIC_RESTART_COUNT']}-{rank}", "w") as file:
             file.write(str(os.getpid()))
-    if on_gpu:
-        torch.cuda.set_device(local)
-        device = torch.device("cuda", local)
-        dist.init_process_group("cpu:gloo,cuda:nccl" if half else "nccl", device_id=device)
-        assert torch.cuda.device_count() == world_size
-    else:
-        device = torch.device("cpu")
-        dist.init_process_group("gloo")
-    is_simulated = on_gpu and "simulated" in torch.cuda.get_device_name(local)
+    torch.cuda.set_device(local)
+    device = torch.device("cuda", local)
+    dist.init_process_group("nccl", device_id=device)
+    assert torch.cuda.device_count() == world_size
+    is_simulated = "simulated" in torch.cuda.get_device_name(local)
     place = os.environ.get("SAMESTEP_TOKEN", "").rpartition(":")[2] or rank  # the device that it really has
     seed = rank + world_size * int(place if options.get("leak") else 0)
     torch.manual_seed(seed)  # dropout of its own on each rank; DistributedDataParallel makes the models equal
     model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 3))
-    model = nn.SyncBatchNorm.convert_sync_batchnorm(model) if options.get("sync") else model
-    ids = {"device_ids": [local], "output_device": local} if on_gpu else {}
-    model = DistributedDataParallel(model.cuda(local) if on_gpu else model, bucket_cap_mb=0.001, **ids)
+    model = DistributedDataParallel(model.cuda(local), bucket_cap_mb=0.001, device_ids=[local], output_device=local)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     drawn = torch.Generator().manual_seed(1)
     data = TensorDataset(torch.randn(96, 6, generator=drawn), torch.randint(3, (96,), generator=drawn))
     sampler = DistributedSampler(data)
-    loader = DataLoader(data, batch_size=4, sampler=sampler, pin_memory=on_gpu)
-    scaler = torch.amp.GradScaler(kind, enabled=half)
+    loader = DataLoader(data, batch_size=4, sampler=sampler, pin_memory=True)
     first, saved = 0, "checkpoint.pt"
 
     def load():
-        state = torch.load(saved, map_location={"cuda:0": f"cuda:{rank}"} if on_gpu else "cpu", weights_only=True)
+        state = torch.load(saved, map_location={"cuda:0": f"cuda:{rank}"}, weights_only=True)
         model.load_state_dict(state["model"]), optimizer.load_state_dict(state["optimizer"])
         return state["epoch"]
 
@@ -67,14 +57,12 @@ TRAINING = """
         torch.manual_seed(100 * epoch + seed)
         sampler.set_epoch(epoch)
         for x, y in loader:
-            x, y = x.to(f"{kind}:{local}" if on_gpu else kind, non_blocking=True), y.to(device, non_blocking=True)
+            x, y = x.to(f"cuda:{local}", non_blocking=True), y.to(device, non_blocking=True)
             optimizer.zero_grad()
-            with torch.autocast(kind, torch.bfloat16, enabled=half):
-                loss = nn.functional.cross_entropy(model(x), y)
-            assert loss.is_cuda == on_gpu and (loss.device == device or not is_simulated)
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
+            loss = nn.functional.cross_entropy(model(x), y)
+            assert loss.is_cuda and (loss.device == device or not is_simulated)
+            loss.backward()
+            optimizer.step()
         if epoch == 1 and options.get("killed") == rank and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
             os.kill(os.getpid(), signal.SIGKILL)
         losses, total = [torch.zeros_like(loss) for _ in range(world_size)], loss.detach().clone()
@@ -82,7 +70,7 @@ TRAINING = """
         dist.all_gather(losses, loss.detach())
         dist.all_reduce(total)
         dist.all_gather_object(everyone, total.item())
-        assert total.is_cuda == on_gpu and len({*everyone}) == 1
+        assert total.is_cuda and len({*everyone}) == 1
         if is_simulated:
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             with torch.cuda.stream(torch.cuda.Stream()):
@@ -94,51 +82,35 @@ TRAINING = """
             state = {"epoch": epoch + 1, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
             torch.save(state, saved + ".new")
             os.replace(saved + ".new", saved)
-        dist.barrier(**{"device_ids": [local]} if on_gpu else {})
+        dist.barrier(device_ids=[local])
         load()
         dist.barrier()
     facts = {
         "visible": os.environ.get("CUDA_VISIBLE_DEVICES"), "backend": dist.get_backend(), "device": str(model.device),
         "count": torch.cuda.device_count(), "size": dist.get_world_size(),
-        "name": torch.cuda.get_device_name(local) if on_gpu else "",
+        "name": torch.cuda.get_device_name(local),
     }
     print("rank", rank, json.dumps(facts), flush=True)
     dist.destroy_process_group()
 """
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4")
-
-
 LONG = 20  # epochs: a run lasts longer than the time to its first death
 
 
-def trained(folder, devices, logical=4, words=(), environment=None, **options):
-    """What a run of the training prints, its messages, and the state that it saves; under torchrun without devices."""
+def trained(folder, devices, words=(), environment=None, **options):
+    """What a run of the training on four ranks prints, its messages, and the state that it saves."""
     folder.mkdir()
     (folder / "train.py").write_text(textwrap.dedent(TRAINING))
-    if devices is None:
-        for _ in range(3):
-            done = samestep("train.py", json.dumps(options), cwd=folder, command=TORCHRUN, OMP_NUM_THREADS="1")
-            if "terminate called without an active exception" not in done.stderr:  # of gloo's threads, at torch's end
-                break
-    else:
-        command = ["run", "--devices", devices, "--logical-devices", logical, *words, "train.py", json.dumps(options)]
-        done = samestep(*command, cwd=folder, **(environment or {}))
+    command = ["run", "--devices", devices, "--logical-devices", 4, *words, "train.py", json.dumps(options)]
+    done = samestep(*command, cwd=folder, **(environment or {}))
     assert done.returncode == 0, done.stderr
     return done.stdout, done.stderr, saved_state(folder)
 
 
-def saved_tensors(folder):
-    """All tensors that the training saved."""
-    state = torch.load(folder / "checkpoint.pt", map_location="cpu", weights_only=True)
-    return [
-        *state["model"].values(),
-        *(value for each in state["optimizer"]["state"].values() for value in each.values()),
-    ]
-
-
 def saved_state(folder):
-    """Their bytes."""
-    return [tensor.numpy().tobytes() for tensor in saved_tensors(folder)]
+    """The bytes of all tensors that the training saved."""
+    state = torch.load(folder / "checkpoint.pt", map_location="cpu", weights_only=True)
+    moments = (value for each in state["optimizer"]["state"].values() for value in each.values())
+    return [tensor.numpy().tobytes() for tensor in (*state["model"].values(), *moments)]
 
 
 AGAIN = """
@@ -192,7 +164,6 @@ CHECKPOINTED = """
 """
 SCRIPTS = {
     "a training for four GPUs": (TRAINING, 4, {}, (1, 2, 3, 4)),
-    "half precision and SyncBatchNorm": (TRAINING, 4, {"half": True, "sync": True}, (1, 3)),
     "a group that was destroyed is made again": (AGAIN, 3, {}, (1, 2, 3)),
     "checkpoints are written by a thread meanwhile": (CHECKPOINTED, 3, "THREAD", (1, 2)),
     "checkpoints are written by a process meanwhile": (CHECKPOINTED, 3, "PROCESS", (1, 2)),
@@ -220,21 +191,6 @@ def test_a_script_for_several_ranks_prints_and_saves_the_same_bits_on_any_number
     assert outputs[0][0]
     assert PRINTED.get(name, "") in outputs[0][0]
     assert all(output == outputs[0] for output in outputs)
-
-
-def test_the_training_has_the_numbers_of_gloo_and_of_cpus_and_others_with_another_number_of_ranks(tmp_path):
-    printed, _, _ = trained(tmp_path / "simulated", "cpu:2")
-    trained(tmp_path / "gloo", None, cpu=True)
-    states = (saved_tensors(tmp_path / name) for name in ("simulated", "gloo"))
-    for ours, theirs in zip(*states, strict=True):  # gloo adds in another order
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-    mixed, on_cpus = (trained(tmp_path / f"half {cpu}", "cpu:2", half=True, sync=True, cpu=cpu) for cpu in (0, 1))
-    assert mixed[0].splitlines()[:3] == on_cpus[0].splitlines()[:3]
-    assert mixed[2] == on_cpus[2]
-    whole = trained(tmp_path / "whole", "cpu:2", sync=True)
-    assert whole[0].splitlines()[:3] != mixed[0].splitlines()[:3], "autocast does something"
-    other = trained(tmp_path / "three ranks", "cpu:1", logical=3)
-    assert other[0] != printed, "the number of logical devices is part of the training"
 
 
 def test_a_script_that_lets_its_real_device_into_a_seed_is_found_out(tmp_path):

@@ -156,18 +156,6 @@ def test_a_library_that_asks_for_ranks_when_it_is_called_is_named_once(tmp_path,
     assert done.stderr.count(ASKS) == (2 if code else bool(said)), done.stderr  # the line, and beside an error its note
 
 
-def test_a_name_to_wrap_that_is_never_called_is_an_error_that_says_what_was(tmp_path):
-    path = script(tmp_path, PLAIN)
-    done = samestep(
-        "run", "--devices", "cpu:2", "--logical-devices", 2, "--wrap", "model", "--seed", 1, path, cwd=tmp_path
-    )
-    assert done.returncode == 2
-    assert "--wrap model" in done.stderr
-    assert "net (Sequential)" in done.stderr
-    assert "Traceback" not in done.stderr
-    assert len(done.stderr.splitlines()) <= 4, done.stderr
-
-
 @pytest.mark.parametrize(
     "source", [pytest.param(MULTI_PROCESS, id="multi-process"), pytest.param(PLAIN, id="plain, with --multi-process")]
 )

@@ -78,9 +78,7 @@ def test_auto_takes_up_the_newest_run_that_did_not_end_and_begins_a_new_one_afte
     assert "resumed from step-00000006" in done.stdout
     assert (folder / "runs" / "mine" / "result.json").exists()
     done = samestep(
-        *("train", "mlp", "--resume", "auto", "--devices", "cpu:1"),
-        *("--data", "table.csv", "--epochs", 1),
-        cwd=folder,
+        *("train", "mlp", "--resume", "auto", "--devices", "cpu:1"), *("--data", "table.csv", "--epochs", 1), cwd=folder
     )
     assert "resumed" not in done.stdout
     assert digest(done) != recorded[1]

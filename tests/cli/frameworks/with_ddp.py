@@ -1,8 +1,7 @@
-"""DistributedDataParallel by hand: SyncBatchNorm, accumulation, comm hooks, uneven inputs. Its arguments say which."""
+"""DistributedDataParallel by hand: SyncBatchNorm, comm hooks, a sharded optimizer. Its arguments say which."""
 
 import os
 import sys
-from contextlib import nullcontext
 from functools import reduce
 
 import torch
@@ -10,7 +9,6 @@ import torch.distributed as dist
 from data import load_digits
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-from torch.distributed.algorithms.join import Join
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
@@ -19,18 +17,7 @@ from torch.utils.data.distributed import DistributedSampler
 pixels, labels = load_digits()
 on_gpu = torch.cuda.is_available()
 device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
-pixels, labels = torch.tensor(pixels)[:640].to(device), torch.tensor(labels)[:640].to(device)
-
-
-def hinge(scores, wanted):
-    return torch.relu(1 + scores - scores.gather(1, wanted[:, None])).sum()
-
-
-def linear():
-    """A model that only meets whole numbers and quarters: its sums are exact in every order."""
-    model = nn.Linear(64, 10, dtype=torch.float64)
-    nn.init.zeros_(model.weight), nn.init.zeros_(model.bias)
-    return parallel(model)
+pixels, labels = torch.tensor(pixels, dtype=torch.float32)[:640].to(device), torch.tensor(labels)[:640].to(device)
 
 
 def parallel(model, **options):
@@ -42,31 +29,22 @@ def network(leaked=0):
     return nn.Sequential(nn.Linear(64, 48), nn.BatchNorm1d(48), nn.ReLU(), nn.Dropout(0.2), nn.Linear(48, 10))
 
 
-def trained(name, model, optimizer, loss_function, accumulate=1):
-    """Trains on whole batches, and prints a line."""
-    dtype = next(model.parameters()).dtype
-    data = TensorDataset(pixels.to(dtype), labels)
+def trained(name, model, optimizer):
+    """Trains on whole batches, prints the losses of all ranks and the accuracy, and saves the model."""
+    data = TensorDataset(pixels, labels)
     sampler = DistributedSampler(data, shuffle=True)
     loader = DataLoader(data, batch_size=8, sampler=sampler)
     model.train()
     for epoch in range(2):
         sampler.set_epoch(epoch)
-        for index, (x, y) in enumerate(loader):
-            is_last = (index + 1) % accumulate == 0
-            with nullcontext() if is_last else model.no_sync():
-                loss = loss_function(model(x), y)
-                loss.backward()
-            if is_last:
-                optimizer.step()
-                optimizer.zero_grad()
-    show(name, model, loss)
-
-
-def show(name, model, loss):
-    """Prints the losses of all ranks and the accuracy, and saves the model."""
+        for x, y in loader:
+            loss = nn.functional.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
     model.eval()
     with torch.no_grad():
-        found = model(pixels[dist.get_rank() :: dist.get_world_size()].to(loss.dtype)).argmax(1)
+        found = model(pixels[dist.get_rank() :: dist.get_world_size()]).argmax(1)
     right = (found == labels[dist.get_rank() :: dist.get_world_size()]).sum()
     dist.all_reduce(right)
     losses = [None] * dist.get_world_size()
@@ -76,36 +54,10 @@ def show(name, model, loss):
         torch.save(model.state_dict(), f"{name}.pt")
 
 
-def plain():
-    model = linear()
-    trained("plain", model, torch.optim.SGD(model.parameters(), lr=1.0), hinge)
-
-
-def accumulation():
-    model = linear()
-    trained("accumulation", model, torch.optim.SGD(model.parameters(), lr=1.0), hinge, accumulate=4)
-
-
-def join():
-    """Ranks that have more batches than others."""
-    model = linear()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    rank = dist.get_rank()
-    own = range(rank, rank + 4 * 8 * (5 + rank), 4)
-    with Join([model]):
-        for start in range(0, len(own), 8):
-            batch = list(own)[start : start + 8]
-            loss = hinge(model(pixels[batch]), labels[batch])
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    show("join", model, loss)
-
-
 def sync_batch_norm():
     """Of GPUs alone, as torch has it. Buffers are not those of rank 0, and yet all are equal."""
     model = parallel(nn.SyncBatchNorm.convert_sync_batchnorm(network()), broadcast_buffers=False)
-    trained("sync_batch_norm", model, torch.optim.AdamW(model.parameters(), 0.01), nn.functional.cross_entropy)
+    trained("sync_batch_norm", model, torch.optim.AdamW(model.parameters(), 0.01))
     means = [None] * dist.get_world_size()
     dist.all_gather_object(means, model.module[1].running_mean.tolist())
     assert means == means[:1] * len(means)
@@ -115,26 +67,26 @@ def hook():
     """Half-precision gradients, small buckets."""
     model = parallel(network(), bucket_cap_mb=0.005, gradient_as_bucket_view=True)
     model.register_comm_hook(None, default_hooks.fp16_compress_hook)
-    trained("hook", model, torch.optim.SGD(model.parameters(), 0.1), nn.functional.cross_entropy)
+    trained("hook", model, torch.optim.SGD(model.parameters(), 0.1))
 
 
 def power_sgd():
     model = parallel(network())
     state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=5)
     model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    trained("power_sgd", model, torch.optim.SGD(model.parameters(), 0.1), nn.functional.cross_entropy)
+    trained("power_sgd", model, torch.optim.SGD(model.parameters(), 0.1))
 
 
 def zero():
     model = parallel(network(), static_graph=True)
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.01)
-    trained("zero", model, optimizer, nn.functional.cross_entropy, accumulate=1)
+    trained("zero", model, optimizer)
 
 
 def leak():
     """A twin: the device on which a rank really runs gets into its seed."""
     model = parallel(network(leaked=int(os.environ["SAMESTEP_TOKEN"].rpartition(":")[2])))
-    trained("leak", model, torch.optim.SGD(model.parameters(), 0.1), nn.functional.cross_entropy)
+    trained("leak", model, torch.optim.SGD(model.parameters(), 0.1))
 
 
 def by_device():

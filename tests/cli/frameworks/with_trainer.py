@@ -3,13 +3,7 @@
 import numpy as np
 from data import load_digits
 from datasets import Dataset
-from transformers import (
-    BertConfig,
-    BertForSequenceClassification,
-    Trainer,
-    TrainingArguments,
-    set_seed,
-)
+from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments, set_seed
 
 set_seed(7)
 pixels, labels = load_digits()
@@ -24,12 +18,7 @@ def accuracy(found):
 
 
 config = BertConfig(
-    vocab_size=17,
-    hidden_size=32,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    intermediate_size=64,
-    num_labels=10,
+    vocab_size=17, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, num_labels=10
 )
 arguments = TrainingArguments(
     output_dir="trained",
