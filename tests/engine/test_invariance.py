@@ -4,17 +4,13 @@ The recipes run on ranks that take turns, which is the code of real processes bu
 one of them over each transport.
 """
 
-import copy
 from collections import Counter
 
 import pytest
 import torch
 from programs import masked_loss, small_images, small_model, train_recipe, train_small
-from torch import nn
-from torch.nn import functional
 from worlds import in_turns
 
-from samestep.checkpoint.digest import state_digest
 from samestep.comm import reduction as reduction_module
 from samestep.engine import forward_backward as forward_backward_module
 from samestep.engine import losses as losses_module
@@ -101,22 +97,6 @@ def test_unequal_shares_do_not_change_the_bits():
     ]
 
 
-def test_the_scripts_own_draws_do_not_depend_on_who_ran_which_microbatch(worlds):
-    (reference,) = worlds(1).run(train_small, {})
-    for world_size in (2, 3, 4):
-        assert all(result[4] == reference[4] for result in worlds(world_size).run(train_small, {}))
-
-
-@pytest.mark.parametrize("samples", [1003, 13, 10, 18])
-def test_ragged_data_is_consumed_once_on_seven_devices_as_on_one(samples):
-    options = {"samples": samples, "batch": 256 if samples > 256 else 18, "epochs": 1}
-    (reference,) = in_turns(1, train_small, options)
-    for world_size in (3, 7):
-        results = in_turns(world_size, train_small, options)
-        agree(reference, results, 8)
-        assert sum(step[2] for step in results[0][1]) == samples
-
-
 def tokens(communicator, masked_microbatches):
     """Three steps of a token-weighted loss; some microbatches have no valid token."""
     run = Run(32, 8, communicator=communicator)
@@ -137,30 +117,6 @@ def test_microbatches_without_a_valid_token_weigh_nothing(masked_microbatches):
         for result in in_turns(world_size, tokens, masked_microbatches):
             assert result[0] == reference[0]
             assert torch.equal(result[1], reference[1])
-
-
-def test_a_step_of_eight_microbatches_is_the_plain_step_up_to_rounding():
-    """Against a plain torch loop over the whole batch: the promise is no excuse for other maths."""
-
-    def program(communicator):
-        images, labels = (tensor.to(communicator.device) for tensor in small_images(90))
-        run = Run(32, 8, seed=1, communicator=communicator)
-        model = nn.Sequential(nn.Flatten(), nn.Linear(64, 20), nn.Tanh(), nn.Linear(20, 10))
-        plain = copy.deepcopy(model).to(communicator.device)
-        ours, theirs = (torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (model, plain))
-        step = run.train_step(model, ours, lambda m, b: functional.cross_entropy(m(b[0]), b[1]), max_grad_norm=0.5)
-        for i in (0, 32, 64):
-            theirs.zero_grad()
-            expected = functional.cross_entropy(plain(images[i : i + 32]), labels[i : i + 32])
-            expected.backward()
-            torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
-            theirs.step()
-            # 32 terms in another order, float32
-            assert step((images[i : i + 32], labels[i : i + 32])).loss == pytest.approx(expected.item(), rel=1e-6)
-        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-7)  # three float32 steps, sums of 32 reordered
-
-    in_turns(1, program)
 
 
 # Twins: each breaks one thing on which the promise rests, and the comparison must notice.
@@ -228,35 +184,3 @@ def test_twin_a_rank_that_computes_everything_is_noticed_by_the_count_of_microba
     results = [in_turns(1, everything)[0] for _ in range(2)]
     with pytest.raises(AssertionError):
         agree(reference, results, 8)
-
-
-@pytest.mark.parametrize("form", [lambda out, y: functional.mse_loss(out, y), lambda out, y: ((out - y) ** 2).mean(1)])
-def test_one_microbatch_trains_to_the_bits_of_a_plain_loop(form):
-    """Shuffling and dropout apart, `num_microbatches=1` is what one would write by hand, also for a batch of 13."""
-    generator = torch.Generator().manual_seed(5)
-    x, y = torch.randn(77, 5, generator=generator), torch.randn(77, 1, generator=generator)
-
-    def build():
-        torch.manual_seed(1)
-        model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1))
-        return model, torch.optim.Adam(model.parameters(), lr=0.01)
-
-    def ours(communicator):
-        run = Run(32, 1, communicator=communicator)
-        model, optimizer = build()
-        step = run.train_step(model, optimizer, lambda m, b: form(m(b[0]), b[1]))
-        losses = [step(batch).loss for _ in range(2) for batch in run.loader((x, y))]
-        return state_digest(model, optimizer), losses
-
-    model, optimizer = build()
-    losses = []
-    for start in (0, 32, 64) * 2:
-        loss = form(model(x[start : start + 32]), y[start : start + 32])
-        optimizer.zero_grad()
-        loss = loss.mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    ((digest, seen),) = in_turns(1, ours)
-    assert digest == state_digest(model, optimizer)
-    assert seen == pytest.approx(losses, rel=1e-6)  # the sum of a 1-d loss is divided in float64
