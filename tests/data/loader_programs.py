@@ -161,8 +161,3 @@ def draws_around(communicator, kind, count, pending=True, **options):
     for _ in loader:
         drawn.append([*noise(), *([] if pending else noise())])
     return [*drawn, noise()]
-
-
-def read_with(communicator, kind, count, options):
-    """`read` with its options in a dict, since worlds send positions only."""
-    return read(communicator, kind, count, **options)

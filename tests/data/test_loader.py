@@ -7,6 +7,7 @@ import random
 from collections import Counter
 from contextlib import nullcontext
 from itertools import pairwise
+from multiprocessing import resource_tracker
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,7 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loader_programs import Noisy, NoisyStream, draws_around, make_loader, read, read_with
+from loader_programs import Noisy, NoisyStream, draws_around, make_loader, read
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 from worlds import cpu_only, in_turns
 
@@ -84,21 +85,6 @@ def test_every_id_comes_once_an_epoch_on_any_number_of_devices(count, batch, num
             assert [len(ids) for ids, _ in got[4].values()] == [b - a for a, b in pairwise(bounds) if a < b]
             position += got[2]
         assert position == count
-
-
-@pytest.mark.parametrize(("kind", "num_workers"), [("tensors", 0), ("one by one", 2), ("stream", 0)])
-def test_real_processes_read_what_one_device_reads(worlds, kind, num_workers):
-    options = {"shuffle": kind != "stream", "epochs": 2, "num_microbatches": 5}
-    results = worlds(3).run(
-        read_with,
-        kind,
-        21,
-        {**options, "num_workers": num_workers, "multiprocessing_context": "fork" if num_workers else None},
-    )
-    reference = alone(kind, 21, **options)
-    for epoch in range(2):
-        assert joined(results, epoch) == joined(reference, epoch)
-        assert sorted(ids_of(joined(results, epoch))) == list(range(21))
 
 
 def test_the_order_is_a_function_of_seed_and_epoch_and_unshuffled_is_that_of_the_data():
@@ -343,23 +329,24 @@ def test_ranks_without_a_microbatch_draw_what_the_others_draw():
     assert all(drawn == results[0] for drawn in results)
 
 
-def test_twin_noise_that_follows_the_process_is_noticed(monkeypatch):
-    def by_process(self, request):
-        return [self._collate([self._dataset[i] for i in ids.tolist()]) for ids in request.microbatches]
-
-    monkeypatch.setattr(SeededSamples, "__getitems__", by_process)
-    assert joined(together(3, "one by one", 19)) != joined(alone("one by one", 19))
+NUMBERS = itertools.count()
 
 
-def test_twin_samples_that_are_taken_to_draw_nothing_follow_the_process(monkeypatch):
-    monkeypatch.setattr(fetch, "draws_nothing", lambda dataset: True)
-    assert joined(together(3, "one by one", 19)) != joined(alone("one by one", 19))
+def by_process(self, request):
+    """Reads samples without seeds."""
+    return [self._collate([self._dataset[i] for i in ids.tolist()]) for ids in request.microbatches]
 
 
-@pytest.mark.parametrize("kind", ["one by one", "rarely", "in groups"])
-def test_twin_seeds_that_count_what_the_process_reads_are_noticed(monkeypatch, kind):
-    numbers = itertools.count()
-    monkeypatch.setattr(fetch, "derive_seed", lambda *parts: next(numbers))
+@pytest.mark.parametrize(
+    ("owner", "name", "twin", "kind"),
+    [
+        (SeededSamples, "__getitems__", by_process, "one by one"),
+        (fetch, "draws_nothing", lambda dataset: True, "one by one"),
+        *((fetch, "derive_seed", lambda *_: next(NUMBERS), k) for k in ("one by one", "rarely", "in groups")),
+    ],
+)
+def test_twin_noise_that_follows_the_process_is_noticed(monkeypatch, owner, name, twin, kind):
+    monkeypatch.setattr(owner, name, twin)
     assert joined(together(3, kind, 19)) != joined(alone(kind, 19))
 
 
@@ -383,18 +370,19 @@ def test_every_rank_reads_its_samples_once_an_epoch(world_size):
     assert sum(in_turns(world_size, seen)) == 32 * (1 + 2)
 
 
-def test_twin_generators_that_are_not_put_back_are_noticed(monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "twin"),
+    [
+        ("preserved", lambda self: nullcontext()),
+        ("save", lambda self, real=Generators.save: real(self)._replace(numpy_state={"has_gauss": 0})),
+    ],
+)
+def test_twin_generators_that_are_not_put_back_or_not_whole_are_noticed(monkeypatch, name, twin):
     reference = in_turns(1, lambda c: draws_around(c, "one by one", 19))[0]
     with Generators(torch.device("cpu")).preserved():
-        monkeypatch.setattr(Generators, "preserved", lambda self: nullcontext())
+        monkeypatch.setattr(Generators, name, twin)
         assert in_turns(1, lambda c: draws_around(c, "one by one", 19))[0] != reference
-
-
-def test_twin_a_dropped_half_of_a_normal_pair_is_noticed(monkeypatch):
-    reference = in_turns(1, lambda c: draws_around(c, "one by one", 19))[0]
-    real = Generators.save
-    monkeypatch.setattr(Generators, "save", lambda self: real(self)._replace(numpy_state={"has_gauss": 0}))
-    assert in_turns(1, lambda c: draws_around(c, "one by one", 19))[0] != reference
+        monkeypatch.undo()
 
 
 def test_twin_an_order_by_rank_is_noticed(monkeypatch):
@@ -431,11 +419,7 @@ def test_a_stream_is_told_its_epoch_and_skips_what_is_consumed():
     assert batches[0].ids().tolist() == [4, 5, 6, 7]
 
 
-def test_what_a_stream_cannot_do_is_refused():
-    with pytest.raises(UsageError, match="cannot be shuffled by position"):
-        loader_of(NoisyStream(4), shuffle=True)
-    with pytest.raises(UsageError, match="num_workers=2 for an iterable dataset"):
-        loader_of(NoisyStream(4), num_workers=2)
+def test_a_stream_has_no_length():
     with pytest.raises(TypeError, match="has no length"):
         len(loader_of(NoisyStream(4)))
     assert loader_of(NoisyStream(4)).num_samples is None
@@ -455,24 +439,31 @@ def test_a_stream_that_can_be_read_only_once_is_refused_the_second_time():
         next(iter(loader))
 
 
-@pytest.mark.parametrize("empty", [torch.zeros(0, 3), [], Noisy(0)], ids=["tensor", "list", "dataset"])
-def test_an_empty_dataset_is_refused(empty):
-    with pytest.raises(DataError, match="the dataset is empty"):
-        loader_of(empty)
+REFUSED = [
+    *((empty, {}, "the dataset is empty") for empty in (torch.zeros(0, 3), [], Noisy(0))),
+    *((wrong, {}, f"got {type(wrong).__name__} as a dataset; needed") for wrong in (3, "mnist", object(), None)),
+    (torch.zeros(3), {"num_workers": -1}, "num_workers=-1"),
+    (list(range(9)), {"cache": "device"}, "got a list with cache='device', which needs tensors"),
+    (torch.arange(9), {"cache": "disk"}, "got cache='disk'"),
+    (NoisyStream(4), {"shuffle": True}, "cannot be shuffled by position"),
+    (NoisyStream(4), {"num_workers": 2}, "num_workers=2 for an iterable dataset"),
+]
 
 
-@pytest.mark.parametrize("wrong", [3, "fashion-mnist", object(), None])
-def test_what_is_no_dataset_is_refused_by_its_type(wrong):
-    with pytest.raises(DataError, match=f"got {type(wrong).__name__} as a dataset; needed"):
-        loader_of(wrong)
+@pytest.mark.parametrize(("dataset", "options", "message"), REFUSED)
+def test_what_cannot_be_loaded_is_refused(dataset, options, message):
+    with pytest.raises((DataError, UsageError), match=message):
+        loader_of(dataset, **options)
 
 
-def test_a_number_of_workers_below_none_is_refused():
-    with pytest.raises(UsageError, match="num_workers=-1"):
-        loader_of(torch.zeros(3), num_workers=-1)
+@pytest.fixture(scope="module")
+def _tracked():
+    """Python's tracker of shared memory, which the first process that is spawned starts, lives on."""
+    resource_tracker.ensure_running()
 
 
 @cpu_only("with an accelerator the default stays")
+@pytest.mark.usefixtures("_tracked")
 def test_workers_are_forked_where_python_would_start_them_otherwise_unless_that_was_chosen(monkeypatch):
     class Local(Dataset):  # which cannot be sent to a new process
         def __len__(self):
@@ -595,15 +586,3 @@ def test_a_dataset_kept_on_the_device_gives_the_same_batches():
         return [[microbatch.tolist() for microbatch in batch.microbatches.values()] for batch in loader]
 
     assert in_turns(2, lambda c: batches(c, cache="device")) == in_turns(2, batches)
-
-
-@pytest.mark.parametrize(
-    ("data", "cache", "message"),
-    [
-        (list(range(9)), "device", "got a list with cache='device', which needs tensors"),
-        (torch.arange(9), "disk", "got cache='disk'"),
-    ],
-)
-def test_a_cache_that_cannot_be_is_refused(data, cache, message):
-    with pytest.raises(UsageError, match=message):
-        in_turns(1, lambda c: Run(4, communicator=c).loader(data, cache=cache))

@@ -2,7 +2,6 @@
 
 import json
 from collections import Counter
-from itertools import pairwise
 from typing import ClassVar
 
 import pytest
@@ -110,15 +109,6 @@ def read_epoch(communicator, make=numbers, global_batch_size=16, **options):
     return samples_of(Run(global_batch_size, 8, communicator=communicator).loader(streams=make, **options))
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-@pytest.mark.parametrize("options", [{}, {"overlap": False}, {"shard_optimizer": True, "max_grad_norm": 0.1}], ids=str)
-def test_streams_train_to_the_same_bits_on_every_number_of_devices(world_size, options):
-    first, *_ = reference = in_turns(1, train, numbers, options)[0]
-    assert reference[1][0] != reference[1][1]
-    assert in_turns(world_size, train, numbers, options) == [reference] * world_size
-    assert first != in_turns(1, train, shuffled, options)[0][0]
-
-
 def test_streams_that_depend_on_the_rank_train_to_other_bits():
     def by_rank(communicator):
         return train(communicator, lambda index, count: Numbers(index + communicator.rank, 8))
@@ -199,35 +189,6 @@ def test_a_resume_on_other_devices_repeats_no_sample_and_misses_none(num_batches
     assert merged([first for first, _ in results]) + rest == whole
 
 
-@pytest.mark.parametrize("stop", [2, 5, 9])
-def test_training_resumed_in_mid_epoch_on_other_devices_ends_with_the_same_bits(tmp_path, stop):
-    folder = {"run_dir": tmp_path / "run"}
-    in_turns(3, train, shuffled, folder, None, {"max_steps": stop})
-    assert in_turns(2, train, shuffled, folder, 2, {"resume": "auto"}) == in_turns(1, train, shuffled) * 2
-
-
-def loop(communicator, folder, count=99, resume=False):
-    run = Run(16, 8, communicator=communicator)
-    model = small_model()
-    step = run.train_step(model, torch.optim.Adam(model.parameters(), 0.01), loss_of)
-    loader = run.loader(streams=numbers)
-    if resume:
-        run.load_checkpoint(folder, step, loader)
-    for number, batch in enumerate(loader):
-        if number == count:
-            break
-        step(batch)
-        run.save_checkpoint(folder, step, loader)
-    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-
-
-def test_checkpoints_of_a_loop_of_ones_own_keep_the_places_of_streams(tmp_path):
-    whole = in_turns(1, loop, tmp_path / "whole")[0]
-    assert not torch.equal(in_turns(3, loop, tmp_path / "begun", 4)[0], whole)
-    for values in in_turns(2, loop, tmp_path / "begun", 99, True):
-        assert torch.equal(values, whole)
-
-
 def with_state(index, count):
     return WithState(index, 40)
 
@@ -297,37 +258,27 @@ def test_a_state_that_json_cannot_carry_is_not_used():
     assert len(stream.take(9)) == 3
 
 
-def test_streams_are_evaluated_and_predicted_alike_on_every_number_of_devices():
-    def program(communicator):
-        run = Run(16, 8, communicator=communicator)
-        model = small_model()
-        forward = {"forward": lambda model, batch: model(batch[1])}
-        mean = {"mean": lambda output, batch: output.flatten() + batch[0][:, 0]}
-        found = run.evaluate(model, run.loader(streams=numbers), mean, **forward)
-        return found, run.predict(model, run.loader(streams=numbers), forward=lambda model, batch: batch[0][:, :2])
+ONCE = iter(range(100))
+SHARED = WithState(0, 100)
+REFUSED = [  # the options of a loader, and why no batch is read of it
+    ({"streams": 3}, "got int as streams; needed: a function of (index, count)"),
+    ({"streams": numbers, "dataset": [1]}, "got a dataset and streams; needed: one of them"),
+    ({"streams": numbers, "num_workers": 2}, "StatefulDataLoader(dataset, batch_size=None, num_workers=1)"),
+    ({"streams": numbers, "shuffle": True}, "shuffle inside them"),
+    ({"dataset": [1], "exact_states": True}, "got exact_states=True, which is of streams"),
+    ({"streams": numbers, "cache": "device"}, "shuffle or cache with streams"),
+    ({"streams": lambda *_: None}, "streams(0, 8) returned NoneType; needed: an iterable of samples"),
+    ({"streams": lambda *_: ONCE}, "streams(1, 8) returned an iterator that is read already"),
+    ({"streams": lambda *_: SHARED}, "streams(1, 8) returned the same object as for another stream"),
+    ({"streams": lambda *_: []}, "no batch came of 8 streams"),
+    ({"streams": lambda *_: [0], "drop_last": True}, "no batch came of 8 streams"),
+]
 
-    (found, rows), *_ = in_turns(1, program)
-    assert sorted(map(tuple, rows.tolist())) == sorted((i, k) for i, n in enumerate(LENGTHS) for k in range(n))
-    for other, those in in_turns(3, program):
-        assert other == found
-        assert torch.equal(those, rows)
 
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"streams": 3}, "got int as streams; needed: a function of (index, count)"),
-        ({"streams": numbers, "dataset": [1]}, "got a dataset and streams; needed: one of them"),
-        ({"streams": numbers, "num_workers": 2}, "StatefulDataLoader(dataset, batch_size=None, num_workers=1)"),
-        ({"streams": numbers, "shuffle": True}, "shuffle inside them"),
-        ({"dataset": [1], "exact_states": True}, "got exact_states=True, which is of streams"),
-        ({"streams": numbers, "cache": "device"}, "shuffle or cache with streams"),
-    ],
-    ids=lambda value: str(value)[:30],
-)
-def test_arguments_that_do_not_go_with_streams_are_refused(options, message):
-    with pytest.raises(UsageError) as caught:
-        Run(16, 8).loader(**options)
+@pytest.mark.parametrize(("options", "message"), REFUSED, ids=lambda value: str(value)[:30])
+def test_streams_that_cannot_be_read_and_arguments_that_do_not_go_with_them_are_refused(options, message):
+    with pytest.raises((UsageError, DataError)) as caught:
+        list(Run(16, 8).loader(**options))
     assert message in str(caught.value)
 
 
@@ -336,20 +287,16 @@ def test_streams_that_would_never_be_read_are_refused():
         Run(4, 8).loader(streams=numbers)
 
 
-@pytest.mark.parametrize("drop_last", [False, True])
-def test_streams_without_a_batch_are_refused(drop_last):
-    length = 1 if drop_last else 0
-    with pytest.raises(DataError, match="no batch came of 8 streams"):
-        list(Run(16, 8).loader(streams=lambda index, count: [index] * length, drop_last=drop_last))
-
-
-def test_a_state_of_another_number_of_streams_is_refused():
-    state = in_turns(1, stop_and_save, 2, numbers)[0][1]
-    with pytest.raises(UsageError, match="got a state of 8 streams, the loader has 4"):
-        Run(16, 4).loader(streams=numbers).load_state_dict(state)
-    of_dataset = {"epoch": 0, "position": 16, "num_samples": 40}
-    with pytest.raises(UsageError, match="got the state of a loader over a dataset"):
-        Run(16, 8).loader(streams=numbers).load_state_dict(of_dataset)
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({"streams": [{}] * 4, "epoch": 0, "position": 0}, "got a state of 4 streams, the loader has 8"),
+        ({"epoch": 0, "position": 16, "num_samples": 40}, "got the state of a loader over a dataset"),
+    ],
+)
+def test_the_state_of_another_loader_is_refused(state, message):
+    with pytest.raises(UsageError, match=message):
+        Run(16, 8).loader(streams=numbers).load_state_dict(state)
 
 
 def test_a_checkpoint_of_a_dataset_is_refused_with_streams(tmp_path):
@@ -376,52 +323,6 @@ def test_ranks_that_share_a_microbatch_must_read_alike():
         in_turns(2, program)
 
 
-def test_buffers_without_a_rule_are_taken_from_microbatches_that_ran():
-    class Counting(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = torch.nn.Linear(3, 1)
-            self.register_buffer("calls", torch.zeros(()))
-
-        def forward(self, x):
-            self.calls += 1
-            return self.linear(x)
-
-    def program(communicator):
-        run = Run(16, 8, communicator=communicator)
-        model = Counting()
-        step = run.train_step(model, torch.optim.SGD(model.parameters(), 0.1), lambda m, batch: m(batch[1]).mean())
-        for batch in run.loader(streams=lambda index, count: Numbers(index, 6 * (index > 3))):
-            step(batch)
-        return model.calls
-
-    assert in_turns(1, program) == [torch.tensor(3.0)]
-    assert in_turns(3, program) == [torch.tensor(3.0)] * 3
-
-
-def test_counts_go_over_the_streams_that_are_left():
-    def program(communicator):
-        run = Run(16, 8, communicator=communicator)
-        model = torch.nn.Linear(3, 1)
-        sums = []
-
-        def loss(model, batch, count):
-            sums.append(float(count))
-            return model(batch[1]).sum() / count
-
-        step = run.train_step(
-            model, torch.optim.SGD(model.parameters(), 0.1), loss, counts_fn=lambda batch: len(batch[0])
-        )
-        losses = [step(batch).loss for batch in run.loader(streams=numbers)]
-        return losses, sorted(set(sums))
-
-    (losses, sums), *_ = in_turns(1, program)
-    lefts = [sum(min(2, max(0, n - start)) for n in LENGTHS) for start in range(0, max(LENGTHS), 2)]
-    assert sums == sorted(set(map(float, lefts)))
-    assert [found for found, _ in in_turns(4, program)] == [losses] * 4
-    assert any(a != b for a, b in pairwise(losses))
-
-
 def test_what_a_stream_and_its_first_sample_draw_differs():
     class Drawing(IterableDataset):
         def __iter__(self):
@@ -433,22 +334,6 @@ def test_what_a_stream_and_its_first_sample_draw_differs():
     (batch,) = Run(8, 8).loader(streams=lambda index, count: Drawing())
     values = torch.cat([value.flatten() for value in batch.microbatches.values()]).tolist()
     assert len(set(values)) == 16
-
-
-ONCE = iter(range(100))
-SHARED = WithState(0, 100)
-WRONG = {
-    "nothing": (lambda index, count: None, r"streams\(0, 8\) returned NoneType; needed: an iterable of samples"),
-    "one iterator": (lambda index, count: ONCE, r"streams\(1, 8\) returned an iterator that is read already"),
-    "one place": (lambda index, count: SHARED, r"streams\(1, 8\) returned the same object as for another stream"),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_what_cannot_be_read_from_its_beginning_is_refused(name):
-    make, message = WRONG[name]
-    with pytest.raises(UsageError, match=message):
-        list(Run(16, 8).loader(streams=make))
 
 
 def test_an_error_in_a_stream_names_it():
