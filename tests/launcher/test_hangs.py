@@ -17,6 +17,7 @@ from samestep.launcher.worker_pool import STARTER, Group
 
 sys.path.insert(0, os.path.dirname(__file__))
 from members import is_down_to, run_members, wait_until
+from small_training import SMALL_TRAINING
 
 TIMEOUT = 10.0
 
@@ -233,12 +234,7 @@ def test_a_hang_where_nobody_heals_after_it_is_told_as_the_failure(tmp_path):
 
 
 SLOW_DISK = """
-import os, sys, time
 from datetime import timedelta
-import torch
-from torch import nn
-from torch.nn import functional
-import samestep
 
 kind, sync = sys.argv[1], os.fsync
 pauses = [5.0] if os.environ["RANK"] == "0" else []  # with a pause on each, none would wait for another
@@ -248,14 +244,8 @@ def slow(fd):
         time.sleep(pauses.pop())
     return sync(fd)
 
-run = samestep.Run(global_batch_size=4, num_microbatches=2, seed=1)
 run.barrier()
 run.communicator.control.limit_waits(timedelta(seconds=2))  # from now on: on a busy machine ranks may start that late
-x = torch.randn(8, 4)
-data = x, x.sum(1, keepdim=True)
-model = nn.Linear(4, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-loss = lambda model, batch: functional.mse_loss(model(batch[0]), batch[1])
 if kind == "main first":
     with run.main_first():
         if run.is_main:
@@ -279,7 +269,7 @@ run.print("done", len(pauses))
 @pytest.mark.parametrize("kind", ["own loop", "sharded", "end of fit", "main first"])
 @pytest.mark.parametrize("launcher", ["samestep", "torchrun"])
 def test_rank_0_may_use_files_for_longer_than_the_timeouts(starter, launcher, kind):
-    starter.script("slow_disk.py", SLOW_DISK)
+    starter.script("slow_disk.py", SMALL_TRAINING + SLOW_DISK)
     if launcher == "samestep":
         process = starter.start("--multi-process", "--devices", "cpu:2", "--hang-seconds", "2", "slow_disk.py", kind)
     else:
@@ -293,16 +283,10 @@ def test_rank_0_may_use_files_for_longer_than_the_timeouts(starter, launcher, ki
 
 
 PRINTS = """
-import os, time
-import torch
-import samestep
-
-run = samestep.Run(global_batch_size=4, num_microbatches=2)
-model = torch.nn.Linear(4, 1)
-step = run.train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda model, batch: model(batch).sum())
-for number in range(3):
-    step(torch.ones(4, 4))
-    open(f"step-{number}-of-{run.rank}", "w").close()
+step = run.train_step(model, optimizer, loss)
+for batch in run.loader(data):
+    step(batch)
+    tell(f"step-{step.num_steps}-of")
     if run.is_main:
         print("x" * 200_000)
 run.print("done")
@@ -310,9 +294,9 @@ run.print("done")
 
 
 def test_a_worker_that_waits_for_a_pipe_to_be_read_does_not_hang(starter):
-    starter.script("prints.py", PRINTS)
+    starter.script("prints.py", SMALL_TRAINING + PRINTS)
     process = starter.start("--multi-process", "--devices", "cpu:2", "--hang-seconds", "1", "prints.py")
-    starter.wait_for("step-0-of-0")
+    starter.wait_for("step-1-of-0")
     time.sleep(5.0)  # the pipe is not read for longer than the timeout
     stdout, stderr = process.communicate(timeout=120)
     assert (process.returncode, stdout.splitlines()[-1], stderr) == (0, "done", "")

@@ -9,6 +9,7 @@ from multiprocessing.shared_memory import SharedMemory
 
 import psutil
 import pytest
+from small_training import SMALL_TRAINING
 
 WAIT = """
 import os, time
@@ -114,29 +115,19 @@ def test_a_second_signal_kills_workers_that_will_not_end(starter, start_method):
 
 
 STEPS = """
-import os, sys, time
-import torch
-import samestep
-
-run = samestep.Run(global_batch_size=6, num_microbatches=3)
-x, model = torch.randn(600, 4), torch.nn.Linear(4, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-
-
-def loss(model, batch):
-    open(f"up-{os.environ['RANK']}", "w").close()
+def slow(model, batch):
+    tell()
     time.sleep(float(sys.argv[1]))
-    return model(batch[0]).square().mean()
+    return loss(model, batch)
 
-
-samestep.Trainer(run, model, optimizer, loss).fit((x,), epochs=100)
+samestep.Trainer(run, model, optimizer, slow).fit(data, epochs=5000)
 """
 STOPPING = "samestep: stopping after this step; once more to end at once\n"
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_several_workers_say_once_that_they_stop_after_the_step(starter, num_ranks):
-    starter.script("steps.py", STEPS)
+    starter.script("steps.py", SMALL_TRAINING + STEPS)
     process = starter.start("--devices", f"cpu:{num_ranks}", "steps.py", "0.01")
     wait_until_up(starter, num_ranks)
     process.send_signal(signal.SIGINT)
@@ -147,7 +138,7 @@ def test_several_workers_say_once_that_they_stop_after_the_step(starter, num_ran
 
 @pytest.mark.parametrize("num_ranks", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_second_signal_within_a_step_is_said_to_end_the_run_at_once(starter, num_ranks):
-    starter.script("steps.py", STEPS)
+    starter.script("steps.py", SMALL_TRAINING + STEPS)
     process = starter.start("--devices", f"cpu:{num_ranks}", "steps.py", "600")
     wait_until_up(starter, num_ranks)
     process.send_signal(signal.SIGTERM)
@@ -216,28 +207,13 @@ def test_a_worker_that_ignores_the_request_to_end_is_killed_after_the_grace(star
 
 
 EVALUATES = """
-import os, sys, time
-import torch
-from torch import nn
-from torch.nn import functional
-import samestep
-
-run = samestep.Run(global_batch_size=4, num_microbatches=2, seed=1)
-x = torch.randn(8, 4)
-model = nn.Linear(4, 1)
-
 def score(output, batch):
     if len(trainer.history) == int(sys.argv[1]):
-        open("up-" + os.environ["RANK"], "w").close()
+        tell()
         while not os.path.exists("asked"):
             time.sleep(0.01)
     return output[:, 0]
 
-def loss(model, batch):
-    return functional.mse_loss(model(batch[0]), batch[1])
-
-data = (x, x.sum(1, keepdim=True))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 with samestep.Trainer(run, model, optimizer, loss, run_dir="run") as trainer:
     trainer.fit(data, 2, eval_data=data, metrics={"score": score})
 run.print("done")
@@ -255,11 +231,11 @@ run.print("done")
 def test_a_request_during_an_evaluation_stops_what_is_left_and_a_complete_run_has_ended_well(
     starter, epoch, code, last, said
 ):
-    starter.script("evaluates.py", EVALUATES)
+    starter.script("evaluates.py", SMALL_TRAINING + EVALUATES)
     process = starter.start("--multi-process", "--devices", "cpu:2", "evaluates.py", epoch)
     wait_until_up(starter, 2)
     process.send_signal(signal.SIGTERM)
-    assert process.stderr.readline() == "samestep: stopping after this step; once more to end at once\n"
+    assert process.stderr.readline() == STOPPING
     (starter.folder / "asked").touch()
     stdout, stderr = process.communicate(timeout=60)
     assert process.returncode == code, stderr
@@ -270,23 +246,13 @@ def test_a_request_during_an_evaluation_stops_what_is_left_and_a_complete_run_ha
 
 
 OWN_LOOP = """
-import time
-import torch
-from torch import nn
-from torch.nn import functional
-import samestep
-
-run = samestep.Run(global_batch_size=4, num_microbatches=2, seed=1)
-x = torch.randn(8, 4)
-model = nn.Linear(4, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-step = run.train_step(model, optimizer, lambda model, batch: functional.mse_loss(model(batch[0]), batch[1]))
-loader = run.loader((x, x.sum(1, keepdim=True)))
+step = run.train_step(model, optimizer, loss)
+loader = run.loader(data)
 while not run.stopping:
     for batch in loader:
         step(batch)
         time.sleep(0.01)
-        open("up-" + str(run.rank), "w").close()
+        tell()
         if run.stopping:
             run.save_checkpoint("kept", step, loader)
             break
@@ -294,30 +260,22 @@ open(f"left-{run.rank}-after-{step.num_steps}", "w").close()
 """
 
 
-@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_a_loop_of_one_s_own_that_asks_is_told_and_leaves_after_its_step(starter, num_ranks):
-    starter.script("own_loop.py", OWN_LOOP)
-    process = starter.start("--multi-process", "--devices", f"cpu:{num_ranks}", "own_loop.py")
+@pytest.mark.parametrize(("num_ranks", "is_supervised"), [(1, False), (2, True)])
+def test_a_loop_of_one_s_own_that_asks_is_told_and_leaves_after_its_step(starter, num_ranks, is_supervised):
+    starter.script("own_loop.py", SMALL_TRAINING + OWN_LOOP)
+    if is_supervised:
+        process = starter.start("--multi-process", "--devices", f"cpu:{num_ranks}", "own_loop.py")
+    else:
+        process = starter.start_program("own_loop.py")
     wait_until_up(starter, num_ranks)
     process.send_signal(signal.SIGTERM)
     _, stderr = process.communicate(timeout=60)
-    assert process.returncode == 128 + signal.SIGTERM
-    assert stderr == "samestep: stopping after this step; once more to end at once\n"
+    assert process.returncode == (128 + signal.SIGTERM if is_supervised else 0), "alone it ends as it likes"
+    lines = [line for line in stderr.splitlines(keepends=True) if "trains on one core" not in line]
+    assert lines == [STOPPING]
     left = sorted(path.name.split("-after-") for path in starter.folder.glob("left-*"))
     assert [name for name, _ in left] == [f"left-{rank}" for rank in range(num_ranks)]
     assert len({step for _, step in left}) == 1
-    assert len(list((starter.folder / "kept").glob("step-*"))) == 1
-
-
-def test_without_a_supervisor_a_loop_of_one_s_own_is_told_too_and_ends_as_it_likes(starter):
-    starter.script("own_loop.py", OWN_LOOP)
-    process = starter.start_program("own_loop.py")
-    wait_until_up(starter, 1)
-    process.send_signal(signal.SIGTERM)
-    _, stderr = process.communicate(timeout=60)
-    assert process.returncode == 0
-    lines = [line for line in stderr.splitlines() if "trains on one core" not in line]
-    assert lines == ["samestep: stopping after this step; once more to end at once"]
     assert len(list((starter.folder / "kept").glob("step-*"))) == 1
 
 
