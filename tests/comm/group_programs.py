@@ -142,6 +142,12 @@ def in_group(communicator, path, program, args=(), transport="auto"):
         return program(communicator.rank, communicator.world_size, *args)
 
 
+def under_autocast(rank, ranks, program, *args):
+    """Runs a program as within a forward in 16 bits."""
+    with torch.autocast(device_of(rank).type, torch.bfloat16):
+        return program(rank, ranks, *args)
+
+
 def reductions(rank, ranks, numels):
     """Every operation on every dtype, by each collective that reduces; those that are wrong."""
     wrong = []

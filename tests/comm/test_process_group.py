@@ -67,6 +67,11 @@ def test_reductions_through_torch_distributed_have_the_bits_of_the_definition(ra
     assert found == [[]] * ranks
 
 
+def test_the_callers_autocast_is_not_the_groups(ranks_of, tmp_path):
+    args = group_programs.reductions, [5]
+    assert ranks_of(2).run(in_group, tmp_path / "store", group_programs.under_autocast, args) == [[]] * 2
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_collectives_that_move_values_move_every_dtype(ranks_of, tmp_path, ranks):
     assert ranks_of(ranks).run(in_group, tmp_path / "store", group_programs.movements, (33,)) == [[]] * ranks

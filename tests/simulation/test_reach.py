@@ -36,7 +36,8 @@ REASONS = {  # why no program has something, and what belongs to it
         Batch.bounds Batch.checksum Batch.describe_microbatch Batch.num_leaves Batch.renew Batch.sizes Batch.stand_in
         Batch.version Batch.without_samples EMA.contract EMA.on_fit_start EMA.on_step_end Loader.num_samples
         Loader.state_before Loader.whole_epoch Replicate.axis Replicate.name Replicate.shard_optimizer
-        StepResult.is_good StepResult.is_there StepResult.scalar_sums TensorData.gather TensorData.part TensorData.rows
+        StepObserver.reads_gradients StepResult.is_good StepResult.is_there StepResult.scalar_sums TensorData.gather
+        TensorData.part TensorData.rows
         TrainStep.communicator TrainStep.sharded_state TrainStep.state_communicator metrics.StateMetric
         metrics.as_metric metrics.result metrics.sums metrics.target_of
     """,

@@ -4,7 +4,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
 
@@ -82,8 +82,11 @@ class QueuedWork(dist.Work):
     def execute(self) -> None:
         """Runs the operation; its turn has come."""
         try:
-            with torch._C.DisableTorchFunction(), ExitStack() if self._devices else nullcontext() as streams:
-                self._enter_streams(streams)
+            with torch._C.DisableTorchFunction(), ExitStack() as context:
+                for kind in ("cpu", "cuda"):  # the caller's autocast is for its model: `cat` refuses dtypes under it
+                    if torch.is_autocast_enabled(kind):
+                        context.enter_context(torch.autocast(kind, enabled=False))
+                self._enter_streams(context)
                 for tensor in self._tensors:  # torch would reuse their memory as soon as the caller's stream is done
                     tensor.record_stream(self._queue.stream(tensor.device))
                 self._run()
@@ -110,8 +113,8 @@ class QueuedWork(dist.Work):
             if self._future is None or self._is_future_complete:
                 return
             self._is_future_complete = True
-        with ExitStack() as streams:
-            self._enter_streams(streams)
+        with ExitStack() as context:
+            self._enter_streams(context)
             self._end.set_result([] if self._error is not None else self._outputs)
 
     def _result_or_error(self, _: "torch.futures.Future[Any]") -> Any:
@@ -119,14 +122,12 @@ class QueuedWork(dist.Work):
             raise self._error
         return self._outputs
 
-    def _enter_streams(self, streams: ExitStack | None) -> None:
+    def _enter_streams(self, context: ExitStack) -> None:
         """Makes the queue's streams the current ones; they wait for the caller's."""
-        if streams is None:
-            return
         for device, event in zip(self._devices, self._before, strict=True):
             stream = self._queue.stream(device)
             stream.wait_event(event)
-            streams.enter_context(torch.cuda.stream(stream))
+            context.enter_context(torch.cuda.stream(stream))
 
 
 class WorkQueue:
