@@ -1,5 +1,7 @@
 """A strategy written by CONTRIBUTING's page alone trains to the bits of one device; with a twin that must not."""
 
+from functools import reduce
+
 import pytest
 import torch
 from engine_programs import bits, in_turns, make_step, mean_squared, perceptron, table
@@ -97,7 +99,7 @@ class GatheredStrategy(Strategy):
 class InOrder(GatheredStrategy):
     """The twin: adds from the first to the last, and not along the tree."""
 
-    add = staticmethod(lambda rows: torch.stack([row.clone() for row in rows]).cumsum(0)[-1])
+    add = staticmethod(lambda rows: reduce(torch.add, [row.clone() for row in rows]))
 
 
 def train(communicator):
