@@ -78,11 +78,10 @@ class Observers(StepObserver):
         # An event that no observer wants stays the empty method, and one that a single observer wants is that one's: a
         # small model has a dozen events in a millisecond.
         for name in EVENTS:
-            found = [(each, m) for each in self._observers if (m := _overridden(each, name)) is not None]
-            methods = [method for _, method in found]
+            methods = [m for each in self._observers if (m := _overridden(each, name)) is not None]
             vars(self).pop(name, None)
             if name == "on_gradients":
-                self.reads_gradients = any(each.reads_gradients for each, _ in found)
+                self.reads_gradients = any(o.reads_gradients for o in self._observers if _overridden(o, name))
             if methods:
                 setattr(self, name, methods[0] if len(methods) == 1 else _in_turn(methods))
 
