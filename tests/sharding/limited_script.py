@@ -44,6 +44,8 @@ if strategy == "tensor":
     parallelize_module(model, run.mesh["tensor"], {f"{k}.0": styles[k % 2] for k in range(12)})
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 step = run.train_step(model, optimizer, loss, **options)
+if strategy in ("replicate", "zero1"):  # at the end of a backward, before its gradient is summed
+    model[0][0].weight.register_post_accumulate_grad_hook(lambda _: peak.append(data_bytes()))
 for _ in range(3):
     result = step(torch.randn(16, WIDTH))
     peak.append(data_bytes())

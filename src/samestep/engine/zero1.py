@@ -71,7 +71,8 @@ class Zero1Parts:
         """Gathers the parameters' parts of all ranks."""
         pending = []
         for bucket in self._buckets:
-            # By way of a bucket: the parts of a bucket's members are then adjacent, and travel in one message.
+            # By way of a bucket: the parts of a bucket's members are then adjacent, and travel in one message; by NCCL
+            # within this memory.
             whole = bucket.empty()
             ours = whole.chunk(self._communicator.world_size)[self._communicator.rank]
             parts = [self.state.parts[self._names[index]] for index in bucket.members]

@@ -271,26 +271,33 @@ def _of_stage(trace: Trace, layout: ParallelPlan, kind: DeviceKind, stage: int) 
     sums = num_sums * gradient
     # A microbatch's gradient is copied from `.grad` to its sum bucket by bucket, and is no sum of its own before that.
     waiting = sums if layout.is_sharded else sums - gradient
-    copied = 0.0 if layout.is_sharded else min(gradient, default_bucket_bytes(not kind.is_cpu))
+    copied = bucket = 0.0 if layout.is_sharded else min(gradient, default_bucket_bytes(not kind.is_cpu))
+    shrunk = 1 / layout.data if is_state_sharded else 1.0
     in_transit = gathered = 0.0
+    total = num_blocks * gradient if layout.is_sharded else gradient  # what is left of the sums for the update
     if layout.data > 1 and layout.is_sharded:
         gathered = _gathered(trace, layout)
-    elif layout.data > 1:
-        # Blocks from all other ranks, and the gathered total (see `samestep.comm.reduction`).
+    elif layout.data > 1 and kind.is_cpu:
+        # Blocks from all other ranks, and the gathered total (see `samestep.comm.reduction`); with `shard_optimizer`,
+        # and between two ranks, the total is a part of what was received.
         in_transit = (num_received + (not layout.is_optimizer_sharded)) * gradient
+        is_part = layout.is_optimizer_sharded or layout.data == 2
+        total = in_transit if is_part else gradient
+    elif layout.data > 1:
+        # Two buckets on their way: the first sum's memory takes the total, with `shard_optimizer` memory of its size.
+        total = gradient * (shrunk if layout.is_optimizer_sharded else 1)
+        in_transit = 2 * num_received * bucket + total * layout.is_optimizer_sharded
     activations, fresh = _backward_peak(trace, layout, stage)
-    shrunk = 1 / layout.data if is_state_sharded else 1.0
     update = trace.update_temporary * shrunk * weights[PARAMETERS] / max(1, trace.weights[:, PARAMETERS].sum())
     phases = {  # gradients, activations, communication, temporary memory of the update
         "backward": (waiting + fresh, activations, gathered, 0.0),
         "sum": (sums + copied, 0.0, gathered, 0.0),
         "exchange": (num_blocks * gradient, 0.0, max(in_transit, gathered), 0.0),
-        "update": (num_blocks * gradient, 0.0, gradient if in_transit else 0.0, update),
+        "update": (total, 0.0, 0.0, update),
     }
     if layout.is_optimizer_sharded and in_transit:
-        # Each rank's updated elements and the parameters that they are gathered to, while the gradients of its local
-        # shards still keep what the exchange received.
-        phases["gather"] = (in_transit, 0.0, (1 + shrunk) * weights[PARAMETERS], 0.0)
+        # Each rank's updated elements, and the parameters that they are gathered to: on a GPU in the same memory.
+        phases["gather"] = (total, 0.0, (1 + shrunk * kind.is_cpu) * weights[PARAMETERS], 0.0)
     phase = max(phases, key=lambda name: sum(phases[name]))
     gradients, activations, communication, temporary = phases[phase]
     return Memory(
