@@ -63,6 +63,7 @@ UNTRUSTED = {
     "checkpoint.contract_diff": "refuses another contract",
     "run.evaluation": "measures, and restores what it changed",
     "comm.exceptions": "raises an error of one rank on all",
+    "comm.nccl_errors": "the errors of NCCL and what helps",
     "run.fixed_cost": "prints a hint",
     "run.profile": "traces some steps",
     "run.signals": "ends a run between two steps",

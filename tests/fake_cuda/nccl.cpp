@@ -41,6 +41,36 @@ class Timer final : public c10d::Timer {
 
 std::atomic<int64_t> num_groups{0};
 
+// FAKE_NCCL_FAULT="KIND RANK N": the N-th all-to-all of that rank fails as NCCL fails for want of memory, by a system call
+// or because it is used wrongly; KIND is "memory", "shm", "interface", "usage" or "remote", the loss of a peer.
+void fail_if_asked(int rank) {
+  static const char* asked = std::getenv("FAKE_NCCL_FAULT");
+  static std::atomic<int> calls{0};
+  if (!asked || !*asked) return;
+  std::istringstream words(asked);
+  std::string kind;
+  int who = -1, call = 0;
+  words >> kind >> who >> call;
+  if (rank != who || ++calls != call) return;
+  static const std::map<std::string, const char*> texts{
+      {"memory", "unhandled cuda error (run with NCCL_DEBUG=INFO for details), NCCL version %\nncclUnhandledCudaError: Call "
+                 "to CUDA function failed.\nLast error:\nFailed to CUDA calloc async 2097152 bytes: out of memory"},
+      {"shm", "unhandled system error (run with NCCL_DEBUG=INFO for details), NCCL version %\nncclSystemError: System call "
+              "(e.g. socket, malloc) or external library call failed or device error.\nLast error:\nError while creating "
+              "shared memory segment /dev/shm/nccl-XXXXXX (size 9637888), error: No space left on device (28)"},
+      {"interface", "internal error - please report this issue to the NCCL developers, NCCL version %\nncclInternalError: "
+                    "Internal check failed.\nLast error:\nBootstrap : no socket interface found"},
+      {"usage", "invalid usage (run with NCCL_DEBUG=WARN for details), NCCL version %\nncclInvalidUsage: This usually "
+                "reflects invalid usage of NCCL library.\nLast error:\nDuplicate GPU detected : rank 0 and rank 1 both on "
+                "CUDA device 1000"},
+      {"remote", "remote process exited or there was a network error, NCCL version %\nncclRemoteError: A call failed "
+                 "possibly due to a network error or a remote process exiting prematurely.\nLast error:\nsocketProgress: "
+                 "Connection closed by remote peer"}};
+  std::string text = texts.at(kind);
+  text.replace(text.find('%'), 1, VERSION);
+  C10_THROW_ERROR(DistBackendError, c10::str("NCCL error in: ProcessGroupNCCL.cpp:4000, ", text));
+}
+
 class NCCL final : public c10d::Backend {
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
@@ -184,6 +214,7 @@ class NCCL final : public c10d::Backend {
   WorkPtr alltoall_base(Tensor& output, Tensor& input, std::vector<int64_t>& output_sizes,
                         std::vector<int64_t>& input_sizes, const c10d::AllToAllOptions& o) override {
     TORCH_CHECK(output.scalar_type() == input.scalar_type(), "Tensors must have identical type");
+    fail_if_asked(global_rank_);
     auto from = exchanges_.split_rows(input, input_sizes), to = exchanges_.split_rows(output, output_sizes);
     return launch(OpType::ALLTOALL_BASE, {exchanges_.exchanged(from, to)}, {input}, {output}, o.asyncOp);
   }

@@ -122,6 +122,10 @@ MUTANTS = {  # name: (file, text, its replacement), …, the file of the test an
         ("comm/reduction.py", "self._used = () if stream is None else tuple(used)", "self._used = ()"),
         "comm/test_stream.py -k exchange_reads",
     ),
+    "an error of NCCL's that passes for a lost rank": (
+        ("comm/group.py", "if own := nccl_failure(str(error), self.ranks[self.rank]):", "if own := None:"),
+        "comm/test_nccl_errors.py -k later_exchange",
+    ),
     "an abandoned exchange that writes to freed memory": (
         ("engine/gradients.py", "reduction.release()", "pass"),
         "engine/test_gpu_memory.py -k abandoned",

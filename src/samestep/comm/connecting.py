@@ -19,15 +19,17 @@ from samestep.comm.environment import Environment, chosen_transport
 from samestep.comm.group import GroupTransport
 from samestep.comm.heartbeat import PAGE_VARIABLE
 from samestep.comm.hierarchical_reduction import connect_nodes
+from samestep.comm.nccl_errors import nccl_failure
 from samestep.comm.rendezvous import Rendezvous, meet, not_connected, rendezvous, store_host
 from samestep.comm.segment import NoSegmentError, map_segment
 from samestep.comm.shared_memory import SharedTransport
-from samestep.comm.transport import Connection
+from samestep.comm.transport import Connection, wait_until
 from samestep.devices.inventory import usable_cores
-from samestep.errors import PeerLostError, UsageError
+from samestep.errors import PeerLostError, SamestepError, UsageError
 from samestep.text import notify
 
 CONNECT_SECONDS = 10.0
+MESSAGE_BYTES = 4096  # of NCCL's text
 NO_NCCL = "no NCCL"
 FIRST = -1  # priority of a stream: else each of the small sums waits until the kernels of a backward leave room
 GPU_NAME_BYTES = 64  # of a UUID as text, and zeros
@@ -86,21 +88,49 @@ def connect_at(
     except RuntimeError as error:
         if shared is not None:
             shared.close()
-        raise PeerLostError(f"rank {place.rank} met all others, but could not connect to them: {error}") from error
+        lost = PeerLostError(f"rank {place.rank} met all others, but could not connect to them: {error}")
+        raise nccl_failure(str(error), place.rank) or lost from error
     calls = dist.PrefixStore("calls", store)
     transport = GroupTransport(None, calls, timeout, host, healing_store)
     if backend == "nccl":
         transport.stream = torch.cuda.Stream(device, priority=FIRST)
-    if shared is not None:
-        return transport, shared
     small = transport if control is None else GroupTransport(control, calls, timeout, host)
     try:
-        if by_nodes:
+        try_nccl(transport, shared or small, timeout, met.check)
+        if by_nodes and shared is None:
             transport.nodes = connect_nodes(small, met, backend, timeout)
-    except PeerLostError:
+    except SamestepError:
         transport.abandon()
+        if shared is not None:
+            shared.close()
         raise
-    return transport, small
+    return transport, shared or small
+
+
+def try_nccl(transport: GroupTransport, control: Connection, timeout: timedelta, check: Callable[[], None]) -> None:
+    """Exchanges a few bytes by NCCL, if the transport is one; raises the error of the first rank that has one on all.
+
+    NCCL connects the ranks, and makes its buffers, at the first message of a kind: now, before the model takes the
+    memory, and not in the first backward. `check` is that of waits.
+    """
+    if transport.stream is None:
+        return
+    said, stream, ranks = b"", transport.stream, transport.world_size
+    try:
+        with torch.cuda.stream(stream):
+            part = torch.zeros(ranks, dtype=torch.uint8, device=stream.device)
+            transport.exchange(part, [1] * ranks, [1] * ranks).wait()
+            transport.gather(part).wait()
+    except PeerLostError:
+        raise
+    except SamestepError as error:
+        said = str(error.__cause__).encode()[:MESSAGE_BYTES]
+    # All hear of it before they wait for the device: what NCCL has queued on the others never ends.
+    message = torch.tensor([*said, *bytes(MESSAGE_BYTES - len(said))], dtype=torch.uint8)
+    for rank, row in enumerate(control.gather(message).wait().view(ranks, MESSAGE_BYTES).numpy()):
+        if text := row.tobytes().rstrip(b"\0").decode(errors="replace"):
+            raise nccl_failure(text, rank) or PeerLostError(text)
+    wait_until(stream.record_event().query, check, timeout.total_seconds())
 
 
 def connect_process_group(
@@ -232,5 +262,6 @@ def _adopt_group(environment: Environment, device: torch.device, timeout: timede
         transport.stream = torch.cuda.Stream(device, priority=FIRST)
     # No shared memory here: the script's group may have no store that all ranks reach.
     met = Rendezvous(calls, replace(environment, transport="gloo"), timeout)
+    try_nccl(transport, host, timeout, met.check)
     transport.nodes = connect_nodes(host, met, backend, timeout)
     return transport, host

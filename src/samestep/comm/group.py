@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from samestep.comm.nccl_errors import nccl_failure
 from samestep.comm.rendezvous import roll_call
 from samestep.comm.transport import Connection, Pending, repeat_to_all, wait_until
-from samestep.errors import PeerLostError
+from samestep.errors import PeerLostError, SamestepError
 
 ROLL_CALL_SECONDS = 5.0
 NO_LIMIT = timedelta(days=365)
@@ -161,19 +162,21 @@ class GroupTransport(Connection):
 
     @contextmanager
     def failures_named(self) -> Iterator[None]:
-        """Turns the failure of a transfer into a `PeerLostError` that names the ranks which did not answer."""
+        """Turns the failure of a transfer into the error of `failure`."""
         try:
             yield
         except RuntimeError as error:
             raise self.failure(error) from error
 
-    def failure(self, error: RuntimeError) -> PeerLostError:
-        """The error of a failed transfer; names the missing ranks unless `names_missing` is false.
+    def failure(self, error: RuntimeError) -> SamestepError:
+        """The error of a failed transfer: NCCL's own, or one that names missing ranks unless `names_missing` is false.
 
         torch's own message names the rank whose socket broke, which is often one that failed because of another. So
         every rank whose transfer failed answers a roll call in the store; those that do not are missing.
         """
         self._has_failed = True
+        if own := nccl_failure(str(error), self.ranks[self.rank]):
+            return own
         if not self.names_missing:
             return PeerLostError(f"the exchange failed: {error}")
         seconds = min(ROLL_CALL_SECONDS, self._timeout)

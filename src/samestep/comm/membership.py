@@ -48,6 +48,7 @@ T = TypeVar("T")
 
 QUORUM_POLL_SECONDS = 0.005
 QUORUM_SECONDS = 60.0
+NOTICE_SECONDS = 10.0  # without a new quorum, before a rank says why it waits
 CHECK_SECONDS = 0.05  # between checks whether a rank has ended
 END_OF_FIT = 256  # as `Membership.stop`: above all signals, which are asked for once more by the next step
 ENDED_SECONDS = 1.0  # after which a transfer with it does not arrive any more
@@ -227,16 +228,17 @@ class Membership:
                 # A new quorum may exclude this rank, or wait for it: an exchange would only wait for the timeout.
                 self._check_quorum()
                 value = attempt()
-            except PeerLostError:
+            except PeerLostError as error:
                 if not self.can_heal:
                     raise
+                failure = "" if isinstance(error, NewQuorumError) else str(error)
             else:
                 self.num_operations += 1
                 return value
             # Outside the handler: its exception would keep alive the frames of the failed exchange, and by them the
             # connections, which close only when they are freed.
             before = self.num_operations
-            values = self._heal(attempt)
+            values = self._heal(attempt, failure)
             if self.num_operations > before:
                 return values[0]
 
@@ -332,8 +334,11 @@ class Membership:
         if now - self._ended_at >= ENDED_SECONDS:
             raise PeerLostError("another rank has ended, or has left the exchange")
 
-    def _heal(self, attempt: Callable[[], T]) -> list[T]:
-        """Goes on with the ranks that are left and those that join; the value of the operation if it was behind."""
+    def _heal(self, attempt: Callable[[], T], failure: str) -> list[T]:
+        """Goes on with the ranks that are left and those that join; the value of the operation if it was behind.
+
+        `failure` is the text of the error that broke the operation off.
+        """
         start = time.monotonic()
         phase = self.heartbeat.phase
         values: list[T] = []
@@ -341,7 +346,7 @@ class Membership:
         while True:
             self.heartbeat.enter("regroup")  # again too: an operation that was repeated has entered other phases
             self._drop_connections()
-            quorum = self._next_quorum(number)
+            quorum = self._next_quorum(number, failure)
             # A quorum is taken up again for a late worker that could not be counted in: under keys of its own.
             self._round = self._round + 1 if quorum.number == self.heartbeat.quorum else 0
             number, self.heartbeat.quorum = quorum.number, quorum.number
@@ -400,22 +405,28 @@ class Membership:
         if not self.is_late:
             self.heartbeat.enter(self.heartbeat.phase)  # all this may take a second
 
-    def _next_quorum(self, number: int) -> Quorum:
+    def _next_quorum(self, number: int, failure: str) -> Quorum:
         """Waits for the supervisor to announce another quorum than `number`."""
         page = self.heartbeat.page
         assert page is not None, "only a supervised run heals"
-        deadline = time.monotonic() + max(QUORUM_SECONDS, self.timeout.total_seconds())
+        began, is_told = time.monotonic(), False
+        limit = max(QUORUM_SECONDS, self.timeout.total_seconds())
         while page.number == number and not self._one_waits:
-            if time.monotonic() > deadline:
+            waited = time.monotonic() - began
+            if waited > NOTICE_SECONDS and not is_told:  # the supervisor shows what rank 0 prints
+                is_told = True
+                notify(f"rank {self.rank} waits to hear which rank was lost, for {limit:g} s at most: {failure}")
+            if waited > limit:
                 raise PeerLostError(
                     "the exchange with the other ranks failed, but none of them is known to be lost; if a rank needs "
-                    f"more than {self.timeout.total_seconds():g} s for its microbatches, raise timeout_seconds"
+                    f"more than {self.timeout.total_seconds():g} s for its microbatches, raise timeout_seconds. It "
+                    f"failed by this: {failure}"
                 )
             self.heartbeat.enter("regroup")  # it is alive, unlike one that is blocked in a connection
             time.sleep(QUORUM_POLL_SECONDS)  # a page of memory has no wake-up; the supervisor needs longer than this
         quorum = page.quorum()
         if not quorum.slots:
-            raise PeerLostError("another rank failed, and the run ends")
+            raise PeerLostError("another rank failed, and the run ends" + (f" ({failure})" if failure else ""))
         # A rank that was stopped for too long (a debugger, swapping) finds that the others have replaced it.
         if self.heartbeat.slot not in quorum.slots:
             raise PeerLostError("this rank was taken for lost, and the others have gone on without it")

@@ -11,6 +11,7 @@ from typing import Any
 
 from samestep.callsite import script_line_of
 from samestep.comm.heartbeat import HEALS, LEAVES_EARLY, READY_TO_JOIN, Beat, Event, EventParser, HeartbeatPage, Quorum
+from samestep.comm.nccl_errors import nccl_failure
 from samestep.errors import PeerLostError, RunFolderError, SamestepError
 from samestep.files import open_regular
 from samestep.launcher.job import Assignment
@@ -246,8 +247,10 @@ def _chain(error: BaseException) -> list[BaseException]:
 
 def _is_peer_lost(error: BaseException) -> bool:
     """Whether an exception only reports the loss of another rank."""
-    if isinstance(error, PeerLostError) or type(error).__name__ in _PEER_LOST_TYPES:
+    if isinstance(error, PeerLostError):
         return True
+    if type(error).__name__ in _PEER_LOST_TYPES:
+        return nccl_failure(str(error), 0) is None
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _PEER_LOST_TEXTS)
 
 

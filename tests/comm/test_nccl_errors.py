@@ -1,0 +1,112 @@
+"""Errors of NCCL that are no lost rank: at once, on every rank, with NCCL's text and what helps."""
+
+import subprocess
+import sys
+from textwrap import dedent
+
+import pytest
+from gpus import environment, needs_fake_gpus
+
+from samestep.comm.nccl_errors import nccl_failure
+from samestep.errors import DeviceError, OutOfMemoryError
+
+HEAD = "NCCL error in: ProcessGroupNCCL.cpp:4000, "
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "advice"),
+    [
+        ("unhandled cuda error\nLast error:\nCuda failure 2 'out of memory'", OutOfMemoryError, "NCCL_BUFFSIZE"),
+        ("ncclSystemError: …\nError while creating shared memory segment /dev/shm/nccl-x", DeviceError, "--shm-size"),
+        ("ncclInternalError: …\nBootstrap : no socket interface found", DeviceError, "NCCL_SOCKET_IFNAME"),
+        ("ncclInvalidUsage: …\nDuplicate GPU detected : rank 0 and rank 1", DeviceError, "one rank a GPU"),
+        ("ncclInvalidArgument: …", DeviceError, "NCCL_DEBUG=INFO"),
+        ("ncclRemoteError: … a remote process exiting prematurely", None, ""),
+        ("ncclSystemError: …\nCall to connect returned Connection refused", None, ""),
+        ("ncclUnhandledCudaError: Call to CUDA function failed.\nCuda failure 'unspecified launch failure'", None, ""),
+    ],
+    ids=["memory", "/dev/shm", "interface", "usage", "argument", "a lost rank", "a refused connection", "a broken GPU"],
+)
+def test_an_error_of_nccl_is_told_from_the_loss_of_a_rank(text, kind, advice):
+    found = nccl_failure(HEAD + text, 3)
+    if kind is None:
+        assert found is None
+    else:
+        assert type(found) is kind
+        assert advice in str(found)
+        assert "rank 3" in str(found)
+        assert text.splitlines()[-1] in str(found)
+
+
+def test_errors_of_gloo_are_not_ncc_ls():
+    assert nccl_failure("[enforce fail at alloc_cpu.cpp] out of memory", 0) is None
+
+
+SCRIPT = """
+    import torch
+    import samestep
+
+    run = samestep.Run(8, 4, timeout_seconds=600)
+    print("connected", flush=True)
+    model = torch.nn.Linear(4, 4)
+    step = run.train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda model, x: model(x).sum(1))
+    for _ in range(3):
+        step(torch.ones(8, 4))
+"""
+
+
+def fail(folder, fault, *options):
+    """Three supervised ranks, of which one has this fault; the exit code, stdout and stderr."""
+    script = folder / "script.py"
+    script.write_text(dedent(SCRIPT))
+    command = [sys.executable, "-m", "samestep", "run", "--devices", "0,1,2", *options, script]
+    own = environment(3, FAKE_NCCL_FAULT=fault, OMP_NUM_THREADS="1")
+    # Well under the ten minutes that a lost rank may take, and those of torch's imports on a busy machine.
+    done = subprocess.run(command, env=own, capture_output=True, text=True, timeout=240, check=False)
+    return done.returncode, done.stdout, done.stderr
+
+
+@needs_fake_gpus
+@pytest.mark.parametrize(
+    ("fault", "said", "text"),
+    [
+        ("memory 1 1", "out of memory: NCCL finds none on the GPU of rank 1", "Failed to CUDA calloc async"),
+        ("shm 2 1", "rank 2 cannot exchange by NCCL: /dev/shm is too small", "No space left on device (28)"),
+    ],
+    ids=["memory", "/dev/shm"],
+)
+def test_an_error_in_the_first_exchange_is_found_before_the_model_and_raised_on_every_rank(tmp_path, fault, said, text):
+    status, output, errors = fail(tmp_path, fault)
+    assert status in (1, 2), errors
+    assert said in errors
+    assert text in errors
+    assert "PeerLostError" not in errors
+    assert "connected" not in output
+
+
+@needs_fake_gpus
+def test_an_error_in_a_later_exchange_ends_the_run_with_its_text(tmp_path):
+    status, output, errors = fail(tmp_path, "memory 1 3")
+    assert status == 1, errors
+    assert "out of memory: NCCL finds none on the GPU of rank 1" in errors
+    assert "Failed to CUDA calloc async" in errors
+    assert "connected" in output
+
+
+@needs_fake_gpus
+def test_a_failure_that_nothing_explains_is_in_the_messages_that_follow(tmp_path):
+    """NCCL's error of a lost peer, though all ranks live: the ranks wait for word of one, and say why."""
+    script = SCRIPT.replace("timeout_seconds=600", "timeout_seconds=1").replace("import samestep", HURRY)
+    script_file = tmp_path / "script.py"
+    script_file.write_text(dedent(script))
+    own = environment(3, FAKE_NCCL_FAULT="remote 0 3", OMP_NUM_THREADS="1")
+    command = [sys.executable, "-m", "samestep", "run", "--devices", "0,1,2", script_file]
+    done = subprocess.run(command, env=own, capture_output=True, text=True, timeout=240, check=False)
+    assert "waits to hear which rank was lost" in done.stderr
+    assert "Connection closed by remote peer" in done.stderr
+
+
+HURRY = """import samestep
+    from samestep.comm import membership
+    membership.NOTICE_SECONDS, membership.QUORUM_SECONDS = 0.1, 3.0
+"""
