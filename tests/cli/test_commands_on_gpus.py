@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from textwrap import dedent
 
@@ -46,6 +47,23 @@ def recorded(tmp_path_factory):
 @pytest.fixture
 def folder(recorded):
     return recorded[0]
+
+
+def test_a_script_of_one_process_cannot_have_kernels_chosen_by_their_time(tmp_path):
+    program = """
+        import torch
+
+        torch.backends.cudnn.benchmark = True
+        model = torch.nn.Linear(2, 1).cuda()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(torch.ones(4, 2).cuda()).sum().backward()
+        optimizer.step()
+        print("benchmark", torch.backends.cudnn.benchmark)
+    """
+    (tmp_path / "train.py").write_text(textwrap.dedent(program))
+    done = on(2, "run", "train.py", cwd=tmp_path)
+    assert done.stdout == "benchmark False\n"
+    assert done.stderr.count("samestep: cudnn.benchmark stays off") == 1
 
 
 PLACES = {

@@ -40,7 +40,7 @@ from samestep.engine.diagnosis import advise_replacement
 from samestep.launcher.device_token import LOOK_SECONDS, TOKEN_VARIABLE, hold_token, lent_token, shares_device
 from samestep.logical.process_group import NAME, OrderedProcessGroup, register_backend
 from samestep.patch import Patch, applied, late_dynamo, late_patches
-from samestep.scripts.shared_script import VISIBLE_DEVICES
+from samestep.scripts.shared_script import VISIBLE_DEVICES, fixed_benchmark
 from samestep.scripts.simulated.devices import own_accelerator, simulated_devices
 from samestep.scripts.spawning import ON_CPUS, enter_rank, run_multi_process
 from samestep.text import notify
@@ -51,7 +51,6 @@ NO_DETERMINISTIC = " does not have a deterministic implementation"
 BY_DEFAULT = " defaults to a non-deterministic algorithm"  # of cuDNN's attention, which has no other
 DTENSOR = "torch.distributed.tensor"
 DISPATCH = (f"{DTENSOR}._dispatch",)
-BENCHMARK = "cudnn.benchmark stays off: it chooses kernels by their time, and bits with them"
 FIRST, GROUP, ENDED = "samestep first process", "made a process group", "made none"
 LIBRARIES = ("multiprocessing", "concurrent", "torch.utils", "torch.multiprocessing.pool")  # start loaders, pools
 _told: set[str] = set()
@@ -276,9 +275,7 @@ def _deterministic() -> Iterator[None]:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # a pass over memory for nothing
     register_kernels()
     torch.backends.cuda.enable_cudnn_sdp(False)  # torch excludes cuDNN's attention only where others raise
-    cudnn: Any = torch.backends.cudnn
-    cudnn.benchmark = False
-    fixed = property(lambda _: False, lambda _, asked: _tell(BENCHMARK) if asked else None)
+    torch.backends.cudnn.benchmark = False
     show, named = warnings.showwarning, set()
 
     def named_once(message: Any, *args: Any, **options: Any) -> None:
@@ -290,7 +287,7 @@ def _deterministic() -> Iterator[None]:
             where, advice = _in_module(sys._getframe(1)), advise_replacement(operation)
             _tell(f"{operation}{NO_DETERMINISTIC}{where}: bits may differ from run to run; {advice}")
 
-    with applied([Patch(type(cudnn), "benchmark", fixed), Patch(warnings, "showwarning", named_once)]):
+    with applied([fixed_benchmark(_tell), Patch(warnings, "showwarning", named_once)]):
         yield
 
 

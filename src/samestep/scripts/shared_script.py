@@ -33,6 +33,7 @@ from samestep.data.randomness import Generators
 from samestep.engine.determinism import make_deterministic, own_device
 from samestep.engine.forward_backward import backward_on_this_thread
 from samestep.errors import DeterminismError
+from samestep.patch import Patch
 from samestep.text import notify
 
 TIMEOUT_SECONDS = 1800.0
@@ -43,6 +44,7 @@ MESSAGE_BYTES = HEADER_WORDS * 8 + INLINE_BYTES
 TEXT_BYTES = 512
 KEPT_CHUNKS = 65_536
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+BENCHMARK = "cudnn.benchmark stays off: it chooses kernels by their time, and bits with them"
 MAX_DEVICES = 64  # a script may name any of these, however many it counts: chunks are dealt to the ranks that exist
 
 
@@ -226,6 +228,12 @@ def _of_this_process() -> SharedScript:
     script = connect_script()
     backward_on_this_thread(script.communicator.device)  # not as a context: from now on
     return script
+
+
+def fixed_benchmark(tell: Callable[[str], object]) -> Patch:
+    """Keeps `cudnn.benchmark` off, and says so if the script sets it, as scripts of any number of processes do."""
+    kind: Any = type(torch.backends.cudnn)
+    return Patch(kind, "benchmark", property(lambda _: False, lambda _, asked: tell(BENCHMARK) if asked else None))
 
 
 def num_visible(script: SharedScript) -> int:

@@ -25,7 +25,7 @@ from samestep.patch import Patch, applied, late_dynamo
 from samestep.scripts import auto_wrap, backward, data_parallel, loading, output, seeding
 from samestep.scripts.files import patches as files
 from samestep.scripts.loading import Rank0Iterator
-from samestep.scripts.shared_script import SharedScript, activated, connect_script, num_visible
+from samestep.scripts.shared_script import SharedScript, activated, connect_script, fixed_benchmark, num_visible
 from samestep.scripts.simulated.cuda import mark
 from samestep.scripts.simulated.devices import own_accelerator, simulated_devices
 from samestep.scripts.split_forward import forward, regions
@@ -94,6 +94,7 @@ def patched(
             stack.enter_context(applied(patches))
         elif script.communicator.device.type != "cpu":
             stack.enter_context(own_accelerator(count, script.communicator.device))
+            stack.enter_context(applied([fixed_benchmark(script.notice)]))
         stack.enter_context(backward_on_this_thread(script.communicator.device))
         # Before the script, and what its libraries make for it, can keep a reference to a stream.
         stack.enter_context(output.script_streams(script))
