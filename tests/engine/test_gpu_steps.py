@@ -91,6 +91,23 @@ def test_the_host_waits_once_a_step_and_never_where_the_check_is_late(fused, all
     assert [line for line in lines if int(line.split()[0]) > allowed] == []
 
 
+def test_a_run_that_may_not_heal_asks_no_event_whether_the_exchange_is_there():
+    program = """
+        from samestep.devices.selection import select
+        from samestep.launcher.job import Job, Policy
+        from samestep.launcher.supervisor import supervise
+
+        name = "gpt 32-true adamw"
+        kwargs = {"program": "host_waits", "seconds": 250.0, "options": {"names": [name], "num_microbatches": 8}}
+        for heal in (True, False):
+            policy = Policy(heal=heal, hang_seconds=0)
+            job = Job("function", "samestep.doctor.proof_programs:start", kwargs=kwargs, quiet=True, policy=policy)
+            found = supervise(job, select("auto")).result[name]
+            print(found["polls"] >= found["steps"], found["polls"] == 0, found["waits"] + found["events"])
+    """
+    assert run(program, devices=2).split() == ["True", "False", "0", "False", "True", "0"]
+
+
 MODELS = """
     from samestep.recipes.catalog import load
     from samestep.recipes.recipe import RecipeData

@@ -66,7 +66,8 @@ def connect_at(
     backend = "nccl" if has_own_gpu else "gloo"
     host = store_host(place)
     # Only a supervisor that sees all ranks can announce a quorum: no healing over several nodes.
-    healing_store = store if host is None and place.local_world_size == place.world_size else None
+    can_heal = place.heals and host is None and place.local_world_size == place.world_size
+    healing_store = store if can_heal else None
     if backend == "nccl" and healing_store is not None and PAGE_VARIABLE in os.environ:
         # Else NCCL's watchdog would end the ranks that are left, or (by 1 and 2, which users set) abort their transfers
         # before they know of the loss: their updates would run on what has arrived. The supervisor finds lost ranks.

@@ -20,6 +20,7 @@ TRANSPORTS = ("auto", "gloo", "shared")
 NODES_VARIABLE = "SAMESTEP_NODES"
 NODES = ("auto", "flat")
 PROFILE_VARIABLE = "SAMESTEP_PROFILE"
+HEAL_VARIABLE = "SAMESTEP_HEAL"
 RANK_VARIABLES = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_NAME"),
     *("ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"),
@@ -47,6 +48,7 @@ class Environment:
     store_is_kept: bool = False  # whether the launcher hosts the store; if not, rank 0 does
     joins: bool = False  # whether this process was started late, in the place of a lost one
     transport: str = "auto"  # one of `TRANSPORTS`
+    heals: bool = True  # whether the others go on if a rank is lost (--no-heal), where a supervisor can tell them
     nodes: str = "auto"  # whether sums go by nodes, one of `NODES`
 
     def among(self, slots: Sequence[int], slot: int) -> "Environment":
@@ -125,6 +127,7 @@ def _checked(env: Mapping[str, str], names: Sequence[str], launcher: str) -> Env
         store_is_kept=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         joins=env.get("SAMESTEP_JOINS") == "1",
         transport=chosen_transport(env),
+        heals=env.get(HEAL_VARIABLE) != "0",
         nodes=chosen_nodes(env),
     )
 

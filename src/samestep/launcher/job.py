@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from samestep.checks import check_number
-from samestep.comm.environment import LOOPBACK
+from samestep.comm.environment import HEAL_VARIABLE, LOOPBACK
 from samestep.comm.heartbeat import EVENTS_VARIABLE, MAX_SLOTS, PAGE_VARIABLE, SLOT_VARIABLE
 from samestep.core.microbatches import DEFAULT_NUM_MICROBATCHES
 from samestep.errors import UsageError
@@ -291,6 +291,8 @@ def worker_variables(instruction: Instruction) -> dict[str, str]:
         PAGE_VARIABLE: str(instruction.fds["page"]),
         SLOT_VARIABLE: str(place.slot),
     }
+    if not instruction.job.policy.heal:
+        variables[HEAL_VARIABLE] = "0"  # a rank that cannot go on need not ask in each step whether one is lost
     if place.joins:
         variables[JOINS_VARIABLE] = "1"
     if place.shares_device:
