@@ -26,27 +26,27 @@ def setting(place, name, value):
     return lambda: setattr(place, name, value)
 
 
-MODE = "deterministic_debug_mode is {} now, 2 {}; .* leave deterministic algorithms on"
+MODE = "deterministic_debug_mode is {} {} 2; .* leave deterministic algorithms on"
 CHANGES = {
     "deterministic algorithms off": (lambda: torch.use_deterministic_algorithms(False), MODE.format(0, "{}")),
     "deterministic algorithms may be missing": (
         lambda: torch.use_deterministic_algorithms(True, warn_only=True),
         MODE.format(1, "{}"),
     ),
-    "benchmark": (setting(cudnn, "benchmark", True), r"cudnn\.benchmark is True now, False {}; .* by their time"),
-    "dtype": (lambda: torch.set_default_dtype(torch.float64), "default_dtype is torch.float64 now, torch.float32 {}"),
-    "products": (lambda: torch.set_float32_matmul_precision("medium"), r"matmul\.fp32_precision is \w+ now, ieee {}"),
-    "everything": (setting(torch.backends, "fp32_precision", "tf32"), r"matmul\.fp32_precision is tf32 now, ieee {}"),
-    "convolutions": (setting(cudnn, "allow_tf32", False), r"cudnn\.conv\.fp32_precision is ieee now, tf32 {}"),
+    "benchmark": (setting(cudnn, "benchmark", True), r"cudnn\.benchmark is True {} False; .* by their time"),
+    "dtype": (lambda: torch.set_default_dtype(torch.float64), "default_dtype is torch.float64 {} torch.float32"),
+    "products": (lambda: torch.set_float32_matmul_precision("medium"), r"matmul\.fp32_precision is \w+ {} ieee"),
+    "everything": (setting(torch.backends, "fp32_precision", "tf32"), r"matmul\.fp32_precision is tf32 {} ieee"),
+    "convolutions": (setting(cudnn, "allow_tf32", False), r"cudnn\.conv\.fp32_precision is ieee {} tf32"),
     "convolutions, by their own name": (
         setting(cudnn.conv, "fp32_precision", "ieee"),
-        r"cudnn\.conv\.fp32_precision is ieee now, tf32 {}; .* set them earlier",
+        r"cudnn\.conv\.fp32_precision is ieee {} tf32; .* set them earlier",
     ),
     "products in 16 bits": (
         setting(cuda.matmul, "allow_bf16_reduced_precision_reduction", False),
-        r"matmul\.allow_bf16_reduced_precision_reduction is False now, True {}",
+        r"matmul\.allow_bf16_reduced_precision_reduction is False {} True",
     ),
-    "attention": (lambda: cuda.enable_flash_sdp(False), "flash_sdp is False now, True {}"),
+    "attention": (lambda: cuda.enable_flash_sdp(False), "flash_sdp is False {} True"),
 }
 OF_GPUS = {"benchmark", "convolutions", "convolutions, by their own name", "products in 16 bits", "attention"}
 ENFORCED = ("deterministic algorithms off", "deterministic algorithms may be missing", "benchmark")
@@ -76,14 +76,14 @@ def train(change, before_the_step=False, reduction="ordered"):
 @pytest.mark.parametrize("name", cases(CHANGES))
 def test_a_flag_that_changes_between_two_steps_is_named_by_the_next(name):
     change, message = CHANGES[name]
-    with pytest.raises(DeterminismError, match=message.format("when the step was made")):
+    with pytest.raises(DeterminismError, match=message.format("where the step was made with")):
         train(change)
 
 
 @pytest.mark.parametrize("name", cases(ENFORCED))
 def test_a_flag_that_the_run_has_set_is_not_changed_before_the_step_is_made_either(name):
     change, message = CHANGES[name]
-    with pytest.raises(DeterminismError, match=message.format("since samestep.Run")):
+    with pytest.raises(DeterminismError, match=message.format("where samestep.Run needs")):
         train(change, before_the_step=True)
 
 
@@ -98,6 +98,14 @@ def test_what_changes_within_a_forward_alone_is_no_change():
             pass
 
     assert train(change) == 1
+
+
+@gpu_only
+def test_products_that_are_chosen_by_their_time_are_refused(monkeypatch):
+    monkeypatch.setenv("PYTORCH_TUNABLEOP_ENABLED", "1")
+    with pytest.raises(DeterminismError, match=r"tunable is True where samestep\.Run needs False; .* unset PYTORCH"):
+        train(lambda: None)
+    assert train(lambda: None, reduction="native") == 1
 
 
 DEFAULT = {"float32_matmul_precision": "highest", "cudnn_allow_tf32": True}

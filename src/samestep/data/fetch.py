@@ -383,12 +383,18 @@ def _pinned(size: int) -> Tensor:
     return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
 
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream of copies to a device; not one an epoch: torch has 32, and those after them are NCCL's once more."""
+    return torch.cuda.Stream(device)
+
+
 def fetch_ahead(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
     """Yields the batches in order; on a GPU the next one is copied on a side stream while one is computed on."""
     if device.type != "cuda":
         yield from batches
         return
-    stream = torch.cuda.Stream(device)
+    stream = _side_stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))  # work on a dataset on the GPU may still be queued there
 
     def start_next() -> Batch | None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch.backends import cuda, cudnn, mkldnn
+from torch.cuda import tunable
 
 from samestep.errors import DeterminismError
 
@@ -22,11 +23,12 @@ CPU = {f"mkldnn.{name}": getattr(mkldnn, name) for name in ("matmul", "conv", "r
 
 ADVICE = {
     "cudnn.benchmark": "leave cudnn.benchmark off, which chooses kernels by their time",
+    "cuda.tunable": "unset PYTORCH_TUNABLEOP_ENABLED: TunableOp chooses matrix products by their time",
     "deterministic_debug_mode": "leave deterministic algorithms on, without which kernels add in the order in which "
     "threads arrive",
 }
-ENFORCED: Mapping[str, Any] = {"cudnn.benchmark": False, "deterministic_debug_mode": 2}
-"""What `determinism.make_deterministic` sets, unless the reduction is the backend's own."""
+ENFORCED: Mapping[str, Any] = {"cudnn.benchmark": False, "cuda.tunable": False, "deterministic_debug_mode": 2}
+"""What equal bits need, unless the reduction is the backend's own; `determinism.make_deterministic` sets it."""
 
 
 def float32_precisions(backends: Mapping[str, Any] = CUDA | CPU) -> dict[str, str]:
@@ -78,15 +80,16 @@ def kernel_flags(device_kind: str) -> dict[str, Any]:
         "deterministic_debug_mode": torch.get_deterministic_debug_mode(),
         **({} if on_gpu else {"mkldnn.enabled": mkldnn.enabled}),
         **({"cudnn.enabled": cudnn.enabled, "cudnn.benchmark": cudnn.benchmark, **_cuda_flags()} if on_gpu else {}),
+        **({"cuda.tunable": tunable.is_enabled()} if on_gpu else {}),
     }
 
 
-def check_flags(before: Mapping[str, Any], device_kind: str, when: str) -> None:
+def check_flags(before: Mapping[str, Any], device_kind: str, where: str) -> None:
     """Raises a `DeterminismError` that names those of some flags that have another value now."""
     now = kernel_flags(device_kind)
     changed = [name for name, value in before.items() if now.get(name, value) != value]  # some are CUDA's alone
     if not changed:
         return
-    shown = ", ".join(f"{name} is {now[name]} now, {before[name]} {when}" for name in changed)
+    shown = ", ".join(f"{name} is {now[name]} {where} {before[name]}" for name in changed)
     advice = [ADVICE[name] for name in changed if name in ADVICE] or ["set them earlier, and leave them alone then"]
     raise DeterminismError(f"{shown}; such flags decide which kernels run, and how they round: {', and '.join(advice)}")

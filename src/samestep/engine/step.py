@@ -416,7 +416,7 @@ class TrainStep:
                 f"torch uses {torch.get_num_threads()} threads now, {self._num_threads} when the step was made; the "
                 "number decides the bits: leave it alone, or give it by Run(num_threads=…) (--num-threads)"
             )
-        check_flags(self._flags, self.communicator.device.type, "when the step was made")
+        check_flags(self._flags, self.communicator.device.type, "where the step was made with")
 
     # Results, which the host may read later than the step is taken.
 

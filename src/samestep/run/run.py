@@ -405,7 +405,7 @@ class Run:
                 "optimizer"
             )
         if self.contract.reduction == "ordered":
-            check_flags(ENFORCED, self.device.type, "since samestep.Run")
+            check_flags(ENFORCED, self.device.type, "where samestep.Run needs")
         drawn = self._drawn_before.parameters(model)
         chosen = as_strategy(strategy, shard_optimizer)
         if self._has_steps and isinstance(chosen, Sharded) != self.membership.is_dealt:
