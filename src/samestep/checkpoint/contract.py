@@ -3,6 +3,7 @@
 import ast
 import hashlib
 import inspect
+import os
 import platform
 import sys
 import textwrap
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from itertools import groupby
 from typing import Any
 
@@ -23,12 +25,14 @@ from samestep.checks import check_choice
 from samestep.comm.reduction import REDUCTIONS
 from samestep.core.microbatches import check_num_microbatches
 from samestep.data.loader import Loader
+from samestep.devices.nvidia import driver_version
 from samestep.engine.kernel_flags import recorded_flags
 from samestep.engine.sharded_state import ShardedState
 from samestep.engine.step import TrainStep
 from samestep.errors import UsageError
 from samestep.version import __version__
 
+CUBLAS = ("nvidia-cublas", "nvidia-cublas-cu12", "nvidia-cublas-cu11")  # wheels of it, whose version torch cannot tell
 DOCUMENTED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
@@ -54,7 +58,8 @@ class Contract:
 
     def as_json(self) -> dict[str, Any]:
         """The contract, with versions and flags."""
-        return {**asdict(self), "versions": versions(), "flags": recorded_flags(self.device_kind)}
+        gpu = {"gpu": gpu_facts()} if self.device_kind == "cuda" else {}
+        return {**asdict(self), **gpu, "versions": versions(), "flags": recorded_flags(self.device_kind)}
 
 
 def check_contract(global_batch_size: int, num_microbatches: int | None, reduction: str, seed: int) -> int:
@@ -79,7 +84,28 @@ def versions() -> dict[str, str]:
     if torch.version.cuda:
         found["cuda"] = torch.version.cuda
         found["cudnn"] = str(torch.backends.cudnn.version())
+        others = {"cublas": next(filter(None, map(_version_of, CUBLAS)), None), "driver": driver_version()}
+        found |= {name: text for name, text in others.items() if text is not None}
     return found
+
+
+def gpu_facts() -> dict[str, Any]:
+    """What kernels are chosen by, and split their sums by: the model of the GPU, and its processors."""
+    found = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return {
+        "name": found.name,
+        "multiprocessors": found.multi_processor_count,
+        "capability": f"{found.major}.{found.minor}",
+        # Read when a handle of cuBLAS is made: what a product may split its sums into fits in there.
+        "cublas_workspace": os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
+    }
+
+
+def _version_of(package: str) -> str | None:
+    """The version of an installed package; None if it is not there."""
+    with suppress(PackageNotFoundError):
+        return version(package)
+    return None
 
 
 def step_contract(step: TrainStep) -> dict[str, Any]:

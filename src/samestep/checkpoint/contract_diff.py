@@ -2,7 +2,7 @@
 
 Fields are named by their keys joined by dots, `versions.torch`; a name in one of the two tables stands for all below
 it. A field that is in neither is reported if both sides have it and differ, and never breaks: versions of samestep,
-Python and NumPy, the processor, and the fields that a program adds.
+Python, NumPy and the GPUs' driver, the processor, and the fields that a program adds.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,6 +38,7 @@ BREAKING: Final[Mapping[str, str]] = {
     "compile": "which kernels run, and how they round",
     "reduction": "the order of sums between devices",
     "device_kind": "the kernels",
+    "gpu": "the kernels, and how they split their sums",
     "num_threads": "how kernels split their sums",
     "flags": "which kernels run, and how they round",
     "versions.torch": "the kernels",
@@ -45,6 +46,7 @@ BREAKING: Final[Mapping[str, str]] = {
     "versions.platform": "the kernels",
     "versions.cuda": "the kernels",
     "versions.cudnn": "the kernels",
+    "versions.cublas": "the kernels",
 }
 UNMENTIONED: Final = frozenset(
     (

@@ -19,6 +19,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, TypeVar
 
 from samestep.devices.device import Device, Link, Process
@@ -61,6 +62,23 @@ def read(nvml: Any = None) -> NvmlReading:
         return _read_started(nvml)
     finally:
         nvml.nvmlShutdown()
+
+
+@cache
+def driver_version() -> str | None:
+    """The version of the GPUs' driver, which does not change while a process runs; None if NVML does not tell it."""
+    if not is_installed("pynvml"):
+        return None
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        try:
+            return _text(pynvml.nvmlSystemGetDriverVersion())
+        finally:
+            pynvml.nvmlShutdown()
+    except pynvml.NVMLError:
+        return None
 
 
 def _read_started(nvml: Any) -> NvmlReading:
