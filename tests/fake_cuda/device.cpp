@@ -318,7 +318,6 @@ const at::Generator& default_generator(DeviceIndex device) {
 
 struct Event {
   MarkPtr mark;
-  double recorded_at = 0;
 };
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
@@ -357,8 +356,6 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
       if (auto* trace = tracer()) (*trace)->trace_gpu_event_creation(DeviceType::CUDA, (uintptr_t)*event);
     }
     static_cast<Event*>(*event)->mark = fake_cuda::record(stream.device_index(), stream.id());
-    static_cast<Event*>(*event)->recorded_at = std::chrono::duration<double, std::milli>(
-        std::chrono::steady_clock::now().time_since_epoch()).count();
     if (auto* trace = tracer()) (*trace)->trace_gpu_event_record(DeviceType::CUDA, (uintptr_t)*event, stream.id());
   }
   void block(void* event, const Stream& stream) const override {
@@ -391,7 +388,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     memory().recordStream(pointer, stream);
   }
   double elapsedTime(void* first, void* second, const DeviceIndex) const override {
-    return static_cast<Event*>(second)->recorded_at - static_cast<Event*>(first)->recorded_at;
+    return passed_at(static_cast<Event*>(second)->mark) - passed_at(static_cast<Event*>(first)->mark);
   }
 
  private:

@@ -32,6 +32,7 @@ void enqueue(c10::DeviceIndex device, c10::StreamId stream, Task task);
 void enqueue_wait(c10::DeviceIndex device, c10::StreamId stream, MarkPtr mark);  // the stream waits for the mark
 MarkPtr record(c10::DeviceIndex device, c10::StreamId stream);
 bool has_passed(const MarkPtr& mark);
+double passed_at(const MarkPtr& mark);  // in milliseconds of the host's steady clock, once it has passed
 void wait_for(const MarkPtr& mark);  // blocks the host until the device is there; raises the device's errors
 void synchronize_stream(c10::DeviceIndex device, c10::StreamId stream);
 void synchronize_device(c10::DeviceIndex device);

@@ -40,6 +40,7 @@ struct Released {  // the GIL is free while the host waits: a task may need it
 
 struct Mark {
   std::atomic<bool> done{false};
+  std::atomic<double> passed_at{0};
   StreamKey stream;
 };
 
@@ -135,6 +136,8 @@ class Player {
     Item ended = std::move(queue.items.front());
     queue.items.pop_front();
     if (ended.passed) {
+      const auto now = Clock::now().time_since_epoch();
+      ended.passed->passed_at = std::chrono::duration<double, std::milli>(now).count();
       ended.passed->done = true;
       if (!targets_.empty()) passed_.notify_all();
     }
@@ -251,6 +254,7 @@ MarkPtr record(c10::DeviceIndex device, c10::StreamId stream) {
   return mark;
 }
 
+double passed_at(const MarkPtr& mark) { return mark->passed_at; }
 bool has_passed(const MarkPtr& mark) { return !mark || mark->done; }
 
 void wait_for(const MarkPtr& mark) {

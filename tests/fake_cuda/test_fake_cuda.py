@@ -47,6 +47,28 @@ def test_memory_that_another_stream_reads_is_reused_unless_it_is_recorded(record
     assert run(program, FAKE_CUDA_LATE_US="10000000").split() == [str(records), str(not records)]
 
 
+def test_events_measure_the_time_of_the_device_and_not_that_of_the_host():
+    program = """
+        import time
+        import torch
+
+        def seconds(work):
+            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            big = torch.ones(1024, 1024, device="cuda")
+            torch.cuda.synchronize()
+            first.record()
+            work(big)
+            last.record()
+            last.synchronize()
+            return first.elapsed_time(last) / 1e3
+
+        start = time.perf_counter()
+        products = seconds(lambda big: [big @ big for _ in range(4)])
+        print(0 < products < time.perf_counter() - start, seconds(lambda _: time.sleep(0.005)) < 0.005)
+    """
+    assert run(program, FAKE_CUDA_LATE_US="10000000").split() == ["True", "True"]
+
+
 @pytest.mark.parametrize("synchronizes", [True, False])
 def test_a_copy_to_pinned_memory_arrives_late(synchronizes):
     program = f"""

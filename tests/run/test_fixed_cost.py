@@ -5,6 +5,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from gpus import needs_fake_gpus, run_processes
 from programs import own_calls
 from torch import nn
 from worlds import cpu_only
@@ -47,6 +48,39 @@ def test_microbatches_of_one_sample_are_named_with_a_number_that_is_faster(capsy
 )
 def test_where_it_would_not_be_true_nothing_is_said(capsys, options):
     assert trained(capsys, **options)[1] == []
+
+
+GPU = """
+    import time
+    import torch
+    from torch import nn
+    import samestep
+
+    width, rows, wait = {width}, {rows}, {wait}
+    run = samestep.Run(4 * rows, 4, device="cuda")
+    model = nn.Sequential(nn.Linear(width, width, bias=False), nn.Linear(width, width, bias=False))
+    optimizer = torch.optim.SGD(model.parameters(), 0.01, fused=True)
+
+    def loss(model, batch):
+        time.sleep(wait)
+        return model(batch).square().mean()
+
+    step = run.train_step(model, optimizer, loss)
+    batch = torch.ones(4 * rows, width)
+    for _ in range(17):
+        step(batch)
+"""
+
+
+@needs_fake_gpus
+def test_on_a_gpu_the_hint_comes_only_if_the_host_takes_longer_than_the_device():
+    # Each product takes the device some milliseconds; the host only queues it, and is ahead.
+    (_, errors), (_, others) = (
+        run_processes(GPU.format(width=width, rows=rows, wait=wait), {})[0]
+        for width, rows, wait in ((512, 512, 0.0), (4, 1, 0.01))
+    )
+    assert "microbatch" not in errors
+    assert "microbatches of 1 sample are small for this device" in others
 
 
 class FixedCostThatIsSilent(FixedCost):

@@ -3,6 +3,11 @@
 A kernel on few samples costs what it takes to start it. The cost of an operation's forward and backward is measured on
 tensors of one element, and multiplied by the operations in the graph of a microbatch: so nothing of the user's runs
 once more, and no generator is touched.
+
+On a GPU the host's times tell nothing: it runs ahead, or, with about a thousand kernels queued, is held up by them.
+There two microbatches of the last step are measured, each after a wait for the device: the first shows how long the
+host takes to queue its kernels; the second is queued behind a pause, so that its kernels run without gaps, and events
+show how long the device takes. Only if the host takes longer is there a fixed cost.
 """
 
 import time
@@ -27,6 +32,7 @@ FIRST_STEP, LAST_STEP = 4, 16  # those measured: after the first ones, which are
 LEAST_GAIN = 1.25
 LEAST_SHARE = 0.7  # of a step that the microbatches must take
 NUM_LAYERS, NUM_ROUNDS = 8, 10
+CYCLES_A_SECOND, MOST_PAUSE = 2e9, 0.2  # the clock of a GPU, at most; seconds
 
 
 class FixedCost(StepObserver):
@@ -40,10 +46,15 @@ class FixedCost(StepObserver):
         self._computing: list[float] = []  # of them, in the forward and backward of one microbatch
         self._began, self._forward_began = 0.0, 0.0
         self._num_own, self._num_nodes = 0, 0
+        self._gpu: torch.device | None = None  # in the step in which two microbatches are measured on it
+        self._host = 0.0  # seconds in which the host queued the first of them
+        self._events: list[torch.cuda.Event] = []  # around the second on the device
 
     def on_step(self, step: "TrainStep", batch: Any) -> None:
         """Notes when a step begins."""
         self._starts.append(time.perf_counter())
+        device = step.communicator.device
+        self._gpu = device if device.type == "cuda" and len(self._starts) == LAST_STEP else None
 
     def on_batch(self, batch: Batch) -> None:
         """Notes when the microbatches begin."""
@@ -52,6 +63,8 @@ class FixedCost(StepObserver):
     def on_phase(self, phase: str) -> None:
         """Notes when a forward begins, and when all microbatches have ended."""
         if phase == "forward":
+            if self._gpu is not None and len(self._events) < 2:
+                self._begin_measured(self._gpu)
             self._forward_began = time.perf_counter()
         elif phase == "exchange":
             self._inside.append(time.perf_counter() - self._began)
@@ -63,8 +76,13 @@ class FixedCost(StepObserver):
 
     def on_gradients(self, index: int | None) -> None:
         """Notes when a backward has ended."""
-        if index is not None:
-            self._computing.append(time.perf_counter() - self._forward_began)
+        if index is None:
+            return
+        self._computing.append(time.perf_counter() - self._forward_began)
+        if self._gpu is not None and self._host == 0:
+            self._host = self._computing[-1]
+        elif self._gpu is not None and len(self._events) == 1:
+            self._events.append(self._record(self._gpu))
 
     def on_update(self, step: "TrainStep", result: StepResult) -> None:
         """Forgets what the first steps took; prints the line after the last one, and leaves."""
@@ -78,14 +96,37 @@ class FixedCost(StepObserver):
         elif self._num_own > 1:
             self._hint(step, result.num_samples)
 
+    def _begin_measured(self, device: torch.device) -> None:
+        """Lets the device end what is queued; before the second microbatch it then pauses until that is queued."""
+        torch.cuda.synchronize(device)
+        if self._host > 0:
+            torch.cuda._sleep(int(min(2 * self._host, MOST_PAUSE) * CYCLES_A_SECOND))
+            self._events.append(self._record(device))
+
+    def _record(self, device: torch.device) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(device))
+        return event
+
+    def _fixed_on_gpu(self) -> float:
+        """The seconds by which the host needs longer for a microbatch than the device."""
+        if len(self._events) < 2:
+            return 0.0
+        first, last = self._events
+        last.synchronize()
+        return max(0.0, self._host - first.elapsed_time(last) / 1e3)
+
     def _hint(self, step: "TrainStep", num_samples: int) -> None:
         """Prints the line if fewer microbatches would be much faster."""
         # With one microbatch a device a step would lack the fixed cost of all but one of those that it has now.
         whole = median(later - earlier for earlier, later in pairwise(self._starts[FIRST_STEP:]))
         inside, computing = median(self._inside), median(self._computing)
-        fixed = min(self._num_nodes * seconds_of_operation(step.communicator.device), computing)
-        # What a microbatch costs beside its operations.
-        fixed += max(0.0, inside / self._num_own - computing)
+        if self._gpu is not None:
+            fixed = min(self._fixed_on_gpu(), computing)
+        else:
+            fixed = min(self._num_nodes * seconds_of_operation(step.communicator.device), computing)
+            # What a microbatch costs beside its operations.
+            fixed += max(0.0, inside / self._num_own - computing)
         rest = whole - (self._num_own - 1) * fixed
         if inside < LEAST_SHARE * whole or whole < LEAST_GAIN * rest:
             return

@@ -68,6 +68,7 @@ def prepare() -> None:
         "ipc_collect": lambda: None,
         "sleep": lambda cycles: None,
         "resetPeakHostMemoryStats": lambda: None,
+        "tunableop_is_enabled": lambda: os.environ.get("PYTORCH_TUNABLEOP_ENABLED") == "1",
         "clearCublasWorkspaces": lambda: None,
         "hasPrimaryContext": lambda device: True,
     }.items():
@@ -142,7 +143,7 @@ def _properties(device: int) -> Properties:
     if not 0 <= device < native.num_devices():
         raise AssertionError("Invalid device id")
     return Properties(
-        name="Fake GPU",
+        name=os.environ.get("FAKE_CUDA_NAME", "Fake GPU"),
         major=9,
         minor=0,
         total_memory=native.total_memory(),
