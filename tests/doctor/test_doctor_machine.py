@@ -203,7 +203,11 @@ def test_a_chosen_interface_takes_the_place_of_a_host_s_address(monkeypatch):
 
 FAULTS = {
     "good": ({"nvmlSystemGetDriverVersion": "580.82.07"}, {"nvmlDeviceGetCurrentClocksThrottleReasons": 0x01}),
-    "note": ({"nvmlDeviceGetRemappedRows": (0, 1, 1, 0)}, {"nvmlDeviceGetCurrentClocksThrottleReasons": 0x04}),
+    "note": (
+        {"nvmlDeviceGetRemappedRows": (0, 1, 1, 0)},
+        {"nvmlDeviceGetCurrentClocksThrottleReasons": 0x04},
+        {"nvmlDeviceGetComputeMode": 3},
+    ),
     "bad": (
         {"nvmlDeviceGetTotalEccErrors": 3},
         {"nvmlDeviceGetRemappedRows": (0, 1, 0, 1)},

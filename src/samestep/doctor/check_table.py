@@ -275,8 +275,9 @@ class Machine:
 
 
 def check_gpus(machine: Machine, nvml: Any = None) -> Iterator[Result]:
-    """The driver; memory errors, throttling and MIG mode of every NVIDIA GPU. XID errors are in the kernel's log alone.
+    """The driver; memory errors, throttling, compute and MIG mode of every NVIDIA GPU.
 
+    XID errors are in the kernel's log alone.
     Source: NVML API reference guide, https://docs.nvidia.com/deploy/nvml-api/ (ECC counters, remapped rows, clocks
     event reasons). Not run on a GPU yet.
     """
@@ -313,6 +314,9 @@ def check_gpus(machine: Machine, nvml: Any = None) -> Iterator[Result]:
         for bit, (state, reason) in THROTTLING.items():
             if reasons & bit:
                 yield Result(name, state, f"below its full clocks: {reason}", "look after its cooling and power supply")
+        if ask(0, "nvmlDeviceGetComputeMode", gpu) != 0:  # NVML_COMPUTEMODE_DEFAULT
+            found = "its compute mode lets one process use it: ranks that share it (--logical-devices) cannot start"
+            yield note(name, found, f"nvidia-smi -i {index} -c DEFAULT, as root, unless each rank has a GPU of its own")
         if ask((0, 0), "nvmlDeviceGetMigMode", gpu)[0] == 1:
             yield bad(
                 name, "in MIG mode, whose instances samestep does not use", f"nvidia-smi -i {index} -mig 0 ends it"

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
-from functools import partial
+from functools import cached_property, partial
 from itertools import product
 from pathlib import Path
 from typing import IO, Any
@@ -56,6 +56,8 @@ SHARED = "two processes on one GPU"  # through host memory: NCCL wants one a dev
 NEEDS_GPU, NEEDS_TWO = "needs a CUDA device", "needs two devices or more"
 NEEDS_TRITON, NEEDS_MEMORY = "needs CUDA devices and Triton", "needs two CUDA devices or more of 32 GiB each"
 
+BITS, MATRIX = "the same bits", "models and precisions"
+
 Facts = Mapping[str, Any]
 Known = dict[str, Ledger]
 """The reference of each training."""
@@ -80,17 +82,40 @@ class Row:
     survives: bool  # whether the run outlives the death of a worker
 
 
-def make_rows(chosen: Selection, inventory: Inventory, quick: bool, timeout_seconds: float) -> list[Row]:
-    """All rows for some devices, those that show most first: time may run out; `quick` leaves out the collectives."""
-    count, is_gpu = chosen.count, chosen.kind == "cuda"
-    first = partial(_first, chosen, inventory)
-    everything, alone = first(count), first(1)
-    can_share = is_gpu and (bool(alone.environment) or len(inventory.devices) == 1)
-    shared = replace(alone, devices=alone.devices * 2) if can_share else None
-    several = everything if count > 1 else shared
-    rows: list[Row] = []
+@dataclass(frozen=True)
+class Places:
+    """The devices of a proof, and those of them that rows have."""
 
-    def add(
+    chosen: Selection
+    inventory: Inventory
+
+    @property
+    def count(self) -> int:
+        return self.chosen.count
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.chosen.kind == "cuda"
+
+    @cached_property
+    def alone(self) -> Selection:
+        return self.first(1)
+
+    @cached_property
+    def shared(self) -> Selection | None:
+        """Two processes on the first GPU; None if a process cannot be given that alone."""
+        can_share = self.is_gpu and (bool(self.alone.environment) or len(self.inventory.devices) == 1)
+        return replace(self.alone, devices=self.alone.devices * 2) if can_share else None
+
+    @property
+    def several(self) -> Selection | None:
+        return self.chosen if self.count > 1 else self.shared
+
+    def first(self, count: int) -> Selection:
+        return _first(self.chosen, self.inventory, count)
+
+    def row(
+        self,
         area: str,
         what: str,
         program: str,
@@ -100,102 +125,105 @@ def make_rows(chosen: Selection, inventory: Inventory, quick: bool, timeout_seco
         missing: str = NEEDS_TWO,
         seconds: float = ROW_SECONDS,
         survives: bool = False,
-    ) -> None:
-        place = "" if where is None else f" on {SHARED if where is shared else _named(where)}"
-        options = {"num_microbatches": max(NUM_MICROBATCHES, count), **options}
-        row = Row(area, f"{what}{place}", program, where, judge, missing, options, seconds, survives)
-        if all(row.name != other.name for other in rows):  # one and all may be the same
-            rows.append(row)
+    ) -> Row:
+        """A row, named after its subject and its devices."""
+        place = "" if where is None else f" on {SHARED if where is self.shared else _named(where)}"
+        options = {"num_microbatches": max(NUM_MICROBATCHES, self.count), **options}
+        return Row(area, f"{what}{place}", program, where, judge, missing, options, seconds, survives)
 
-    def collectives(where: Selection | None) -> None:
-        if not quick:
-            add(
-                "collectives",
-                "collectives",
-                COLLECTIVES,
-                where,
-                judge_collectives,
-                {"timeout_seconds": timeout_seconds},
-            )
+    def matrix(self, where: Selection | None, what: str = MATRIX, judge: Any = None, **more: Any) -> Row:
+        """The row of all trainings."""
+        options = {"names": TRAININGS, "epochs": EPOCHS, **more}
+        return self.row(BITS, what, "trainings", where, judge or judge_bits, options, NEEDS_GPU, MATRIX_SECONDS)
 
-    bits, what = "the same bits", "models and precisions"
-    trained = {"names": TRAININGS, "epochs": EPOCHS}
-    matrix = partial(add, bits, program="trainings", seconds=MATRIX_SECONDS, missing=NEEDS_GPU)
-    waits, watched = "streams and waits", {"names": [LATE, PLACED[0]], "epochs": EPOCHS}
-    gpus, gpu = (everything, alone) if is_gpu else (None, None)
-    collectives(several)
-    matrix(
-        f"{what}, each twice,", where=alone, judge=partial(judge_bits, is_first=True), options={**trained, "repeats": 2}
-    )
-    if count > 1:
-        matrix(what, where=everything, judge=judge_bits, options=trained)
-    add("failures", "a killed rank", "killed", several, judge_killed, {"name": LATE, "epochs": EPOCHS}, survives=True)
-    sanitized = partial(
-        add, waits, "stream sanitizer", "streams", judge=judge_streams, options=watched, missing=NEEDS_GPU
-    )
-    sanitized(where=gpus)
-    if count > 3:
-        matrix(what, where=first(3), judge=judge_bits, options=trained)
-    for label, where, more in _kernel_rows(alone, everything, is_gpu):
-        add(bits, label, "trainings", where, more.pop("judge"), {"epochs": 1, **more}, missing=NEEDS_TRITON)
-    add(bits, LOGICAL, LOGICAL, everything, judge_logical, {})
-    sharded, pipeline = {"strategy": "sharded"}, {"strategy": "pipeline", "mesh": {"data": -1, "pipe": 2}}
-    even = first(count - count % 2) if count > 1 else shared
-    for label, where, placed in (("sharded (FSDP2)", everything, sharded), ("pipeline", even, pipeline)):
-        add(bits, label, "trainings", where, judge_bits, {"names": PLACED, "epochs": EPOCHS, **placed})
-    measured = partial(
-        add, "memory", "memory beside the parameters", "memory", judge=judge_memory, options={}, missing=NEEDS_GPU
-    )
-    measured(where=gpus)
-    waiting = partial(
-        add, waits, program="host_waits", judge=judge_waits, options={"names": [LATE, CHECKED]}, missing=NEEDS_GPU
-    )
-    waiting("host waits", where=gpus)
-    model = GPU_MODEL if is_gpu else CPU_MODEL
-    timed = partial(add, "speed", program="speed", judge=judge_speed)
-    timed("time of a step by a plain loop's", where=everything, options=model)
-    has_memory = is_gpu and count > 1 and min(device.memory_total for device in chosen.devices) >= MUCH_MEMORY
-    large = everything if has_memory else None
-    timed(
-        "time of a step by DistributedDataParallel's, 0.8 GB of gradients,",
-        where=large,
-        options=LARGE_MODEL,
-        missing=NEEDS_MEMORY,
-    )
-    if shared is not None and several is not shared:
-        collectives(shared)
-    matrix(what if shared else f"{what} on {SHARED}", where=shared, judge=judge_bits, options=trained)
-    for size in COUNTS:
-        if size < count:
-            matrix(what, where=first(size), judge=judge_bits, options=trained)
-    on_tensors = {"repeats": 2, "mesh": {"data": -1, "tensor": 2}, "on_tensor_axis": True}
-    pairs = [first(size) for size in sorted({2, count - count % 2})] if count > 1 else [None]
-    for number, where in enumerate(pairs):
-        judge = partial(judge_tensor, is_first=number == 0)
-        add(bits, "DTensor", "trainings", where, judge, {"names": [LATE], "epochs": EPOCHS, **on_tensors})
-    waiting("host waits of a run that heals", where=several if is_gpu else None, survives=True)
-    sanitized(where=gpu)
-    measured(where=gpu)
-    waiting("host waits", where=gpu)
-    timed("time of a step by a plain loop's", where=alone, options=model)
+    def on_gpus(
+        self, what: str, program: str, judge: Any, where: Selection | None, survives: bool = False, **options: Any
+    ) -> Row:
+        """A row that needs a CUDA device."""
+        where = where if self.is_gpu else None
+        area = "memory" if program == "memory" else "streams and waits"
+        return self.row(area, what, program, where, judge, options, NEEDS_GPU, survives=survives)
+
+
+def make_rows(chosen: Selection, inventory: Inventory, quick: bool, timeout_seconds: float) -> list[Row]:
+    """All rows for some devices, those that show most first: time may run out; `quick` leaves out the collectives."""
+    at = Places(chosen, inventory)
+    asked = {"timeout_seconds": timeout_seconds}
+    both = [at.several] if at.several is at.shared or not at.is_gpu else [at.several, at.shared]
+    collectives = [at.row("collectives", "collectives", COLLECTIVES, one, judge_collectives, asked) for one in both]
+    collectives = [] if quick else collectives
+    watched = {"names": [LATE, PLACED[0]], "epochs": EPOCHS}
+    sanitized, waiting = ("stream sanitizer", "streams", judge_streams), ("host waits", "host_waits", judge_waits)
+    measured, both_checks = ("memory beside the parameters", "memory", judge_memory), {"names": [LATE, CHECKED]}
+    killed, once = {"name": LATE, "epochs": EPOCHS}, partial(judge_bits, is_first=True)
+    rows = [
+        *collectives[:1],
+        at.matrix(at.alone, f"{MATRIX}, each twice,", once, repeats=2),
+        *([at.matrix(chosen)] if at.count > 1 else []),
+        at.row("failures", "a killed rank", "killed", at.several, judge_killed, killed, survives=True),
+        at.on_gpus(*sanitized, chosen, **watched),
+        *([at.matrix(at.first(3))] if at.count > 3 else []),
+        *_kernel_rows(at),
+        *_placement_rows(at),
+        at.on_gpus(*measured, chosen),
+        at.on_gpus(*waiting, chosen, **both_checks),
+        *_speed_rows(at, chosen),
+        *collectives[1:],
+        at.matrix(at.shared, MATRIX if at.shared else f"{MATRIX} on {SHARED}"),
+        *(at.matrix(at.first(size)) for size in COUNTS if size < at.count),
+        *_tensor_rows(at),
+        *([at.on_gpus("host waits of a run that heals", *waiting[1:], chosen, True, **both_checks)] * (at.count > 1)),
+        at.on_gpus(*sanitized, at.alone, **watched),
+        at.on_gpus(*measured, at.alone),
+        at.on_gpus(*waiting, at.alone, **both_checks),
+        *_speed_rows(at, at.alone),
+    ]
+    found: dict[str, Row] = {}
+    for row in rows:
+        found.setdefault(row.name, row)  # one device and all may be the same
+    return list(found.values())
+
+
+def _kernel_rows(at: Places) -> list[Row]:
+    """Kernels that are deterministic by a flag alone: on one device each training twice, then on all."""
+    triton = at.is_gpu and is_installed("triton")
+    rows = []
+    for what, name, more, is_there in (
+        ("attention", ATTENTION, {}, True),
+        ("torch.compile", LATE, {"compile": True}, triton),
+    ):
+        for where, repeats in ((at.alone, 2), (at.chosen, 1)):
+            judge = partial(judge_bits, is_first=repeats == 2, key=f"{what}: ")
+            options = {"names": [name], "epochs": 1, "repeats": repeats, **more}
+            rows.append(at.row(BITS, what, "trainings", where if is_there else None, judge, options, NEEDS_TRITON))
+    rows.insert(2, at.row(BITS, LOGICAL, LOGICAL, at.chosen, judge_logical, {}, seconds=MATRIX_SECONDS))
     return rows
 
 
-def _kernel_rows(
-    alone: Selection, everything: Selection, is_gpu: bool
-) -> list[tuple[str, Selection | None, dict[str, Any]]]:
-    """The trainings of kernels that are deterministic by a flag alone: on one device each twice, then on all."""
-    has_triton = is_gpu and is_installed("triton")
-    rows: list[tuple[str, Selection | None, dict[str, Any]]] = []
-    for what, name, more, is_there in (
-        ("attention", ATTENTION, {}, True),
-        ("torch.compile", LATE, {"compile": True}, has_triton),
-    ):
-        for where in (alone, everything):
-            judge = partial(judge_bits, is_first=where is alone, key=f"{what}: ")
-            repeats = 2 if where is alone else 1
-            options = {"judge": judge, "names": [name], "repeats": repeats, **more}
-            rows.append((what, where if is_there else None, options))
+def _placement_rows(at: Places) -> list[Row]:
+    """Other placements of the state."""
+    sharded, pipeline = {"strategy": "sharded"}, {"strategy": "pipeline", "mesh": {"data": -1, "pipe": 2}}
+    even = at.first(at.count - at.count % 2) if at.count > 1 else at.shared
+    places = (("sharded (FSDP2)", at.chosen, sharded), ("pipeline", even, pipeline))
+    trained = {"names": PLACED, "epochs": EPOCHS}
+    return [at.row(BITS, what, "trainings", one, judge_bits, {**trained, **placed}) for what, one, placed in places]
+
+
+def _tensor_rows(at: Places) -> list[Row]:
+    options = {"repeats": 2, "mesh": {"data": -1, "tensor": 2}, "on_tensor_axis": True, "names": [LATE]}
+    pairs = [at.first(size) for size in sorted({2, at.count - at.count % 2})] if at.count > 1 else [None]
+    judges = [partial(judge_tensor, is_first=number == 0) for number in range(len(pairs))]
+    options |= {"epochs": EPOCHS}
+    return [at.row(BITS, "DTensor", "trainings", one, judge, options) for one, judge in zip(pairs, judges, strict=True)]
+
+
+def _speed_rows(at: Places, where: Selection) -> list[Row]:
+    what, model = "time of a step by a plain loop's", GPU_MODEL if at.is_gpu else CPU_MODEL
+    rows = [at.row("speed", what, "speed", where, judge_speed, model)]
+    if where is at.chosen:
+        has_memory = at.is_gpu and at.count > 1 and min(each.memory_total for each in where.devices) >= MUCH_MEMORY
+        what, there = "time of a step by DistributedDataParallel's, 0.8 GB of gradients,", where if has_memory else None
+        rows.append(at.row("speed", what, "speed", there, judge_speed, LARGE_MODEL, NEEDS_MEMORY))
     return rows
 
 
@@ -330,6 +358,8 @@ def judge_waits(facts: Facts, known: Known) -> tuple[str, Mapping[str, float]]:
     """Host waits a step: none if the device checks the update, one if the host does; and polls, which are reported."""
     figures = {}
     for name, each in facts.items():
+        if name == "events":  # of the launcher, if the run heals
+            continue
         allowed = 0 if name == LATE else 1
         if each["waits"] + each["events"] > allowed * each["steps"]:
             lines = ", ".join(each["lines"]) or "an event"
