@@ -114,7 +114,8 @@ class FixedCost(StepObserver):
             return 0.0
         first, last = self._events
         last.synchronize()
-        return max(0.0, self._host - first.elapsed_time(last) / 1e3)
+        on_device: float = first.elapsed_time(last) / 1e3
+        return max(0.0, self._host - on_device)
 
     def _hint(self, step: "TrainStep", num_samples: int) -> None:
         """Prints the line if fewer microbatches would be much faster."""

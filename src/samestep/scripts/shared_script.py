@@ -233,7 +233,12 @@ def _of_this_process() -> SharedScript:
 def fixed_benchmark(tell: Callable[[str], object]) -> Patch:
     """Keeps `cudnn.benchmark` off, and says so if the script sets it, as scripts of any number of processes do."""
     kind: Any = type(torch.backends.cudnn)
-    return Patch(kind, "benchmark", property(lambda _: False, lambda _, asked: tell(BENCHMARK) if asked else None))
+
+    def refuse(_: Any, asked: bool) -> None:
+        if asked:
+            tell(BENCHMARK)
+
+    return Patch(kind, "benchmark", property(lambda _: False, refuse))
 
 
 def num_visible(script: SharedScript) -> int:
