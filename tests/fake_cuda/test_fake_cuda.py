@@ -53,7 +53,7 @@ def test_events_measure_the_time_of_the_device_and_not_that_of_the_host():
         import torch
 
         def seconds(work):
-            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            first, last = (torch.Event("cuda", enable_timing=True) for _ in range(2))
             big = torch.ones(1024, 1024, device="cuda")
             torch.cuda.synchronize()
             first.record()

@@ -76,7 +76,7 @@ GPU = """
 def test_on_a_gpu_the_hint_comes_only_if_the_host_takes_longer_than_the_device():
     # Each product takes the device some milliseconds; the host only queues it, and is ahead.
     (_, errors), (_, others) = (
-        run_processes(GPU.format(width=width, rows=rows, wait=wait), {})[0]
+        run_processes(GPU.format(width=width, rows=rows, wait=wait), {}, FAKE_CUDA_LATE_US="10000000")[0]
         for width, rows, wait in ((512, 512, 0.0), (4, 1, 0.01))
     )
     assert "microbatch" not in errors

@@ -48,7 +48,7 @@ class FixedCost(StepObserver):
         self._num_own, self._num_nodes = 0, 0
         self._gpu: torch.device | None = None  # in the step in which two microbatches are measured on it
         self._host = 0.0  # seconds in which the host queued the first of them
-        self._events: list[torch.cuda.Event] = []  # around the second on the device
+        self._events: list[torch.Event] = []  # around the second on the device
 
     def on_step(self, step: "TrainStep", batch: Any) -> None:
         """Notes when a step begins."""
@@ -103,8 +103,8 @@ class FixedCost(StepObserver):
             torch.cuda._sleep(int(min(2 * self._host, MOST_PAUSE) * CYCLES_A_SECOND))
             self._events.append(self._record(device))
 
-    def _record(self, device: torch.device) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
+    def _record(self, device: torch.device) -> torch.Event:
+        event = torch.Event(device, enable_timing=True)
         event.record(torch.cuda.current_stream(device))
         return event
 
