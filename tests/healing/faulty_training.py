@@ -120,9 +120,9 @@ class Faults:
 def striking(faults, real):
     """An exchange or a gather of a transport, before and after which things go wrong."""
 
-    def exchange(self, *args):
+    def exchange(self, *args, **options):
         faults.strike("exchange")
-        pending = real(self, *args)
+        pending = real(self, *args, **options)
         faults.strike("sent")
         return pending
 
