@@ -152,9 +152,10 @@ def make_rows(chosen: Selection, inventory: Inventory, quick: bool, timeout_seco
     both = [at.several] if at.several is at.shared or not at.is_gpu else [at.several, at.shared]
     collectives = [at.row("collectives", "collectives", COLLECTIVES, one, judge_collectives, asked) for one in both]
     collectives = [] if quick else collectives
-    watched = {"names": [LATE, PLACED[0]], "epochs": EPOCHS}
+    watched: dict[str, Any] = {"names": [LATE, PLACED[0]], "epochs": EPOCHS}
+    both_checks: dict[str, Any] = {"names": [LATE, CHECKED]}
     sanitized, waiting = ("stream sanitizer", "streams", judge_streams), ("host waits", "host_waits", judge_waits)
-    measured, both_checks = ("memory beside the parameters", "memory", judge_memory), {"names": [LATE, CHECKED]}
+    measured = "memory beside the parameters", "memory", judge_memory
     killed, once = {"name": LATE, "epochs": EPOCHS}, partial(judge_bits, is_first=True)
     rows = [
         *collectives[:1],
