@@ -149,6 +149,7 @@ def _serve(rank, world_size, place, chosen, store_path, pipe):
     from samestep.comm.group import GroupTransport
     from samestep.comm.rendezvous import Rendezvous
     from samestep.comm.transport import LocalTransport
+    from samestep.data.randomness import seed_process
 
     # As in supervised workers: what a failed program sent, and no rank received, would end the rank ten minutes later.
     os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
@@ -168,6 +169,9 @@ def _serve(rank, world_size, place, chosen, store_path, pipe):
         except EOFError:
             break
         try:
+            seed_process(
+                0
+            )  # what a program draws does not depend on those before it, of which ranks may have drawn more
             module, _, function = name.partition(":")
             program = getattr(importlib.import_module(module), function)
             result = _result(program(Communicator(device, transport, control, reduction), *args))

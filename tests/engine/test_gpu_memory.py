@@ -68,20 +68,22 @@ def digest():
 
 
 @pytest.mark.parametrize(
-    ("devices", "options", "peak", "at_update"),
+    ("devices", "options", "peak", "at_update", "reserved"),
     [
-        (2, {}, 2.4, 1.1),  # two sums of the tree, then the sum and what is under way
-        (8, {}, 1.3, 1.1),  # the sum, of which buckets leave as soon as they are made
-        (2, {"overlap": False}, 2.5, 1.1),
-        (4, {"shard_optimizer": True}, 2.3, 0.4),
+        (2, {}, 2.4, 1.1, 1.3),  # two sums of the tree, then the sum and what is under way
+        (8, {}, 1.3, 1.1, 1.3),  # the sum, of which buckets leave as soon as they are made
+        (2, {"overlap": False}, 3.2, 1.1, 1.3),  # two sums of the tree, and all of `.grad`
+        (4, {"shard_optimizer": True}, 2.3, 0.4, 1.6),  # the gathered parameters take memory of another size
     ],
     ids=str,
 )
-def test_a_step_holds_the_sums_of_the_tree_and_its_update_one_gradient(digest, devices, options, peak, at_update):
-    for rank, (found_peak, found_at_update, reserved, found) in enumerate(measure(devices, **options)):
+def test_a_step_holds_the_sums_of_the_tree_and_its_update_one_gradient(
+    digest, devices, options, peak, at_update, reserved
+):
+    for rank, (found_peak, found_at_update, found_reserved, found) in enumerate(measure(devices, **options)):
         assert found_peak < peak, rank
         assert found_at_update < at_update, rank
-        assert reserved < 1.3, f"rank {rank}: memory waits for a device that is two steps behind"
+        assert found_reserved < reserved, f"rank {rank}: memory waits for a device that is two steps behind"
         assert found == digest
 
 

@@ -73,7 +73,7 @@ def test_an_example_has_the_same_lines_and_bits_on_every_number_of_gpus(on_gpus,
         assert sorted(chunk for part in on_gpus[name, n][2] for chunk in part) == sorted(chunks[0])
 
 
-@pytest.mark.parametrize("name", ["arguments", "by_hand", "device_count_guard"])
+@pytest.mark.parametrize("name", ["by_hand", "errors", "logging_lines", "visible_devices"])
 def test_a_script_that_draws_nothing_on_its_devices_has_the_bits_of_simulated_ones(worlds, on_gpus, tmp_path, name):
     expected = run_pattern(worlds, 1, name, tmp_path)[0]
     found = on_gpus[name, 1][0]

@@ -89,7 +89,7 @@ TWINS = table("""
         engine.microbatch_runner.microbatch_seed = lambda *_: int(torch.randint(1 << 31, ()))
         | ranks | Program(blocks=("dropout",), microbatches=2)
     gradients are added in the order of the ranks:
-        comm.reduction.fold = lambda blocks, values: torch.stack(list(values)).sum(0)
+        comm.reduction.fold = lambda blocks, values, _=None: torch.stack(list(values)).sum(0)
         | ranks | Program(samples=10, batch=5, microbatches=5) | ranks=4
     the ragged end of an epoch is left out:
         data.loader.batch_length = lambda at, n, size, drop_last: real(at, n, size, True)
