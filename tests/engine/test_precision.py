@@ -223,6 +223,21 @@ def in_autocast_of_the_script(communicator, is_inside):
     return found, bits(step)
 
 
+def half_in_autocast(communicator, is_inside):
+    """Steps of a model in float16 within an autocast to bfloat16 or without: their losses and bits."""
+    model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1)).half()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = make_step(communicator, model, lambda model, x: model(x[0].half()).float().square().mean(), optimizer, 6)
+    with torch.autocast("cpu", torch.bfloat16, enabled=is_inside):
+        return [step(table()).loss for _ in range(3)], bits(model, optimizer)
+
+
+@cpu_only("autocast of the CPU")
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_an_autocast_of_the_script_changes_no_exchange(ranks):
+    assert in_turns(ranks, half_in_autocast, True) == in_turns(ranks, half_in_autocast, False)
+
+
 @cpu_only("autocast of the CPU")
 def test_an_autocast_of_the_script_keeps_no_weights_beyond_an_update():
     inside, outside = (in_turns(1, in_autocast_of_the_script, is_inside)[0] for is_inside in (True, False))

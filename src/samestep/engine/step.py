@@ -168,9 +168,13 @@ class TrainStep:
         self._read_available()
         self._check_process()
         self.observers.on_step(self, batch)
+        # The script's own autocast is for its forwards: under it torch refuses to join tensors of some dtypes.
+        kind = self.communicator.device.type
+        plain = torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
         try:
-            # Repeated from the same state if a rank is lost.
-            result = self.membership.perform(lambda: self._step(batch), "script")
+            with plain:
+                # Repeated from the same state if a rank is lost.
+                result = self.membership.perform(lambda: self._step(batch), "script")
         except BaseException as error:
             self.observers.on_failure(error)
             raise
