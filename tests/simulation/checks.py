@@ -176,7 +176,9 @@ def calls():
 def is_odd_or_all(case):
     """Whether the call of the last rank, if it makes another one, can be told from the others'."""
     drawn, ranks, (odd, at) = case
-    return odd is None or (ranks > 1 and at < len(drawn) and odd.name != drawn[at].name)
+    if odd is None or ranks == 1 or at >= len(drawn):
+        return odd is None
+    return odd.name.removesuffix("_single") != drawn[at].name.removesuffix("_single")  # one operation in two forms
 
 
 def schedules():

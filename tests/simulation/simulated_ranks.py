@@ -184,8 +184,12 @@ def check_plain(plain, one, folder, n):
 
 
 def check_nearly_plain(plain, one, folder, n):
-    for a, b in zip(one["weights"], plain()["weights"], strict=True):
-        assert abs(a - b) <= 1e-4 * (1 + abs(b)), (a, b)  # another order of the sums: float32, some steps
+    # Another order of the sums, in float32, over some steps: what a small change of the first weights comes to is the
+    # measure, since normalisation of nearly constant values magnifies each rounding.
+    expected, nudged = plain()["weights"], plain(nudge=2.0**-20)["weights"]
+    magnified = 4 * max(abs(a - b) for a, b in zip(nudged, expected, strict=True))
+    for a, b in zip(one["weights"], expected, strict=True):
+        assert abs(a - b) <= 1e-4 * (1 + abs(b)) + magnified, (a, b, magnified)
 
 
 def check_loops(train_by_hand, one, folder, n):
