@@ -1,11 +1,14 @@
 """The parameters that a step updates, where they lie, and that all ranks begin with the same."""
 
+from copy import deepcopy
+
 import pytest
 import torch
 from engine_programs import bits, in_turns, make_step, mean_squared, table
 from torch import nn
 from worlds import close_mesh, cpu_only
 
+from samestep.checkpoint.digest import state_digest
 from samestep.engine.parameters import move_model, named_parameters
 from samestep.errors import DeterminismError, UsageError
 from samestep.run.run import Run
@@ -375,3 +378,35 @@ def test_a_call_of_train_step_that_was_refused_is_corrected(alone, strategy):
     with pytest.raises(UsageError, match="late_check=True needs Adam or AdamW"):
         alone.train_step(model, optimizer, mean_squared, strategy=strategy, late_check=True)
     assert alone.train_step(model, optimizer, mean_squared, strategy=strategy)(table()).loss > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_numbers_of_an_optimizer_keep_their_dtype_when_a_script_loads_its_state(dtype):
+    def trained(num_steps, saved=()):
+        def program(communicator):
+            step, model, optimizer = made(communicator)
+            parts = [model, optimizer, step]
+            for part, state in zip(parts, saved, strict=False):
+                part.load_state_dict(state)
+            for _ in range(num_steps):
+                step((x, y))
+            return state_digest(model, optimizer), deepcopy([part.state_dict() for part in parts])
+
+        (result,) = in_turns(1, program)
+        return result
+
+    def made(communicator):
+        torch.manual_seed(0)
+        model = nn.Linear(5, 1, dtype=dtype)
+        optimizer = torch.optim.NAdam(model.parameters(), lr=0.02)
+        run = Run(8, 4, communicator=communicator)
+        return run.train_step(model, optimizer, lambda m, b: (m(b[0]) - b[1]).square().mean()), model, optimizer
+
+    x, y = (torch.randn(8, n, generator=torch.Generator().manual_seed(n)).to(dtype) for n in (5, 1))
+    whole, _ = trained(4)
+    _, half = trained(2)
+    assert trained(2, half)[0] == whole
+    # By itself torch casts the product of NAdam's momenta.
+    plain = torch.optim.NAdam(nn.Linear(5, 1, dtype=dtype).parameters(), lr=0.02)
+    plain.load_state_dict(half[1])
+    assert plain.state_dict()["state"][0]["mu_product"].dtype == dtype != half[1]["state"][0]["mu_product"].dtype

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -196,6 +197,29 @@ def move_states(optimizers: Sequence[Optimizer]) -> None:
                 for key, value in state.items():
                     if isinstance(value, Tensor) and value.device != parameter.device and (value.dim() or counts_too):
                         state[key] = value.to(parameter.device)
+
+
+def keep_numbers(optimizer: Optimizer) -> None:
+    """Lets numbers in the optimizer's state, 0-d tensors, keep their dtype when the script loads it."""
+    # torch casts all but `step` to the parameter's dtype: NAdam's product of momenta, float32 in every training, would
+    # have 16 or 64 bits in a resumed one.
+    saved: list[dict[str, Any]] = []
+
+    def before(_: Optimizer, state: dict[str, Any]) -> None:
+        saved[:] = [state]
+
+    def after(optimizer: Optimizer) -> None:
+        state, parameters = saved.pop(), [each for group in optimizer.param_groups for each in group["params"]]
+        indices = [index for group in state["param_groups"] for index in group["params"]]
+        for index, parameter in zip(indices, parameters, strict=True):
+            for name, number in state["state"].get(index, {}).items():
+                here = optimizer.state[parameter].get(name)
+                is_number = isinstance(number, Tensor) and isinstance(here, Tensor) and number.ndim == here.ndim == 0
+                if is_number and number.dtype != here.dtype:
+                    optimizer.state[parameter][name] = number.to(here.device, copy=True)
+
+    optimizer.register_load_state_dict_pre_hook(before)
+    optimizer.register_load_state_dict_post_hook(after)
 
 
 def _own_tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -40,7 +40,7 @@ from samestep.engine.gradients import divide, scale
 from samestep.engine.kernel_flags import ENFORCED, check_flags, kernel_flags
 from samestep.engine.losses import GlobalCounts, wide_dtype
 from samestep.engine.observer import HeartbeatObserver, Observers, StepObserver, observers_in_scope
-from samestep.engine.parameters import PurityCheck, is_tensor_parallel, move_states, named_parameters
+from samestep.engine.parameters import PurityCheck, is_tensor_parallel, keep_numbers, move_states, named_parameters
 from samestep.engine.result import ADVICE, Agreed, StepResult, StepStats, read_headers, write_header
 from samestep.engine.sharded_state import ShardedState
 from samestep.engine.side_effects import MOST_NAMES, WATCHED_STEPS, Traces
@@ -118,6 +118,8 @@ class TrainStep:
         try:
             self.strategy = make_strategy(membership, model, self.optimizers, config.strategy, options)
             move_states(self.optimizers)
+            for optimizer in self.optimizers:
+                keep_numbers(optimizer)
         except (RuntimeError, MemoryError) as error:
             from samestep.engine.diagnosis import describe_model_shortage, is_out_of_memory
 
