@@ -1,5 +1,6 @@
 """Buckets: layouts that lose nothing and keep borders."""
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -38,6 +39,20 @@ def test_views_write_through_and_keep_dense_strides():
     assert views[0].stride() == weight.stride()
     assert torch.equal(flat[flat != 0].sort().values, weight.flatten().sort().values)
     assert dense_strides(torch.randn(6, 4)[:, :2]) == (2, 1)
+
+
+@pytest.mark.parametrize("filled_bytes", [0, 1 << 30], ids=["gaps alone", "whole"])
+def test_gaps_of_unfilled_memory_are_zero_and_its_members_cover_the_rest(monkeypatch, filled_bytes):
+    monkeypatch.setattr("samestep.comm.buckets.FILLED_BYTES", filled_bytes)
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)  # NaN where nothing is written
+    torch.use_deterministic_algorithms(True)
+    tensors = [torch.randn(size) for size in (5, 64, 0, 130)]
+    (bucket,) = make_buckets(tensors, 1 << 20, 3)
+    flat, views = bucket.unfilled(tensors)
+    torch._foreach_copy_(views, [tensors[index] for index in bucket.members])
+    filled = bucket.empty()
+    torch._foreach_copy_(bucket.views(filled, tensors), [tensors[index] for index in bucket.members])
+    assert torch.equal(flat, filled)
 
 
 def test_buffers_begin_at_256_byte_borders():

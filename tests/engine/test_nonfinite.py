@@ -95,6 +95,23 @@ def test_a_plain_batch_is_named_by_its_rows():
     in_turns(2, program)
 
 
+def test_of_a_large_gradient_that_is_not_finite_both_siblings_are_named_where_one_rank_adds_them(monkeypatch):
+    monkeypatch.setattr("samestep.engine.gradients.REUSED_BYTES", 0)
+
+    def program(communicator, kind):
+        step = make_step(communicator, perceptron(), broken_at_bad_id(kind))
+        with pytest.raises(NonFiniteError) as raised:
+            step(tuple(t[:BATCH] for t in samples()))
+        return str(raised.value).partition("not finite: ")[2]
+
+    for world_size in (1, 2):
+        for told in in_turns(world_size, program, "gradient"):
+            rows = "rows 12 to 14 of the batch or rows 15 to 17 of the batch"
+            assert told.startswith("the gradient of microbatch 4 or 5 (nan; " + rows)
+    assert in_turns(8, program, "gradient")[0].startswith("the gradient of microbatch 4 (nan; rows 12 to 14 of")
+    assert in_turns(1, program, "loss")[0].startswith("the loss of microbatch 4 (nan; rows 12 to 14 of the batch)")
+
+
 @pytest.mark.parametrize("is_alone", [False, True])
 def test_the_imaginary_part_of_a_gradient_is_named(is_alone):
     def loss(model, batch):

@@ -1,12 +1,14 @@
 """Buckets: the layout of many tensors in a few flat ones, which travel in large messages."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from samestep.comm.reduction import ALIGNMENT_ELEMENTS
+
+FILLED_BYTES = 2**20  # up to which a flat tensor is zeroed whole, by one launch, and not its gaps alone
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,18 @@ class Bucket:
     def empty(self) -> Tensor:
         """A flat tensor of this layout, filled with zeros, on a 256-byte border."""
         return aligned_zeros(self.numel, self.dtype, self.device)
+
+    def unfilled(self, tensors: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """A flat tensor whose gaps are zero and whose members may be anything, and its `views`."""
+        if self.numel * self.dtype.itemsize <= FILLED_BYTES:
+            flat = self.empty()
+            return flat, self.views(flat, tensors)
+        flat = _aligned(torch.empty, self.numel, self.dtype, self.device)
+        ends = [offset + tensors[i].numel() for i, offset in zip(self.members, self.offsets, strict=True)]
+        borders = zip(ends, [*self.offsets[1:], self.numel], strict=True)
+        if gaps := [flat[end:start] for end, start in borders if end < start]:
+            torch._foreach_zero_(gaps)
+        return flat, self.views(flat, tensors)
 
     def views(self, flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The members as views of a flat tensor, with the shapes and (where dense) the strides of `tensors`."""
@@ -55,9 +69,13 @@ def make_buckets(tensors: Sequence[Tensor], bucket_bytes: int, world_size: int) 
 
 def aligned_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A flat tensor of zeros that starts at a 256-byte border."""
+    return _aligned(torch.zeros, numel, dtype, device)
+
+
+def _aligned(make: Callable[..., Tensor], numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     # Kernels choose their code path by alignment, and torch's CPU allocator promises 64 bytes only.
     spare = 256 // dtype.itemsize
-    block = torch.zeros(numel + spare, dtype=dtype, device=device)
+    block = make(numel + spare, dtype=dtype, device=device)
     start = (-block.data_ptr() % 256) // dtype.itemsize
     return block[start : start + numel]
 

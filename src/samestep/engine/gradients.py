@@ -101,6 +101,7 @@ class GradientSum(MicrobatchGradients):
     def begin(self, blocks_by_rank: Sequence[Sequence[Block]]) -> None:
         self._blocks_by_rank = blocks_by_rank
         self._is_only = sum(block.size for blocks in blocks_by_rank for block in blocks) == 1
+        self._alone = {block for blocks in blocks_by_rank for block in blocks if block.size == 1}  # without a sibling
         # The sums of the step before are never written to again, since the user may hold them as `parameter.grad`.
         self._trees = [self._new_tree(number) for number in range(len(self._buckets))]
         self._started: list[Reduction] = []  # in the order of the buckets, which is that of all ranks
@@ -136,7 +137,8 @@ class GradientSum(MicrobatchGradients):
     def push(self, microbatch: int, loss: Tensor) -> Tensor:
         """Pushes a microbatch's `.grad` on the tree; returns a sum that is not finite if one of its elements is not.
 
-        Of a right leaf it is the sum of both siblings; for the only microbatch of a step zero: the norm tells the same.
+        Of a right leaf it is the sum of both siblings, and zero of the left one if the gradient is large; for the only
+        microbatch of a step zero: the norm tells the same.
         """
         for number in range(len(self._totals), len(self._buckets)):
             self._push_bucket(number, microbatch)
@@ -217,8 +219,7 @@ class GradientSum(MicrobatchGradients):
         """Memory for the gradients of one bucket, whose gaps between the members are zero."""
         if self._spare[number]:
             return self._spare[number].pop()  # the gaps of both operands were zero, and so are those of their sum
-        flat = self._buckets[number].empty()
-        return FlatSum(flat, self._buckets[number].views(flat, self.parameters))
+        return FlatSum(*self._buckets[number].unfilled(self.parameters))
 
     def _views(self, number: int) -> list[Tensor]:
         """The members' sums, as views of a bucket's result."""
@@ -261,8 +262,9 @@ class GradientSum(MicrobatchGradients):
         if not self._observers.reads_gradients:  # else the next buckets are added to while all of `.grad` is there
             for index in bucket.members:
                 self.parameters[index].grad = None
-        # Not finite if this or the left microbatch's are not: only the first of them is named.
-        self._totals.append(self._zero if self._is_only else finite_sum(total.flat))
+        # Not finite if this or the left microbatch's are not. A large gradient is read once for both siblings.
+        is_read = not self._is_only and (self._reuses or left is not None or block in self._alone)
+        self._totals.append(finite_sum(total.flat) if is_read else self._zero)
         # The left sibling's memory takes the sum, so about 1 + log2 of this rank's microbatches are alive at once.
         tree.push(block if left is None else Block(microbatch - 1, 2), total)
         if self._last_microbatch is not None and self._communicator.world_size > 1:

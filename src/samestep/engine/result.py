@@ -338,8 +338,11 @@ class StepResult:
         for microbatch, (total, _, gradient) in enumerate(rows):
             if not _is_finite(total) or not _is_finite(gradient):
                 what, value = ("gradient", gradient) if _is_finite(total) else ("loss", total)
-                samples = self._batch.describe_microbatch(microbatch, self._num_microbatches)
-                where = f"the {what} of microbatch {microbatch} ({value}; {samples})"
+                # Of a large gradient the sum of two siblings was read, and zero stands for the left one's.
+                is_either = what == "gradient" and microbatch % 2 == 1 and rows[microbatch - 1][2] == 0
+                those = [microbatch - 1, microbatch] if is_either else [microbatch]
+                samples = " or ".join(self._batch.describe_microbatch(one, self._num_microbatches) for one in those)
+                where = f"the {what} of microbatch {' or '.join(map(str, those))} ({value}; {samples})"
                 break
         else:
             if values[1] == 0:
