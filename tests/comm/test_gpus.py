@@ -19,7 +19,8 @@ CHOOSE = """
     place, timeout = read_environment(), timedelta(seconds=100)
     device = own_device(None, place)
     store = rendezvous(place, timeout)
-    print(device, have_own_gpus(Rendezvous(store, place, timeout), device))
+    met = Rendezvous(store, place, timeout)
+    print(device, have_own_gpus(met.gather_words, place.rank, device, place.transport == "auto"))
     store.set(f"read by {place.rank}", "yes")
     store.wait([f"read by {rank}" for rank in range(place.world_size)], timeout)
 """

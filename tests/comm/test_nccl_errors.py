@@ -5,7 +5,7 @@ import sys
 from textwrap import dedent
 
 import pytest
-from gpus import environment, needs_fake_gpus
+from gpus import environment, needs_fake_gpus, places, run_processes, run_ranks, told
 
 from samestep.comm.nccl_errors import nccl_failure
 from samestep.errors import DeviceError, OutOfMemoryError
@@ -71,9 +71,11 @@ def fail(folder, fault, *options):
     ("fault", "said", "text"),
     [
         ("memory 1 1", "out of memory: NCCL finds none on the GPU of rank 1", "Failed to CUDA calloc async"),
+        ("memory 1 1 blocks", "out of memory: NCCL finds none on the GPU of rank 1", "Failed to CUDA calloc async"),
         ("shm 2 1", "rank 2 cannot exchange by NCCL: /dev/shm is too small", "No space left on device (28)"),
+        ("shm 2 0", "make it larger (docker run --shm-size=1g, or --ipc=host)", "No space left on device (28)"),
     ],
-    ids=["memory", "/dev/shm"],
+    ids=["memory", "memory, while others connect", "/dev/shm", "/dev/shm when NCCL starts"],
 )
 def test_an_error_in_the_first_exchange_is_found_before_the_model_and_raised_on_every_rank(tmp_path, fault, said, text):
     status, output, errors = fail(tmp_path, fault)
@@ -110,3 +112,66 @@ HURRY = """import samestep
     from samestep.comm import membership
     membership.NOTICE_SECONDS, membership.QUORUM_SECONDS = 0.1, 3.0
 """
+
+
+GROUPS = """
+    import torch
+    import samestep
+
+    try:
+        run = samestep.Run(8, 4, device="cuda", timeout_seconds=60, **{options})
+        {more}
+        print("connected")
+    except samestep.SamestepError as error:
+        print(type(error).__name__, error)
+    """
+STAGES = """model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+        run.train_step(model, torch.optim.SGD(model.parameters()), lambda m, x: m(x).sum(1), strategy="pipeline")"""
+PIPE, TENSOR = {"mesh": {"data": 2, "pipe": 2}}, {"mesh": {"data": 2, "tensor": 2}}
+
+
+@needs_fake_gpus
+@pytest.mark.parametrize(
+    ("options", "more", "fault"),
+    [
+        (PIPE, "pass", "memory 1 2"),
+        (PIPE, "pass", "memory 1 3"),
+        (PIPE, STAGES, "memory 1 4"),
+        (TENSOR, "run.mesh", "memory 1 5"),
+        ({}, "pass", "memory 1 2"),
+        ({}, "pass", "memory 1 3"),
+    ],
+    ids=["data axis", "pipe axis", "between stages", "torch's mesh", "within nodes", "between nodes"],
+)
+def test_an_error_in_the_first_exchange_of_some_ranks_is_raised_on_all(options, more, fault):
+    ranks = places(4)
+    if not options:  # two nodes of two
+        for rank, place in enumerate(ranks):
+            ids = f"{rank // 2 * 2},{rank // 2 * 2 + 1}"
+            place |= {"LOCAL_RANK": str(rank % 2), "LOCAL_WORLD_SIZE": "2", "CUDA_VISIBLE_DEVICES": ids}
+    program = GROUPS.format(options=options, more=more)
+    for said, errors in run_processes(program, *ranks, devices=4, FAKE_NCCL_FAULT=fault, OMP_NUM_THREADS="1"):
+        assert said.startswith("OutOfMemoryError out of memory: NCCL finds none on the GPU of rank 1 "), said + errors
+        assert "Failed to CUDA calloc async" in said
+
+
+ORDERED = """
+    import samestep
+    samestep.register_backend()
+    backend = "samestep"
+    connect(seconds=60)
+    try:
+        dist.all_reduce(torch.ones(4, device=device))
+        tell(error="none")
+    except samestep.SamestepError as error:
+        tell(error=f"{type(error).__name__} {error}")
+    os._exit(0)
+"""
+
+
+@needs_fake_gpus
+@pytest.mark.parametrize("fault", ["shm 1 1", "shm 1 0"], ids=["first exchange", "when NCCL starts"])
+def test_an_error_of_nccl_s_in_a_script_s_process_group_is_raised_on_all_its_ranks(tmp_path, fault):
+    for rank, found in enumerate(told(run_ranks(tmp_path, ORDERED, 3, FAKE_NCCL_FAULT=fault))):
+        if rank == 1 or fault == "shm 1 1":
+            assert found["error"].startswith("DeviceError rank 1 cannot exchange by NCCL: /dev/shm is too small"), rank

@@ -18,6 +18,8 @@
 #include <set>
 #include <sstream>
 
+#include <unistd.h>
+
 namespace fake_cuda { void bind_nccl(pybind11::module_&); }
 
 namespace fake_cuda::nccl {
@@ -41,17 +43,22 @@ class Timer final : public c10d::Timer {
 
 std::atomic<int64_t> num_groups{0};
 
-// FAKE_NCCL_FAULT="KIND RANK N": the N-th all-to-all of that rank fails as NCCL fails for want of memory, by a system call
-// or because it is used wrongly; KIND is "memory", "shm", "interface", "usage" or "remote", the loss of a peer.
-void fail_if_asked(int rank) {
+// FAKE_NCCL_FAULT="KIND RANK N": the N-th all-to-all or send of that rank fails as NCCL fails for want of memory, by a
+// system call or because it is used wrongly; KIND is "memory", "shm", "interface", "usage" or "remote", the loss of a
+// peer. With N = 0 it is the first communicator. A fourth word has the other ranks' N-th call block the host: as NCCL's
+// does that connects to a peer.
+void fail_if_asked(int rank, bool connects = false) {
   static const char* asked = std::getenv("FAKE_NCCL_FAULT");
   static std::atomic<int> calls{0};
   if (!asked || !*asked) return;
   std::istringstream words(asked);
   std::string kind;
   int who = -1, call = 0;
-  words >> kind >> who >> call;
-  if (rank != who || ++calls != call) return;
+  std::string others;
+  words >> kind >> who >> call >> others;
+  if (connects ? call != 0 : ++calls != call) return;
+  if (rank != who && others.empty()) return;
+  while (rank != who) pause();
   static const std::map<std::string, const char*> texts{
       {"memory", "unhandled cuda error (run with NCCL_DEBUG=INFO for details), NCCL version %\nncclUnhandledCudaError: Call "
                  "to CUDA function failed.\nLast error:\nFailed to CUDA calloc async 2097152 bytes: out of memory"},
@@ -235,6 +242,7 @@ class NCCL final : public c10d::Backend {
   }
 
   WorkPtr send(Tensors& tensors, int peer, int) override {
+    fail_if_asked(global_rank_);
     const auto values = flat(only(tensors));
     Exchange e;
     e.outs.push_back({peer, [=] { return bytes_of(values); }});
@@ -337,6 +345,7 @@ class NCCL final : public c10d::Backend {
         C10_THROW_ERROR(DistBackendError,
                         c10::str("NCCL communicator was aborted on rank ", global_rank_, ". ", group_->reason));
     }
+    fail_if_asked(global_rank_, true);
     auto made = std::make_shared<Communicator>();
     made->rank = rank_;
     made->device = device;

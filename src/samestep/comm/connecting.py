@@ -16,23 +16,21 @@ import torch
 import torch.distributed as dist
 
 from samestep.comm.environment import Environment, chosen_transport
-from samestep.comm.group import GroupTransport
+from samestep.comm.group import GroupTransport, exchange_a_byte, nccl_tried
 from samestep.comm.heartbeat import PAGE_VARIABLE
 from samestep.comm.hierarchical_reduction import connect_nodes
 from samestep.comm.nccl_errors import nccl_failure
 from samestep.comm.rendezvous import Rendezvous, meet, not_connected, rendezvous, store_host
 from samestep.comm.segment import NoSegmentError, map_segment
 from samestep.comm.shared_memory import SharedTransport
-from samestep.comm.transport import Connection, wait_until
+from samestep.comm.transport import Connection
 from samestep.devices.inventory import usable_cores
 from samestep.errors import PeerLostError, SamestepError, UsageError
 from samestep.text import notify
 
 CONNECT_SECONDS = 10.0
-MESSAGE_BYTES = 4096  # of NCCL's text
 NO_NCCL = "no NCCL"
 FIRST = -1  # priority of a stream: else each of the small sums waits until the kernels of a backward leave room
-GPU_NAME_BYTES = 64  # of a UUID as text, and zeros
 
 
 def connect(environment: Environment, device: torch.device, timeout: timedelta) -> tuple[Connection, Connection]:
@@ -62,8 +60,8 @@ def connect_at(
 ) -> tuple[Connection, Connection]:
     """Connects ranks that have met, as `connect` and `reconnect`; `timeout` is that of later exchanges."""
     store, place = met.store, met.place
-    has_own_gpu = device.type == "cuda" and have_own_gpus(met, device)
-    backend = "nccl" if has_own_gpu else "gloo"
+    words, may = met.part("gpus").gather_words, place.transport == "auto"
+    backend = "nccl" if device.type == "cuda" and have_own_gpus(words, place.rank, device, may) else "gloo"
     host = store_host(place)
     # Only a supervisor that sees all ranks can announce a quorum: no healing over several nodes.
     can_heal = place.heals and host is None and place.local_world_size == place.world_size
@@ -97,41 +95,17 @@ def connect_at(
         transport.stream = torch.cuda.Stream(device, priority=FIRST)
     small = transport if control is None else GroupTransport(control, calls, timeout, host)
     try:
-        try_nccl(transport, shared or small, timeout, met.check)
+        if backend == "nccl":
+            with nccl_tried(shared or small, device, timeout, met.check):
+                exchange_a_byte(transport, device)
         if by_nodes and shared is None:
-            transport.nodes = connect_nodes(small, met, backend, timeout)
+            transport.nodes = connect_nodes(small, met, backend, device, timeout)
     except SamestepError:
         transport.abandon()
         if shared is not None:
             shared.close()
         raise
     return transport, shared or small
-
-
-def try_nccl(transport: GroupTransport, control: Connection, timeout: timedelta, check: Callable[[], None]) -> None:
-    """Exchanges a few bytes by NCCL, if the transport is one; raises the error of the first rank that has one on all.
-
-    NCCL connects the ranks, and makes its buffers, at the first message of a kind: now, before the model takes the
-    memory, and not in the first backward. `check` is that of waits.
-    """
-    if transport.stream is None:
-        return
-    said, stream, ranks = b"", transport.stream, transport.world_size
-    try:
-        with torch.cuda.stream(stream):
-            part = torch.zeros(ranks, dtype=torch.uint8, device=stream.device)
-            transport.exchange(part, [1] * ranks, [1] * ranks).wait()
-            transport.gather(part).wait()
-    except PeerLostError:
-        raise
-    except SamestepError as error:
-        said = str(error.__cause__).encode()[:MESSAGE_BYTES]
-    # All hear of it before they wait for the device: what NCCL has queued on the others never ends.
-    message = torch.tensor([*said, *bytes(MESSAGE_BYTES - len(said))], dtype=torch.uint8)
-    for rank, row in enumerate(control.gather(message).wait().view(ranks, MESSAGE_BYTES).numpy()):
-        if text := row.tobytes().rstrip(b"\0").decode(errors="replace"):
-            raise nccl_failure(text, rank) or PeerLostError(text)
-    wait_until(stream.record_event().query, check, timeout.total_seconds())
 
 
 def connect_process_group(
@@ -189,29 +163,32 @@ def connect_gpus(
         timeout: of every operation.
         may: whether this rank may use NCCL; if one may not, none does.
     """
-    may = may and chosen_transport() == "auto"
-    gpu = [*str(torch.cuda.get_device_properties(device).uuid).encode()] if may else []
-    words = host.gather(torch.tensor([*gpu, *[0] * (GPU_NAME_BYTES - len(gpu))], dtype=torch.uint8)).wait()
-    rows = words.view(host.world_size, GPU_NAME_BYTES).tolist()
-    if host.world_size == 1 or any(rows.count(row) > 1 or not any(row) for row in rows):
+    if not have_own_gpus(host.gather_words, host.rank, device, may and chosen_transport() == "auto"):
         return None
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     nccl = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), host.rank, host.world_size, options)
-    return GroupTransport(None, dist.PrefixStore("nccl calls", store), timeout, backend=nccl)
+    transport = GroupTransport(None, dist.PrefixStore("nccl calls", store), timeout, backend=nccl)
+    transport.ranks, transport.run_size = host.ranks, host.run_size
+    try:
+        with nccl_tried(host, device, timeout):
+            exchange_a_byte(transport, device)
+    except SamestepError:
+        nccl.abort()  # what NCCL has queued never ends
+        raise
+    return transport
 
 
-def have_own_gpus(met: Rendezvous, device: torch.device) -> bool:
-    """Whether each rank has a GPU to itself, as NCCL needs; the same on all ranks, all of which call it.
+def have_own_gpus(gather_words: Callable[[str], list[str]], rank: int, device: torch.device, may: bool) -> bool:
+    """Whether each rank has a GPU to itself, as NCCL needs, and may use it; all ranks call it, and get the same.
 
     By the identifiers of the GPUs: under Slurm each process may see one GPU, another one each, and call it cuda:0.
     """
-    gpu = str(torch.cuda.get_device_properties(device).uuid)
-    words = met.part("gpus").gather_words(gpu if met.place.transport == "auto" else NO_NCCL)
+    words = gather_words(str(torch.cuda.get_device_properties(device).uuid) if may else NO_NCCL)
     sharing = [str(rank) for rank, word in enumerate(words) if words.count(word) > 1]
     if NO_NCCL in words:
         return False
-    if sharing and met.place.rank == 0:
+    if sharing and rank == 0:
         notify(
             f"ranks {', '.join(sharing)} have no GPU to themselves, so all ranks exchange through host "
             "memory instead of NCCL: start one rank a GPU, or set SAMESTEP_TRANSPORT=gloo if this is meant"
@@ -230,6 +207,10 @@ def _join_group(met: Rendezvous, backend: str, device: torch.device, timeout: ti
     # imports it: after the group is made, that would keep the connections open for good. So it is imported before.
     import torch.distributed.nn.functional  # noqa: F401 - for when it is imported
 
+    options = None
+    if backend == "nccl":
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        options._timeout = connect_timeout  # else torch warns that it differs from the argument
     met.store.set_timeout(connect_timeout)  # by which NCCL's ranks find each other, whatever the group's timeout
     try:
         dist.init_process_group(
@@ -239,7 +220,7 @@ def _join_group(met: Rendezvous, backend: str, device: torch.device, timeout: ti
             world_size=met.place.world_size,
             timeout=connect_timeout,
             device_id=device if backend == "nccl" else None,
-            pg_options=dist.ProcessGroupNCCL.Options(is_high_priority_stream=True) if backend == "nccl" else None,
+            pg_options=options,
         )
     finally:
         met.store.set_timeout(timeout)
@@ -263,6 +244,13 @@ def _adopt_group(environment: Environment, device: torch.device, timeout: timede
         transport.stream = torch.cuda.Stream(device, priority=FIRST)
     # No shared memory here: the script's group may have no store that all ranks reach.
     met = Rendezvous(calls, replace(environment, transport="gloo"), timeout)
-    try_nccl(transport, host, timeout, met.check)
-    transport.nodes = connect_nodes(host, met, backend, timeout)
+    try:
+        if backend == "nccl":
+            with nccl_tried(host, device, timeout):
+                exchange_a_byte(transport, device)
+        transport.nodes = connect_nodes(host, met, backend, device, timeout)
+    except SamestepError:
+        if backend == "nccl":
+            transport.abandon()  # what NCCL has queued never ends
+        raise
     return transport, host

@@ -2,8 +2,8 @@
 
 import math
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any, cast
 
@@ -13,10 +13,13 @@ from torch import Tensor
 
 from samestep.comm.nccl_errors import nccl_failure
 from samestep.comm.rendezvous import roll_call
-from samestep.comm.transport import Connection, Pending, repeat_to_all, wait_until
+from samestep.comm.transport import Connection, Pending, Transport, repeat_to_all, wait_until
 from samestep.errors import PeerLostError, SamestepError
 
 ROLL_CALL_SECONDS = 5.0
+FAILURE_SECONDS = (
+    10.0  # in which the ranks hear of NCCL's error on one, unless NCCL holds them back until that one ends
+)
 NO_LIMIT = timedelta(days=365)
 LATENCY_BYTES = {"gloo": 256 << 10, "nccl": 1 << 20}
 """The cost of a message in bytes: gloo's is measured (benchmarks/transport.py --forms). NCCL's is an estimate,
@@ -148,17 +151,13 @@ class GroupTransport(Connection):
     def _all_to_all(
         self, received: Tensor, sent: Tensor, received_sizes: list[int], sizes: list[int]
     ) -> dist.Work | None:
-        if self._backend is None and self._timeout < math.inf:
-            work = dist.all_to_all_single(received, sent, received_sizes, sizes, group=self.group, async_op=True)
-        else:
-            options = dist.AllToAllOptions()
-            if self._timeout == math.inf:
-                options.timeout = NO_LIMIT  # gloo fails all the same once the other process has ended
-            group: Any = self._backend or self.group or dist.group.WORLD
-            # The second is the name until torch 2.13.
-            all_to_all = getattr(group, "all_to_all_single", None) or group.alltoall_base
-            work = all_to_all(received, sent, received_sizes, sizes, options)
-        return cast(dist.Work | None, work)
+        options = dist.AllToAllOptions()
+        # Without a limit gloo fails all the same once the other process has ended.
+        options.timeout = NO_LIMIT if self._timeout == math.inf else timedelta(seconds=self._timeout)
+        group: Any = self._backend or self.group or dist.group.WORLD
+        # The second is the name until torch 2.13.
+        all_to_all = getattr(group, "all_to_all_single", None) or group.alltoall_base
+        return cast(dist.Work | None, all_to_all(received, sent, received_sizes, sizes, options))
 
     @contextmanager
     def failures_named(self) -> Iterator[None]:
@@ -207,6 +206,40 @@ class GroupPending:
             if self._work is not None:
                 self._transport.wait_for(self._work)
         return self._received.to(self._device)
+
+
+@contextmanager
+def nccl_tried(
+    control: Connection, device: torch.device, timeout: timedelta, check: Callable[[], None] = lambda: None
+) -> Iterator[None]:
+    """Connects ranks by NCCL in its block; NCCL's error on one rank is raised on all ranks of `control`.
+
+    NCCL makes its buffers at the first message of a kind (`exchange_a_byte`): now, before the model takes the memory,
+    and not in the first backward. `check` is that of waits.
+    """
+    said = ""
+    try:
+        yield
+    except PeerLostError:
+        raise
+    except (SamestepError, RuntimeError) as error:
+        said = str(error.__cause__ or error)
+        control.limit_waits(min(timeout, timedelta(seconds=FAILURE_SECONDS)))
+    # All hear of it before they wait for the device: what NCCL has queued on the others never ends.
+    words = {control.rank: said}
+    with suppress(PeerLostError) if said else nullcontext():
+        words = dict(enumerate(control.gather_words(said)))
+    for rank, text in words.items():
+        if text:
+            raise nccl_failure(text, control.ranks[rank]) or PeerLostError(text)
+    wait_until(torch.cuda.current_stream(device).record_event().query, check, timeout.total_seconds())
+
+
+def exchange_a_byte(transport: Transport, device: torch.device) -> None:
+    """An exchange and a gather by NCCL, for which the device's current stream waits."""
+    part, ones = torch.zeros(transport.world_size, dtype=torch.uint8, device=device), [1] * transport.world_size
+    transport.exchange(part, ones, ones).wait()
+    transport.gather(part).wait()
 
 
 def subgroup(

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from samestep.comm.environment import Environment
-from samestep.comm.group import GroupTransport, subgroup
+from samestep.comm.group import GroupTransport, exchange_a_byte, nccl_tried, subgroup
 from samestep.comm.reduction import fold_received, merge_blocks, merge_received, scatter
 from samestep.comm.rendezvous import Rendezvous
 from samestep.comm.segment import NoSegmentError, map_segment
@@ -90,7 +90,9 @@ def node_size(places: Sequence[tuple[int, int]]) -> int | None:
     return size if list(places) == [(rank % size, size) for rank in range(len(places))] else None
 
 
-def connect_nodes(control: GroupTransport, met: Rendezvous, backend: str, timeout: timedelta) -> Nodes | None:
+def connect_nodes(
+    control: GroupTransport, met: Rendezvous, backend: str, device: torch.device, timeout: timedelta
+) -> Nodes | None:
     """Connects ranks that have a process group within and between their nodes; None for a flat reduction."""
     rank, num_ranks = control.rank, control.world_size
     # All ranks decide by the words of all: a variable that is set on one node only must not split the ranks.
@@ -105,9 +107,13 @@ def connect_nodes(control: GroupTransport, met: Rendezvous, backend: str, timeou
     try:
         if backend == "gloo":
             within = _share_in_node(control, met, nodes[rank // size], timeout)
-        if within is None:
-            within = subgroup(nodes, rank, backend, met.store, timeout)
-        return Nodes(within, subgroup(same_local_ranks, rank, backend, met.store, timeout))
+        with nccl_tried(control, device, timeout, met.check) if backend == "nccl" else contextlib.nullcontext():
+            within = within or subgroup(nodes, rank, backend, met.store, timeout)
+            between = subgroup(same_local_ranks, rank, backend, met.store, timeout)
+            if backend == "nccl":
+                exchange_a_byte(within, device)
+                exchange_a_byte(between, device)
+        return Nodes(within, between)
     except (RuntimeError, PeerLostError) as error:
         if within is not None:
             within.abandon()

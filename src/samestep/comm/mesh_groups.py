@@ -3,6 +3,8 @@
 Imported only by runs with a mesh or sharded state: it loads half of torch.distributed.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 
@@ -12,11 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from samestep.comm.communicator import Communicator
 from samestep.comm.connecting import FIRST
-from samestep.comm.group import GroupTransport, subgroup
+from samestep.comm.group import GroupTransport, exchange_a_byte, nccl_tried, subgroup
 from samestep.comm.shared_memory import SharedTransport
-from samestep.comm.transport import LocalTransport
+from samestep.comm.transport import Connection, LocalTransport
 from samestep.core.mesh import AXES, Mesh
-from samestep.errors import UsageError
+from samestep.errors import SamestepError, UsageError
 
 DATA_AXIS = "data"
 
@@ -34,10 +36,26 @@ def connect_axes(communicator: Communicator, mesh: Mesh, timeout: timedelta) -> 
         else:
             control = transport = connect_lines(communicator, mesh, axis, "gloo", timeout)
             if communicator.transport.stream is not None:
-                transport = connect_lines(communicator, mesh, axis, "nccl", timeout)
+                with nccl_tried_by_all(communicator, timeout):
+                    transport = connect_lines(communicator, mesh, axis, "nccl", timeout)
+                    exchange_a_byte(transport, communicator.device)
                 transport.stream = torch.cuda.Stream(communicator.device, priority=FIRST)
             communicators[axis] = replace(communicator, transport=transport, control=control)
     return communicators
+
+
+@contextmanager
+def nccl_tried_by_all(communicator: Communicator, timeout: timedelta) -> Iterator[None]:
+    """`nccl_tried` for groups of some ranks: all ranks enter it, whichever groups they are in."""
+    transport, control = communicator.transport, communicator.control
+    assert isinstance(transport, Connection), "ranks with NCCL are processes"
+    assert isinstance(control, Connection), "ranks with NCCL are processes"
+    try:
+        with nccl_tried(control, communicator.device, timeout):
+            yield
+    except SamestepError:
+        transport.abandon()  # what NCCL has queued never ends
+        raise
 
 
 def connect_lines(
@@ -56,15 +74,20 @@ def data_mesh(communicator: Communicator, timeout: timedelta) -> DeviceMesh:
 
 def device_mesh(communicator: Communicator, mesh: Mesh, timeout: timedelta) -> DeviceMesh:
     """torch's mesh with the axes of `mesh`, over all ranks; all of them call it."""
-    join_group(communicator, timeout)
+    store = join_group(communicator, timeout)
     own: list[dist.ProcessGroup] = []
-    # Every rank makes the groups of all lines, in the same order: torch numbers groups by counting.
-    for axis in AXES:
-        for line in mesh.lines(axis):
-            group = dist.new_group(list(line), timeout=timeout)
-            if communicator.rank in line:
-                assert isinstance(group, dist.ProcessGroup), "this rank is in it"
-                own.append(group)
+    over_nccl = communicator.transport.stream is not None
+    with nccl_tried_by_all(communicator, timeout) if over_nccl else nullcontext():
+        # Every rank makes the groups of all lines, in the same order: torch numbers groups by counting.
+        for axis in AXES:
+            for line in mesh.lines(axis):
+                group = dist.new_group(list(line), timeout=timeout)
+                if communicator.rank in line:
+                    assert isinstance(group, dist.ProcessGroup), "this rank is in it"
+                    own.append(group)
+        for group in own:
+            if over_nccl and group.size() > 1:
+                exchange_a_byte(GroupTransport(group, store, timeout), communicator.device)
     communicator.barrier()  # a rank that ends at once must not close gloo's connections while others still make them
     ranks = torch.arange(communicator.world_size).view([mesh.sizes[axis] for axis in AXES])
     # Not init_device_mesh, whose groups have torch's timeout and not that of the run.

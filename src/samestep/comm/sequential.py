@@ -116,6 +116,7 @@ class SequentialWorld:
 class SequentialTransport:
     """One rank's end of a `SequentialWorld`."""
 
+    through_host = False
     nodes = None
     stream: torch.cuda.Stream | None = None
 

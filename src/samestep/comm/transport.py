@@ -19,6 +19,7 @@ from torch import Tensor
 from samestep.core.tree import Block
 from samestep.errors import DeterminismError, PeerLostError
 
+WORD_BYTES = 4096  # of a word that ranks gather: a longer one, of NCCL's, is cut
 ARRIVAL_POLL_SECONDS = 20e-6  # much less than a step, and the host has nothing else to do
 ADVICE = (
     "do all ranks take the same number of steps? A rank that needs more time than {:g} s for its microbatches needs a "
@@ -68,6 +69,7 @@ class Transport(Protocol):
     # The cost of one message in bytes: receiving fewer more is cheaper than another message. The same on all ranks,
     # which must choose the same form of the reduction.
     latency_bytes: int
+    through_host: bool  # whether tensors of an accelerator go through host memory
 
     @property
     def nodes(self) -> "NodeReduction | None":
@@ -120,6 +122,7 @@ class Connection(Transport):
 
     nodes: "NodeReduction | None" = None
     stream: torch.cuda.Stream | None = None
+    through_host = True
 
     def __init__(self, rank: int, world_size: int, timeout: timedelta, healing_store: dist.Store | None) -> None:
         self.rank = rank
@@ -145,6 +148,13 @@ class Connection(Transport):
             self.gather(torch.zeros(1, dtype=torch.uint8)).wait()
         finally:
             self._timeout = limit
+
+    def gather_words(self, word: str) -> list[str]:
+        """The words of all ranks, by rank."""
+        said = word.encode()[:WORD_BYTES]
+        part = torch.tensor([*said, *bytes(WORD_BYTES - len(said))], dtype=torch.uint8)
+        rows = self.gather(part).wait().view(self.world_size, WORD_BYTES).numpy()
+        return [row.tobytes().rstrip(b"\0").decode(errors="replace") for row in rows]
 
     def abandon(self) -> None:
         """Drops the connections after a failure, without waiting for transfers under way; peers' transfers fail."""
@@ -226,6 +236,7 @@ class LocalTransport:
     rank = 0
     world_size = 1
     latency_bytes = 0
+    through_host = False
     nodes = None
     stream = None
 

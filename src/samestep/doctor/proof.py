@@ -219,12 +219,16 @@ def _tensor_rows(at: Places) -> list[Row]:
 
 
 def _speed_rows(at: Places, where: Selection) -> list[Row]:
-    what, model = "time of a step by a plain loop's", GPU_MODEL if at.is_gpu else CPU_MODEL
-    rows = [at.row("speed", what, "speed", where, judge_speed, model)]
+    what, model, small = (
+        "time of a step by a plain loop's",
+        GPU_MODEL if at.is_gpu else CPU_MODEL,
+        {"smaller": CPU_MODEL},
+    )
+    rows = [at.row("speed", what, "speed", where, judge_speed, {**model, **small})]
     if where is at.chosen:
         has_memory = at.is_gpu and at.count > 1 and min(each.memory_total for each in where.devices) >= MUCH_MEMORY
         what, there = "time of a step by DistributedDataParallel's, 0.8 GB of gradients,", where if has_memory else None
-        rows.append(at.row("speed", what, "speed", there, judge_speed, LARGE_MODEL, NEEDS_MEMORY))
+        rows.append(at.row("speed", what, "speed", there, judge_speed, {**LARGE_MODEL, **small}, NEEDS_MEMORY))
     return rows
 
 

@@ -44,6 +44,7 @@ WARM_STEPS, COUNTED_STEPS = 4, 6
 LARGE_LAYERS, LARGE_WIDTH = 16, 1024  # 64 MiB of gradients, in several buckets
 SYNCHRONIZING = "synchronizing CUDA operation"  # in torch's warning: c10/cuda/CUDAFunctions.cpp
 SPEED_ROUNDS, SPEED_STEPS = 5, 5
+SPEED_SECONDS = 60.0  # of all devices at most, else a smaller model is timed
 TIMEOUT = timedelta(seconds=60)
 Facts = dict[str, Any]
 
@@ -281,18 +282,26 @@ def mean_squares(model: nn.Module, batch: Tensor) -> Tensor:
     return squares.mean()
 
 
-def speed(num_microbatches: int, microbatch_size: int, width: int, layers: int, context: int) -> Facts:
+def speed(num_microbatches: int, smaller: Mapping[str, int], **sizes: int) -> Facts:
     """The time of a step of a GPT by that of a plain PyTorch loop, which is DistributedDataParallel on several devices.
 
-    With the default number of microbatches, and with one a device, which is what a plain loop has.
+    With the default number of microbatches, and with one a device, which is what a plain loop has. On a device for
+    which the GPT is too large, `smaller` has the sizes of another.
     """
-    batch_size = num_microbatches * microbatch_size
-    first = Run(batch_size, num_microbatches, SEED)
-    device, ranks, over = first.device, first.world_size, first.communicator
+    over = Run(num_microbatches, num_microbatches, SEED).communicator
+    milliseconds = _milliseconds_of_a_sample(over.device, sizes["width"], sizes["layers"], sizes["context"])
+    samples = num_microbatches * sizes["microbatch_size"] * SPEED_STEPS * SPEED_ROUNDS * 3  # by all devices
+    if is_small := max(over.gather_words([milliseconds]))[0] * samples > 1000 * SPEED_SECONDS * over.world_size:
+        sizes = dict(smaller)
+    width, layers, context = sizes["width"], sizes["layers"], sizes["context"]
+    batch_size = num_microbatches * sizes["microbatch_size"]
+    first = Run(batch_size, num_microbatches, SEED, communicator=over)
+    device, ranks = first.device, first.world_size
     precision = "32-true" if device.type == "cpu" else "bf16-mixed"
     texts = random_texts(batch_size * SPEED_STEPS, context)
     calls: dict[str, Callable[[], object]] = {}
-    for label, count in ((f"{num_microbatches} microbatches", num_microbatches), ("one microbatch a device", ranks)):
+    labels = f"{num_microbatches} microbatches" + " of a smaller model" * is_small, "one microbatch a device"
+    for label, count in zip(labels, (num_microbatches, ranks), strict=True):
         run = Run(batch_size, count, SEED, communicator=over)
         model = make_gpt(width, layers, context)
         step = run.train_step(model, make_optimizer("adamw", model, device), gpt.loss, precision=precision)
@@ -308,6 +317,18 @@ def speed(num_microbatches: int, microbatch_size: int, width: int, layers: int, 
         over.barrier()
         best[label] = min(best[label], time.perf_counter() - begin)
     return {label: seconds / best["plain"] for label, seconds in best.items() if label != "plain"}
+
+
+def _milliseconds_of_a_sample(device: torch.device, width: int, layers: int, context: int) -> int:
+    """The time of forward and backward of one sample, the second time."""
+    inputs, targets = random_texts(1, context)
+    model, batch = make_gpt(width, layers, context).to(device), (inputs.to(device), targets.to(device))
+    for _ in range(2):
+        begin = time.perf_counter()
+        gpt.loss(model, batch).total.backward()
+        if device.type != "cpu":
+            torch.accelerator.synchronize()
+    return round(1000 * (time.perf_counter() - begin))
 
 
 def _through(step: TrainStep, loader: Loader) -> Callable[[], None]:

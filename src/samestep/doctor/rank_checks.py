@@ -419,7 +419,9 @@ def _check_transports(session: Session, store: dist.Store) -> None:
     """Runs every collective on every transport, and compares the clocks on the first."""
     has_clocks, environment, device = False, session.environment, session.device
     seconds = timedelta(seconds=session.seconds)
-    own_gpus = device.type == "cuda" and have_own_gpus(Rendezvous(store, environment, seconds), device)
+    own_gpus = device.type == "cuda" and have_own_gpus(
+        Rendezvous(store, environment, seconds).gather_words, environment.rank, device, environment.transport == "auto"
+    )
     for name, choice in transports(environment, own_gpus).items():
         own = dist.PrefixStore(f"doctor {name}", store)
         communicator = _connect(session, name, choice, own)

@@ -448,7 +448,7 @@ class _Flat:
     def __init__(self, tensors: Sequence[Tensor], transport: Transport, flat: Tensor | None = None) -> None:
         # `data`, not `detach`: what is written here must not look like an in-place change to autograd, as with gloo.
         self._tensors = [tensor.data for tensor in tensors]
-        first, is_on_host = self._tensors[0], _is_for_host(transport)
+        first, is_on_host = self._tensors[0], transport.through_host
         self._is_copy = flat is not None or len(tensors) > 1 or not first.is_contiguous()
         self._is_copy |= is_on_host and not first.is_cpu
         if flat is not None:
@@ -470,10 +470,6 @@ class _Flat:
             for tensor, values in zip(self._tensors, self.flat.split(sizes), strict=True):
                 # On a GPU behind what its stream has to do; torch keeps pinned memory until the copy has been made.
                 tensor.copy_(values.view(tensor.shape), non_blocking=True)
-
-
-def _is_for_host(transport: Transport) -> bool:
-    return not isinstance(transport, GroupTransport) or transport.through_host
 
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from samestep.comm.communicator import DTYPES, Communicator
 from samestep.comm.group import GroupTransport
-from samestep.comm.mesh_groups import connect_lines
+from samestep.comm.mesh_groups import connect_lines, nccl_tried_by_all
 from samestep.core.mesh import Mesh
 from samestep.data.batch import span_size
 from samestep.data.randomness import Generators
@@ -110,6 +110,15 @@ class PointToPoint:
                     work.wait()
             self._under_way.pop(id(entry), None)
 
+    def send_a_byte_each_way(self) -> None:
+        """The first message of each channel, in the same order on all ranks; the device's current stream waits."""
+        byte = torch.zeros(1, dtype=torch.uint8, device=self._device)
+        for (source, target), channel in self._channels.items():
+            if abs(source - target) == 1 and source == self.rank:
+                self._post(byte, target, channel)[0].wait()
+            elif abs(source - target) == 1:
+                self._fill(byte, source, channel)
+
     def _arrived(self, form: TensorForm, source: int, channel: dist.ProcessGroup | None) -> Tensor:
         """The next tensor of a message."""
         dtype, size = DTYPES[form.dtype], span_size(form.shape, form.strides)
@@ -146,17 +155,20 @@ def connect_stages(communicator: Communicator, mesh: Mesh, timeout: timedelta) -
     """Connects the ranks along "pipe"; all ranks call it."""
     control = connect_lines(communicator, mesh, PIPE, "gloo", timeout)
     channels: dict[tuple[int, int], dist.ProcessGroup] = {}
+    stages = PointToPoint(control, communicator.device, channels)
     if communicator.transport.stream is not None:
         # NCCL executes the operations of a group in order, and a send must not wait for one in the other direction:
         # a group for each two neighbours and each direction, which all ranks make in the same order. In a ring, though
         # nothing goes from the last stage to the first: see `comm.group.subgroup` on the number of a rank's groups.
         size = mesh.sizes[PIPE]
         pairs = dict.fromkeys(pair for k in range(size) for pair in ((k, (k + 1) % size), ((k + 1) % size, k)))
-        for line, (source, target) in product(mesh.lines(PIPE), pairs):
-            group = dist.new_group([line[source], line[target]], timeout=timeout, backend="nccl")
-            if communicator.rank in (line[source], line[target]):
-                channels[source, target] = group
-    return PointToPoint(control, communicator.device, channels)
+        with nccl_tried_by_all(communicator, timeout):
+            for line, (source, target) in product(mesh.lines(PIPE), pairs):
+                group = dist.new_group([line[source], line[target]], timeout=timeout, backend="nccl")
+                if communicator.rank in (line[source], line[target]):
+                    channels[source, target] = group
+            stages.send_a_byte_each_way()
+    return stages
 
 
 def _plain(tensor: Tensor) -> Tensor:
