@@ -208,8 +208,7 @@ def allreduce(tensors: Sequence[Any], *, script: SharedScript | None = None) -> 
     with torch._C.DisableTorchFunction(), torch.no_grad():
         likes = [tensor.to(communicator.device) for tensor in rows[0]]
         columns = [[row[index] for row in rows] for index in range(len(likes))]  # a ghost's are not read
-        sums = regions.sum_pieces(communicator, layout.ranges, likes, columns)
-        totals = [total for total in sums if total is not None]  # all: each device has a part in each
+        totals = regions.sum_pieces(communicator, layout.ranges, likes, columns)
         for row in rows:
             torch._foreach_copy_(row, totals)
 

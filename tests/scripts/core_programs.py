@@ -1,22 +1,48 @@
 """Small wrapped forwards, which tests run on every rank of a world; and ways to break the exchange between ranks."""
 
 import contextlib
+import functools
 from collections import namedtuple
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from worlds import device_of
 
+from samestep.comm.transport import LocalTransport
+from samestep.core.tree import Block
 from samestep.engine.forward_backward import backward_on_this_thread
 from samestep.errors import SamestepError
 from samestep.patch import Patch, applied
+from samestep.scripts.backward import Backward
 from samestep.scripts.shared_script import SharedScript
 from samestep.scripts.split_forward import regions
 from samestep.scripts.split_forward.forward import chunked_forward
 
 WIDTH = 5
 MARK = 50.0
+
+
+class Nested(nn.Module):
+    """Uses a weight twice and another in some chunks; in its backward a hook runs one more, through the same graph."""
+
+    def __init__(self, values):
+        super().__init__()
+        self.weight, self.sometimes = nn.Parameter(values(WIDTH, WIDTH)), nn.Parameter(values(WIDTH))
+
+    def forward(self, x):
+        hidden = x @ self.weight
+        result = hidden.square() @ self.weight
+        if x[0, 0] > 0:
+            result = result + self.sometimes
+
+        def on_gradient(gradient):
+            (slope,) = torch.autograd.grad(hidden, x, torch.ones_like(hidden), retain_graph=True)
+            return gradient + slope
+
+        result.register_hook(on_gradient)
+        return result
 
 
 class Pair(NamedTuple):
@@ -91,24 +117,28 @@ def normal_numbers(seed, device):
 SOURCES = {"whole": whole_numbers, "normal": normal_numbers}
 
 
-def own_sum(communicator, ranges, likes, pieces):
-    """Leaves out the pieces of other ranks."""
-    present = [[piece for piece in column if piece is not None] for column in pieces]
-    return [torch.stack(column).sum(0) if column else None for column in present]
+def own_sums(region):
+    """Sums that leave out the pieces of other ranks."""
+    script, alone = region.script, LocalTransport()
+    own = replace(script.communicator, transport=alone, control=alone)
+    return regions.PieceSums(own, (region.mine,), region.likes, region.buckets)
 
 
-def left_sum(communicator, ranges, likes, pieces):
-    """Adds up from the left on each rank, then over the ranks: another order than the tree's."""
-    totals = []
-    for like, column in zip(likes, pieces, strict=True):
-        total = torch.zeros(like.numel(), dtype=like.dtype, device=like.device)
-        for piece in column:
-            if piece is not None:
-                total += piece.reshape(-1)
-        if communicator.world_size > 1:
-            total = communicator.transport.add(total).wait()
-        totals.append(total.view(like.shape))
-    return totals
+class RightSum:
+    """Adds up from the right on each rank, of which each then has one block: another order than the tree's."""
+
+    def __init__(self, add):
+        self._values = {}
+
+    def push(self, block, value):
+        self._values[block] = value
+
+    def take(self):
+        return [functools.reduce(torch.add, [self._values[block] for block in sorted(self._values, reverse=True)])]
+
+
+def a_block_a_rank(ranges, num_leaves):
+    return tuple((Block(rank, 1),) for rank in range(len(ranges)))
 
 
 def own_join(script, ranges, items, pieces):
@@ -124,10 +154,11 @@ def own_join(script, ranges, items, pieces):
 
 
 BREAKERS = {
-    "own sum": Patch(regions, "sum_pieces", own_sum),
-    "left sum": Patch(regions, "sum_pieces", left_sum),
-    "own join": Patch(regions, "join_pieces", own_join),
-    "small buckets": Patch(regions, "BUCKET_BYTES", 64),
+    "own sum": [Patch(regions.Region, "sums", own_sums)],
+    "right sum": [Patch(regions, "UnorderedTreeSum", RightSum), Patch(regions, "rank_blocks", a_block_a_rank)],
+    "any backward": [Patch(Backward, "is_running", lambda self: True)],
+    "own join": [Patch(regions, "join_pieces", own_join)],
+    "small buckets": [Patch(regions, "BUCKET_BYTES", 64)],
 }
 
 
@@ -159,6 +190,16 @@ def cubic_derivatives(forward, device, source, num_rows):
     return bits(values)
 
 
+def nested_gradients(forward, device, num_rows, size):
+    """Gradients of two backwards through a model's chunks of so many rows, which add up."""
+    values = whole_numbers(5, device)
+    module, x = Nested(values), values(num_rows, WIDTH).requires_grad_()
+    result = forward(module, x) if forward else torch.cat([module(part) for part in x.split(size)])
+    result.sum().backward(retain_graph=True)
+    (result * 2).sum().backward()
+    return bits([result, x.grad, module.weight.grad, module.sometimes.grad])
+
+
 def wide_gradients(forward, device, source, num_rows, width):
     """A result and gradients of a chosen size."""
     values = SOURCES[source](9, device)
@@ -175,7 +216,7 @@ def on_ranks(communicator, program, num_microbatches, args, breaker=None):
     def forward(module, *inputs):
         return chunked_forward(script, module, inputs, {}, num_microbatches=num_microbatches)
 
-    with applied([BREAKERS[breaker]] if breaker else []), backward_on_this_thread(communicator.device):
+    with applied(BREAKERS.get(breaker, [])), backward_on_this_thread(communicator.device):
         result = globals()[program](forward, communicator.device, *args)
     return result, script.chunks_run
 

@@ -6,8 +6,9 @@ batch at once, are to be met to the bit.
 
 import pytest
 import torch
-from core_programs import moody, on_ranks, plainly, restless
+from core_programs import moody, nested_gradients, on_ranks, plainly, restless
 from torch import nn
+from worlds import device_of
 
 from samestep.scripts.split_forward.replicas import uninitialized
 
@@ -50,7 +51,18 @@ def test_derivatives_that_round_are_the_same_bits_on_any_number_of_ranks(worlds,
 @pytest.mark.parametrize("n", WORLDS)
 def test_the_comparison_notices_another_order_of_the_sum(worlds, n):
     alone = shared_out(worlds, 1, "cubic_derivatives", 7, "normal", 13)
-    assert shared_out(worlds, n, "cubic_derivatives", 7, "normal", 13, breaker="left sum") != alone
+    assert shared_out(worlds, n, "cubic_derivatives", 7, "normal", 13, breaker="right sum") != alone
+
+
+@pytest.mark.parametrize("n", WORLDS)
+def test_gradients_that_are_added_up_on_their_way_are_those_of_the_chunks_one_by_one(worlds, n):
+    expected = nested_gradients(None, device_of(0), 13, 2)
+    assert shared_out(worlds, n, "nested_gradients", 7, 13, 2) == expected
+
+
+def test_those_of_a_backward_within_another_would_be_added_up_twice(worlds):
+    with pytest.raises(AssertionError, match="longer than argument"):
+        shared_out(worlds, 1, "nested_gradients", 7, 13, 2, breaker="any backward")
 
 
 @pytest.mark.parametrize("n", WORLDS)

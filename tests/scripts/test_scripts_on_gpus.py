@@ -1,9 +1,11 @@
 """Unchanged scripts and examples on real devices instead of simulated ones: one to four GPUs give the same bits."""
 
+import json
 import pickle
 import re
 import sys
 from pathlib import Path
+from textwrap import dedent
 
 import gpus
 import pytest
@@ -79,3 +81,91 @@ def test_a_script_that_draws_nothing_on_its_devices_has_the_bits_of_simulated_on
     found = on_gpus[name, 1][0]
     assert {path for path, value in expected.result.items() if found.result.get(path) != value} == set()
     assert re.sub(r"cuda:\d", "cuda:0", expected.stdout) == found.stdout, "a rank has one GPU"
+
+
+# Of the gradients of a model of sixteen buckets; beside them there are next to no activations.
+MEMORY = """
+    import fake_cuda
+    import torch
+    from torch import nn
+    from samestep.checkpoint.digest import state_digest
+
+    LAYERS, WIDTH, STEPS = 16, 512, 8
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))).cuda()
+    forward = nn.DataParallel(model) if kind == "DataParallel" else model
+    gradient = sum(parameter.nbytes for parameter in model.parameters())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    x = torch.randn(64, WIDTH, device="cuda")
+    for step in range(STEPS):
+        if step == STEPS // 2:  # the first forwards are checked at length
+            torch.cuda.reset_peak_memory_stats()
+        optimizer.zero_grad()
+        with fake_cuda.host_waits() as waits:
+            for part in x.split(32) if kind == "accumulation" else [x]:
+                forward(part).square().sum().mul(1e3).backward()
+        optimizer.step()
+    beside = torch.cuda.max_memory_allocated() - gradient - x.nbytes
+    torch.found = [beside / gradient, waits, state_digest(model, optimizer)]
+"""
+AS_RANK = """
+    import json, os
+    from pathlib import Path
+    import torch
+    from samestep.scripts import backward
+    from samestep.scripts.single_process import run_single_process
+    from samestep.scripts.split_forward import regions
+
+    regions.BUCKET_BYTES = 512 * 512 * 4
+    exec(os.environ["TWIN"])
+    run_single_process("script", os.environ["SCRIPT"], [], num_microbatches=8)
+    print("FOUND", json.dumps(torch.found))
+"""
+
+
+def memory(folder, kind, devices, twin=""):
+    """By rank: the memory of a shared-out script's steps beside the parameters, in G, the host's waits, the digest."""
+    script = folder / f"{kind}.py"
+    script.write_text(f"kind = {kind!r}\n{dedent(MEMORY)}")
+    variables = {"SCRIPT": str(script), "TWIN": twin, "OMP_NUM_THREADS": "1"}
+    outputs = gpus.run_processes(AS_RANK, *gpus.places(devices), devices=devices, **variables)
+    return [json.loads(output.partition("FOUND ")[2]) for output, _ in outputs]
+
+
+@pytest.fixture(scope="module")
+def on_one_gpu(tmp_path_factory):
+    """The measurements of one GPU, by the kind of script."""
+    folder = tmp_path_factory.mktemp("memory")
+    return {kind: memory(folder, kind, 1)[0] for kind in ("plain", "DataParallel", "accumulation")}
+
+
+# Plain PyTorch has the gradient: 1.0 G. A tree of eight leaves has three sums at most; one bucket is a sixteenth.
+@pytest.mark.parametrize(
+    ("kind", "devices", "most"),
+    [
+        ("plain", 1, 3.3),
+        ("plain", 2, 2.3),
+        ("plain", 4, 1.5),
+        ("plain", 8, 1.5),
+        ("DataParallel", 1, 3.3),
+        ("DataParallel", 4, 1.5),
+        ("accumulation", 1, 4.3),  # the gradient of the first part is there meanwhile
+        ("accumulation", 2, 3.3),
+    ],
+)
+def test_a_script_that_is_shared_out_holds_the_sums_of_the_tree_and_no_gradient_for_each_microbatch(
+    on_one_gpu, tmp_path, kind, devices, most
+):
+    alone = on_one_gpu[kind]
+    for found, _, digest in [alone] if devices == 1 else memory(tmp_path, kind, devices):
+        assert found < most
+        assert digest == alone[2]
+
+
+@pytest.mark.parametrize(
+    "twin", ["regions.BEFORE_OTHERS = 0", "backward.Backward.is_running = lambda self: False"], ids=["late", "never"]
+)
+def test_gradients_that_are_not_added_up_at_once_are_noticed(on_one_gpu, tmp_path, twin):
+    ((found, _, digest),) = memory(tmp_path, "plain", 1, twin)
+    assert found > 7
+    assert digest == on_one_gpu["plain"][2]

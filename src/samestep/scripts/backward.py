@@ -31,6 +31,12 @@ class Backward:
 
     put_back: Callable[[], None] | None  # puts the module's own buffers back
     state: int  # checksum of torch's generators when it began
+    task: int  # autograd's number of it
+    sums: Any = None  # `regions.PieceSums` of the gradients that were there so far
+
+    def is_running(self) -> bool:
+        """Whether this is the innermost backward that runs: a hook may have begun another within it."""
+        return torch._C._current_graph_task_id() == self.task
 
 
 def begin_backward(script: SharedScript, guard: Callable[[], Callable[[], None]] | None) -> None:
@@ -38,7 +44,8 @@ def begin_backward(script: SharedScript, guard: Callable[[], Callable[[], None]]
     # Activation checkpointing may run parts of a chunk again meanwhile: it must not write to the module's buffers, and
     # nothing nested in it is split over the ranks.
     if script.backward is None:
-        script.backward = Backward(guard() if guard is not None else None, generator_state(script.generators.of_torch))
+        put_back, state = guard() if guard is not None else None, generator_state(script.generators.of_torch)
+        script.backward = Backward(put_back, state, torch._C._current_graph_task_id())
         script.in_chunk = True
 
 
@@ -54,15 +61,23 @@ def end_backward(script: SharedScript) -> bool:
     return backward.state != generator_state(script.generators.of_torch)
 
 
-def meet_in_backward(script: SharedScript, error: BaseException | None = None) -> None:
-    """Synchronizes the ranks when their chunks' gradients are complete; an error of one rank is raised on all."""
+def meet_in_backward(
+    script: SharedScript, flags: Sequence[bool] = (), error: BaseException | None = None
+) -> list[bool]:
+    """Synchronizes the ranks when their chunks' gradients are complete; an error of one rank is raised on all.
+
+    Returns for each flag whether it is set on any rank.
+    """
     drew = end_backward(script)
     if not script.is_own_thread():
         raise DeterminismError(
             f"backward was called on the thread {threading.current_thread().name}; the ranks can meet only on the "
             "script's main thread: call it there"
         )
-    rows = script.meet("the backward of a wrapped forward", [OK if error is None else RAISED, int(drew)])
+    with torch._C.DisableTorchFunction():  # flags are on the host, whatever the script's default device is
+        words, own = [OK if error is None else RAISED, int(drew)], torch.tensor(flags, dtype=torch.uint8)
+        rows, parts = script.gather("the backward of a wrapped forward", words, own)
+        by_rank = [part.tolist() for part in parts]
     failed = [rank for rank, row in enumerate(rows) if row[0] == RAISED]
     if failed:
         raise_together(script, error, failed[0], "the backward of a wrapped forward")
@@ -72,6 +87,7 @@ def meet_in_backward(script: SharedScript, error: BaseException | None = None) -
             "checkpointing with preserve_rng_state=False): they would depend on which rank runs which chunk. Draw them "
             "in the forward"
         )
+    return [any(flags) for flags in zip(*by_rank, strict=True)]
 
 
 def raise_together(script: SharedScript, error: BaseException | None, rank: int, where: str) -> NoReturn:
@@ -123,7 +139,7 @@ def _errors_shared(script: SharedScript) -> Iterator[None]:
         yield
     except (Exception, SystemExit) as error:
         if script.backward is not None:  # the other ranks wait at the end of this rank's chunks
-            meet_in_backward(script, error)
+            meet_in_backward(script, error=error)
         raise
     finally:
         end_backward(script)

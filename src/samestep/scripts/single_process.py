@@ -167,7 +167,7 @@ def _profiled(environment: Environment) -> Iterator[None]:
         _marked(Rank0Iterator, "__next__", "data"),
         _marked(forward, "chunked_forward", "forward", (data_parallel.__name__,)),
         _marked(SharedScript, "gather", "exchange"),
-        _marked(regions, "sum_pieces", "exchange"),
+        _marked(regions.PieceSums, "finish", "exchange"),
         _marked(regions, "join_pieces", "exchange", ("samestep.scripts.split_forward.regions",)),
     )
     try:

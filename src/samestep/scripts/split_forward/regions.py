@@ -19,15 +19,16 @@ import pickle
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from samestep.comm.buckets import make_buckets
+from samestep.comm.buckets import Bucket, make_buckets
 from samestep.comm.communicator import Communicator
-from samestep.comm.reduction import finish_all
-from samestep.core.tree import Block, TreeSum, rank_blocks
+from samestep.comm.reduction import Reduction, finish_all
+from samestep.core.tree import Block, UnorderedTreeSum, rank_blocks
 from samestep.data.batch import flattened
 from samestep.errors import UsageError
 from samestep.scripts.backward import begin_backward, meet_in_backward
@@ -35,8 +36,10 @@ from samestep.scripts.shared_script import SharedScript
 from samestep.scripts.split_forward.chunks import is_tensor, put_together, take_apart
 
 BUCKET_BYTES = 25 * 2**20
+BUCKETS_AT_ONCE = 4  # of which the exchange is under way: it needs memory for what it receives
 BORDER_BYTES = 64
 SIZE_BYTES = 8  # of a packed table's length
+BEFORE_OTHERS = 2**63  # sequence numbers of nodes count from 0
 IDLE, DIFFERENT = -1, -2  # in the place of a number of leaves: a rank without chunks, or whose chunks differ
 
 
@@ -97,6 +100,25 @@ class Region:
     def mine(self) -> range:
         return self.ranges[self.script.rank]
 
+    @cached_property
+    def copied(self) -> list[int]:
+        """The items that every chunk has whole."""
+        return [index for index, item in enumerate(self.items) if item.kind == "copied"]
+
+    @cached_property
+    def likes(self) -> list[Tensor]:
+        """Tensors with the forms of those items."""
+        return [item.like for item in self.items if item.like is not None]
+
+    @cached_property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """The layout of their sums."""
+        return make_buckets(self.likes, BUCKET_BYTES, self.script.world_size)
+
+    def sums(self) -> "PieceSums":
+        """Their sums, of which there is nothing yet."""
+        return PieceSums(self.script.communicator, self.ranges, self.likes, self.buckets)
+
     def select(self, present: Sequence[bool]) -> "Region":
         """The region of some of the items."""
         items = tuple(item for item, here in zip(self.items, present, strict=True) if here)
@@ -111,7 +133,16 @@ class Region:
 def enter(region: Region, wholes: Sequence[Tensor]) -> tuple[Tensor, list[list[Tensor]]]:
     """Takes whole tensors into a region."""
     token, *pieces = _Enter.apply(region, *wholes)  # type: ignore[no-untyped-call]
-    return token, region.by_item(pieces)
+    columns = region.by_item(pieces)
+    for number, bucket in enumerate(region.buckets):
+        members = [columns[region.copied[index]] for index in bucket.members]
+        for position, chunk in enumerate(region.mine):
+            copies = _Copy.apply(region, number, chunk, *[column[position] for column in members])  # type: ignore[no-untyped-call]
+            # Its backward comes before all else that can run, as that of a parameter does.
+            copies[0].grad_fn._set_sequence_nr(BEFORE_OTHERS)
+            for column, copy in zip(members, copies, strict=True):
+                column[position] = copy
+    return token, columns
 
 
 def leave(region: Region, token: Tensor, pieces: Sequence[Sequence[Tensor]], wholes: Sequence[Tensor]) -> list[Tensor]:
@@ -141,14 +172,49 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, token_gradient: Tensor | None, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        script: SharedScript = ctx.region.script
+        region: Region = ctx.region
         with torch._C.DisableTorchFunction():
-            token = torch.zeros((), device=ctx.region.device)
+            token = torch.zeros((), device=region.device)
             if torch.is_grad_enabled():  # a second derivative must find its way through both
                 (entered,) = ctx.saved_tensors
                 token = entered if token_gradient is None else entered + token_gradient
-            meet_in_backward(script)
-            return (None, *_Leave.apply(ctx.region, None, token, *gradients))  # type: ignore[no-untyped-call]
+            backward, columns = region.script.backward, region.by_item(gradients)
+            sums = backward.sums if backward is not None and backward.is_running() else None
+            sums = region.sums() if sums is None else sums
+            for number, bucket in enumerate(region.buckets):
+                for position, chunk in enumerate(region.mine):
+                    pieces = [columns[region.copied[index]][position] for index in bucket.members]
+                    if any(piece is not None for piece in pieces):  # was not collected on its way
+                        sums.push(number, chunk, pieces)
+            sums.used = meet_in_backward(region.script, sums.used)
+            return (None, *_Leave.apply(region, sums, token, *gradients))  # type: ignore[no-untyped-call]
+
+
+class _Copy(torch.autograd.Function):
+    """A chunk's copies of the tensors of one bucket; their gradients are added up as soon as all of them are there."""
+
+    # Through `_Enter` all gradients of all chunks would be kept until the last one is there.
+
+    @staticmethod
+    def forward(ctx: Any, region: Region, number: int, chunk: int, *pieces: Tensor) -> tuple[Tensor, ...]:
+        ctx.of = region, number, chunk
+        ctx.set_materialize_grads(False)
+        with torch._C.DisableTorchFunction():
+            return tuple(piece.clone() if piece.ndim == 0 else piece.detach() for piece in pieces)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        region, number, chunk = ctx.of
+        # Not those with a derivative of their own, nor those of a backward within this one, which may stop before
+        # `_Enter`: that one adds up what is passed on.
+        backward = region.script.backward
+        if torch.is_grad_enabled() or backward is None or not backward.is_running():
+            return (None, None, None, *gradients)
+        with torch._C.DisableTorchFunction():
+            if backward.sums is None:
+                backward.sums = region.sums()
+            backward.sums.push(number, chunk, gradients)
+        return (None,) * (3 + len(gradients))
 
 
 class _Leave(torch.autograd.Function):
@@ -156,13 +222,13 @@ class _Leave(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, region: Region, wholes: list[Tensor] | None, token: Tensor, *pieces: Tensor | None
+        ctx: Any, region: Region, made: "list[Tensor] | PieceSums", token: Tensor, *pieces: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         ctx.region = region
         ctx.present = tuple(piece is not None for piece in pieces)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(token)
-        return tuple(wholes if wholes is not None else exchange(region, region.by_item(pieces)))
+        return tuple(exchange(region, region.by_item(pieces), made) if isinstance(made, PieceSums) else made)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -180,19 +246,15 @@ class _Leave(torch.autograd.Function):
         return (None, None, token, *[piece if was else None for piece, was in zip(flat, ctx.present, strict=True)])
 
 
-def exchange(region: Region, pieces: Sequence[Sequence[Tensor | None]]) -> list[Tensor | None]:
-    """The wholes of all items, with the pieces of all ranks.
+def exchange(region: Region, pieces: Sequence[Sequence[Tensor | None]], sums: "PieceSums") -> list[Tensor | None]:
+    """The wholes of all items, with the pieces of all ranks; those of "copied" items are in `sums`.
 
     A "cut" piece that is None counts as zeros; a "copied" item is None where every chunk of every rank has None.
     """
     wholes: list[Tensor | None] = [None] * len(region.items)
     joined = [index for index, item in enumerate(region.items) if item.kind != "copied"]
-    summed = [index for index, item in enumerate(region.items) if item.kind == "copied"]
-    if summed:
-        likes = [item.like for index in summed if (item := region.items[index]).like is not None]
-        sums = sum_pieces(region.script.communicator, region.ranges, likes, [pieces[index] for index in summed])
-        for index, total in zip(summed, sums, strict=True):
-            wholes[index] = total if total is None or not region.items[index].is_sparse else total.to_sparse(1)
+    for index, total in zip(region.copied, sums.finish(), strict=True):
+        wholes[index] = total if total is None or not region.items[index].is_sparse else total.to_sparse(1)
     if joined:
         items = [region.items[index] for index in joined]
         rows = [
@@ -251,42 +313,79 @@ def packed_size(size: int) -> int:
     return size + -size % BORDER_BYTES
 
 
+class PieceSums:
+    """This rank's sums, along the tree, of the pieces of "copied" items: they arrive bucket by bucket, in any order."""
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        ranges: Sequence[range],
+        likes: Sequence[Tensor],
+        buckets: Sequence[Bucket],
+    ) -> None:
+        self.used = [False] * len(likes)  # whether any chunk of this rank has a piece; in the end, of any rank
+        self._communicator, self._likes, self._buckets = communicator, likes, buckets
+        self._mine = ranges[communicator.rank]
+        self._blocks_by_rank = rank_blocks(tuple(ranges), ranges[-1].stop)
+        self._sums: list[UnorderedTreeSum[Tensor]] = [UnorderedTreeSum(_add) for _ in buckets]
+        self._pushed: set[tuple[int, int]] = set()
+
+    @torch.no_grad()
+    def push(self, number: int, chunk: int, pieces: Sequence[Tensor | None]) -> None:
+        """Adds a chunk's pieces of the members of one bucket."""
+        bucket = self._buckets[number]
+        # Memory of our own: autograd may give two parameters the same. What the chunk has not used is zero there.
+        flat = bucket.empty()
+        targets, sources = [], []
+        for view, index, piece in zip(bucket.views(flat, self._likes), bucket.members, pieces, strict=True):
+            if piece is not None:
+                self.used[index] = True
+                targets.append(view)
+                sources.append(piece.to_dense() if piece.is_sparse else piece)
+        if targets:
+            torch._foreach_copy_(targets, sources)
+        self._sums[number].push(Block(chunk, 1), flat)
+        self._pushed.add((number, chunk))
+
+    def finish(self) -> list[Tensor | None]:
+        """The sums over all chunks of all ranks; None for an item that is not used. Tier `bitwise`."""
+        used, wholes = self.used, list[Tensor | None]([None] * len(self._likes))
+        needed = [number for number, bucket in enumerate(self._buckets) if any(used[index] for index in bucket.members)]
+        for first in range(0, len(needed), BUCKETS_AT_ONCE):
+            numbers = needed[first : first + BUCKETS_AT_ONCE]
+            for number, total in zip(numbers, finish_all([self._reduce(number) for number in numbers]), strict=True):
+                bucket = self._buckets[number]
+                for index, view in zip(bucket.members, bucket.views(total, self._likes), strict=True):
+                    # A copy: a view would keep the bucket alive, and torch.save would write all of it.
+                    wholes[index] = view.clone() if used[index] else None
+        return wholes
+
+    def _reduce(self, number: int) -> Reduction:
+        bucket = self._buckets[number]
+        for chunk in self._mine:
+            if (number, chunk) not in self._pushed:  # no result depends on these members
+                self.push(number, chunk, [None] * len(bucket.members))
+        sums = self._sums[number].take()
+        like = torch.zeros((), dtype=bucket.dtype, device=bucket.device).expand(bucket.numel)
+        return self._communicator.reduce(self._blocks_by_rank, sums, like)
+
+
+def _add(left: Tensor, right: Tensor, older: Tensor) -> Tensor:
+    # The left operand first, as everywhere: of two NaNs a sum has the bits of the first.
+    return torch.add(left, right, out=older)
+
+
 def sum_pieces(
-    communicator: Communicator,
-    ranges: tuple[range, ...],
-    likes: Sequence[Tensor],
-    pieces: Sequence[Sequence[Tensor | None]],
-) -> list[Tensor | None]:
+    communicator: Communicator, ranges: Sequence[range], likes: Sequence[Tensor], pieces: Sequence[Sequence[Tensor]]
+) -> list[Tensor]:
     """Sums equally shaped pieces over all chunks along the tree; tier `bitwise`."""
-    # One more member flags the sums to which any chunk contributes: its entries are not zero.
-    dtype = next((like.dtype for like in likes if like.is_floating_point()), torch.float32)
-    flags = torch.zeros(len(likes), dtype=dtype, device=likes[0].device)
-    members = [*likes, flags]
-    buckets = make_buckets(members, BUCKET_BYTES, communicator.world_size)
-    blocks_by_rank = rank_blocks(tuple(ranges), ranges[-1].stop)
-    reductions = []
-    for bucket in buckets:
-        counter: TreeSum[Tensor] = TreeSum(Tensor.add_)
+    buckets = make_buckets(likes, BUCKET_BYTES, communicator.world_size)
+    sums = PieceSums(communicator, ranges, likes, buckets)
+    sums.used = [True] * len(likes)  # also on a rank without a chunk
+    for number, bucket in enumerate(buckets):
         for position, chunk in enumerate(ranges[communicator.rank]):
-            flat = bucket.empty()
-            row = [column[position] for column in pieces]
-            filled = [piece is not None for piece in row]
-            targets, sources = [], []
-            for view, index in zip(bucket.views(flat, members), bucket.members, strict=True):
-                source = torch.tensor(filled, dtype=dtype) if index == len(likes) else row[index]
-                if source is not None:
-                    targets.append(view)
-                    sources.append(source.to_dense() if source.is_sparse else source)
-            if targets:
-                torch._foreach_copy_(targets, sources)
-            counter.push(Block(chunk, 1), flat)
-        reductions.append(communicator.reduce(blocks_by_rank, counter.sums, bucket.empty()))
-    views: dict[int, Tensor] = {}
-    for bucket, total in zip(buckets, finish_all(reductions), strict=True):
-        views.update(zip(bucket.members, bucket.views(total, members), strict=True))
-    used = views[len(likes)].tolist()
-    # Copies: a view would keep the bucket alive, and torch.save would write all of it.
-    return [views[index].clone() if used[index] else None for index in range(len(likes))]
+            sums.push(number, chunk, [pieces[index][position] for index in bucket.members])
+    return [total for total in sums.finish() if total is not None]
 
 
 class TensorForm(NamedTuple):
