@@ -3,10 +3,12 @@
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from types import FrameType
 from typing import NoReturn
 
 from samestep.comm.environment import read_environment, torchrun_defaults
+from samestep.devices.portable import chosen_portable, portable_variables, why_not_portable
 from samestep.errors import UsageError
 from samestep.launcher.os_processes import EarlyServer, held_signals, open_standard_streams, server_variables
 
@@ -27,13 +29,22 @@ def main() -> None:
     try:
         if starts:
             with held_signals():
-                server = EarlyServer(server_variables(1))
+                portable = portable_variables("cpu", _is_portable(sys.argv[1:]))
+                server = EarlyServer({**server_variables(1), **portable})
         from samestep.cli.main import main as run_command
 
         run_command(server)
     finally:
         if server is not None:
             server.close()
+
+
+def _is_portable(words: Sequence[str]) -> bool:
+    """Whether the workers of a command line most likely have portable kernels; as above."""
+    asked = None if "--portable" not in words else True
+    with suppress(UsageError):
+        return bool(chosen_portable("cpu", asked)) and why_not_portable("cpu") is None
+    return False
 
 
 def _stop(signum: int, _frame: FrameType | None) -> NoReturn:

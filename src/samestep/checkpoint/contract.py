@@ -47,6 +47,7 @@ class Contract:
         reduction: "ordered" or "native".
         device_kind: "cpu", "cuda", …
         num_threads: CPU threads a rank, on GPUs too: samples are loaded and parameters initialised by CPU kernels.
+        portable: which kernels are alike on every x86-64 CPU, in words; None if they are those of this CPU.
     """
 
     global_batch_size: int
@@ -55,11 +56,13 @@ class Contract:
     reduction: str
     device_kind: str
     num_threads: int
+    portable: str | None = None
 
     def as_json(self) -> dict[str, Any]:
         """The contract, with versions and flags."""
-        gpu = {"gpu": gpu_facts()} if self.device_kind == "cuda" else {}
-        return {**asdict(self), **gpu, "versions": versions(), "flags": recorded_flags(self.device_kind)}
+        more: dict[str, Any] = {"gpu": gpu_facts()} if self.device_kind == "cuda" else {}
+        own = {name: value for name, value in asdict(self).items() if name != "portable" or value is not None}
+        return {**own, **more, "versions": versions(), "flags": recorded_flags(self.device_kind)}
 
 
 def check_contract(global_batch_size: int, num_microbatches: int | None, reduction: str, seed: int) -> int:

@@ -10,7 +10,7 @@ import glob
 import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import Field, asdict, dataclass, field, fields, is_dataclass
+from dataclasses import Field, asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, get_args, get_origin, get_type_hints
 
@@ -22,6 +22,7 @@ from samestep.errors import UsageError
 from samestep.recipes.settings import DEVICES, MAX_THREADS
 
 if TYPE_CHECKING:
+    from samestep.devices.selection import Selection
     from samestep.launcher.job import Policy, Torchrun
 
 THREADS = "CPU threads a worker; part of what decides the bits; 1 by default."
@@ -172,6 +173,23 @@ class ScriptOptions:
         metavar="N",
         panel=SCRIPT,
     )
+    portable: bool | None = option(
+        "The same bits on every x86-64 CPU with AVX2 and FMA, by kernels that all of them have; slower. By default as "
+        "SAMESTEP_PORTABLE says (1 or 0), else off.",
+        flags=("--portable/--no-portable",),
+        show_default=False,
+        panel=SCRIPT,
+    )
+
+
+def made_portable(selection: "Selection", asked: bool | None, default: bool = False) -> "Selection":
+    """The selection with what its workers are to do about portable kernels."""
+    from samestep.devices.portable import PORTABLE_VARIABLE, chosen_portable, portable_variables
+
+    portable = chosen_portable(selection.kind, asked, default)
+    portable_variables(selection.kind, portable)  # refuses what cannot be portable
+    own = {} if portable is None else {PORTABLE_VARIABLE: str(int(portable))}
+    return replace(selection, environment={**selection.environment, **own})
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:

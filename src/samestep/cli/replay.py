@@ -1,6 +1,7 @@
 """`samestep replay`: one step of a recorded run, taken again on one device."""
 
 import json
+import os
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -39,6 +40,12 @@ def replay(
     compared with the ledger; exit code 1 if one differs. Nothing is written to RUN.
     """
     from bdb import BdbQuit
+
+    from samestep.checkpoint.run_folder import holds_run, recorded
+    from samestep.devices.portable import portable_variables
+
+    if holds_run(run) and recorded(run).get("portable") is not None and device in (None, "cpu"):
+        os.environ.update(portable_variables("cpu", True))  # before NumPy and torch are imported
 
     from samestep.replay.replaying import replay as replay_run
 

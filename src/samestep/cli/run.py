@@ -13,6 +13,7 @@ from samestep.cli.options import (
     WorkerOptions,
     chosen_devices,
     chosen_torchrun,
+    made_portable,
     with_options,
 )
 from samestep.cli.profile import Profile, ProfileDir, print_traces, profiled
@@ -81,6 +82,7 @@ def run(
     num_nodes = 1 if torchrun is None else torchrun.max_nodes
     most = script.logical_devices or (reading.num_microbatches if reading.own else None)
     selection = select(spec, cpu_workers=AUTO_CPU_WORKERS if most is None else cpu_workers_for(most, num_nodes))
+    selection = made_portable(selection, script.portable)
     are_several = spec.startswith("cpu") or selection.count > 1 or torchrun is not None
     is_simulated = selection.kind == "cpu" and (are_several or script.logical_devices is not None)
     each = [selection.only(index).environment for index in range(selection.count)] if torchrun is None else []

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from samestep.cli.options import COMPARED, NumThreads, ScriptOptions, one_of, with_options
+from samestep.cli.options import COMPARED, NumThreads, ScriptOptions, made_portable, one_of, with_options
 from samestep.recipes.catalog import NAMES
 from samestep.recipes.settings import DEVICES
 from samestep.text import counted, notify
@@ -115,7 +115,7 @@ def verify(
     if read_environment().launcher != "none":
         raise UsageError("verify starts processes itself; call it without torchrun, srun or mpirun")
     _check_order(context, program, script.module)
-    selections = _selections(devices)
+    selections = {name: made_portable(each, script.portable) for name, each in _selections(devices).items()}
     options = {"logical_devices": script.logical_devices, "seed": script.seed, "wrap": script.wrap}
     chosen = _program(program, script.module, script.single_process, options, selections)
     with (

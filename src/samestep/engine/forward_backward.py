@@ -18,6 +18,7 @@ from samestep.data.randomness import Generators
 from samestep.engine.config import LossScale, StepConfig, autocast, check_precision
 from samestep.engine.losses import LossFn, MicrobatchLoss, read_loss
 from samestep.engine.observer import Observers
+from samestep.engine.portable_kernels import is_portable
 from samestep.errors import LossError, OutOfMemoryError, UsageError
 
 MOST_WEIGHTS = 64  # whose tensors are kept
@@ -52,7 +53,7 @@ class ForwardBackward:
         explain: Callable[[RuntimeError], Exception | None],
         memory_advice: str,
     ) -> None:
-        refuse_dynamic_shapes(model)
+        check_compiled(model, config.compile)
         self.membership = membership
         self.model = model
         self.config = config
@@ -222,10 +223,16 @@ def compile_loss(loss_fn: LossFn) -> LossFn:
     return compiled
 
 
-def refuse_dynamic_shapes(model: nn.Module) -> None:
-    """Raises a `UsageError` if torch.compile generates code for a part of a model by the shapes that it met first."""
+def check_compiled(model: nn.Module, compiles: bool) -> None:
+    """Raises a `UsageError` if torch.compile generates code by the shapes that it met first, or portable by the CPU."""
     for name, module in model.named_modules():
-        if getattr(getattr(module, "dynamo_ctx", None), "_dynamic", None):
+        context = getattr(module, "dynamo_ctx", None)
+        if is_portable() and (compiles or context is not None):
+            raise UsageError(
+                "torch.compile generates code for the CPU that it runs on, and the run is portable: leave compile "
+                "(--no-compile) or portable kernels (--no-portable, SAMESTEP_PORTABLE=0) out"
+            )
+        if getattr(context, "_dynamic", None):
             advice = "whose code depends on the shapes that a rank met before; use torch.compile(…, dynamic=False)"
             raise UsageError(f"module {name or 'model'} is compiled with dynamic=True, {advice}")
 

@@ -22,6 +22,7 @@ from samestep.checks import check_number
 from samestep.comm.environment import HEAL_VARIABLE, LOOPBACK
 from samestep.comm.heartbeat import EVENTS_VARIABLE, MAX_SLOTS, PAGE_VARIABLE, SLOT_VARIABLE
 from samestep.core.microbatches import DEFAULT_NUM_MICROBATCHES
+from samestep.devices.portable import asks_for_portable, portable_variables
 from samestep.errors import UsageError
 from samestep.launcher.device_token import TOKEN_VARIABLE
 from samestep.launcher.os_processes import server_variables
@@ -260,7 +261,8 @@ def assign(job: Job, selection: "Selection", run_id: str, attempt: int) -> tuple
 
 def process_variables(selection: "Selection", num_threads: int) -> dict[str, str]:
     """The variables that must be set before a worker's process imports torch."""
-    return {**server_variables(num_threads), **selection.environment}
+    portable = portable_variables(selection.kind, asks_for_portable({**os.environ, **selection.environment}))
+    return {**server_variables(num_threads), **selection.environment, **portable}
 
 
 def worker_variables(instruction: Instruction) -> dict[str, str]:

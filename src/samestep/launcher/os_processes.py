@@ -19,6 +19,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from samestep.devices.portable import CAPS
+
 if sys.platform != "win32":
     import resource
 
@@ -196,8 +198,10 @@ class EarlyServer:
         self._process: ServerProcess | None = ServerProcess.start(variables)
 
     def take_server(self, variables: Mapping[str, str]) -> ServerProcess | None:
-        """Hands over the server, once; None, and its end, if it was started without one of these variables."""
-        if any(variables.get(name) != value for name, value in self._variables.items()):
+        """Hands over the server, once; None, and its end, if it was started without one of these variables, or with
+        caps of portable kernels that are not among them.
+        """
+        if any(variables.get(name) != self._variables.get(name) for name in {*self._variables, *CAPS}):
             self.close()
         process, self._process = self._process, None
         return process

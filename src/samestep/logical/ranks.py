@@ -34,9 +34,11 @@ from torch.utils.data import DataLoader
 from samestep.comm.environment import RANK_VARIABLES, Environment, read_environment
 from samestep.core.seeds import derive_seed
 from samestep.devices.inventory import usable_cores
+from samestep.devices.portable import asks_for_portable
 from samestep.engine.determinism import own_device
 from samestep.engine.deterministic_kernels import register_kernels
 from samestep.engine.diagnosis import advise_replacement
+from samestep.engine.portable_kernels import make_portable
 from samestep.launcher.device_token import LOOK_SECONDS, TOKEN_VARIABLE, hold_token, lent_token, shares_device
 from samestep.logical.process_group import NAME, OrderedProcessGroup, register_backend
 from samestep.patch import Patch, applied, late_dynamo, late_patches
@@ -85,6 +87,8 @@ def run_logical(
 def _enter_logical(stack: ExitStack, place: Environment, simulated: bool, store: dist.Store | None = None) -> None:
     """Makes this process a logical rank until the stack is closed; with a store it may start the ranks instead."""
     device = own_device(None, place) if store is None else torch.device(place.device_kind or "cpu", 0)
+    if asks_for_portable():
+        make_portable(device.type)
     register_backend()
     torch.set_num_threads(place.num_threads or 1)
     stack.enter_context(_deterministic())

@@ -22,6 +22,7 @@ from samestep.comm.environment import Environment, read_environment
 from samestep.data.batch import Batch
 from samestep.engine.determinism import own_device
 from samestep.engine.observer import StepObserver, observed_by
+from samestep.engine.portable_kernels import make_portable
 from samestep.engine.result import StepResult
 from samestep.engine.step import TrainStep
 from samestep.errors import DataError, NonFiniteError, RunFolderError, SamestepError, UsageError, WorkerError
@@ -328,6 +329,10 @@ def replay(
     _check_step(folder, step, ledger, notes)
     if save is not None:
         check_folder(Path(save), folder)
+    if device is None and record.get("device_kind") == "cpu":
+        device = "cpu"
+    if record.get("portable") is not None and str(device) == "cpu":
+        make_portable("cpu")  # before anything is computed
     own = None
     if program is None:
         own = program_of(record, folder)
@@ -338,8 +343,6 @@ def replay(
     start = None if found is None else found.path.resolve()
     del found  # the program reads it again
     before = record if start is None else _contract_of(start, notes)
-    if device is None and record.get("device_kind") == "cpu":
-        device = "cpu"
     chosen = own_device(device, Environment())
     rerun = ProgramRerun(
         run_folder=folder.resolve(),

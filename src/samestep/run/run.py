@@ -29,6 +29,7 @@ from samestep.data.loader import Loader
 from samestep.data.randomness import seed_process
 from samestep.data.tensors import TensorData
 from samestep.devices.device import keep_freed_memory
+from samestep.devices.portable import asks_for_portable
 from samestep.engine.config import OnNonFinite, Replicate, Sharded, StepConfig, StrategyOptions, as_strategy
 from samestep.engine.determinism import (
     DrawnBefore,
@@ -42,6 +43,7 @@ from samestep.engine.determinism import (
 from samestep.engine.kernel_flags import ENFORCED, check_flags
 from samestep.engine.losses import LossFn, describe
 from samestep.engine.observer import StepObserver
+from samestep.engine.portable_kernels import describe_late_caps, make_portable, portable_form
 from samestep.engine.step import TrainStep
 from samestep.engine.strategy import Strategy
 from samestep.errors import SamestepError, UsageError
@@ -135,7 +137,9 @@ class Run:
         self.device = own_device(device, environment) if communicator is None else communicator.device
         make_current(self.device)
         threads = num_threads or environment.num_threads or 1
-        self.contract = Contract(global_batch_size, count, seed, reduction, self.device.type, threads)
+        if rerun is None and asks_for_portable():  # a replay decides it before it reads a checkpoint
+            make_portable(self.device.type)
+        self.contract = Contract(global_batch_size, count, seed, reduction, self.device.type, threads, portable_form())
         make_deterministic(threads, reduction)
         keep_freed_memory()
         watched = HeartbeatPage.from_environment() if communicator is None else None
@@ -180,6 +184,7 @@ class Run:
         self._has_steps = False
         self._folders: set[Path] = set()  # of checkpoints that are this run's
         self._drawn_before = DrawnBefore()
+        self.membership.notice(describe_late_caps())
         if is_script and self.device.type == "cpu" and environment.launcher == "none" and threads == 1:
             # Not loaded by workers.
             from samestep.devices.selection import describe_unused_cores

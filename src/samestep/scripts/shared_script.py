@@ -30,8 +30,10 @@ from samestep.callsite import script_line
 from samestep.comm.communicator import Communicator, make_communicator
 from samestep.comm.environment import read_environment
 from samestep.data.randomness import Generators
+from samestep.devices.portable import asks_for_portable
 from samestep.engine.determinism import make_deterministic, own_device
 from samestep.engine.forward_backward import backward_on_this_thread
+from samestep.engine.portable_kernels import make_portable
 from samestep.errors import DeterminismError
 from samestep.patch import Patch
 from samestep.text import notify
@@ -214,6 +216,8 @@ def connect_script(num_microbatches: int | None = None) -> SharedScript:
     """Connects this process to the ranks that the environment names, and sets the switches of deterministic kernels."""
     environment = read_environment()
     device = own_device(None, environment)
+    if asks_for_portable():
+        make_portable(device.type)
     make_deterministic(environment.num_threads or 1, "ordered")
     communicator = make_communicator(environment, device, timedelta(seconds=TIMEOUT_SECONDS))
     if environment.world_size > 1:

@@ -1,0 +1,198 @@
+"""Portable CPU kernels in a process: the caps of `devices.portable`, and exact kernels where a cap is not enough.
+
+MKL's vector maths estimates roots by instructions that each maker of CPUs rounds in its own way, for the square root
+and the inverse sine, cosine and tangent. oneDNN's LSTM and products of int8 differ as well. The kernels here are
+registered with torch's dispatcher, so that optimizers and autograd in C++ get them too, until the process ends.
+"""
+
+import ctypes
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from samestep.devices.portable import CAPS, PORTABLE_VARIABLE, check_portable
+from samestep.errors import DeterminismError, UsageError
+
+COMPATIBLE = 3  # MKL_CBWR_COMPATIBLE of mkl_types.h
+LATE_NUMPY = (
+    "NumPy was imported before the kernels were made portable: what it computes by exp, log, powers and matrix "
+    f"products may differ between CPUs; start by samestep run --portable, or export {PORTABLE_VARIABLE}=1, "
+    f"OPENBLAS_CORETYPE={CAPS['OPENBLAS_CORETYPE']} and "
+    f'NPY_DISABLE_CPU_FEATURES="{CAPS["NPY_DISABLE_CPU_FEATURES"]}" before python'
+)
+Kernel = Callable[..., Any]
+_libraries: list[torch.library.Library] = []
+
+
+def make_portable(device_kind: str) -> None:
+    """Makes the CPU kernels of this process portable, if nothing was computed yet; raises a `UsageError` if it was."""
+    if is_portable():
+        return
+    check_portable(device_kind)
+    os.environ.update(CAPS)
+    early = [
+        name
+        for name, is_late in (("ATen", torch.backends.cpu.get_cpu_capability() != "AVX2"), ("MKL", _mkl_has_chosen()))
+        if is_late
+    ]
+    if early:
+        raise UsageError(
+            f"got {PORTABLE_VARIABLE}=1, but {' and '.join(early)} had chosen kernels for this CPU before: something "
+            "was computed; build samestep.Run before models and tensors, or start by samestep run --portable"
+        )
+    _libraries.append(_registered(KERNELS))
+
+
+def is_portable() -> bool:
+    """Whether this process has portable kernels."""
+    return bool(_libraries)
+
+
+def portable_form() -> str | None:
+    """The kernels of this process as the contract has them; None if they are those of its CPU."""
+    return "on" if is_portable() else None
+
+
+def describe_late_caps() -> str:
+    """A sentence if kernels are portable and NumPy was imported before its caps were there; "" for anything else."""
+    return LATE_NUMPY if is_portable() and _numpy_was_early() else ""
+
+
+def _numpy_was_early() -> bool:
+    features: dict[str, bool] = sys.modules["numpy._core._multiarray_umath"].__cpu_features__
+    start = Path("/proc/self/environ").read_bytes().split(b"\0")  # OpenBLAS tells no program which kernels it has
+    return bool(features.get("X86_V4") or features.get("AVX512_SKX")) or (
+        f"OPENBLAS_CORETYPE={CAPS['OPENBLAS_CORETYPE']}".encode() not in start
+    )
+
+
+def _mkl_has_chosen() -> bool:
+    """Whether MKL has chosen its kernels, for another CPU; False in a build of torch without MKL."""
+    try:
+        chosen = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")).mkl_serv_cbwr_get
+    except (OSError, AttributeError):
+        return False
+    return bool(chosen(1) != COMPATIBLE)  # 1: the branch alone, without its flags
+
+
+def _registered(kernels: dict[str, Kernel]) -> torch.library.Library:
+    """Kernels in the place of torch's for CPUs, by the name of the operator; each gets the one that it replaces."""
+    library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of the first kernel that takes another's place
+        for name, kernel in kernels.items():
+            for key in ("CPU", "AutogradCPU") if name in COMPOSITE else ("CPU",):
+                library.impl(name, _replacing(name, kernel), key, with_keyset=True)
+    return library
+
+
+def _replacing(name: str, kernel: Kernel) -> Kernel:
+    original: Any = torch.library.get_kernel(f"aten::{name}", "CPU")
+
+    def replacing(keys: torch.DispatchKeySet, *args: Any, **options: Any) -> Any:
+        return kernel(lambda *given: original.call_boxed(keys, *given), *args, **options)
+
+    return replacing
+
+
+def _is_exact(x: Tensor) -> bool:
+    """Whether torch's kernel goes without MKL's vector maths: for dtypes of 16 bits and complex numbers."""
+    return x.is_complex() or (x.is_floating_point() and x.itemsize < 4)
+
+
+def _sqrt(x: Tensor) -> Tensor:
+    """By the processor's instruction, which IEEE 754 rounds correctly; integers in the default dtype."""
+    x = x.detach() if x.is_floating_point() else x.to(torch.get_default_dtype())
+    return torch.from_numpy(np.asarray(np.sqrt(x.numpy())))
+
+
+def _asin(x: Tensor) -> Tensor:
+    return torch.atan2(x, _sqrt((1 - x) * (1 + x)))
+
+
+def _acos(x: Tensor) -> Tensor:
+    return torch.atan2(_sqrt((1 - x) * (1 + x)), x)
+
+
+def _atan(x: Tensor) -> Tensor:
+    return torch.atan2(x, torch.ones_like(x))
+
+
+def _in_double(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """A function by arithmetic in float64, whose `atan2` is of the vector library in torch; rounded once."""
+
+    def rounded(x: Tensor) -> Tensor:
+        return function(x.detach().double()).to(x.dtype if x.is_floating_point() else torch.get_default_dtype())
+
+    return rounded
+
+
+def _elementwise(function: Callable[[Tensor], Tensor]) -> tuple[Kernel, Kernel, Kernel]:
+    """The three forms of an operator: a new tensor, in place, and into one that is given."""
+
+    def new(original: Kernel, x: Tensor) -> Any:
+        with np.errstate(invalid="ignore"):
+            return original(x) if _is_exact(x) else function(x)
+
+    def in_place(original: Kernel, x: Tensor) -> Any:
+        return original(x) if _is_exact(x) else x.copy_(new(original, x))
+
+    def into(original: Kernel, x: Tensor, *, out: Tensor) -> Any:
+        found = new(lambda given: original(given, out), x)
+        return out if found is out else _filled(out, found)
+
+    return new, in_place, into
+
+
+def _filled(out: Tensor, found: Tensor) -> Tensor:
+    return out.resize_(found.shape).copy_(found) if out.shape != found.shape else out.copy_(found)
+
+
+def _power(original: Kernel, x: Tensor, exponent: Any, *, out: Tensor | None = None) -> Any:
+    """A power; that of one half is a square root, for which torch's kernel calls no operator."""
+    if exponent != 0.5 or _is_exact(x):
+        return original(x, exponent) if out is None else original(x, exponent, out)
+    with np.errstate(invalid="ignore"):
+        return _sqrt(x) if out is None else _filled(out, _sqrt(x))
+
+
+def _power_in_place(original: Kernel, x: Tensor, exponent: Any) -> Any:
+    return original(x, exponent) if exponent != 0.5 or _is_exact(x) else x.copy_(_power(original, x, exponent))
+
+
+def _lstm(original: Kernel, *args: Any) -> Any:
+    """An LSTM without oneDNN's."""
+    enabled = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        return original(*args)
+    finally:
+        torch._C._set_mkldnn_enabled(enabled)
+
+
+def _refused_int8(original: Kernel, *args: Any, **options: Any) -> Any:
+    raise DeterminismError(
+        "products of int8 matrices differ between CPUs, and the run is portable (SAMESTEP_PORTABLE=1, --portable): "
+        "multiply in float32, or leave the option out (--no-portable)"
+    )
+
+
+COMPOSITE = ("lstm.input",)  # whose kernel is a composition of others, and stands for autograd too
+KERNELS: dict[str, Kernel] = {
+    **dict(zip(("sqrt", "sqrt_", "sqrt.out"), _elementwise(_sqrt), strict=True)),
+    **dict(zip(("asin", "asin_", "asin.out"), _elementwise(_in_double(_asin)), strict=True)),
+    **dict(zip(("acos", "acos_", "acos.out"), _elementwise(_in_double(_acos)), strict=True)),
+    **dict(zip(("atan", "atan_", "atan.out"), _elementwise(_in_double(_atan)), strict=True)),
+    "pow.Tensor_Scalar": _power,
+    "pow_.Scalar": _power_in_place,
+    "pow.Tensor_Scalar_out": _power,
+    "lstm.input": _lstm,
+    **dict.fromkeys(("_int_mm", "_int_mm.out"), _refused_int8),
+}
