@@ -24,16 +24,17 @@ from samestep.runs.recorder import file_sha256
 CHECKPOINT = "checkpoints/step-00000004"
 WRITTEN = ("run.json", "result.json", "ledger.jsonl", "metrics.jsonl", ".lock", "logs/rank-1.log")
 READ = {  # by entry, the commands that must name it
-    "run.json": ("runs", "report", "replay", "resume"),
+    "run.json": ("runs", "report", "replay", "audit", "resume"),
     "result.json": ("runs", "report"),
-    "ledger.jsonl": ("runs", "report", "ledger", "profile", "replay"),
+    "ledger.jsonl": ("runs", "report", "ledger", "profile", "replay", "audit"),
     "metrics.jsonl": ("runs", "report"),
     ".lock": (),
     "logs/rank-1.log": (),
     "checkpoints/latest": ("latest",),
-    f"{CHECKPOINT}/manifest.json": ("export", "resume"),
-    f"{CHECKPOINT}/model.safetensors": ("export",),
-    f"{CHECKPOINT}/state.json": ("export",),
+    f"{CHECKPOINT}/manifest.json": ("export", "audit", "resume"),
+    f"{CHECKPOINT}/model.safetensors": ("export", "audit"),
+    f"{CHECKPOINT}/state.json": ("export", "audit"),
+    "weights.safetensors": ("audit",),
 }
 FOLDERS = ("checkpoints", "logs", "tensorboard")
 COMMANDS = {
@@ -42,6 +43,7 @@ COMMANDS = {
     "ledger": ("ledger", "show", "a"),
     "profile": ("profile", "a"),
     "replay": ("replay", "a", "--step", "1"),
+    "audit": ("audit", "a"),
     "export": ("export", f"a/{CHECKPOINT}", "out.safetensors"),
     "latest": ("export", "a/checkpoints/latest", "latest.safetensors"),
 }
@@ -157,7 +159,12 @@ ODD = "\x1b]0;owned\x07\x1b[31m\x9b2J\r\x08\nFORGED"
 ODD_COMMANDS = (
     *(("runs",), ("runs", "runs/a"), ("runs", "nowhere"), ("report", "runs/a"), ("report", "runs/a", "runs/b")),
     *(("ledger", "show", "runs/a"), ("ledger", "show", "runs/a", "--events"), ("ledger", "diff", "runs/a", "runs/b")),
-    *(("replay", "runs/a", "--step", "1"), ("train", "--resume", "runs/a"), ("train", "--resume", "runs/b")),
+    *(
+        ("replay", "runs/a", "--step", "1"),
+        ("audit", "runs/a"),
+        ("train", "--resume", "runs/a"),
+        ("train", "--resume", "runs/b"),
+    ),
     *(("export", "runs/a/checkpoints/latest", "out"), ("export", "runs/a", "out"), ("profile", "runs/a")),
 )
 

@@ -476,4 +476,3 @@ def test_a_script_s_run_is_replayed_by_the_command_with_its_own_arguments(tmp_pa
     (tmp_path / "train.py").unlink()
     gone = runner.invoke(app, ["replay", str(tmp_path / "runs" / "a"), "--step", "4"])
     assert "not there any more" in str(gone.exception)
-    del sys.modules["replayed_parts"]

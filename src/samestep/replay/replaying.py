@@ -5,6 +5,7 @@ import os
 import shlex
 import sys
 import sysconfig
+from abc import ABC, abstractmethod
 from bdb import BdbQuit
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from samestep.checkpoint.contract_diff import differences
 from samestep.checkpoint.digest import as_hex, state_checksum
 from samestep.checkpoint.resume import find_state
 from samestep.checkpoint.run_folder import CHECKPOINT_FOLDER, CONTRACT_FILE, holds_run, recorded
-from samestep.checkpoint.storage import newest_checkpoint
+from samestep.checkpoint.storage import Snapshot, newest_checkpoint
 from samestep.comm.environment import Environment, read_environment
 from samestep.data.batch import Batch
 from samestep.engine.determinism import own_device
@@ -65,6 +66,7 @@ class ReplayedProgram:
     def run(self) -> None:
         """Runs it with its own arguments in its own folder, and restores the state of the interpreter."""
         argv, path, main, folder = sys.argv, sys.path[:], sys.modules["__main__"], os.getcwd()
+        known = {*sys.modules}
         try:
             if self.folder is not None:
                 os.chdir(self.folder)
@@ -72,6 +74,10 @@ class ReplayedProgram:
         finally:
             sys.argv, sys.path[:], sys.modules["__main__"] = argv, path, main
             os.chdir(folder)
+            # Its own modules begin anew with the next program; those of packages cannot be loaded twice.
+            for name in sys.modules.keys() - known:
+                if (file := getattr(sys.modules[name], "__file__", None)) and not _is_installed(Path(file)):
+                    del sys.modules[name]
 
 
 def announce(
@@ -147,8 +153,8 @@ class ComparedStep:
 
 
 @dataclass(eq=False)
-class ProgramRerun(StepObserver):
-    """Decides for the program's Run and Trainer (as `train.rerun.Rerun`), and observes the trainer's steps."""
+class ProgramRerun(StepObserver, ABC):
+    """Decides for the program's Run and Trainer (as `run.arguments.Rerun`), and compares the trainer's steps."""
 
     run_folder: Path
     record: Mapping[str, Any]  # the run's run.json
@@ -158,21 +164,39 @@ class ProgramRerun(StepObserver):
     device: torch.device
     num_threads: int
     any_trainer: bool  # whether the program's first Trainer made the run, wherever it writes to
-    observed: ObservedStep
-    trainer: Trainer | None = None  # the one that made the run, when it has begun to fit
-    first: int | None = None  # the first step that was taken
-    compared: list[ComparedStep] = field(default_factory=list)
-    view: StepView | None = None
-    _folders: dict[int, Path | None] = field(default_factory=dict)
-    _is_ours: bool = False
-    _batch: Any = None
-    _rates: list[float] = field(default_factory=list)
-    _taken: int = 0
+    trainer: Trainer | None = field(default=None, init=False)  # the one that made the run, when it has begun to fit
+    first: int | None = field(default=None, init=False)  # the first step that was taken
+    compared: list[ComparedStep] = field(default_factory=list, init=False)
+    _folders: dict[int, Path | None] = field(default_factory=dict, init=False)
+    _is_ours: bool = field(default=False, init=False)
+    _batch: Any = field(default=None, init=False)
+    _rates: list[float] = field(default_factory=list, init=False)
+    _taken: int = field(default=0, init=False)
 
-    def run(self, program: Callable[[], object]) -> StepView:
-        """Runs the program until the step is done."""
+    @abstractmethod
+    def has_reached(self) -> bool:
+        """Whether the program has come as far as it was to."""
+
+    @abstractmethod
+    def found(self, trainer: Trainer) -> None:
+        """The trainer that made the run begins to fit."""
+
+    @abstractmethod
+    def at_boundary(self, trainer: Trainer, capture: Callable[[], Snapshot]) -> None:
+        """A trainer is where it may write a checkpoint."""
+
+    @abstractmethod
+    def begins(self, step: TrainStep) -> None:
+        """A step of the run begins."""
+
+    @abstractmethod
+    def ends(self, step: TrainStep, result: StepResult) -> None:
+        """A step of the run has ended, whose numbers are finite."""
+
+    def run(self, program: Callable[[], object], *others: StepObserver) -> None:
+        """Runs the program, with other observers, until it has come as far as it was to."""
         try:
-            with rerunning(self), observed_by(self, self.observed):
+            with rerunning(self), observed_by(self, *others):
                 program()
         except Finished:
             pass
@@ -184,11 +208,8 @@ class ProgramRerun(StepObserver):
             raise UsageError(self._why_not_reached(f"ended with the exit code {stop.code}")) from stop
         except Exception as error:
             raise WorkerError(f"{self._why_not_reached('failed')}\n{describe_error(error)}") from error
-        finally:
-            self.observed.close()
-        if self.view is None:
+        if not self.has_reached():
             raise UsageError(self._why_not_reached("ended"))
-        return self.view
 
     def _why_not_reached(self, what: str) -> str:
         if self.trainer is None:
@@ -213,10 +234,7 @@ class ProgramRerun(StepObserver):
         if self.trainer is not None or not self._made_the_run(trainer):
             return None
         self.trainer = trainer
-        microbatch, num_microbatches = self.observed.microbatch, trainer.run.contract.num_microbatches
-        if microbatch is not None and not 0 <= microbatch < num_microbatches:
-            raise UsageError(f"got --microbatch {microbatch}; the run has microbatches 0 to {num_microbatches - 1}")
-        self.observed.check_module(trainer.model)
+        self.found(trainer)
         return self.start
 
     def _made_the_run(self, trainer: Trainer) -> bool:
@@ -228,17 +246,16 @@ class ProgramRerun(StepObserver):
         return is_new and trainer._contract.get("model") == self.record.get("model")
 
     def on_step(self, step: TrainStep, batch: Any) -> None:
-        """Remembers what the step's line in the ledger needs; the step that was asked for is observed in full."""
+        """Remembers what the step's line in the ledger needs."""
         self._is_ours = self.trainer is not None and step is self.trainer.step
         if not self._is_ours:
             return
         self._batch, self._rates, self._taken = batch, learning_rates(step.optimizers), step.num_steps
+        self.begins(step)
         self.first = step.num_steps if self.first is None else self.first
-        if step.num_steps >= self.step:
-            self.observed.begin(step)
 
     def on_update(self, step: TrainStep, result: StepResult) -> None:
-        """Compares the step with the ledger; after the one that was asked for, the program ends."""
+        """Compares the step with the ledger."""
         if not self._is_ours:
             return
         try:
@@ -246,9 +263,62 @@ class ProgramRerun(StepObserver):
         except NonFiniteError as error:
             self.on_failure(error)
             raise
+        self.ends(step, result)
+
+    def compare(self, step: TrainStep, result: StepResult, strict: bool = False) -> None:
+        """Compares a step that has ended with its line, if there is one."""
+        recorded = None if self.ledger is None else self.ledger.steps.get(result.step)
+        if recorded is None:
+            return
+        has_digest = recorded.get("digest") is not None
+        digest = as_hex(int(state_checksum(step))) if has_digest else None
+        batch = self._batch if isinstance(self._batch, Batch) else None
+        entry = ledger_entry(result, batch, self._rates, 1, digest)
+        relative = max(_relative(recorded.get(name), entry[name]) for name in ("loss", "grad_norm"))
+        self.compared.append(
+            ComparedStep(result.step, differing_fields(recorded, entry, strict=strict), relative, has_digest)
+        )
+
+
+@dataclass(eq=False)
+class StepReplay(ProgramRerun):
+    """Observes one step in full, and ends the program after it."""
+
+    observed: ObservedStep
+    view: StepView | None = field(default=None, init=False)
+
+    def show(self, program: Callable[[], object]) -> StepView:
+        """Runs the program until the step is done."""
+        try:
+            self.run(program, self.observed)
+        finally:
+            self.observed.close()
+        assert self.view is not None, "the step is done"
+        return self.view
+
+    def has_reached(self) -> bool:
+        return self.view is not None
+
+    def found(self, trainer: Trainer) -> None:
+        """Checks that the run has the microbatch and the module that were asked for."""
+        microbatch, num_microbatches = self.observed.microbatch, trainer.run.contract.num_microbatches
+        if microbatch is not None and not 0 <= microbatch < num_microbatches:
+            raise UsageError(f"got --microbatch {microbatch}; the run has microbatches 0 to {num_microbatches - 1}")
+        self.observed.check_module(trainer.model)
+
+    def at_boundary(self, trainer: Trainer, capture: Callable[[], Snapshot]) -> None:
+        pass
+
+    def begins(self, step: TrainStep) -> None:
+        """Observes the step in full, if it is the one that was asked for."""
+        if step.num_steps >= self.step:
+            self.observed.begin(step)
+
+    def ends(self, step: TrainStep, result: StepResult) -> None:
+        """Compares the step; after the one that was asked for, the program ends."""
         if self._taken >= self.step:
             self.view = self.observed.end(result, None)
-        self._compare(step, result)
+        self.compare(step, result)
         if self.view is not None:
             raise Finished
 
@@ -265,17 +335,6 @@ class ProgramRerun(StepObserver):
         if not isinstance(error, (UsageError, RunFolderError, BdbQuit)):
             self.view = self.observed.end(None, error)
             raise Finished from error
-
-    def _compare(self, step: TrainStep, result: StepResult) -> None:
-        recorded = None if self.ledger is None else self.ledger.steps.get(result.step)
-        if recorded is None:
-            return
-        has_digest = recorded.get("digest") is not None
-        digest = as_hex(int(state_checksum(step))) if has_digest else None
-        batch = self._batch if isinstance(self._batch, Batch) else None
-        entry = ledger_entry(result, batch, self._rates, 1, digest)
-        relative = max(_relative(recorded.get(name), entry[name]) for name in ("loss", "grad_norm"))
-        self.compared.append(ComparedStep(result.step, differing_fields(recorded, entry), relative, has_digest))
 
 
 def _relative(recorded: Any, now: Any) -> float:
@@ -344,20 +403,20 @@ def replay(
     del found  # the program reads it again
     before = record if start is None else _contract_of(start, notes)
     chosen = own_device(device, Environment())
-    rerun = ProgramRerun(
+    rerun = StepReplay(
         run_folder=folder.resolve(),
         record=record,
         ledger=ledger,
         step=step,
         start=start,
         device=chosen,
-        num_threads=_num_threads(chosen, record),
+        num_threads=num_threads_of(chosen, record),
         any_trainer=own is None or own.is_recipe,
         observed=ObservedStep(microbatch, module, None if save is None else Saver(Path(save).resolve())),
     )
     beginning = "the beginning of the run" if start is None else start.name
     tell(f"replaying {folder} from {beginning} to step {step} on {chosen}")
-    view = rerun.run(program)
+    view = rerun.show(program)
     assert rerun.trainer is not None, "a step was taken"
     changes = differences(before, rerun.trainer._contract)
     if start is None and rerun.first:
@@ -414,7 +473,7 @@ def _contract_of(checkpoint: Path, notes: list[str]) -> dict[str, Any]:
     return contract
 
 
-def _num_threads(device: torch.device, record: Mapping[str, Any]) -> int:
+def num_threads_of(device: torch.device, record: Mapping[str, Any]) -> int:
     """The recorded number of CPU threads, since it decides the bits; on another kind of device torch's default."""
     found = record.get("num_threads")
     is_usable = record.get("device_kind") == device.type and isinstance(found, int) and found > 0
@@ -432,7 +491,7 @@ def _other_model(device: torch.device, record: Mapping[str, Any]) -> str | None:
     return f"the run was made on {devices[0]}, and this is {name}: other bits are to be expected"
 
 
-def _check(rerun: ProgramRerun, tier: Tier) -> Check:
+def _check(rerun: StepReplay, tier: Tier) -> Check:
     """The comparison of the steps with the ledger, by a tier."""
     compared = rerun.compared
     tolerance = TOLERANCE if rerun.record.get("precision", "32-true") == "32-true" else TOLERANCE_16_BITS

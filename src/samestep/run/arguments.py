@@ -18,6 +18,8 @@ from samestep.errors import UsageError
 if TYPE_CHECKING:
     import torch
 
+    from samestep.checkpoint.storage import Snapshot
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -130,6 +132,10 @@ class Rerun(Protocol):
 
     def checkpoint(self, trainer: Any) -> Path | None:
         """The checkpoint that a trainer which begins to fit resumes from; None for the beginning."""
+        ...
+
+    def at_boundary(self, trainer: Any, capture: "Callable[[], Snapshot]") -> None:
+        """A trainer is where it may write a checkpoint, and would capture this state."""
         ...
 
 

@@ -118,6 +118,7 @@ class Run:
         if (rerun := current_rerun()) is not None:
             device, shares, spares, communicator = rerun.device, None, 0, None
             num_threads = rerun.num_threads if num_threads is None else num_threads
+            mesh = mesh if mesh is not None and "tensor" in mesh else None  # the bits depend on no other axis
         count = check_contract(global_batch_size, num_microbatches, reduction, seed)
         if num_threads is not None:
             check_number("num_threads", num_threads, 1)

@@ -487,6 +487,7 @@ class Trainer:
         log = self._log
         log.record_healings(self._progress.epoch)
         log.poll()
+        self._offer_state(loader)
         if self.run.membership.stop not in (0, END_OF_FIT):
             self._stop(loader)
         if log.is_checkpoint_due():
@@ -504,13 +505,21 @@ class Trainer:
 
     def _checkpoint(self, loader: Loader | DataLoader[Any], is_best: bool = False) -> None:
         """Has the state written, on the rank that writes; if it is sharded, by all ranks."""
-        progress = self._progress
+        self._log.checkpoint(self._progress.epoch, lambda: replace(self._captured(loader), is_best=is_best))
 
-        def capture() -> "Snapshot":
-            cursor = loader.state_dict() if isinstance(loader, Loader) else None
-            return replace(progress.capture(loader, cursor, self._contract), is_best=is_best)
+    def _captured(self, loader: Loader | DataLoader[Any]) -> "Snapshot":
+        cursor = loader.state_dict() if isinstance(loader, Loader) else None
+        return self._progress.capture(loader, cursor, self._contract)
 
-        self._log.checkpoint(progress.epoch, capture)
+    def _offer_state(self, loader: Loader | DataLoader[Any]) -> None:
+        """Offers a rerun the state that a checkpoint would have here."""
+        if (rerun := current_rerun()) is not None:
+
+            def capture() -> "Snapshot":
+                self._log.record_arrived(self._progress.epoch, wait=True)
+                return self._captured(loader)
+
+            rerun.at_boundary(self, capture)
 
     def _complete_checkpoint(self, loader: Loader | DataLoader[Any], is_best: bool = False) -> None:
         """Has the state written while all ranks wait; by the next writer if one is lost before it is complete."""
@@ -550,6 +559,7 @@ class Trainer:
         shown = [self._epoch_line] if self._epoch_line else [(name, f"test {name}") for name in record.eval]
         log.epoch(record, record.describe(shown))
         self._hooks.call("on_epoch_end", record)
+        self._offer_state(loader)
         if self.best is record and log.folder is not None:
             log.compare()
             # Where others would go on without the writer, none goes on before it is complete: the next step overwrites
@@ -565,6 +575,7 @@ class Trainer:
         log, membership = self._log, self.run.membership
         log.compare()
         if log.folder is None:
+            self._offer_state(loader)
             return
         from samestep.checkpoint.export import write_weights  # needed once, at the end
 

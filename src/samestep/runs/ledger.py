@@ -229,6 +229,20 @@ def lacking(path: Path, steps: int) -> str:
     return f"{path}: {', '.join(parts)}" if parts else ""
 
 
+def gaps(folder: Path) -> Iterator[str]:
+    """Sentences on lines of steps that are missing between others; after a resume steps come again."""
+    last: int | None = None
+    for number, line in enumerate(read_lines(folder / LEDGER_FILE), 1):
+        entry = from_line(line.removesuffix(b"\n")) or {}
+        step, is_event = entry.get("step"), "event" in entry
+        if not isinstance(step, int) or (is_event and entry["event"] != "resume"):
+            continue
+        # A ledger may begin with a resume of a run in another folder.
+        if (last is not None and step > last + 1) or (last is None and step > 0 and not is_event):
+            yield f"line {number} of the ledger is of step {step}, and that before it of step {last}"
+        last = step - 1 if is_event else step
+
+
 def complete_last_line(file: IO[bytes], path: Path, is_whole: Callable[[bytes], bool]) -> None:
     """Ends a last line without a newline if it is whole, else cuts it off."""
     with writing(path):
@@ -264,6 +278,7 @@ def _seal(body: bytes) -> bytes:
 
 
 FIELDS: Final = ("num_samples", "ids", "lr", "loss", "grad_norm", "skipped", "digest")
+PLACE: Final = ("epoch", "position")
 FINAL_DIGEST: Final = "final digest"
 _NOT_FINITE = ("nan", "inf", "-inf")
 _HEX_FLOAT = re.compile(r"-?0x[01](\.[0-9a-f]+)?p[+-]\d+")
@@ -409,12 +424,17 @@ def extent(a: Ledger, b: Ledger) -> Extent:
     return Extent(len(common), digests, *only, final=_same_end(a, b) is not None)
 
 
-def differing_fields(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[FieldDifference, ...]:
-    """The fields that two entries of one step both have, with different values."""
+def differing_fields(
+    a: Mapping[str, Any], b: Mapping[str, Any], *, strict: bool = False
+) -> tuple[FieldDifference, ...]:
+    """The fields that two entries of one step both have, with different values.
+
+    If it is strict, the place in the data too, and those that one of them lacks; a digest is not in each line.
+    """
     return tuple(
-        _field_difference(field, a[field], b[field])
-        for field in FIELDS
-        if _both(a, b, field) and _bits(a[field]) != _bits(b[field])
+        _field_difference(field, a.get(field), b.get(field))
+        for field in ((*PLACE, *FIELDS) if strict else FIELDS)
+        if (_both(a, b, field) or (strict and field != "digest")) and _bits(a.get(field)) != _bits(b.get(field))
     )
 
 

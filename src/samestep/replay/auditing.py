@@ -1,0 +1,347 @@
+"""Audits a recorded run: takes drawn segments between its checkpoints again, and compares all that they left."""
+
+import secrets
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load
+from torch import Tensor, uint8
+
+from samestep.checkpoint.contract_diff import ContractChange, differences, explain
+from samestep.checkpoint.digest import state_digest
+from samestep.checkpoint.local_shards import whole_tensors
+from samestep.checkpoint.resume import read_state
+from samestep.checkpoint.run_folder import CHECKPOINT_FOLDER, WEIGHTS_FILE, recorded
+from samestep.checkpoint.storage import Snapshot, list_checkpoints, verify_checkpoint
+from samestep.checks import check_number
+from samestep.comm.environment import read_environment
+from samestep.data.batch import flattened
+from samestep.engine.determinism import own_device
+from samestep.engine.result import StepResult
+from samestep.engine.step import TrainStep
+from samestep.errors import ContractError, DataError, UsageError
+from samestep.files import read_small, reason
+from samestep.replay.replaying import Finished, ProgramRerun, announce, num_threads_of, program_of
+from samestep.run.trainer import Trainer
+from samestep.runs.ledger import Ledger, field_name, gaps, ledger_value, read_ledger
+from samestep.text import counted
+
+SEGMENTS = 3
+MAX_HEADER_BYTES = 64 << 20  # of a file of safetensors
+TIMES = ("seconds", "samples_per_second")  # of a checkpoint's records; the rest of it is compared
+CONTRACT = "contract"  # in the same place, compared field by field
+
+
+@dataclass(frozen=True)
+class Segment:
+    """The steps from one checkpoint to the next, or from the seed, or to the end of the ledger."""
+
+    number: int  # from 1
+    first: int
+    end: int  # the step after its last
+    start: str | None  # the checkpoint before its first step; None for the seed
+    target: str | None  # the one after its last; None if there is none
+
+
+@dataclass(frozen=True)
+class AuditedSegment:
+    """A segment that was taken again."""
+
+    number: int  # from 1
+    first: int
+    end: int
+    seconds: float
+    digests: int  # checksums of the state that were compared
+    difference: str | None  # the first one, as a sentence
+
+
+@dataclass(frozen=True)
+class Audit:
+    """The result of an audit: faults of the files as a whole, and the segments that were taken again."""
+
+    run: str
+    seed: int
+    num_segments: int
+    num_steps: int
+    segments: Sequence[AuditedSegment]
+    faults: Sequence[str]
+    notes: Sequence[str]
+
+    @property
+    def holds(self) -> bool:
+        """Whether all that was compared is the same, to the bit."""
+        return not self.faults and not any(each.difference for each in self.segments)
+
+    def as_json(self) -> dict[str, Any]:
+        return {**asdict(self), "holds": self.holds}
+
+
+def audit(
+    run: str | Path,
+    segments: int = SEGMENTS,
+    *,
+    seed: int | None = None,
+    trust: bool = False,
+    program: Callable[[], object] | None = None,
+    tell: Callable[[str], None] = lambda _: None,
+    progress: Callable[[int, int], None] = lambda done, of: None,
+    take: Callable[[Sequence[Segment]], Iterable[AuditedSegment]] | None = None,
+) -> Audit:
+    """Checks all hashes of a run's folder, takes drawn segments again on one device, and compares them to the bit.
+
+    Nothing is written to the folder. `segments` is their number, 0 for all; they are drawn by `seed`, a random one by
+    default. The run's own program, or `program`, is run once a segment; see `replay` for `trust`. `progress` gets
+    the steps done and those to do; `take` takes the segments of some numbers again elsewhere.
+
+    Raises:
+        UsageError: nothing can be audited, or by no program; the message says what must be recorded.
+        ContractError: the program has another contract than the run.
+    """
+    check_number("segments", segments, 0)
+    folder, notes = Path(run), list[str]()
+    record, ledger = recorded(folder), _ledger_of(folder)
+    places = list_checkpoints(folder / CHECKPOINT_FOLDER)
+    bad = {path: fault for _, path in places if (fault := verify_checkpoint(path)) is not None}
+    places = [(step, path) for step, path in places if path not in bad]
+    faults = [*bad.values(), *_faults(folder, record, ledger, places)]
+    plan = segments_of(folder, ledger, places, notes.append)
+    seed = secrets.randbits(32) if seed is None else seed
+    drawn = Random(seed).sample(plan, min(segments or len(plan), len(plan)))
+    if take is None:
+        take = partial(audit_segments, folder, trust=trust, program=program, tell=tell, progress=progress)
+    done = list(take(sorted(drawn, key=lambda segment: segment.first)))
+    return Audit(str(folder), seed, len(plan), plan[-1].end - plan[0].first, done, faults, notes)
+
+
+def _ledger_of(folder: Path) -> Ledger:
+    try:
+        return read_ledger(folder)
+    except DataError as error:
+        raise UsageError(f"{folder} cannot be audited: {error}") from error
+
+
+def segments_of(
+    folder: Path, ledger: Ledger, places: Sequence[tuple[int, Path]], tell: Callable[[str], None]
+) -> list[Segment]:
+    """The segments of a run between its good checkpoints, in order; a `UsageError` if there is none."""
+    last = max(ledger.steps, default=-1) + 1
+    begin = ledger.events[0] if ledger.events else {}
+    names: dict[int, str | None] = {**({} if begin.get("event") == "resume" else {0: None})}
+    names |= {step: path.name for step, path in places}
+    if begin.get("event") == "resume" and names:
+        tell(f"it goes on from {begin.get('from')} of another folder: what is before {min(names)} is audited there")
+    steps = sorted(names)
+    if steps and last > steps[-1]:
+        steps, names[last] = [*steps, last], None
+    pairs = enumerate(pairwise(steps), 1)
+    found = [Segment(number, one, two, names[one], names[two]) for number, (one, two) in pairs]
+    if not found:
+        raise UsageError(
+            f"{folder} cannot be audited: it has no step after its beginning or a checkpoint. A run that is to be "
+            "audited keeps its checkpoints, by Trainer(…, checkpoint_steps=100, keep=1000) (--checkpoint-steps, --keep)"
+        )
+    if len(found) == 1:
+        tell(
+            "one segment is all of it: there are no checkpoints between. For several, the next run writes and keeps "
+            "more of them, by Trainer(…, checkpoint_steps=100, keep=1000) (--checkpoint-steps, --keep)"
+        )
+    return found
+
+
+def _faults(
+    folder: Path, record: Mapping[str, Any], ledger: Ledger, places: Sequence[tuple[int, Path]]
+) -> Iterator[str]:
+    """What is wrong with the files, without taking a step."""
+    yield from ledger.problems
+    yield from gaps(folder)
+    for repeat in ledger.repeats_that_differ:
+        yield f"the ledger has step {repeat.step} twice, with another {field_name(repeat.field)} the second time"
+    ends = [each["step"] for each in ledger.events if each["event"] in ("stop", "end")]
+    last, reached = max(ledger.steps, default=-1) + 1, max([*ends, *(step for step, _ in places)], default=0)
+    if ledger.steps and reached > last:
+        yield f"the ledger ends before step {last}, and the run came to step {reached}"
+    if not places:
+        return
+    newest = read_state(places[-1][1])
+    for change in differences(record, newest.rest[CONTRACT]):
+        if change.breaks:
+            yield f"run.json and {newest.name} have another {change.field}: {change.before} and {change.after}"
+    names = newest.snapshot.files["model"]
+    try:
+        held = load(read_small(folder / WEIGHTS_FILE, MAX_HEADER_BYTES + sum(each.nbytes for each in names.values())))
+    except FileNotFoundError:
+        return
+    except (OSError, SafetensorError) as error:
+        yield f"{WEIGHTS_FILE} cannot be read: {reason(error)}"
+        return
+    for name in [name for name in held if name not in names or not _same(held[name], names[name])][:1]:
+        yield f"{WEIGHTS_FILE} and {newest.name} have another {name}"
+
+
+def audit_segments(
+    folder: Path,
+    segments: Sequence[Segment],
+    trust: bool = False,
+    program: Callable[[], object] | None = None,
+    tell: Callable[[str], None] = lambda _: None,
+    progress: Callable[[int, int], None] = lambda done, of: None,
+) -> Iterator[AuditedSegment]:
+    """Takes segments of a run again in this process, one of the ranks if it was started as one."""
+    record, ledger, own = recorded(folder), _ledger_of(folder), None
+    if program is None:
+        own = program_of(record, folder)
+        if not own.is_recipe:
+            announce(own, record, folder, trust, tell)
+        program = own.run
+    environment = read_environment()
+    device = own_device("cpu" if record.get("device_kind") == "cpu" else None, environment)
+    total, before = sum(each.end - each.first for each in segments), 0
+    for segment in segments:
+        tell(f"segment {segment.number}: steps {segment.first} to {segment.end - 1} on {device}")
+        began = time.perf_counter()
+        rerun = SegmentRerun(
+            run_folder=folder.resolve(),
+            record=record,
+            ledger=ledger,
+            step=segment.end - 1,
+            start=_place(folder, segment.start),
+            device=device,
+            num_threads=num_threads_of(device, record),
+            any_trainer=own is None or own.is_recipe,
+            segment=segment,
+            step_done=partial(_count, progress, before, total),
+        )
+        rerun.run(program)
+        before += segment.end - segment.first
+        seconds, digests = time.perf_counter() - began, sum(one.has_digest for one in rerun.compared)
+        yield AuditedSegment(segment.number, segment.first, segment.end, seconds, digests, rerun.difference)
+
+
+def audit_as_rank(**options: Any) -> list[dict[str, Any]]:
+    """Takes segments again as one of several ranks."""
+    segments = [Segment(*each) for each in options.pop("segments")]
+    return [asdict(each) for each in audit_segments(Path(options.pop("folder")), segments, **options)]
+
+
+def _count(progress: Callable[[int, int], None], before: int, total: int, done: int) -> None:
+    progress(before + done, total)
+
+
+def _place(folder: Path, name: str | None) -> Path | None:
+    return None if name is None else (folder / CHECKPOINT_FOLDER / name).resolve()
+
+
+@dataclass(eq=False)
+class SegmentRerun(ProgramRerun):
+    """Compares each step of a segment with the ledger, and the state after the last one with the next checkpoint."""
+
+    segment: Segment
+    step_done: Callable[[int], None]
+    difference: str | None = field(default=None, init=False)
+    _is_done: bool = field(default=False, init=False)
+
+    def has_reached(self) -> bool:
+        # At the end of training a program may end before a state is found that is the recorded one.
+        return self._is_done or (self.difference is not None and self._taken == self.step)
+
+    def found(self, trainer: Trainer) -> None:
+        pass
+
+    def begins(self, step: TrainStep) -> None:
+        """Compares the contracts; ends the program before the step that follows the segment."""
+        if step.num_steps > self.step:
+            self._end(self.difference)
+        if self.first is None:
+            assert self.trainer is not None, "its step begins"
+            before = self.record if self.start is None else read_state(self.start).rest[CONTRACT]
+            if breaking := [change for change in differences(before, self.trainer._contract) if change.breaks]:
+                raise ContractError(
+                    f"{self.run_folder} cannot be audited here from step {self.segment.first} on, which was made under "
+                    f"another contract:\n{explain(breaking)}\ngo back to its values, or audit it where they hold"
+                )
+            if step.num_steps != self.segment.first:
+                self._end(f"the first step that the program took is {step.num_steps}, not {self.segment.first}")
+
+    def ends(self, step: TrainStep, result: StepResult) -> None:
+        """Compares the step with its line."""
+        assert self.ledger is not None, "an audit has one"
+        if self._taken not in self.ledger.steps:
+            self._end(f"step {self._taken} has no line in the ledger")
+        self.compare(step, result, strict=True)
+        self.step_done(len(self.compared))
+        if fields := self.compared[-1].fields:
+            shown = (f"{field_name(one.field)} {ledger_value(one.a)}, now {ledger_value(one.b)}" for one in fields)
+            self._end(f"step {self._taken}: {', '.join(shown)}")
+        if self._taken == self.step and self.segment.target is None and self._final_digest() is None:
+            self._end(None)
+
+    def at_boundary(self, trainer: Trainer, capture: Callable[[], Snapshot]) -> None:
+        """Compares the last state with the recorded one, of before or after the end of an epoch."""
+        if trainer is not self.trainer or trainer.step.num_steps != self.segment.end:
+            return
+        state, self.difference, final = capture(), None, self._final_digest()
+        if self.segment.target is not None:
+            place = _place(self.run_folder, self.segment.target)
+            assert place is not None, "it has a name"
+            self.difference = first_difference(read_state(place).snapshot, state)
+        if self.difference is None and final is not None and (now := state_digest(trainer.step)) != final:
+            self.difference = f"the final digest: {final}, now {now}"
+        if self.difference is None:
+            self._end(None)
+        self.difference = f"after step {self.step}: {self.difference}"
+
+    def _final_digest(self) -> str | None:
+        """The recorded digest of the run's end, if that is the end of the segment."""
+        events = () if self.ledger is None else self.ledger.events
+        ends = [each for each in events if each["event"] == "end" and each["step"] == self.segment.end]
+        return str(ends[-1].get("digest")) if ends else None
+
+    def _end(self, difference: str | None) -> None:
+        self.difference, self._is_done = difference, True
+        raise Finished
+
+
+def first_difference(recorded: Snapshot, now: Snapshot) -> str | None:
+    """The first tensor or fact in which two states differ, times aside; None if there is none."""
+    files = whole_tensors(now.files)
+    for file in dict.fromkeys((*recorded.files, *files)):
+        one, other = recorded.files.get(file, {}), files.get(file, {})
+        for name in dict.fromkeys((*one, *other)):
+            if name not in one or name not in other or not _same(one[name], other[name].cpu()):
+                return f"{name} of {file}"
+    return _differing(recorded.facts, now.facts, "")
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have the same type, shape and bytes."""
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    return bool((flattened(one).view(uint8) == flattened(other).view(uint8)).all()) if one.numel() else True
+
+
+def _differing(one: Any, other: Any, path: str) -> str | None:
+    """The path to the first difference of two values of JSON, with both."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        if path == f".run.rest.{CONTRACT}":
+            changes: list[ContractChange] = [change for change in differences(one, other) if change.breaks]
+            return f"{CONTRACT}, {changes[0].field}: {changes[0].before}, now {changes[0].after}" if changes else None
+        names = (name for name in dict.fromkeys((*one, *other)) if name not in TIMES)
+        pairs = [(one.get(name), other.get(name), f"{path}.{name}") for name in names]
+    elif isinstance(one, list | tuple) and isinstance(other, list | tuple) and len(one) == len(other):
+        pairs = [(*pair, f"{path}.{number}") for number, pair in enumerate(zip(one, other, strict=True))]
+    else:
+        return None if type(one) is type(other) and one == other else f"{path[1:]}: {one}, now {other}"
+    return next((found for pair in pairs if (found := _differing(*pair)) is not None), None)
+
+
+def probability(audited: int, num_segments: int) -> str:
+    """With what probability a run with one forged segment would have been found."""
+    found = f"{audited} of {counted(num_segments, 'segment')}"
+    return f"{found}: one forged segment would have been found with a probability of {audited / num_segments:.0%}"

@@ -1,0 +1,202 @@
+"""Audits: honest runs hold on any devices, and each kind of forgery is found where it is looked for."""
+
+import json
+import shutil
+
+import pytest
+from cli_commands import samestep
+from replay_programs import PARTS, SCRIPT, data_of, record, train
+from safetensors.torch import load_file, save_file
+from test_replay import alter, contents, copied, next_up
+from typer.testing import CliRunner
+
+from samestep.checkpoint.verified_files import MANIFEST_FILE, Manifest, manifest_bytes, read_manifest, seal
+from samestep.cli.main import app
+from samestep.errors import ContractError, UsageError
+from samestep.metrics import accuracy
+from samestep.replay.auditing import audit, probability
+from samestep.replay.replaying import program_of
+from samestep.runs.ledger import from_line, to_line
+
+OPTIONS = {"checkpoint_steps": 3, "keep": 20}
+
+
+def audited(folder, segments=0, **given):
+    options = {name: given.pop(name) for name in ("seed",) if name in given}
+    return audit(folder, segments, program=lambda: train(None, folder, **{**OPTIONS, **given}), **options)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Twelve steps on three devices in four segments."""
+    folder = tmp_path_factory.mktemp("audit") / "run"
+    record(3, folder, **OPTIONS)
+    return folder
+
+
+def forge_weight(checkpoint, file="model.safetensors"):
+    """Changes a bit of a tensor, and has the manifest fit again."""
+    tensors = load_file(checkpoint / file)
+    name = sorted(name for name in tensors if tensors[name].is_floating_point() and tensors[name].numel() > 1)[0]
+    tensors[name].view(-1)[0] = float.fromhex(next_up(float(tensors[name].view(-1)[0]).hex())) + 1e-7
+    (checkpoint / file).unlink()
+    save_file(tensors, checkpoint / file)
+    manifest = read_manifest(checkpoint)
+    files = {**manifest.files, file: seal(checkpoint / file)}
+    (checkpoint / MANIFEST_FILE).write_bytes(manifest_bytes(Manifest(manifest.step, files)))
+
+
+def lines_changed(folder, change):
+    path = folder / "ledger.jsonl"
+    path.write_bytes(b"".join(change(path.read_bytes().splitlines(keepends=True))))
+
+
+def test_an_honest_run_on_three_devices_holds_on_one_and_the_draw_is_that_of_the_seed(run):
+    whole = audited(run)
+    assert whole.holds, whole
+    assert [(each.first, each.end, each.digests) for each in whole.segments] == [(a, a + 3, 3) for a in (0, 3, 6, 9)]
+    assert (whole.faults, whole.notes) == ([], [])
+    drawn = [[each.number for each in audited(run, 2, seed=seed).segments] for seed in (0, 0, 1, 2, 3)]
+    assert drawn[0] == drawn[1]
+    assert len({*map(tuple, drawn)}) > 1
+    assert probability(2, 4) == "2 of 4 segments: one forged segment would have been found with a probability of 50%"
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_resumed_runs_hold_too_with_an_evaluation_and_without_digests(tmp_path, world_size):
+    fit = {"eval_data": data_of("net", None), "metrics": {"accuracy": accuracy}}
+    given = {"digest_every": 100, "checkpoint_steps": 5, "keep": 9, "best": "accuracy", "fit": fit}
+    record(world_size, tmp_path / "run", epochs=1, **given)
+    record(3 - world_size, tmp_path / "run", **{**given, "fit": {**fit, "resume": "auto"}})
+    found = audited(tmp_path / "run", **given)
+    assert found.holds, found
+    assert [each.end for each in found.segments] == [4, 5, 8, 10, 12]
+    assert all(each.digests == 0 for each in found.segments)
+
+
+FORGERIES = {
+    "a loss": lambda folder: alter(folder, 7, lambda line: line.update(loss=next_up(line["loss"]))),
+    "a place in the data": lambda folder: alter(folder, 7, lambda line: line.update(position=0)),
+    "samples that are left out": lambda folder: alter(folder, 7, lambda line: line.update(ids=None)),
+    "a weight": lambda folder: forge_weight(folder / "checkpoints" / "step-00000009"),
+    "a moment": lambda folder: forge_weight(folder / "checkpoints" / "step-00000009", "optimizer.safetensors"),
+}
+
+
+@pytest.mark.parametrize("forgery", FORGERIES)
+def test_twin_a_forged_segment_is_found_if_it_is_drawn(run, tmp_path, forgery):
+    folder = copied(run, tmp_path)
+    FORGERIES[forgery](folder)
+    found = audited(folder)
+    assert not found.holds
+    assert found.faults == []
+    # A forged state is the beginning of the segment after it, too.
+    assert found.segments[2].difference is not None
+    assert [each.difference for each in found.segments[:2]] == [None, None]
+    missed = next(s for s in range(99) if 3 not in [each.number for each in audited(run, 1, seed=s).segments])
+    if "a weight" not in forgery and "a moment" not in forgery:
+        assert audited(folder, 1, seed=missed).holds
+
+
+def exchanged(lines):
+    places = [number for number, line in enumerate(lines) if line.startswith(b'{"step": ')]
+    one, other = places[4], places[5]
+    lines[one], lines[other] = lines[other], lines[one]
+    return lines
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda lines: [line for line in lines if not line.startswith(b'{"step": 5, ')], "is of step 6"),
+        (lambda lines: [line for line in lines if not line.startswith(b'{"step": 11, ')], "ends before step 11"),
+        (exchanged, "is of step 5, and that before it of step 3"),
+        (lambda lines: [line.replace(b'"skipped": f', b'"skipped":  f') for line in lines], "checksum"),
+    ],
+)
+def test_twin_a_ledger_with_lines_removed_exchanged_or_damaged_is_found_by_any_audit(run, tmp_path, change, said):
+    folder = copied(run, tmp_path)
+    lines_changed(folder, change)
+    found = audited(folder, 1, seed=0)
+    assert not found.holds
+    assert said in found.faults[0]
+
+
+def test_what_is_made_of_the_last_checkpoint_and_the_record_must_fit_it(run, tmp_path):
+    folder = copied(run, tmp_path)
+    tensors = load_file(folder / "weights.safetensors")
+    tensors["head.bias"][0] += 1
+    save_file(tensors, folder / "weights.safetensors")
+    (folder / "run.json").write_text((folder / "run.json").read_text().replace('"seed": 3', '"seed": 4'))
+    found = audited(folder, 1, seed=next(s for s in range(99) if audited(run, 1, seed=s).segments[0].number > 1))
+    assert found.faults == [
+        "run.json and step-00000012 have another seed: 4 and 3",
+        "weights.safetensors and step-00000012 have another head.bias",
+    ]
+
+
+def test_the_digest_of_the_end_is_compared(run, tmp_path):
+    folder = copied(run, tmp_path)
+
+    def change(lines):
+        entries = [from_line(line.rstrip()) for line in lines]
+        return [to_line({**each, "digest": "0" * 64} if each.get("event") == "end" else each) for each in entries]
+
+    lines_changed(folder, change)
+    assert "the final digest: 0000" in audited(folder).segments[3].difference
+
+
+def test_a_run_without_checkpoints_between_is_one_segment_and_says_what_to_record(run, tmp_path):
+    folder = copied(run, tmp_path)
+    for step in (3, 6, 9):
+        shutil.rmtree(folder / "checkpoints" / f"step-{step:08d}")
+    found = audited(folder, 1)
+    assert found.holds
+    assert found.num_segments == 1
+    assert "checkpoint_steps=100, keep=1000" in found.notes[0]
+
+
+def test_a_program_of_another_contract_is_refused(run):
+    with pytest.raises(ContractError, match=r"(?s)cannot be audited here from step .*num_threads: 1 before, 2 now"):
+        audited(run, num_threads=2)
+    with pytest.raises(UsageError, match="ended before step 11, after 11 steps"):
+        audit(run, 0, program=lambda: train(None, run, fit={"max_steps": 11}, **OPTIONS))
+
+
+def test_a_script_s_run_is_audited_by_the_command(tmp_path, monkeypatch):
+    (tmp_path / "train.py").write_text(SCRIPT.replace("digest_every=1", "digest_every=1, checkpoint_steps=2, keep=9"))
+    (tmp_path / "replayed_parts.py").write_text(PARTS)
+    monkeypatch.chdir(tmp_path)
+    program_of({"command": ["python", "train.py", "0.1"], "working_folder": str(tmp_path)}, tmp_path).run()
+    monkeypatch.chdir("/")
+    runner, folder = CliRunner(), tmp_path / "runs" / "a"
+    before = contents(folder)
+    done = runner.invoke(app, ["audit", str(folder), "--all", "--json"])
+    assert done.exit_code == 0, done.output
+    value = json.loads(done.stdout)
+    assert (value["holds"], value["num_segments"], value["num_steps"]) == (True, 3, 6)
+    assert contents(folder) == before
+    drawn = runner.invoke(app, ["audit", str(folder), "--segments", "1", "--seed", "5"])
+    assert "seed 5: 1 of 3 segments: one forged segment would have been found with a probability of 33%" in drawn.stdout
+    assert "this is the script" not in drawn.stdout
+    alter(folder, 2, lambda line: line.update(loss=next_up(line["loss"])))
+    altered = runner.invoke(app, ["audit", str(folder), "--all"])
+    assert altered.exit_code == 1
+    assert "no: step 2: loss 0." in altered.stdout
+    (tmp_path / "train.py").write_text((tmp_path / "train.py").read_text() + "\n")
+    other = runner.invoke(app, ["audit", str(folder)])
+    assert "is not the script that made the run" in str(other.exception)
+
+
+def test_a_run_on_several_devices_is_audited_by_several_workers(tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT.replace("digest_every=1", "digest_every=1, checkpoint_steps=2, keep=9"))
+    (tmp_path / "replayed_parts.py").write_text(PARTS)
+    done = samestep("run", "--devices", "cpu:3", "train.py", "0.1", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    done = samestep("audit", "runs/a", "--all", "--devices", "cpu:2", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert [each["end"] for each in json.loads(done.stdout)["segments"]] == [2, 4, 6]
+    alter(tmp_path / "runs" / "a", 3, lambda line: line.update(loss=next_up(line["loss"])))
+    done = samestep("audit", "runs/a", "--all", "--devices", "cpu:2", cwd=tmp_path)
+    assert done.returncode == 1, done.stderr
+    assert "no: step 3: loss" in done.stdout
