@@ -71,6 +71,49 @@ def test_a_power_that_is_no_root_is_torchs():
     assert torch.equal(torch.tensor([4, 9]) ** 0.5, torch.tensor([2.0, 3.0]))
 
 
+@pytest.mark.parametrize("sizes", [(128, 128, 128), (1, 1024, 2048), (300, 1000, 70), (64, 64, 64)])
+def test_large_products_are_onednns_and_all_are_right(sizes):
+    m, k, n = sizes
+    generator = torch.Generator().manual_seed(0)
+    a, b, bias = (torch.randn(*size, generator=generator) for size in ((m, k), (n, k), (n,)))
+    expected = (a.double() @ b.double().t(), a.double() @ b.double().t() + bias)
+    row = torch.randn(1, k, generator=generator).expand(m, k)
+    forms = (
+        (a @ b.t(), expected[0]),
+        (a.t().contiguous().t() @ b.t().contiguous(), expected[0]),
+        (torch.mm(a, b.t(), out=torch.empty(0)), expected[0]),
+        (nn.functional.linear(a, b, bias), expected[1]),
+        (torch.addmm(bias, a, b.t(), out=torch.empty(m, n)), expected[1]),
+        (torch.addmm(bias, a, b.t(), beta=2, alpha=0.5), expected[0] / 2 + 2 * bias),
+        (row @ b.t(), row.double() @ b.double().t()),
+        (torch.addmm(bias.expand(m, n), a, b.t()), expected[1]),
+    )
+    for number, (found, right) in enumerate(forms):
+        assert found.shape == right.shape, number
+        assert found.is_contiguous(), number
+        # A sum of k products in float32, each of about 1.
+        assert torch.allclose(found.double(), right, rtol=0, atol=1e-6 * k), number
+    by_onednn = torch.ops.mkldnn._linear_pointwise(a, b, None, "none", [], "")
+    assert torch.equal(a @ b.t(), by_onednn) or m * k * n < portable_kernels.LARGE
+
+
+def test_products_that_cannot_be_are_torchs_to_refuse():
+    a, b = torch.ones(1024, 1024), torch.ones(1025, 1024)
+    for wrong in (lambda: a @ b, lambda: a @ b.double().t(), lambda: torch.addmm(torch.ones(3), a, b.t())):
+        with pytest.raises(RuntimeError, match=r"cannot be multiplied|dtype|must match"):
+            wrong()
+
+
+def test_the_gradients_of_a_linear_layer_are_right():
+    a, b, bias = (torch.randn(*size, dtype=torch.float64) for size in ((200, 100), (60, 100), (60,)))
+    found = [x.float().requires_grad_() for x in (a, b, bias)]
+    expected = [x.requires_grad_() for x in (a, b, bias)]
+    for three in (found, expected):
+        nn.functional.linear(*three).square().sum().backward()
+    for one, other in zip(found, expected, strict=True):
+        assert torch.allclose(one.grad.double(), other.grad, rtol=1e-4, atol=1e-2)
+
+
 def lstm():
     torch.manual_seed(0)
     model, x = nn.LSTM(5, 7, 2, batch_first=True, dropout=0.1), torch.randn(3, 6, 5)

@@ -93,6 +93,23 @@ def test_a_run_is_not_resumed_in_the_other_mode_and_is_replayed_in_its_own(start
         start("-m", "samestep", "replay", folder, "--step", "5")
 
 
+def test_a_recipe_is_portable_by_its_option_and_stays_so(start, tmp_path):
+    words = ("-m", "samestep", "train", "lenet", "--max-steps", "2", "--data", "digits")
+    start(*words, "--run-dir", "run", "--portable", "--devices", "cpu:2")
+    start("-m", "samestep", "train", "--resume", "run", "--max-steps", "3", "--devices", "cpu:1")
+    start(*TORCHRUN, *words, "--run-dir", "torchrun", "--portable", "--max-steps", "3")
+    digests = [json.loads((tmp_path / name / "result.json").read_text())["digest"] for name in ("run", "torchrun")]
+    assert digests[0] == digests[1]
+    _, said = start("-m", "samestep", "train", "--resume", "run", "--max-steps", "4", "--no-portable", code=1)
+    assert "portable:" in said
+
+
+def test_code_for_this_cpu_is_refused(start, tmp_path):
+    more = "loss, run_dir=sys.argv[1], compile=True"
+    (tmp_path / "train.py").write_text(PROGRAM.replace("loss, run_dir=sys.argv[1]", more))
+    assert "torch.compile generates code for the CPU that it runs on" in start("train.py", "run", code=1, **ON)[1]
+
+
 def test_what_was_computed_before_is_refused(start):
     _, said = start("train.py", "run", "early", code=1, **ON)
     assert "had chosen kernels for this CPU before" in said

@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from samestep.cli.options import NodeOptions, WorkerOptions, chosen_devices, chosen_torchrun, one_of, with_options
+from samestep.cli.options import (
+    NodeOptions,
+    WorkerOptions,
+    chosen_devices,
+    chosen_torchrun,
+    made_portable,
+    one_of,
+    with_options,
+)
 from samestep.cli.profile import Profile, print_times, print_traces, step_times, traces
 from samestep.errors import UsageError
 from samestep.launcher.job import Job, Policy, Torchrun
@@ -117,6 +125,8 @@ def _resumed(
     if asked.get("recipe", own["recipe"]) != own["recipe"]:
         raise UsageError(f"got the recipe {asked['recipe']}, and {source} is a run of {own['recipe']}; leave it out")
     own = checked_options(str(source / CONTRACT_FILE), own)
+    if recorded(source).get("portable") is not None:  # perhaps by the variable
+        own.setdefault("portable", True)
     dropped: tuple[str, ...] = ("run_dir", "resume", "allow_contract_change")
     if "strategy" in asked:
         dropped += ("mesh", "shard_optimizer")  # which belong to the strategy that the run had
@@ -161,6 +171,7 @@ def _train_by_workers(
 
     num_nodes = 1 if torchrun is None else torchrun.max_nodes
     selection = select(chosen_devices(workers) or "auto", cpu_workers=_cpu_workers(config, num_nodes))
+    selection = made_portable(selection, config.portable)
     _check_division(config, selection.count * num_nodes)
     folder = Path(str(config.run_dir))
     work = Job(
@@ -264,6 +275,10 @@ def _check_strategy(config: JobConfig, grid: "Mesh") -> None:
 def train_as_rank(as_json: bool, **job: Any) -> None:
     """Trains in this process, a rank that another launcher started."""
     from samestep.comm.environment import read_environment
+    from samestep.devices.portable import PORTABLE_VARIABLE, portable_variables
+
+    if (portable := job.get("portable")) is not None:  # before NumPy is imported
+        os.environ.update({PORTABLE_VARIABLE: "0", **portable_variables("cpu", portable)})
     from samestep.recipes.training import train as train_recipe
 
     rank = read_environment().rank

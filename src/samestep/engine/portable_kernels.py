@@ -10,6 +10,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ LATE_NUMPY = (
     f"OPENBLAS_CORETYPE={CAPS['OPENBLAS_CORETYPE']} and "
     f'NPY_DISABLE_CPU_FEATURES="{CAPS["NPY_DISABLE_CPU_FEATURES"]}" before python'
 )
+LARGE = 2**20  # multiplications from which a call of Python costs less than oneDNN saves
+HAS_ONEDNN_LINEAR = hasattr(torch.ops.mkldnn, "_linear_pointwise")  # private to torch; 2.10 to 2.13 have it
 Kernel = Callable[..., Any]
 _libraries: list[torch.library.Library] = []
 
@@ -57,7 +60,7 @@ def is_portable() -> bool:
 
 def portable_form() -> str | None:
     """The kernels of this process as the contract has them; None if they are those of its CPU."""
-    return "on" if is_portable() else None
+    return ("on" if HAS_ONEDNN_LINEAR else "on, all products by MKL") if is_portable() else None
 
 
 def describe_late_caps() -> str:
@@ -97,7 +100,7 @@ def _replacing(name: str, kernel: Kernel) -> Kernel:
     original: Any = torch.library.get_kernel(f"aten::{name}", "CPU")
 
     def replacing(keys: torch.DispatchKeySet, *args: Any, **options: Any) -> Any:
-        return kernel(lambda *given: original.call_boxed(keys, *given), *args, **options)
+        return kernel(partial(original.call_boxed, keys), *args, **options)
 
     return replacing
 
@@ -145,7 +148,7 @@ def _elementwise(function: Callable[[Tensor], Tensor]) -> tuple[Kernel, Kernel, 
         return original(x) if _is_exact(x) else x.copy_(new(original, x))
 
     def into(original: Kernel, x: Tensor, *, out: Tensor) -> Any:
-        found = new(lambda given: original(given, out), x)
+        found = new(lambda given: original(given, out=out), x)
         return out if found is out else _filled(out, found)
 
     return new, in_place, into
@@ -158,7 +161,7 @@ def _filled(out: Tensor, found: Tensor) -> Tensor:
 def _power(original: Kernel, x: Tensor, exponent: Any, *, out: Tensor | None = None) -> Any:
     """A power; that of one half is a square root, for which torch's kernel calls no operator."""
     if exponent != 0.5 or _is_exact(x):
-        return original(x, exponent) if out is None else original(x, exponent, out)
+        return original(x, exponent) if out is None else original(x, exponent, out=out)
     with np.errstate(invalid="ignore"):
         return _sqrt(x) if out is None else _filled(out, _sqrt(x))
 
@@ -177,6 +180,36 @@ def _lstm(original: Kernel, *args: Any) -> Any:
         torch._C._set_mkldnn_enabled(enabled)
 
 
+def _by_onednn(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor | None:
+    """A product of large matrices of float32, [m, k] and [k, n], plus a bias, [n], by oneDNN; None if it is MKL's.
+
+    MKL's path for all CPUs is its slowest. Which of the two it is depends on sizes and torch's version alone.
+    """
+    if a.dtype != torch.float32 or b.dtype != torch.float32 or a.numel() * b.size(-1) < LARGE or not HAS_ONEDNN_LINEAR:
+        return None
+    if a.size(-1) != b.size(0) or (bias is not None and (bias.shape != b.shape[1:] or bias.dtype != torch.float32)):
+        return None
+    rows, columns = (x if 1 in x.stride() and 0 not in x.stride() else x.contiguous() for x in (a, b.t()))
+    found: Tensor = torch.ops.mkldnn._linear_pointwise.default(rows, columns, bias, "none", [], "")
+    return found
+
+
+def _mm(original: Kernel, a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Any:
+    if (found := _by_onednn(a, b)) is None:
+        return original(a, b) if out is None else original(a, b, out=out)
+    return found if out is None else _filled(out, found)
+
+
+def _addmm(
+    original: Kernel, bias: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1, out: Tensor | None = None
+) -> Any:
+    found = _by_onednn(a, b, bias) if beta == 1 and alpha == 1 else None
+    if found is None:
+        into = {} if out is None else {"out": out}
+        return original(bias, a, b, beta=beta, alpha=alpha, **into)
+    return found if out is None else _filled(out, found)
+
+
 def _refused_int8(original: Kernel, *args: Any, **options: Any) -> Any:
     raise DeterminismError(
         "products of int8 matrices differ between CPUs, and the run is portable (SAMESTEP_PORTABLE=1, --portable): "
@@ -193,6 +226,10 @@ KERNELS: dict[str, Kernel] = {
     "pow.Tensor_Scalar": _power,
     "pow_.Scalar": _power_in_place,
     "pow.Tensor_Scalar_out": _power,
+    "mm": _mm,
+    "mm.out": _mm,
+    "addmm": _addmm,
+    "addmm.out": _addmm,
     "lstm.input": _lstm,
     **dict.fromkeys(("_int_mm", "_int_mm.out"), _refused_int8),
 }

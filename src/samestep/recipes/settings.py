@@ -301,6 +301,12 @@ class JobConfig:
         panel=DEVICES,
         metavar="N",
     )
+    portable: bool | None = _option(
+        "The same bits on every x86-64 CPU with AVX2 and FMA, by kernels that all of them have; slower. By default as "
+        "SAMESTEP_PORTABLE says (1 or 0), else off; a resumed run keeps it.",
+        negated=True,
+        panel=DEVICES,
+    )
     run_dir: str | None = _option(
         "Where the run goes; runs/RECIPE-DATE-TIME by default.", panel=RUN_FOLDER, metavar="PATH"
     )
