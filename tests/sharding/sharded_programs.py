@@ -6,6 +6,7 @@ import torch
 from programs import bits, masked_loss
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from samestep.engine.config import Replicate, Sharded
 from samestep.engine.observer import StepObserver
@@ -164,15 +165,45 @@ class Reused(nn.Module):
 
     def forward(self, x):
         """[n, 5] -> [n, 2]."""
-        x = self.first(x)
-        x = x + self.gated(x) + self.gated(x)
+        x = self.mixed(self.first(x))
         pairs = x.unflatten(1, (4, 2))
         pairs = pairs + self.attention(pairs, key=pairs, value=pairs, need_weights=False)[0]
         return self.last(pairs.flatten(1))
 
+    def mixed(self, x):
+        """[n, 8] -> [n, 8]."""
+        return x + self.gated(x) + self.gated(x)
+
+
+class Reentrant(Reused):
+    """Runs a module that is sharded by itself anew within a backward of its own."""
+
+    def mixed(self, x):
+        """[n, 8] -> [n, 8]."""
+        return checkpoint(super().mixed, x, use_reentrant=True)
+
+
+class ReentrantFirst(Reentrant):
+    """Runs it outside of that as well, later in the forward and so earlier in the backward."""
+
+    def mixed(self, x):
+        """[n, 8] -> [n, 8]."""
+        return self.gated(super().mixed(x))
+
+
+class ReentrantLast(Reentrant):
+    """Runs it outside of that as well, earlier in the forward and so later in the backward."""
+
+    def mixed(self, x):
+        """[n, 8] -> [n, 8]."""
+        return super().mixed(self.gated(x))
+
 
 MODELS = {
     "reused": Reused,
+    "reentrant": Reentrant,
+    "reentrant first": ReentrantFirst,
+    "reentrant last": ReentrantLast,
     "written": Written,
     "chain": Chain,
     "looped": Looped,

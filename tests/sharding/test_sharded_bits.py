@@ -67,6 +67,8 @@ FORMS = [  # strategy, numbers of ranks, options
     *((strategy, (2, 3), {"max_grad_norm": 0.1}) for strategy in ("blocks", "tiny groups", "kept", "offloaded")),
     ("tiny groups", (1, 2), {"model": "written"}),
     ("reused", (1, 2, 3), {"model": "reused", "epochs": 1}),
+    ("reused", (1, 2, 3), {"model": "reentrant", "epochs": 1}),
+    ("tiny groups", (1, 2), {"model": "reentrant last", "epochs": 1}),
     ("recomputed", (1, 2, 3, 4), {"model": "layer normed"}),
     ("zero1", (3,), {"optimizer": "fused"}),  # its parts end at multiples of 64 elements, as kernels need
     ("zero1", (3,), {"optimizer": "fused", "bucket_bytes": 1000}),

@@ -225,3 +225,9 @@ def recomputed_statistics(communicator):
     strategy = Sharded(activation_checkpointing=True, wrap=lambda module: isinstance(module, nn.Sequential))
     optimizer = torch.optim.SGD(model.parameters())
     return sentence(lambda: run.train_step(model, optimizer, classify, strategy=strategy)(table(32)))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_module_inside_and_outside_of_reentrant_checkpointing_is_refused(worlds, world_size):
+    for said in worlds(world_size).run(refused, "reused", {"model": "reentrant first"}):
+        assert said.startswith("UsageError: module Gated is run in reentrant activation checkpointing")

@@ -159,7 +159,8 @@ def allowed(**choices):
     if s.kind == "fsdp":
         if s.saves and s.optimizer == "SGD":  # torch loads no state of an optimizer that has none
             s.optimizer = "SGD, momentum=0.9"
-        s.blocks = tuple(name for name in s.blocks if name not in ("frozen", "weight norm"))
+        out = ("frozen", "weight norm", *(("twice",) if s.saves else ()))  # torch loads no module of two names
+        s.blocks = tuple(name for name in s.blocks if name not in out)
     s.early &= compared(s) != "words"  # other numbers end it elsewhere
     return s
 

@@ -103,14 +103,37 @@ def _hide_activations(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 def _show_activations(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A forward pre-hook after that of FSDP2: has the gradients reduced once the activations have theirs."""
     hidden = {id(x.tensor): x.tensor for x in tree_leaves((args, kwargs)) if isinstance(x, _Hidden)}
-    groups = [group for group in param_groups(module) if group._training_state.name == "FORWARD"]  # not if run anew
+    groups = groups_in_forward(module)
+    if hidden and not groups:  # run anew, for the backward under way or for one of its own, which FSDP2 does not see
+        outer = torch._C._current_graph_task_id()
+
+        def refuse(_: Tensor) -> None:
+            if torch._C._current_graph_task_id() == outer:
+                return
+            name = type(module).__name__.removeprefix("FSDP")
+            raise UsageError(
+                f"module {name} is run in reentrant activation checkpointing, and outside of it later in the forward: "
+                "strategy='sharded' would lose the gradients of the first; use use_reentrant=False there, or "
+                "strategy='replicate'"
+            )
+
+        for tensor in hidden.values():
+            tensor.register_hook(refuse)
     if hidden and groups:
 
-        def reduce(_: Any) -> None:
+        def reduce(_: Any = None) -> None:
             for group in groups:
-                group.post_backward()
+                if group._training_state.name != "IDLE":  # as FSDP2 leaves it at the end of the backward
+                    group.post_backward()
 
-        hooks: Any = register_multi_grad_hook([*hidden.values()], reduce)
+        def reduce_later(_: Any) -> None:
+            engine: Any = torch.autograd.Variable._execution_engine
+            engine.queue_callback(reduce)
+
+        # The gradient of a leaf may come before those of the weights, unlike all others. Reentrant checkpointing runs
+        # the module anew on leaves, in a backward of its own, at whose end the weights have theirs.
+        has_leaf = any(tensor.is_leaf for tensor in hidden.values())
+        hooks: Any = register_multi_grad_hook([*hidden.values()], reduce_later if has_leaf else reduce)
         # First, before FSDP2 unshards the module of which an activation is the output: else the order of the exchanges
         # would depend on what is done between two modules, and both of them may be one.
         for tensor, hook in zip(hidden.values(), hooks.handles, strict=True):
@@ -125,6 +148,11 @@ def param_groups(module: Any) -> list[Any]:
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
     return [group for group in groups if group is not None]
+
+
+def groups_in_forward(module: Any) -> list[Any]:
+    """Those of a module in a forward with a reduction in its backward, which one that is run anew may not have."""
+    return [group for group in param_groups(module) if group._training_state.name == "FORWARD"]
 
 
 class _Unviewed(torch.autograd.Function):

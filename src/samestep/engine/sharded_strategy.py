@@ -36,7 +36,7 @@ from samestep.engine.microbatch_runner import MicrobatchRunner
 from samestep.engine.norms import ShardedNorm, finite_sum
 from samestep.engine.observer import Observers
 from samestep.engine.parameters import check_same_model, move_model
-from samestep.engine.sharded_model import Group, ShardedModel
+from samestep.engine.sharded_model import Group, ShardedModel, groups_in_forward
 from samestep.engine.sharded_state import MIXED
 from samestep.engine.strategy import MicrobatchGradients, StepParts, Strategy
 from samestep.errors import DeterminismError, UsageError
@@ -259,9 +259,8 @@ class ShardedGradientSum(MicrobatchGradients):
         return hooks
 
     def _count_calls(self, number: int) -> Callable[..., None]:
-        def on_call(*_: object) -> None:
-            is_run_anew = torch._C._current_graph_task_id() != -1  # in the backward, by activation checkpointing
-            self._calls[number] += torch.is_grad_enabled() and not is_run_anew
+        def on_call(module: nn.Module, _: object) -> None:
+            self._calls[number] += torch.is_grad_enabled() and bool(groups_in_forward(module))
 
         return on_call
 
