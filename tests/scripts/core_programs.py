@@ -2,6 +2,8 @@
 
 import contextlib
 import functools
+import gc
+import weakref
 from collections import namedtuple
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -198,6 +200,22 @@ def nested_gradients(forward, device, num_rows, size):
     result.sum().backward(retain_graph=True)
     (result * 2).sum().backward()
     return bits([result, x.grad, module.weight.grad, module.sometimes.grad])
+
+
+def freed(forward, device):
+    """Whether results of a forward and a backward are free as soon as nothing refers to them."""
+    values = whole_numbers(3, device)
+    module, x, scale = Cubic(values), values(8, WIDTH), values()
+    gc.collect()
+    gc.disable()
+    try:
+        results = forward(module, x, scale)
+        (results["rows"].sum() + results["power"].sum()).backward()
+        references = [weakref.ref(result) for result in results.values()]
+        del results
+        return [reference() is None for reference in references]
+    finally:
+        gc.enable()
 
 
 def wide_gradients(forward, device, source, num_rows, width):

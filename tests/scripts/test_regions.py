@@ -60,6 +60,11 @@ def test_gradients_that_are_added_up_on_their_way_are_those_of_the_chunks_one_by
     assert shared_out(worlds, n, "nested_gradients", 7, 13, 2) == expected
 
 
+@pytest.mark.parametrize("n", WORLDS)
+def test_results_are_free_before_python_looks_for_cycles(worlds, n):
+    assert shared_out(worlds, n, "freed", 4) == [True, True]
+
+
 def test_those_of_a_backward_within_another_would_be_added_up_twice(worlds):
     with pytest.raises(AssertionError, match="longer than argument"):
         shared_out(worlds, 1, "nested_gradients", 7, 13, 2, breaker="any backward")

@@ -8,6 +8,7 @@ Tensors that give different numbers of chunks are an error here; torch leaves ro
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -62,40 +63,40 @@ class PackedTemplate:
 def take_apart(value: Any, is_leaf: Callable[[Any], bool], *, dataclasses: bool = False) -> tuple[list[Any], Any]:
     """Splits a nested value into its leaves and a template with a `Slot` for each."""
     leaves: list[Any] = []
+    return leaves, _take_apart(value, leaves, is_leaf, dataclasses)
 
-    def visit(entry: Any) -> Any:
-        if is_leaf(entry):
-            leaves.append(entry)
-            return Slot(len(leaves) - 1)
-        if isinstance(entry, PackedSequence):
-            return PackedTemplate.of(entry, visit)
-        if dataclasses and is_dataclass(entry) and not isinstance(entry, type | dict):
-            values = {field.name: visit(getattr(entry, field.name)) for field in fields(entry) if field.init}
-            return DataclassTemplate(type(entry), values)
-        return map_entries(visit, entry) if dataclasses else _map_container(visit, entry)
 
-    return leaves, visit(value)
+def _take_apart(entry: Any, leaves: list[Any], is_leaf: Callable[[Any], bool], dataclasses: bool) -> Any:
+    """The template of a nested value, whose leaves are appended."""
+    if is_leaf(entry):
+        leaves.append(entry)
+        return Slot(len(leaves) - 1)
+    # An inner function that calls itself would keep the leaves until Python looks for cycles: on a GPU, for steps.
+    visit = partial(_take_apart, leaves=leaves, is_leaf=is_leaf, dataclasses=dataclasses)
+    if isinstance(entry, PackedSequence):
+        return PackedTemplate.of(entry, visit)
+    if dataclasses and is_dataclass(entry) and not isinstance(entry, type | dict):
+        values = {field.name: visit(getattr(entry, field.name)) for field in fields(entry) if field.init}
+        return DataclassTemplate(type(entry), values)
+    return map_entries(visit, entry) if dataclasses else _map_container(visit, entry)
 
 
 def put_together(template: Any, leaves: Sequence[Any]) -> Any:
     """The nested value of a template, with these leaves in its slots."""
-
-    def visit(entry: Any) -> Any:
-        if type(entry) is Slot:
-            return leaves[entry.index]
-        if type(entry) is DataclassTemplate:
-            values = {name: visit(value) for name, value in entry.values.items()}
-            again = entry.cls(**values)
-            for name, value in values.items():  # as they are: `__post_init__` may have changed them, once more
-                object.__setattr__(again, name, value)
-            return again
-        if type(entry) is PackedTemplate:
-            return entry.packed(leaves)
-        if isinstance(entry, Mapping) and not isinstance(entry, dict):
-            return map_entries(visit, entry) if any(_slots(entry)) else entry
-        return map_entries(visit, entry)
-
-    return visit(template)
+    if type(template) is Slot:
+        return leaves[template.index]
+    visit = partial(put_together, leaves=leaves)
+    if type(template) is DataclassTemplate:
+        values = {name: visit(value) for name, value in template.values.items()}
+        again = template.cls(**values)
+        for name, value in values.items():  # as they are: `__post_init__` may have changed them, once more
+            object.__setattr__(again, name, value)
+        return again
+    if type(template) is PackedTemplate:
+        return template.packed(leaves)
+    if isinstance(template, Mapping) and not isinstance(template, dict):
+        return map_entries(visit, template) if any(_slots(template)) else template
+    return map_entries(visit, template)
 
 
 def _map_container(function: Callable[[Any], Any], value: Any) -> Any:
