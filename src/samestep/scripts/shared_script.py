@@ -104,13 +104,15 @@ class SharedScript:
         return self.gather(what, words, None)[0]
 
     def gather(self, what: str, words: Sequence[int], data: Tensor | None) -> tuple[list[list[int]], list[Tensor]]:
-        """Gathers words and bytes ([n] uint8) of each rank; raises a `DeterminismError` if `what` or the lines differ.
+        """Gathers words and bytes of each rank; raises a `DeterminismError` if `what` or the lines differ.
+
+        The bytes, [n] uint8, are in host memory.
 
         All headers have one size, so that ranks which have diverged still understand each other. A few bytes fit into
         the same message; more follow in a second one.
         """
         with torch._C.DisableTorchFunction():  # neither simulated devices nor the script's default device
-            own = torch.empty(0, dtype=torch.uint8, device=self.communicator.device) if data is None else data
+            own = torch.empty(0, dtype=torch.uint8) if data is None else data
             padded = [*words, *[0] * (EXTRA_WORDS - len(words))]
             return ([padded], [own]) if self.world_size == 1 else self._exchange(what, own, padded)
 
@@ -119,8 +121,7 @@ class SharedScript:
         head = [zlib.crc32(what.encode()), zlib.crc32(line.encode())]
         message = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8)
         message[: HEADER_WORDS * 8] = torch.tensor([*head, own.numel(), *padded]).view(torch.uint8)
-        inline = own.device.type == "cpu" and own.numel() <= INLINE_BYTES
-        if inline:
+        if own.numel() <= INLINE_BYTES:
             message[HEADER_WORDS * 8 : HEADER_WORDS * 8 + own.numel()] = own
         transport, sizes = self.communicator.control, [MESSAGE_BYTES] * self.world_size
         received = transport.exchange(message.repeat(self.world_size), sizes, sizes).wait().view(self.world_size, -1)
@@ -130,12 +131,10 @@ class SharedScript:
                 "the ranks are at different points of the script", f"{what} at {line or 'an unknown line'}"
             )
         lengths = [row[2] for row in rows]
-        if inline and max(lengths) <= INLINE_BYTES:
+        if max(lengths) <= INLINE_BYTES:
             parts = [part[HEADER_WORDS * 8 :][:length] for part, length in zip(received, lengths, strict=True)]
-        elif any(lengths):
-            parts = list(self.communicator.gather_rows(own.view(-1, 1), lengths).view(-1).split(lengths))
         else:
-            parts = [own] * self.world_size
+            parts = list(self.communicator.gather_rows(own.view(-1, 1), lengths).view(-1).split(lengths))
         return [row[3:] for row in rows], parts
 
     def gather_bytes(self, what: str, words: Sequence[int], data: bytes) -> tuple[list[list[int]], list[bytes]]:

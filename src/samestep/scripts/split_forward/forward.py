@@ -95,7 +95,6 @@ class Work:
     inputs: list[list[Any]]  # this rank's pieces of each leaf of the arguments, by chunk
     stand_ins: dict[int, list[Tensor]]  # of each trained parameter, by its number, by chunk
     results: Results
-    packed: Tensor | None = None
     said: list[tuple[int, int, str]] = field(default_factory=list)
     lost: set[str] = field(default_factory=set)
     failed_chunk: int = 0
@@ -184,7 +183,7 @@ def _meet(
     checked = [*wrapped.buffers.touched, *watched, *generator]
     status = OK if work.error is None else RAISED
     own = Header(status, work.failed_chunk, len(said), *checked, *work.results.words())
-    words, parts = script.gather("a wrapped forward", own, work.packed)
+    words, parts = script.gather("a wrapped forward", own, work.results.packed)
     headers = [Header(*row[: len(own)]) for row in words]
     script.num_forwards += 1
     script.num_since_reseed += 1
@@ -243,7 +242,8 @@ def _run_chunks(
         with torch._C.DisableTorchFunction():
             # A result that cannot be described or packed is an error of this rank, shared like others.
             work.results.words()
-            work.packed = work.results.packed(script.world_size)
+            if script.world_size > 1:
+                work.results.pack()
     except (Exception, SystemExit) as error:
         work.error = error
         if chunks.num_rows(work.failed_chunk) == 1:

@@ -25,7 +25,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from samestep.comm.buckets import Bucket, make_buckets
+from samestep.comm.buckets import Bucket, make_buckets, packed_strides
 from samestep.comm.communicator import Communicator
 from samestep.comm.reduction import Reduction, finish_all
 from samestep.core.tree import Block, UnorderedTreeSum, rank_blocks
@@ -402,6 +402,8 @@ class Results:
     def __init__(self, device: torch.device) -> None:
         self.leaves: list[list[Tensor]] = []
         self.templates: list[Any] = []
+        self.packed: Tensor | None = None  # [n] uint8, in host memory
+        self.on_device: Tensor | None = None  # [n] uint8
         self._device = device
 
     def add(self, result: Any) -> None:
@@ -426,14 +428,16 @@ class Results:
             return [DIFFERENT, 0]
         return [len(self.leaves[0]), sums.pop()]
 
-    def packed(self, world_size: int) -> Tensor | None:
-        """The forms of all leaves and their bytes, [n] uint8; None without results, or on one rank."""
-        if not self.leaves or not self.leaves[0] or world_size == 1:
-            return None
-        forms = pickle.dumps(_forms(self.leaves))
-        head = torch.frombuffer(bytearray(len(forms).to_bytes(SIZE_BYTES) + forms), dtype=torch.uint8)
-        tensors = [head.to(self._device), *(leaf.detach().contiguous() for row in self.leaves for leaf in row)]
-        return pack(tensors, self._device)
+    def pack(self) -> None:
+        """Packs the forms of all leaves, and their bytes, which are in the same message if they are in host memory."""
+        # What other ranks read of it is in host memory: of a device's each reading would wait for all it has to do.
+        tensors = [leaf.detach().contiguous() for row in self.leaves for leaf in row]
+        if self._device.type != "cpu":
+            self.on_device, tensors = pack(tensors, self._device), []
+        if self.leaves and self.leaves[0]:
+            forms = pickle.dumps(_forms(self.leaves))
+            head = torch.frombuffer(bytearray(len(forms).to_bytes(SIZE_BYTES) + forms), dtype=torch.uint8)
+            self.packed = pack([head, *tensors], head.device)
 
 
 def gather_results(
@@ -462,7 +466,7 @@ def gather_results(
         items = [_item(column, dim) for column in zip(*forms, strict=True)]
         wholes = join_pieces(script, region.ranges, items, list(zip(*results.leaves, strict=True)))
     else:
-        items, forms, wholes = _unpacked(packed_by_rank, dim, region)
+        items, forms, wholes = _unpacked(packed_by_rank, dim, region, results)
     values = _differentiable(results, items, forms, wholes, region, token)
     if dim is not None:
         return put_together(template, [script.mark(value, output_devices[0]) for value in values])
@@ -493,16 +497,27 @@ def _forms(leaves: Sequence[Sequence[Tensor]]) -> list[list[TensorForm]]:
 
 
 def _unpacked(
-    buffers: Sequence[Tensor], dim: int | None, region: Region
+    buffers: Sequence[Tensor], dim: int | None, region: Region, results: Results
 ) -> tuple[list[Item], list[list[TensorForm]], list[Tensor]]:
     """Items, forms by chunk and leaf, and wholes, of the packed results of all ranks."""
     forms: list[list[TensorForm]] = []
-    offsets = []
-    for buffer in (buffer for buffer in buffers if buffer.numel()):
-        size = SIZE_BYTES + int.from_bytes(_bytes(buffer[:SIZE_BYTES]))
-        forms += pickle.loads(_bytes(buffer[SIZE_BYTES:size]))
-        offsets.append(packed_size(size))
+    offsets, sizes = [], [0] * len(buffers)
+    for rank, buffer in enumerate(buffers):
+        if buffer.numel():
+            size = SIZE_BYTES + int.from_bytes(_bytes(buffer[:SIZE_BYTES]))
+            rows: list[list[TensorForm]] = pickle.loads(_bytes(buffer[SIZE_BYTES:size]))
+            offsets.append(packed_size(size))
+            sizes[rank] = sum(packed_size(math.prod(form.shape) * form.dtype.itemsize) for row in rows for form in row)
+            forms += rows
     items = [_item(column, dim) for column in zip(*forms, strict=True)]
+    if results.on_device is not None:
+        received = region.script.communicator.gather_rows(results.on_device.view(-1, 1), sizes).view(-1)
+        results.on_device = None
+        if len(items) == 1 and _is_whole(received, items[0]):
+            # No view, to which the script could not write in place: autograd forbids that of a Function's results.
+            whole, shape = received.new_empty(0, dtype=items[0].dtype), items[0].shape
+            return items, forms, [whole.set_(received.untyped_storage(), 0, shape, packed_strides(shape))]
+        buffers, offsets = received.split(sizes), [0] * len(sizes)
     pieces: list[list[Tensor]] = [[] for _ in items]
     for chunks, buffer, offset in zip(region.ranges, buffers, offsets, strict=False):  # ranks without chunks come last
         for chunk in chunks:
@@ -512,8 +527,15 @@ def _unpacked(
     return items, forms, [item.joined(row) for item, row in zip(items, pieces, strict=True)]
 
 
+def _is_whole(received: Tensor, item: Item) -> bool:
+    """Whether an item's pieces lie in memory of their own, without gaps, as they do in the whole."""
+    num_bytes = math.prod(item.shape) * item.dtype.itemsize
+    is_in_order = item.kind == "cut" and item.dim == 0 and not item.shapes
+    return is_in_order and num_bytes == received.numel() == received.untyped_storage().nbytes()
+
+
 def _bytes(data: Tensor) -> bytes:
-    return data.cpu().numpy().tobytes()
+    return data.numpy().tobytes()
 
 
 def _item(forms: Sequence[TensorForm], dim: int | None) -> Item:
