@@ -135,3 +135,54 @@ def test_memory_of_an_abandoned_exchange_is_free_only_once_its_stream_has_left_i
     for releases in (True, False):  # the twin's exchange writes to memory that is another tensor's by then
         program = ABANDONED.replace("RELEASES", str(releases)).replace("LATENCY", str(latency))
         assert run(program, FAKE_CUDA_LATE_US="10000000").split() == [str(releases)]
+
+
+SHORT = """
+    import os
+    import fake_cuda
+    import torch
+    from torch import nn
+    import samestep
+    from samestep.engine import step as step_module
+    from samestep.errors import DeterminismError
+
+    if os.environ["LOOKS"] == "0":
+        step_module.check_shortages = lambda *_: None
+    run = samestep.Run(16, 2)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(144, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = run.train_step(model, optimizer, lambda model, x: model(x).square().mean())
+    held = torch.empty(int(os.environ["HELD"]) << 20, dtype=torch.uint8, device="cuda")
+    try:
+        torch.empty(99 << 20, dtype=torch.uint8, device="cuda")
+    except torch.OutOfMemoryError:
+        pass  # of the script's own: no step has gone on
+    generator = torch.Generator().manual_seed(1)
+    try:
+        for number in range(3):
+            x = torch.randn(16, 3, 8, 8, generator=generator)
+            with fake_cuda.host_waits() as waits:
+                step(x)
+        print(len(waits), model[0].weight.tolist())
+    except DeterminismError as error:
+        before = model[0].weight.clone()
+        print(error)
+    run.close()
+"""
+
+
+def train_with(free, looks=True):
+    """The weights, or the error, of a training with so many of 64 MiB free, of which cuDNN's best kernel needs 8."""
+    size = {"FAKE_CUDA_MEMORY_MIB": "64", "FAKE_CUDA_WORKSPACE_MIB": "8", "OMP_NUM_THREADS": "1"}
+    return run(SHORT, devices=1, HELD=str(64 - free), LOOKS=str(int(looks)), **size)
+
+
+def test_a_step_in_which_cudnn_got_no_workspace_is_an_error_and_no_other_bits():
+    good = train_with(free=48)
+    assert good.startswith("1 [["), "one wait a step, as without the check"
+    assert train_with(free=32) == good
+    found = train_with(free=4)
+    assert "the memory of cuda:0 was short 1 times in step 0 on rank 0, which went on: cuDNN leaves out" in found
+    assert "Let it need less: more microbatches (num_microbatches)" in found
+    assert train_with(free=4, looks=False) != good, "the twin goes on with the bits of another kernel"

@@ -76,7 +76,7 @@ struct Block {
   std::set<StreamId> used_by;  // other streams, by record_stream
 };
 
-struct Stats { size_t allocated = 0, peak = 0, reserved = 0, peak_reserved = 0; };
+struct Stats { size_t allocated = 0, peak = 0, reserved = 0, peak_reserved = 0, num_ooms = 0; };
 
 // Gives freed memory out again at once, to the next tensor of that size on the stream that it came from, as CUDA's
 // caching allocator does; and fills it with NaN when the stream is there, so that a late reader sees it. Not earlier:
@@ -173,6 +173,7 @@ class Memory final : public c10::DeviceAllocator {
     if (stats(current).reserved + size > limit) emptyCache();
     std::lock_guard<std::mutex> lock(mutex_);
     auto& stats = stats_[current];
+    stats.num_ooms += stats.reserved + size > limit;
     const auto mib = [](size_t bytes) { return std::to_string(bytes >> 20) + " MiB"; };
     TORCH_CHECK_WITH(
         OutOfMemoryError, stats.reserved + size <= limit, "CUDA out of memory. Tried to allocate ", mib(size), ". GPU ",
@@ -490,7 +491,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("reset_peak", [](int device) { memory().resetPeakStats(device); });
   m.def("memory", [](int device) {
     const auto stats = memory().stats(device);
-    return std::make_tuple(stats.allocated, stats.peak, stats.reserved, stats.peak_reserved);
+    return std::make_tuple(stats.allocated, stats.peak, stats.reserved, stats.peak_reserved, stats.num_ooms);
   });
   m.def("resize_storage", [](const at::Tensor& tensor, size_t size) {
     c10::DeviceGuard guard(tensor.device());

@@ -167,3 +167,44 @@ def test_gradients_that_are_not_added_up_at_once_are_noticed(on_one_gpu, tmp_pat
     ((found, _, digest),) = memory(tmp_path, "plain", 1, "backward.Backward.is_running = lambda self: False")
     assert found > 7
     assert digest == on_one_gpu["plain"][2]
+
+
+# A convolution's best kernel needs 8 of 64 MiB.
+SHORT = """
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(144, 1)).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    held = torch.empty(64 - free << 20, dtype=torch.uint8, device="cuda")
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.ones(16, 3, 8, 8, device="cuda")).square().mean().backward()
+        optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("free", [4, 48])
+def test_a_script_in_whose_backward_cudnn_got_no_workspace_ends_with_a_sentence(tmp_path, free):
+    script = tmp_path / "short.py"
+    script.write_text(f"free = {free}\n{dedent(SHORT)}")
+    program = f"""
+        from samestep.errors import DeterminismError
+        from samestep.scripts.single_process import run_single_process
+
+        try:
+            run_single_process("script", {str(script)!r}, [], num_microbatches=2)
+        except DeterminismError as error:
+            print(error)
+        else:
+            print("the end")
+    """
+    size = {"FAKE_CUDA_MEMORY_MIB": "64", "FAKE_CUDA_WORKSPACE_MIB": "8", "OMP_NUM_THREADS": "1"}
+    said = gpus.run(program, devices=1, **size)
+    if free == 48:
+        assert said == "the end\n"
+    else:
+        assert said.startswith("the memory of cuda:0 was short ")
+        assert " in the backward of a wrapped forward on rank 0, which went on: cuDNN leaves out a kernel " in said
+        assert "Let it need less: smaller chunks (--logical-devices" in said

@@ -84,6 +84,24 @@ def kernel_flags(device_kind: str) -> dict[str, Any]:
     }
 
 
+def num_shortages(device: torch.device) -> int:
+    """How often this process got no memory of a GPU; no wait for it, and microseconds."""
+    stats = torch.cuda.memory_stats_as_nested_dict(device) if device.type == "cuda" else {}
+    return int(stats.get("num_ooms", 0))
+
+
+def check_shortages(before: int, device: torch.device, where: str, advice: str) -> None:
+    """Raises a `DeterminismError` if memory was short since there were `before` shortages, and no error came of it."""
+    # A plan of cuDNN that gets no workspace is skipped without a word, and the next one is kept for the process
+    # (aten/src/ATen/native/cudnn/Conv_v8.cpp, `try_plans`).
+    if (number := num_shortages(device) - before) > 0:
+        raise DeterminismError(
+            f"the memory of {device} was short {number} times in {where}, which went on: cuDNN leaves out a kernel "
+            "that gets no workspace, and runs another one from then on, so bits would depend on how much memory is "
+            f"free. Let it need less: {advice}"
+        )
+
+
 def check_flags(before: Mapping[str, Any], device_kind: str, where: str) -> None:
     """Raises a `DeterminismError` that names those of some flags that have another value now."""
     now = kernel_flags(device_kind)

@@ -37,7 +37,7 @@ from samestep.engine.config import (
 from samestep.engine.factory import check_mesh, make_strategy
 from samestep.engine.forward_backward import ForwardBackward, backward_on_this_thread, compiling_alike
 from samestep.engine.gradients import divide, scale
-from samestep.engine.kernel_flags import ENFORCED, check_flags, kernel_flags
+from samestep.engine.kernel_flags import ENFORCED, check_flags, check_shortages, kernel_flags, num_shortages
 from samestep.engine.losses import GlobalCounts, wide_dtype
 from samestep.engine.observer import HeartbeatObserver, Observers, StepObserver, observers_in_scope
 from samestep.engine.parameters import PurityCheck, is_tensor_parallel, keep_numbers, move_states, named_parameters
@@ -51,6 +51,10 @@ FIRST_STEPS = 3  # after which parameters without a gradient are named
 # Of a batch that every rank holds whole, all values are compared in the first steps of so many, else some: the checksum
 # of a batch of 154 MB takes 0.5 s of a core.
 WHOLE_EVERY, COMPARED_VALUES = 100, 4096
+NEEDS_LESS = (
+    'more microbatches (num_microbatches), activation checkpointing, strategy="sharded", or a GPU that no other '
+    "process uses"
+)
 CLIP_EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 _Schedule = tuple[dict[str, Any], list[Any]]
 
@@ -200,10 +204,14 @@ class TrainStep:
         buffers.begin(self.num_steps)
         self._stats.begin(membership.mine)
         traces = self._traces if self.num_steps < WATCHED_STEPS else None
+        device = self.communicator.device
+        shortages, where = num_shortages(device), f"step {self.num_steps} on rank {membership.rank}"
         parts = StepParts(self.num_steps, self.compute, self._purity, self._counts, self._stats, traces)
         try:
-            with backward_on_this_thread(self.communicator.device), self._compiling():
+            with backward_on_this_thread(device), self._compiling():
                 strategy.run(batch, parts)
+            if self.communicator.reduction == "ordered":  # the backend's own promises no bits
+                check_shortages(shortages, device, where, NEEDS_LESS)
         except BaseException as error:
             self._abandon()
             # The script's own exception is refused on one rank as on several; Ctrl-C in a notebook is no failure.

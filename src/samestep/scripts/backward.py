@@ -16,11 +16,16 @@ from samestep.callsite import script_line
 from samestep.comm.exceptions import blamed, packed, unpacked
 from samestep.data.batch import checksum
 from samestep.engine.forward_backward import backward_on_this_thread
+from samestep.engine.kernel_flags import check_shortages, num_shortages
 from samestep.errors import DeterminismError
 from samestep.patch import Patch
 from samestep.scripts.shared_script import SharedScript
 
 OK, RAISED = 0, 1
+NEEDS_LESS = (
+    "smaller chunks (--logical-devices, or a smaller batch), activation checkpointing, or a GPU that no other process "
+    "uses"
+)
 CHECKED = 3
 CHECKED_EVERY = 50
 
@@ -32,6 +37,7 @@ class Backward:
     put_back: Callable[[], None] | None  # puts the module's own buffers back
     state: int  # checksum of torch's generators when it began
     task: int  # autograd's number of it
+    shortages: int  # of the device's memory before it
     sums: Any = None  # `regions.PieceSums` of the gradients that were there so far
 
     def is_running(self) -> bool:
@@ -45,7 +51,8 @@ def begin_backward(script: SharedScript, guard: Callable[[], Callable[[], None]]
     # nothing nested in it is split over the ranks.
     if script.backward is None:
         put_back, state = guard() if guard is not None else None, generator_state(script.generators.of_torch)
-        script.backward = Backward(put_back, state, torch._C._current_graph_task_id())
+        shortages = num_shortages(script.communicator.device)
+        script.backward = Backward(put_back, state, torch._C._current_graph_task_id(), shortages)
         script.in_chunk = True
 
 
@@ -68,6 +75,8 @@ def meet_in_backward(
 
     Returns for each flag whether it is set on any rank.
     """
+    if error is None and script.backward is not None:
+        check_memory(script, script.backward.shortages, f"the backward of a wrapped forward on rank {script.rank}")
     drew = end_backward(script)
     if not script.is_own_thread():
         raise DeterminismError(
@@ -88,6 +97,11 @@ def meet_in_backward(
             "in the forward"
         )
     return [any(flags) for flags in zip(*by_rank, strict=True)]
+
+
+def check_memory(script: SharedScript, shortages: int, where: str) -> None:
+    """Raises if the device's memory was short since there were so many shortages, and no error came of it."""
+    check_shortages(shortages, script.communicator.device, where, NEEDS_LESS)
 
 
 def raise_together(script: SharedScript, error: BaseException | None, rank: int, where: str) -> NoReturn:

@@ -16,9 +16,10 @@ from samestep.data.batch import checksum
 from samestep.data.nested import map_tensors
 from samestep.engine.buffers import refuse_sync_batchnorm
 from samestep.engine.diagnosis import explain_lone_sample
+from samestep.engine.kernel_flags import num_shortages
 from samestep.errors import DeterminismError, UsageError
 from samestep.scripts import output
-from samestep.scripts.backward import generator_state, raise_together
+from samestep.scripts.backward import check_memory, generator_state, raise_together
 from samestep.scripts.shared_script import SharedScript
 from samestep.scripts.split_forward.chunks import Chunks, Leaf, already_cut, cut, deal
 from samestep.scripts.split_forward.compare import hooked
@@ -214,7 +215,7 @@ def _run_chunks(
 ) -> None:
     """Runs this rank's chunks one after another, up to the first that raises."""
     careful, replicas = wrapped.is_careful(), wrapped.replicas
-    states = replicas.states(careful)
+    states, shortages = replicas.states(careful), num_shortages(script.communicator.device)
     oldest = (torch.zeros((), requires_grad=True) * 1).grad_fn if careful else None
     try:
         for position, chunk in enumerate(work.region.mine):
@@ -236,6 +237,7 @@ def _run_chunks(
             with torch._C.DisableTorchFunction():
                 work.results.add(result)
                 replicas.check_unwritten(states, careful)
+        check_memory(script, shortages, f"wrapped forward {script.num_forwards} on rank {script.rank}")
         if oldest is not None and torch.is_grad_enabled():
             tracked = [leaf for leaves in work.results.leaves for leaf in leaves if leaf.requires_grad]
             replicas.check_graph(tracked, work.token, oldest._sequence_nr())

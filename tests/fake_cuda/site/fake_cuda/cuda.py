@@ -132,11 +132,11 @@ def _memory_info(device: int) -> tuple[int, int]:
 
 
 def _memory_stats(device: int) -> dict[str, Any]:
-    allocated, peak, reserved, peak_reserved = native.memory(device)
+    allocated, peak, reserved, peak_reserved, num_ooms = native.memory(device)
     used = {"all": {"current": allocated, "peak": peak, "allocated": peak, "freed": peak - allocated}}
     held = {"all": {"current": reserved, "peak": peak_reserved, "allocated": reserved, "freed": 0}}
     same = dict.fromkeys(("allocated_bytes", "active_bytes", "requested_bytes"), used)
-    return {**same, "reserved_bytes": held, "num_alloc_retries": 0, "num_ooms": 0}
+    return {**same, "reserved_bytes": held, "num_alloc_retries": 0, "num_ooms": num_ooms}
 
 
 def _properties(device: int) -> Properties:
