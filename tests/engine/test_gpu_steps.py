@@ -44,7 +44,7 @@ def play(program, **variables):
 
 
 def play_models(program):
-    """The output of a program about LeNet, a network of residual blocks with BatchNorm, and a small GPT."""
+    """The output of a program about a perceptron, LeNet, residual blocks with BatchNorm, and a small GPT."""
     return play(dedent(MODELS) + dedent(program))
 
 
@@ -135,7 +135,12 @@ MODELS = """
 
     images = torch.randn(32, 1, 28, 28), torch.randint(0, 10, (32,))
     texts = torch.randint(0, 256, (32, 16)), torch.randint(0, 256, (32, 16))
+    def mlp():
+        wide = nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)
+        return nn.Sequential(nn.Flatten(), *wide)
+
     MODELS = {
+        "mlp": (mlp, mean, images, sgd),
         "lenet": (lambda: load("lenet").model(None), mean, images, sgd),
         "residual": (residual, mean, images, sgd),
         "gpt": (gpt, load("gpt").loss, texts, lambda model: adamw(model, True)),
@@ -206,7 +211,7 @@ def costs():
 
 @pytest.mark.parametrize(
     ("model", "waits", "launches", "a_microbatch"),
-    [("lenet", 1, 106, 33), ("residual", 1, 236, 95), ("gpt", 0, 360, 157)],
+    [("mlp", 1, 91, 25), ("lenet", 1, 105, 32), ("residual", 1, 232, 93), ("gpt", 0, 356, 156)],
 )
 def test_a_step_keeps_to_the_budget_of_its_model(costs, model, waits, launches, a_microbatch):
     cost = costs[model]
@@ -215,9 +220,10 @@ def test_a_step_keeps_to_the_budget_of_its_model(costs, model, waits, launches, 
     assert cost.a_microbatch <= a_microbatch
 
 
-@pytest.mark.parametrize("model", ["lenet", "residual", "gpt"])
-def test_a_step_launches_few_kernels_beside_those_of_a_plain_loop(costs, model):
-    assert [number for number, beside in costs[model].beside if beside > 10 * number + 40] == []
+@pytest.mark.parametrize("model", ["mlp", "lenet", "residual", "gpt"])
+def test_a_step_launches_few_kernels_beside_those_of_a_plain_loop_however_many_microbatches_it_has(costs, model):
+    # What each adds is less than what autograd launches where `.grad` accumulates: a sum for each parameter.
+    assert [number for number, beside in costs[model].beside if beside > 40] == []
 
 
 def test_running_statistics_are_merged_by_two_launches_a_step_and_dtype_however_many_norms_there_are():
@@ -245,7 +251,7 @@ def test_running_statistics_are_merged_by_two_launches_a_step_and_dtype_however_
         dtypes = 2  # of the means and variances, and of the number of batches
         assert at_the_start <= dtypes
         assert merge <= 2 * dtypes
-        assert a_microbatch <= 2 * dtypes + 3  # taken out and put back; widened; times the samples; added on the tree
+        assert a_microbatch <= 2 * dtypes + 2  # taken out, widened, and put back; times the samples; added on the tree
 
 
 def test_a_loss_is_read_once_it_has_arrived_whichever_device_is_current():

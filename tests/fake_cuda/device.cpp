@@ -507,6 +507,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     storage->set_nbytes(size);
   });
   m.def("counts", [] { return std::make_pair(num_waits.load(), num_launches.load()); });
+  m.def("held_up", &num_held_up);
+  m.def("trace", &trace, py::arg("begins"));
   m.def("listen", [](py::object function) {
     listens = !function.is_none();
     Py_XDECREF(listener);

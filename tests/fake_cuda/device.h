@@ -9,6 +9,8 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <tuple>
+#include <vector>
 
 namespace fake_cuda {
 
@@ -28,7 +30,9 @@ std::string physical_id(c10::DeviceIndex device);  // the same in all processes 
 // Whether this is a fork of a process that has used its GPUs: it has no thread of a device, only locks as they were.
 bool is_forked();
 
-void enqueue(c10::DeviceIndex device, c10::StreamId stream, Task task);
+// A launch is what a program asks for, by its name; as on CUDA it blocks the host while the device has 1,024 of them that
+// it has not executed. null is for what the device does by itself.
+void enqueue(c10::DeviceIndex device, c10::StreamId stream, Task task, const char* launch = nullptr);
 void enqueue_wait(c10::DeviceIndex device, c10::StreamId stream, MarkPtr mark);  // the stream waits for the mark
 MarkPtr record(c10::DeviceIndex device, c10::StreamId stream);
 bool has_passed(const MarkPtr& mark);
@@ -40,6 +44,11 @@ void synchronize_device(c10::DeviceIndex device);
 // An error that every later call of the device raises, as CUDA's errors do.
 void fail(const std::string& message);
 void check();  // raises it
+
+int64_t num_held_up();  // how often a full queue has blocked the host
+// What was queued while it was traced, in order: "launch", "record" or "wait"; device; stream; name, or the mark's number.
+using Trace = std::vector<std::tuple<std::string, int, int64_t, std::string>>;
+Trace trace(bool begins);  // hands out the trace so far, and begins another one or ends it
 
 void count_wait(const char* kind);    // of the host for the device
 void count_launch(const char* name);  // of a kernel

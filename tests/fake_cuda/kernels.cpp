@@ -503,7 +503,7 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
       });
     }
     return true;
-  });
+  }, name.c_str());
   // cuDNN's benchmark takes the fastest plan for a convolution's gradient, also among the deterministic ones.
   if (name == "aten::convolution_backward" && results[1].toTensor().defined() &&
       (!has_workspace(key_of(name, arguments)) || at::globalContext().benchmarkCuDNN()))
@@ -591,7 +591,7 @@ Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
     const auto there = self.device().index();
     const bool crosses = there != on;
     if (crosses) enqueue_wait(on, stream, record(there, current_stream(there)));
-    enqueue(on, stream, [target = borrowed(self), from = borrowed(source)]() mutable { target.copy_(from); return true; });
+    enqueue(on, stream, [target = borrowed(self), from = borrowed(source)]() mutable { target.copy_(from); return true; }, "copy_");
     if (crosses) enqueue_wait(there, current_stream(there), record(on, stream));
     return self;
   }
@@ -600,9 +600,9 @@ Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
   // Memory of the host is kept until the copy has run; what is not pinned goes through a buffer of the driver's.
   const Tensor kept = from_device || pinned ? host : host.clone();
   if (from_device)
-    enqueue(on, stream, [kept, from = borrowed(source)]() mutable { kept.copy_(from); return true; });
+    enqueue(on, stream, [kept, from = borrowed(source)]() mutable { kept.copy_(from); return true; }, "copy_");
   else
-    enqueue(on, stream, [target = borrowed(self), kept]() mutable { target.copy_(kept); return true; });
+    enqueue(on, stream, [target = borrowed(self), kept]() mutable { target.copy_(kept); return true; }, "copy_");
   if (!non_blocking || (from_device && !pinned)) {
     count_wait(from_device ? "copy to the host" : "copy from the host");
     synchronize_stream(on, stream);

@@ -442,7 +442,7 @@ class NCCL final : public c10d::Backend {
       std::lock_guard<std::mutex> lock(group_->mutex);
       if (async) enqueue_wait(device, stream, record(device, current_stream(device)));
       if (communicator->last) enqueue_wait(device, stream, communicator->last);
-      enqueue(device, stream, [kernel] { return kernel->advance(); });
+      enqueue(device, stream, [kernel] { return kernel->advance(); }, ("nccl " + c10d::opTypeToString(type)).c_str());
       queued->end = communicator->last = record(device, stream);
       if (!blocks_) group_->queued.push_back(queued);
       ended.swap(group_->ended);

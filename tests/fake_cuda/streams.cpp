@@ -8,16 +8,20 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
 
+#include <algorithm>
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdlib>
+#include <cstring>
 #include <deque>
 #include <map>
 #include <mutex>
 #include <optional>
 #include <random>
 #include <thread>
+#include <utility>
 #include <vector>
 
 extern "C" void omp_set_num_threads(int);
@@ -36,25 +40,34 @@ struct Released {  // the GIL is free while the host waits: a task may need it
   PyThreadState* state = Py_IsInitialized() && PyGILState_Check() ? PyEval_SaveThread() : nullptr;
   ~Released() { if (state) PyEval_RestoreThread(state); }
 };
+
+std::atomic<int64_t> next_mark{0};
 }  // namespace
 
 struct Mark {
+  const int64_t number = next_mark++;
   std::atomic<bool> done{false};
   std::atomic<double> passed_at{0};
   StreamKey stream;
 };
 
 namespace {
+constexpr int LAUNCH_QUEUE = 1024;  // launches that a device has not executed, at most: further ones hold the host up
+
 struct Item {  // one of three
   Task task;
   MarkPtr awaited, passed;
+  bool is_launch = false;
   Clock::time_point due{};
 };
 
 struct Queue {
+  int device = 0;
   std::deque<Item> items;
   Clock::time_point next_poll{};  // of an item that could not finish yet
 };
+
+thread_local bool is_player = false;
 
 // Which stream goes on: what the host waits for and nothing else ("late"), everything else first ("early"), or any.
 enum class Order { late, early, random };
@@ -69,11 +82,22 @@ class Player {
     std::thread([this] { play(); }).detach();
   }
 
-  void enqueue(StreamKey key, Item item) {
+  void enqueue(StreamKey key, Item item, const char* name) {
+    // A task that launches something must not wait for the tasks behind it.
+    if (item.is_launch && !is_player) wait_for_room(key.first);
     std::unique_lock<std::mutex> lock(mutex_);
     if (stopped_) return;
+    if (item.is_launch) ++launches_[key.first];
+    if (traces_) {
+      const auto& mark = item.awaited ? item.awaited : item.passed;
+      const char* kind = item.awaited ? "wait" : item.passed ? "record" : "launch";
+      trace_.emplace_back(kind, key.first, key.second, mark ? std::to_string(mark->number) : name);
+    }
+    if (item.awaited && item.awaited->done) return;
     item.due = Clock::now() + lateness_;
-    queues_[key].items.push_back(std::move(item));
+    auto& queue = queues_[key];
+    queue.device = key.first;
+    queue.items.push_back(std::move(item));
     work_.notify_one();
   }
 
@@ -86,6 +110,14 @@ class Player {
     passed_.wait(lock, [&] { return mark->done || stopped_; });
     for (auto it = targets_.begin(); it != targets_.end(); ++it)
       if (*it == mark->stream) { targets_.erase(it); break; }
+  }
+
+  int64_t num_held_up() const { return num_held_up_; }
+
+  Trace trace(bool begins) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    traces_ = begins;
+    return std::exchange(trace_, {});
   }
 
   std::vector<StreamKey> streams(int device) {
@@ -105,7 +137,29 @@ class Player {
   }
 
  private:
+  // The host goes on once one launch of a full queue has been executed; the oldest is the first that it waits for.
+  void wait_for_room(int device) {
+    if (launches_[device] < LAUNCH_QUEUE) return;
+    Released released;
+    std::unique_lock<std::mutex> lock(mutex_);
+    ++num_held_up_;
+    while (launches_[device] >= LAUNCH_QUEUE && !stopped_) {
+      const std::pair<const StreamKey, Queue>* oldest = nullptr;
+      for (const auto& entry : queues_)
+        if (entry.first.first == device && !entry.second.items.empty() &&
+            (!oldest || entry.second.items.front().due < oldest->second.items.front().due))
+          oldest = &entry;
+      const int before = launches_[device];
+      const auto target = oldest->first;
+      targets_.push_back(target);
+      work_.notify_one();
+      passed_.wait(lock, [&] { return launches_[device] < before || stopped_; });
+      targets_.erase(std::find(targets_.begin(), targets_.end(), target));
+    }
+  }
+
   void play() {
+    is_player = true;
     at::get_num_threads();  // torch sets the number of a new thread at its first use
     omp_set_num_threads(1);
     at::AutoDispatchBelowADInplaceOrView below_autograd;
@@ -135,6 +189,10 @@ class Player {
     if (!finished) { queue.next_poll = Clock::now() + std::chrono::microseconds(100); return; }
     Item ended = std::move(queue.items.front());
     queue.items.pop_front();
+    if (ended.is_launch) {
+      --launches_[queue.device];
+      if (!targets_.empty()) passed_.notify_all();
+    }
     if (ended.passed) {
       const auto now = Clock::now().time_since_epoch();
       ended.passed->passed_at = std::chrono::duration<double, std::milli>(now).count();
@@ -210,6 +268,10 @@ class Player {
   std::map<StreamKey, Queue> queues_;  // a node stays where it is
   std::vector<StreamKey> targets_;     // for which hosts wait
   Order order_;
+  std::array<std::atomic<int>, 16> launches_{};  // by device, those that are queued
+  std::atomic<int64_t> num_held_up_{0};
+  bool traces_ = false;
+  Trace trace_;
   std::mt19937 random_;
   std::chrono::microseconds lateness_;
   bool stopped_ = false, has_ended_ = false;
@@ -238,21 +300,26 @@ std::atomic<int64_t> next_stream{1};
 
 bool is_forked() { return forked; }
 
-void enqueue(c10::DeviceIndex device, c10::StreamId stream, Task task) {
+void enqueue(c10::DeviceIndex device, c10::StreamId stream, Task task, const char* launch) {
   check();
-  player().enqueue({device, stream}, {std::move(task), nullptr, nullptr});
+  // NCCL's are queued under a lock, which the device may need to go on: they take no place.
+  const bool takes_place = launch && std::strncmp(launch, "nccl", 4) != 0;
+  player().enqueue({device, stream}, {std::move(task), nullptr, nullptr, takes_place}, launch ? launch : "");
 }
 
 void enqueue_wait(c10::DeviceIndex device, c10::StreamId stream, MarkPtr mark) {
-  if (mark && !mark->done) player().enqueue({device, stream}, {nullptr, std::move(mark), nullptr});
+  if (mark && !forked) player().enqueue({device, stream}, {nullptr, std::move(mark), nullptr}, "");
 }
 
 MarkPtr record(c10::DeviceIndex device, c10::StreamId stream) {
   auto mark = std::make_shared<Mark>();
   mark->stream = {device, stream};
-  if (!forked) player().enqueue(mark->stream, {nullptr, nullptr, mark});
+  if (!forked) player().enqueue(mark->stream, {nullptr, nullptr, mark}, "");
   return mark;
 }
+
+int64_t num_held_up() { return the_player.load() ? player().num_held_up() : 0; }
+Trace trace(bool begins) { return player().trace(begins); }
 
 double passed_at(const MarkPtr& mark) { return mark->passed_at; }
 bool has_passed(const MarkPtr& mark) { return !mark || mark->done; }

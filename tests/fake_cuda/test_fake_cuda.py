@@ -94,6 +94,54 @@ def test_a_copy_from_pinned_memory_reads_late_and_from_pageable_at_once(pinned):
     assert run(program, FAKE_CUDA_LATE_US="10000000").split() == ["0.0" if pinned else "8.0"]
 
 
+def test_a_launch_holds_the_host_up_while_1024_others_are_queued():
+    program = """
+        import fake_cuda
+        import torch
+        one, other = torch.zeros(1, device="cuda"), torch.zeros(1, device="cuda:1")
+        torch.cuda.synchronize(), torch.cuda.synchronize(1)
+        begun = fake_cuda.counts()
+
+        def launch(number, tensor=one):
+            before, events = fake_cuda.held_up(), []
+            for _ in range(number):
+                tensor.add_(1)
+                events.append(torch.cuda.Event())
+                events[-1].record(torch.cuda.current_stream(tensor.device))
+            return fake_cuda.held_up() - before, sum(event.query() for event in events)
+
+        print(launch(1024), launch(1, other))
+        print(launch(1024)[0] > 0, launch(1, other), fake_cuda.counts()[0] - begun[0])
+        torch.cuda.synchronize()
+        print(launch(1024), one.item())
+    """
+    # Nothing runs of itself, and to be held up is no wait that a program has asked for.
+    assert run(program, FAKE_CUDA_LATE_US="100000000").splitlines() == [
+        "(0, 0) (0, 0)",
+        "True (0, 0) 0",
+        "(0, 0) 3072.0",
+    ]
+
+
+def test_what_is_queued_is_shown_by_stream():
+    program = """
+        import fake_cuda
+        import torch
+        side = torch.cuda.Stream()
+        one = torch.zeros(1, device="cuda")
+        with fake_cuda.queued() as entries:
+            one.add_(1)
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                one.mul_(2)
+        one.add_(1)
+        mark = entries[1][3]
+        print(side.stream_id == entries[2][2], [(kind, name.replace(mark, "mark")) for kind, _, _, name in entries])
+    """
+    kinds = [("launch", "aten::add.out"), ("record", "mark"), ("wait", "mark"), ("launch", "aten::mul.out")]
+    assert run(program).strip() == f"True {kinds}"
+
+
 def test_torch_sees_the_devices_as_it_sees_real_ones():
     program = """
         import torch

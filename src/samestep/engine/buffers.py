@@ -91,7 +91,7 @@ class BufferMerge(StepBuffers):
         self._groups: list[list[int]] = []  # the running statistics of each dtype
         self._start_flats: list[Tensor] = []  # those of a group at the step's start, of which `_starts` has the views
         self._start_views: list[list[Tensor]] = []
-        self._end_flats: list[Tensor] = []  # and those that a microbatch left
+        self._ends_wide = torch.empty(0)  # and those that a microbatch left, of all groups, in a wide dtype
         self._end_views: list[list[Tensor]] = []
         self._own_views: list[list[Tensor]] = []  # the model's own, by `.data`: behind autograd's back
         self._mean_sum: TreeSum[Tensor] = TreeSum(Tensor.add_)
@@ -217,14 +217,19 @@ class BufferMerge(StepBuffers):
                 if form is not None:
                     groups.setdefault(form[1:], []).append(index)
             self._groups = list(groups.values())
-            self._start_flats, self._start_views, self._end_flats, self._end_views = [], [], [], []
-            for (dtype, device), group in groups.items():
-                shapes = [forms[index][0] for index in group]  # type: ignore[index]  # it has those that have a form
-                for flats, views in ((self._start_flats, self._start_views), (self._end_flats, self._end_views)):
-                    flats.append(torch.empty(sum(shape.numel() for shape in shapes), dtype=dtype, device=device))
-                    views.append(_split(flats[-1], shapes))
+            self._start_flats, self._start_views, self._end_views = [], [], []
+            # Of a group those that have a form.
+            shapes = [[forms[index][0] for index in group] for group in self._groups]  # type: ignore[index]
+            for (dtype, device), group, each in zip(groups, self._groups, shapes, strict=True):
+                flat = torch.empty(sum(shape.numel() for shape in each), dtype=dtype, device=device)
+                self._start_flats.append(flat)
+                self._start_views.append(_split(flat, each))
                 for index, start in zip(group, self._start_views[-1], strict=True):
                     self._starts[index] = start
+            if groups:
+                self._ends_wide = self._wide(self._start_flats)
+                parts = self._ends_wide.split([flat.numel() for flat in self._start_flats])
+                self._end_views = [_split(part, each) for part, each in zip(parts, shapes, strict=True)]
         self._tensors[: len(tensors)] = tensors
         # Made once a step, since each costs as much as copying a statistic.
         self._own_views = [[each.data for each in _present(tensors, group)] for group in self._groups]
@@ -237,7 +242,7 @@ class BufferMerge(StepBuffers):
             replaced = [index for index in group if now[index] is not self._tensors[index]]
             torch._foreach_copy_(views, _present(now, group) if replaced else own)
         # Samples may be normalised in unequal numbers; the division by their sum comes once, after the tree.
-        return self._wide(self._end_flats).mul_(num_samples)
+        return self._ends_wide * num_samples
 
     def _wide(self, flats: Sequence[Tensor]) -> Tensor:
         """Running statistics of all groups in one wide flat tensor."""

@@ -12,7 +12,7 @@ With this folder's parent on PYTHONPATH, a Python process has as many GPUs as FA
     FAKE_CUDA_NUMA        anything, for cores in two groups, each near to half of the GPUs
     FAKE_CUDA_NVML        0 for machines without the management library, on which the driver itself answers
 
-`counts` and `host_waits` show what a test may demand.
+`counts`, `host_waits`, `held_up` and `queued` show what a test may demand.
 """
 
 import importlib.abc
@@ -40,6 +40,27 @@ def counts() -> tuple[int, int]:
 
     waits, launches = cuda.native.counts()
     return waits, launches
+
+
+def held_up() -> int:
+    """How often a launch has blocked the host so far, since 1,024 others were queued and not executed."""
+    from fake_cuda import cuda
+
+    number: int = cuda.native.held_up()
+    return number
+
+
+@contextmanager
+def queued() -> Iterator[list[tuple[str, int, int, str]]]:
+    """Collects what is queued: "launch", "record" or "wait"; device; stream; the kernel's name or the mark's number."""
+    from fake_cuda import cuda
+
+    entries: list[tuple[str, int, int, str]] = []
+    cuda.native.trace(begins=True)
+    try:
+        yield entries
+    finally:
+        entries += cuda.native.trace(begins=False)
 
 
 @contextmanager
