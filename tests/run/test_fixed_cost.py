@@ -83,6 +83,35 @@ def test_on_a_gpu_the_hint_comes_only_if_the_host_takes_longer_than_the_device()
     assert "microbatches of 1 sample are small for this device" in others
 
 
+BEHIND = """
+    import fake_cuda
+    import torch
+    from torch import nn
+    import samestep
+    from samestep.run import fixed_cost
+
+    if {by_host}:  # its twin: as on a CPU, by the times of the host alone
+        fixed_cost.FixedCost._fixed_on_gpu = lambda self: self._num_nodes * fixed_cost.seconds_of_operation(run.device)
+        fixed_cost.FixedCost._begin_measured = lambda self, device: None
+    run = samestep.Run(512, 4, device="cuda")
+    model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(4)), *(nn.ReLU() for _ in range(24)))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    step = run.train_step(model, optimizer, lambda model, batch: model(batch).square().mean())
+    batch = torch.ones(512, 512, device="cuda")
+    for _ in range(17):
+        step(batch)
+    print(fake_cuda.held_up() > 100)
+"""
+
+
+@needs_fake_gpus
+@pytest.mark.parametrize("by_host", [False, True])
+def test_on_a_gpu_that_is_behind_a_full_queue_the_hint_does_not_take_its_time_for_the_hosts(by_host):
+    ((output, errors),) = run_processes(BEHIND.format(by_host=by_host), {}, FAKE_CUDA_LATE_US="10000000")
+    assert output.strip() == "True", "the launches of some steps fill the queue"
+    assert ("microbatch" in errors) == by_host, errors
+
+
 class FixedCostThatIsSilent(FixedCost):
     """Never measures."""
 
