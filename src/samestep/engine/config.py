@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from samestep.engine.losses import LossFn, describe
+from samestep.engine.losses import LossFn, describe, wide_dtype
 from samestep.errors import UsageError
 
 PRECISIONS: dict[str, torch.dtype | None] = {"32-true": None, "bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
@@ -49,6 +49,8 @@ class LossScale:
     """The dynamic scale of float16 training (Micikevicius et al. 2018, arXiv:1710.03740, §3.2); 1 unless enabled."""
 
     # A step whose gradient overflowed halves it and does not update; `GROWTH_INTERVAL` good steps in a row double it.
+    # What the gradients are sums over is counted by the first steps alone (tokens): an overflow at the scale of the
+    # beginning, which was chosen for samples, sets it to what it is for that count, in place of a dozen that halve it.
     # Powers of two change no bit of a gradient that neither over- nor underflows. It lies on the device, where a late
     # check decides: reading it there would make the host wait.
 
@@ -56,6 +58,7 @@ class LossScale:
         self.enabled = enabled
         # A microbatch's backward begins with the sum over its samples, of `num_summed` in the global batch.
         initial = max(INITIAL_SCALE / 2 ** (num_summed - 1).bit_length(), 2 * MIN_SCALE)
+        self._initial = initial
         self.scale = torch.full((), initial if enabled else 1.0, device=device)
         self._good_steps = torch.zeros((), device=device)
 
@@ -69,8 +72,8 @@ class LossScale:
             for gradient in gradients:
                 gradient.div_(self.scale.to(gradient.device))
 
-    def update(self, overflowed: Tensor | bool, active: Tensor | bool) -> None:
-        """Adapts the scale to a step, if `active`; both are 0-d bool tensors on the device, or bools."""
+    def update(self, overflowed: Tensor | bool, active: Tensor | bool, count: Tensor | float = 1.0) -> None:
+        """Adapts the scale to a step whose gradient is a sum over a count, if `active`; 0-d tensors, or numbers."""
         if not self.enabled:
             return
         overflowed = torch.as_tensor(overflowed, device=self.scale.device)
@@ -79,8 +82,18 @@ class LossScale:
         grow = (good >= GROWTH_INTERVAL) & torch.isfinite(self.scale * 2)
         factor = torch.where(overflowed, 0.5, torch.where(grow, 2.0, 1.0)).to(self.scale)
         good = torch.where(good >= GROWTH_INTERVAL, torch.zeros_like(good), good)
-        self.scale.copy_(torch.where(active, self.scale * factor, self.scale))
+        adapted = self.scale * factor
+        is_first = overflowed & (self.scale == self._initial)
+        # A comparison with NaN, of a count that is 0 or not finite, is false.
+        adapted = torch.where(is_first & (start := self._start(count)).lt(adapted), start, adapted)
+        self.scale.copy_(torch.where(active, adapted, self.scale))
         self._good_steps.copy_(torch.where(active, good, self._good_steps))
+
+    def _start(self, count: Tensor | float) -> Tensor:
+        """The largest power of two that is `INITIAL_SCALE` by the count at most."""
+        device = self.scale.device
+        scale = INITIAL_SCALE / torch.full((), 1.0, dtype=wide_dtype(device), device=device).mul_(count)
+        return (scale / (2 * torch.frexp(scale).mantissa)).clamp(min=2 * MIN_SCALE).to(self.scale.dtype)
 
     def state_dict(self) -> dict[str, float]:
         """The scale and the number of good steps in a row; empty unless enabled."""
@@ -130,8 +143,11 @@ class FiniteCheck:
         # Whether no step has failed.
         self._is_good: Any = torch.ones((), dtype=torch.bool, device=device) if self.on_device else True
 
-    def judge(self, total: Any, count: Any, norm: Any) -> tuple[Any, Any]:
-        """Whether to update, and whether this step is the first that failed; adapts the loss scale."""
+    def judge(self, total: Any, count: Any, norm: Any, is_summed: bool = False) -> tuple[Any, Any]:
+        """Whether to update, and whether this step is the first that failed; adapts the loss scale.
+
+        `is_summed` if the gradient of the sum over the count was computed, and not that of the mean.
+        """
         # By operators that bools and tensors have alike, so that it is written once; few, since each is a kernel.
         finite_loss, finite_gradient = _is_mean_finite(total, count), _is_finite(norm)
         before = self._is_good
@@ -147,7 +163,7 @@ class FiniteCheck:
         # Later steps do not update until the host has read the failure: it goes back to the state before this step.
         self._is_good = before ^ first
         if self._scale.enabled:
-            self._scale.update(finite_gradient ^ True, self._is_good)
+            self._scale.update(finite_gradient ^ True, self._is_good, count if is_summed else 1.0)
         return ok, first
 
     def reset(self) -> None:

@@ -314,7 +314,7 @@ class TrainStep:
         device = self.communicator.device
         norm = norm.to(device, wide_dtype(device)) if self._finite.on_device else norm.item()
         # No bit below may depend on whether the host knows `ok`: a GPU goes on without waiting for it.
-        ok, has_failed = self._finite.judge(total, count, norm)
+        ok, has_failed = self._finite.judge(total, count, norm, is_summed=num_leaves > 1)
         if config.max_grad_norm is not None:
             self._clip(flats, config.max_grad_norm, norm, ok)
         gradients.assign(used)
