@@ -1,7 +1,8 @@
 """The fork server: a process with one thread that imports torch once and forks the workers.
 
-With the start method "spawn" it imports nothing, and starts each worker as a new program. Its first child hosts the
-store, torch's TCPStore by which ranks connect, apart from every rank.
+With the start method "spawn" it imports nothing, and starts each worker as a new program, as it does, too, if threads
+or an initialised accelerator would not survive a fork. Its first child hosts the store, torch's TCPStore by which ranks
+connect, apart from every rank.
 
 It exchanges JSON lines with the supervisor over a Unix socket. Commands are `{"command": "preload", "modules": […]}`,
 `{"command": "start", "instruction": …, "names": […]}`, with the worker's descriptors attached to the message in the
@@ -21,6 +22,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections import deque
@@ -33,6 +35,7 @@ from samestep.comm.heartbeat import EventParser
 from samestep.launcher import os_processes
 from samestep.launcher.job import Instruction, Job
 from samestep.launcher.worker import leave, work
+from samestep.text import notify
 
 GRACE_SECONDS = 2.0
 MAX_FDS = 64
@@ -40,7 +43,7 @@ LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 
 
 class ForkError(RuntimeError):
-    """The fork server cannot fork: it has threads, or has initialised an accelerator."""
+    """The server cannot fork, and what its workers are to call is in its own memory."""
 
 
 @dataclass
@@ -51,6 +54,7 @@ class ForkServer:
     wake: int  # becomes readable upon a signal
     waker: int  # the end to which signals are written; at the fork asyncio takes it away, since Python 3.12
     forks: bool
+    can_spawn: bool  # whether a worker can be a new program
     collects: bool  # whether the workers collect garbage by themselves, as Python does by default
     port: int = 0  # of the store
     store: int = 0
@@ -61,7 +65,7 @@ class ForkServer:
     received: deque[int] = field(default_factory=deque)
 
 
-def serve(control: socket.socket, supervisor: int, forks: bool = True) -> Instruction | None:
+def serve(control: socket.socket, supervisor: int, forks: bool = True, can_spawn: bool = True) -> Instruction | None:
     """Starts workers as the supervisor commands; returns None in the server, its instruction in a forked worker."""
     server = None
     try:
@@ -73,7 +77,7 @@ def serve(control: socket.socket, supervisor: int, forks: bool = True) -> Instru
         if forks:
             gc.disable()  # takes a tenth of an import's time, and leaves holes in the pages that the workers share
             importlib.import_module("torch.distributed")
-        server = ForkServer(control, *_install_signals(), forks, collects)
+        server = ForkServer(control, *_install_signals(), forks, can_spawn, collects)
         _start_store(server)
         return _loop(server)
     except BaseException as error:
@@ -109,7 +113,7 @@ def serve_forked(control: socket.socket, supervisor: int, call: Callable[[], Any
     code = 1
     try:
         os.setsid()
-        instruction = serve(control, supervisor)
+        instruction = serve(control, supervisor, can_spawn=False)
         code = work(instruction, call) if instruction is not None else 0
     finally:
         os._exit(code)
@@ -169,9 +173,9 @@ def _start(server: ForkServer, message: dict[str, Any]) -> Instruction | None:
     instruction = Instruction.from_json({**message["instruction"], "port": server.port, "fds": fds})
     parent = os.getpid()
     os_processes.hold_signals()
-    if server.forks:
+    if _can_fork(server):
         gc.freeze()  # the workers share these pages as long as none of them writes to them
-        pid = _fork()
+        pid = os.fork()
         if pid == 0:
             _become_worker(server, parent)
             return instruction
@@ -219,7 +223,10 @@ def _start_store(server: ForkServer) -> None:
     listener.bind((LOOPBACK, 0))
     listener.listen(1024)
     server.port = listener.getsockname()[1]
-    server.store = _fork() if server.forks else _spawn("samestep.launcher.forkserver", "store", fd=listener.fileno())
+    if _can_fork(server):
+        server.store = os.fork()
+    else:
+        server.store = _spawn("samestep.launcher.forkserver", "store", fd=listener.fileno())
     if server.store == 0:
         try:
             os_processes.end_with_parent(parent, signal.SIGKILL)
@@ -275,20 +282,27 @@ def _spawn(module: str, *arguments: str, fd: int, fds: Mapping[str, int] | None 
     return process.pid
 
 
-def _fork() -> int:
-    """Forks, unless threads or an initialised accelerator would break the child."""
-    count = len(os.listdir("/proc/self/task"))
+def _can_fork(server: ForkServer) -> bool:
+    """Whether the server forks; no more, from then on, once threads or an initialised accelerator would not survive."""
+    if not server.forks:
+        return False
+    count, cuda = len(os.listdir("/proc/self/task")), getattr(sys.modules.get("torch"), "cuda", None)
+    reason = ""
     if count != 1:
-        raise ForkError(
-            f"the starter process has {count} threads and must have one; use start_method='spawn' "
-            "(--start-method spawn)"
-        )
-    cuda = getattr(sys.modules.get("torch"), "cuda", None)
-    if cuda is not None and cuda.is_initialized():
-        raise ForkError(
-            "an imported module initialised cuda before the workers; use start_method='spawn' (--start-method spawn)"
-        )
-    return os.fork()
+        names = ", ".join(thread.name for thread in threading.enumerate()[1:])
+        reason = f"has {count} threads{' (' + names + ')' if names else ''}"
+    elif cuda is not None and cuda.is_initialized():
+        reason = "has initialised CUDA, by a module that it imported,"
+    if not reason:
+        return True
+    if not server.can_spawn:
+        raise ForkError(f"the starter process {reason} and cannot fork; use start_method='spawn'")
+    notify(
+        f"the starter process {reason} and cannot fork, so each worker is started as a new program, which takes some "
+        "seconds more: --start-method spawn does so without this line"
+    )
+    server.forks = False
+    return False
 
 
 def _signal(server: ForkServer, slot: int, signum: int) -> None:
