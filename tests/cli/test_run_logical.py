@@ -269,6 +269,36 @@ def test_a_script_for_four_gpus_runs_on_one_and_on_two(tmp_path):
     assert all((run[0], run[2]) == (printed, state) for run in runs)
 
 
+CHILDREN = """
+    import os, subprocess, sys
+    import torch, torch.distributed as dist
+
+    dist.init_process_group("nccl")
+    rank = dist.get_rank()
+    torch.cuda.set_device(rank)
+    show = [sys.executable, "-S", "-c", "import os; print(os.environ.get('CUDA_VISIBLE_DEVICES'))"]
+
+    def shown(**options):
+        return subprocess.run(show, stdout=subprocess.PIPE, text=True, check=True, **options).stdout.strip()
+
+    with open(f"{rank}.txt", "w") as file:
+        print(os.environ["CUDA_VISIBLE_DEVICES"], shown(), shown(env=dict(os.environ)), file=file)
+        print(*torch.cuda._parse_visible_devices(), file=file)
+    dist.destroy_process_group()
+"""
+
+
+@gpus.needs_fake_gpus
+def test_programs_that_a_rank_starts_and_nvidia_s_library_find_its_own_gpu(tmp_path):
+    (tmp_path / "train.py").write_text(textwrap.dedent(CHILDREN))
+    words = ("run", "--devices", "1,3", "--logical-devices", 2, "train.py")
+    done = samestep(*words, cwd=tmp_path, **gpus.environment(4))
+    assert done.returncode == 0, done.stderr
+    for rank, number in enumerate((1, 3)):
+        own, lines = f"GPU-fa4ec0da-0000-4000-8000-{number:012x}", (tmp_path / f"{rank}.txt").read_text().splitlines()
+        assert lines == [f"0,1 {own} {own}", own]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -10,6 +10,7 @@ import itertools
 import multiprocessing
 import os
 import random
+import subprocess
 import sys
 import tempfile
 import threading
@@ -101,7 +102,23 @@ def _enter_logical(stack: ExitStack, place: Environment, simulated: bool, store:
     if device.type != "cpu":
         stack.enter_context(own_accelerator(lambda: place.local_world_size, device, starts=store is not None))
         if store is None:  # CUDA has read its own
-            os.environ[VISIBLE_DEVICES] = ",".join(map(str, range(place.local_world_size)))
+            stack.enter_context(applied([_shown_devices(place.local_world_size)]))
+
+
+def _shown_devices(count: int) -> Patch:
+    """Shows the script all devices in CUDA_VISIBLE_DEVICES; programs that it starts find this rank's own there."""
+    own, shown = os.environ.get(VISIBLE_DEVICES), ",".join(map(str, range(count)))
+    os.environ[VISIBLE_DEVICES] = shown
+    # What a child inherits by default is not Python's copy.
+    os.unsetenv(VISIBLE_DEVICES) if own is None else os.putenv(VISIBLE_DEVICES, own)
+    init: Any = subprocess.Popen.__init__
+
+    def init_with_own(process: Any, *args: Any, env: Any = None, **options: Any) -> None:
+        if env is not None and env.get(VISIBLE_DEVICES) == shown:
+            env = {name: value for name, value in {**env, VISIBLE_DEVICES: own}.items() if value is not None}
+        init(process, *args, env=env, **options)
+
+    return Patch(subprocess.Popen, "__init__", init_with_own)
 
 
 @contextmanager

@@ -452,6 +452,7 @@ def _cuda_patches(
     distributed: Any = torch.nn.parallel.distributed
     index_in_ddp = distributed._get_device_index  # of `device_ids` and `output_device`
     get_state, set_state = torch.cuda.get_rng_state, torch.cuda.set_rng_state
+    own = torch.cuda._parse_visible_devices()  # before the variable changes, which utilization and the like read
 
     def own_index(asked: Any, optional: bool = False, allow_cpu: bool = False) -> Any:
         if isinstance(asked, int) and asked < 0:
@@ -461,6 +462,7 @@ def _cuda_patches(
     return [
         Patch(torch.cuda._utils, "_get_device_index", own_index, ("torch.cuda", "torch.cuda.memory")),
         Patch(distributed, "_get_device_index", lambda asked, *rest: index_in_ddp(read(asked), *rest)),
+        Patch(torch.cuda, "_parse_visible_devices", lambda: own),
         Patch(torch.cuda, "device_count", count),
         Patch(torch.cuda, "is_available", lambda: count() > 0),
         Patch(torch.cuda, "set_device", set_device),
