@@ -14,7 +14,7 @@ from proof_worlds import shortened
 
 from samestep.devices.selection import select
 from samestep.doctor import proof
-from samestep.doctor.check_table import good
+from samestep.doctor.check_table import bad, good
 from samestep.doctor.proof import (
     CHECKED,
     LATE,
@@ -59,7 +59,12 @@ def test_four_gpus_are_proven_on_one_and_all_first_and_with_two_processes_on_one
 def test_one_gpu_is_proven_with_two_processes_on_it():
     rows = {row.name: row for row in rows_of("auto", machine(gpu(0)))}
     missing = [name for name, row in rows.items() if row.selection is None]
-    assert missing == ["torch.compile", "time of a step by DistributedDataParallel's, 0.8 GB of gradients,", "DTensor"]
+    assert missing == [
+        "out of memory in NCCL",
+        "torch.compile",
+        "time of a step by DistributedDataParallel's, 0.8 GB of gradients,",
+        "DTensor",
+    ]
     for what in ("collectives", "a killed rank", "pipeline", "models and precisions"):
         assert gpus_of(rows[f"{what} on two processes on one GPU"]) == [0, 0]
 
@@ -69,6 +74,7 @@ def test_cpus_leave_out_the_rows_about_gpus_and_say_why():
     missing = {row.name: row.missing for row in rows if row.selection is None}
     assert set(missing) == {
         "models and precisions on two processes on one GPU",
+        "out of memory in NCCL",
         "stream sanitizer",
         "host waits",
         "host waits of a run that heals",
@@ -149,6 +155,34 @@ def test_a_killed_rank_must_leave_the_undisturbed_bits():
         judge_killed({"events": [], "digest": "end 1"}, known)
     with pytest.raises(UnprovenError, match="expected the undisturbed digest end 1, got end 2"):
         judge_killed({"events": [KILL, HEAL], "digest": "end 2"}, known)
+
+
+def test_a_run_for_which_nccl_finds_no_memory_must_end_with_that_error():
+    said = "rank 1 on cuda:1 failed:\nOutOfMemoryError: out of memory: NCCL finds none on the GPU of rank 1 for its own"
+    assert "all end, after 3 s" in proof.judge_starved({"failure": said, "seconds": 3.0}, {})[0]
+    with pytest.raises(UnprovenError, match=r"that it finds no memory, got .*PeerLostError: rank 0 waits"):
+        proof.judge_starved({"failure": "PeerLostError: rank 0 waits for rank 1", "seconds": 3.0}, {})
+    with pytest.raises(UnprovenError, match=r"expected the failure of the run, got .*connected"):
+        proof.judge_starved({"connected": 2}, {})
+
+
+@pytest.mark.parametrize("helps", [True, False])
+def test_healing_that_fails_over_nccl_is_tried_again_without_multicast_and_both_are_told(helps, monkeypatch):
+    row = next(row for row in rows_of("auto", machine(gpu(0), gpu(1))) if row.name.startswith("a killed rank"))
+    tried = []
+
+    def run(row, left, folder, known, variables=None):  # no NCCL without GPUs has a multicast
+        tried.append(variables)
+        if len(tried) == 2 and helps:
+            return good(row.name, "the others went on"), ""
+        return bad(row.name, f"attempt {len(tried)} hangs", "send it in"), "a log"
+
+    monkeypatch.setattr(proof, "_run_row", run)
+    (entry,) = proof.run_rows([row])
+    assert tried == [None, {"NCCL_NVLS_ENABLE": "0"}]
+    assert entry["state"] == "bad"
+    assert ("with it, the others went on" in entry["advice"]) == helps
+    assert ("attempt 1 hangs; with NCCL_NVLS_ENABLE=0: attempt 2 hangs" in entry["found"]) != helps
 
 
 def test_a_sanitizer_that_sees_no_planted_race_proves_nothing():

@@ -29,6 +29,7 @@ void bind_nccl(pybind11::module_&);  // nccl.cpp
 namespace {
 using c10::Device, c10::DeviceIndex, c10::DeviceType, c10::Stream, c10::StreamId;
 constexpr int MOST = 16;
+constexpr size_t LARGE = size_t(1) << 30;
 
 // The GPUs that CUDA_VISIBLE_DEVICES leaves of FAKE_CUDA_DEVICES; read once, as the driver does.
 const std::vector<int>& visible() {
@@ -180,7 +181,7 @@ class Memory final : public c10::DeviceAllocator {
         (int)current, " has a total capacity of ", mib(total_), " of which ", mib(limit - stats.reserved), " is free.");
     void* pointer = nullptr;
     TORCH_CHECK(!posix_memalign(&pointer, 512, size), "the host has no memory left for a fake GPU");
-    std::memset(pointer, 0xFF, size);
+    if (size < LARGE) std::memset(pointer, 0xFF, size);  // a larger one takes memory of the host where it is written to
     stats.reserved += size;
     stats.peak_reserved = std::max(stats.peak_reserved, stats.reserved);
     return new Block{pointer, size, current, streams[current], {}};
@@ -227,6 +228,9 @@ Memory& memory() {
   static Memory* made = new Memory();  // never freed: tensors outlive static objects
   return *made;
 }
+}  // namespace
+size_t free_memory(DeviceIndex device) { return memory().getMemoryInfo(device).first; }
+namespace {
 void Memory::release(void* context) { memory().free(static_cast<Block*>(context)); }
 
 // Page-locked memory of the host: from it and to it copies run late.

@@ -26,6 +26,7 @@ int num_devices();
 c10::DeviceIndex current_device();
 c10::StreamId current_stream(c10::DeviceIndex device);  // of the calling thread
 c10::StreamId new_stream(c10::DeviceIndex device, int priority);
+size_t free_memory(c10::DeviceIndex device);  // that this process has left
 std::string physical_id(c10::DeviceIndex device);  // the same in all processes for the same GPU
 // Whether this is a fork of a process that has used its GPUs: it has no thread of a device, only locks as they were.
 bool is_forked();

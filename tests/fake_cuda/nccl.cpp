@@ -25,6 +25,7 @@ namespace fake_cuda { void bind_nccl(pybind11::module_&); }
 namespace fake_cuda::nccl {
 namespace {
 constexpr const char* VERSION = "2.28.9";
+constexpr size_t NEEDED = 4 << 20;  // bytes on the GPU for its buffers
 
 int setting(const char* name, int otherwise) {
   const char* value = std::getenv(name);
@@ -43,22 +44,7 @@ class Timer final : public c10d::Timer {
 
 std::atomic<int64_t> num_groups{0};
 
-// FAKE_NCCL_FAULT="KIND RANK N": the N-th all-to-all or send of that rank fails as NCCL fails for want of memory, by a
-// system call or because it is used wrongly; KIND is "memory", "shm", "interface", "usage" or "remote", the loss of a
-// peer. With N = 0 it is the first communicator. A fourth word has the other ranks' N-th call block the host: as NCCL's
-// does that connects to a peer.
-void fail_if_asked(int rank, bool connects = false) {
-  static const char* asked = std::getenv("FAKE_NCCL_FAULT");
-  static std::atomic<int> calls{0};
-  if (!asked || !*asked) return;
-  std::istringstream words(asked);
-  std::string kind;
-  int who = -1, call = 0;
-  std::string others;
-  words >> kind >> who >> call >> others;
-  if (connects ? call != 0 : ++calls != call) return;
-  if (rank != who && others.empty()) return;
-  while (rank != who) pause();
+[[noreturn]] void fail_as(const std::string& kind) {
   static const std::map<std::string, const char*> texts{
       {"memory", "unhandled cuda error (run with NCCL_DEBUG=INFO for details), NCCL version %\nncclUnhandledCudaError: Call "
                  "to CUDA function failed.\nLast error:\nFailed to CUDA calloc async 2097152 bytes: out of memory"},
@@ -76,6 +62,25 @@ void fail_if_asked(int rank, bool connects = false) {
   std::string text = texts.at(kind);
   text.replace(text.find('%'), 1, VERSION);
   C10_THROW_ERROR(DistBackendError, c10::str("NCCL error in: ProcessGroupNCCL.cpp:4000, ", text));
+}
+
+// FAKE_NCCL_FAULT="KIND RANK N": the N-th all-to-all or send of that rank fails as NCCL fails for want of memory, by a
+// system call or because it is used wrongly; KIND is "memory", "shm", "interface", "usage" or "remote", the loss of a
+// peer. With N = 0 it is the first communicator. A fourth word has the other ranks' N-th call block the host: as NCCL's
+// does that connects to a peer.
+void fail_if_asked(int rank, bool connects = false) {
+  static const char* asked = std::getenv("FAKE_NCCL_FAULT");
+  static std::atomic<int> calls{0};
+  if (!asked || !*asked) return;
+  std::istringstream words(asked);
+  std::string kind;
+  int who = -1, call = 0;
+  std::string others;
+  words >> kind >> who >> call >> others;
+  if (connects ? call != 0 : ++calls != call) return;
+  if (rank != who && others.empty()) return;
+  while (rank != who) pause();
+  fail_as(kind);
 }
 
 class NCCL final : public c10d::Backend {
@@ -346,6 +351,7 @@ class NCCL final : public c10d::Backend {
                         c10::str("NCCL communicator was aborted on rank ", global_rank_, ". ", group_->reason));
     }
     fail_if_asked(global_rank_, true);
+    if (free_memory(device) < NEEDED) fail_as("memory");
     auto made = std::make_shared<Communicator>();
     made->rank = rank_;
     made->device = device;

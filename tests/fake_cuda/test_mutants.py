@@ -142,6 +142,18 @@ MUTANTS = {  # name: (file, text, its replacement), …, the file of the test an
         ("comm/group.py", "control.limit_waits(min(timeout, timedelta(seconds=FAILURE_SECONDS)))", "pass"),
         "comm/test_nccl_errors.py -k while_others or while and others",
     ),
+    "programs of a rank that find all GPUs": (
+        (
+            "logical/ranks.py",
+            "os.unsetenv(VISIBLE_DEVICES) if own is None else os.putenv(VISIBLE_DEVICES, own)",
+            "pass",
+        ),
+        "cli/test_run_logical.py -k programs_that_a_rank",
+    ),
+    "numbers of NVIDIA's library by the variable that the script sees": (
+        ("scripts/simulated/devices.py", 'Patch(torch.cuda, "_parse_visible_devices", lambda: own),', ""),
+        "cli/test_run_logical.py -k programs_that_a_rank",
+    ),
     "an abandoned exchange that writes to freed memory": (
         ("engine/gradients.py", "reduction.release()", "pass"),
         "engine/test_gpu_memory.py -k abandoned",

@@ -172,6 +172,7 @@ def connect_gpus(
     transport.ranks, transport.run_size = host.ranks, host.run_size
     try:
         with nccl_tried(host, device, timeout):
+            nccl.eager_connect_single_device(device)
             exchange_a_byte(transport, device)
     except SamestepError:
         nccl.abort()  # what NCCL has queued never ends

@@ -217,13 +217,13 @@ def nccl_tried(
     NCCL makes its buffers at the first message of a kind (`exchange_a_byte`): now, before the model takes the memory,
     and not in the first backward. `check` is that of waits.
     """
-    said = ""
+    said, own = "", None
     try:
         yield
     except PeerLostError:
         raise
     except (SamestepError, RuntimeError) as error:
-        said = str(error.__cause__ or error)
+        said, own = str(error.__cause__ or error), error
         control.limit_waits(min(timeout, timedelta(seconds=FAILURE_SECONDS)))
     # All hear of it before they wait for the device: what NCCL has queued on the others never ends.
     words = {control.rank: said}
@@ -231,7 +231,8 @@ def nccl_tried(
         words = dict(enumerate(control.gather_words(said)))
     for rank, text in words.items():
         if text:
-            raise nccl_failure(text, control.ranks[rank]) or PeerLostError(text)
+            lost = PeerLostError(f"rank {control.ranks[rank]} could not connect: {text}")
+            raise nccl_failure(text, control.ranks[rank]) or (own if rank == control.rank else None) or lost
     wait_until(torch.cuda.current_stream(device).record_event().query, check, timeout.total_seconds())
 
 

@@ -18,8 +18,8 @@ OWN = re.compile(
 ADVICE = (
     (
         "/dev/shm|shared memory segment|No space left",
-        "/dev/shm is too small for it: make it larger (docker run --shm-size=1g, or --ipc=host), or set "
-        "NCCL_SHM_DISABLE=1",
+        "/dev/shm is too small for it: make it larger (docker run --shm-size=1g, or --ipc=host; samestep doctor shows "
+        "its size), or set NCCL_SHM_DISABLE=1",
     ),
     (
         "socket interface|NCCL_SOCKET_IFNAME|Bootstrap",

@@ -6,6 +6,7 @@ time limit, which starts the workers: whatever happens in it, the others go on. 
 
 import json
 import math
+import os
 import pickle
 import platform
 import re
@@ -36,6 +37,9 @@ from samestep.text import counted
 from samestep.version import __version__
 
 COLLECTIVES = "collectives"  # the one program that `local` has
+STARVED, KILLED = "starved", "killed"
+NO_MEMORY = "out of memory: NCCL finds none on the GPU of rank "
+NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0"}  # by which switches add for all GPUs of a node, also for one that is lost
 LOGICAL = "logical devices"  # a script's ranks, not those of a row
 MODELS, PRECISIONS, OPTIMIZERS = ("lenet", "gpt"), ("32-true", "bf16-mixed", "16-mixed"), ("sgd", "adamw")
 TRAININGS = [f"{model} {precision} {name}" for model in MODELS for precision in PRECISIONS for name in OPTIMIZERS]
@@ -54,6 +58,7 @@ GPU_MODEL = {"width": 512, "layers": 6, "context": 256, "microbatch_size": 16}
 CPU_MODEL = {"width": 64, "layers": 2, "context": 32, "microbatch_size": 2}
 SHARED = "two processes on one GPU"  # through host memory: NCCL wants one a device
 NEEDS_GPU, NEEDS_TWO = "needs a CUDA device", "needs two devices or more"
+NEEDS_GPUS = "needs two CUDA devices or more"
 NEEDS_TRITON, NEEDS_MEMORY = "needs CUDA devices and Triton", "needs two CUDA devices or more of 32 GiB each"
 
 BITS, MATRIX = "the same bits", "models and precisions"
@@ -141,8 +146,9 @@ class Places:
     ) -> Row:
         """A row that needs a CUDA device."""
         where = where if self.is_gpu else None
-        area = "memory" if program == "memory" else "streams and waits"
-        return self.row(area, what, program, where, judge, options, NEEDS_GPU, survives=survives)
+        area = {"memory": "memory", STARVED: "failures"}.get(program, "streams and waits")
+        missing = NEEDS_GPUS if program == STARVED else NEEDS_GPU
+        return self.row(area, what, program, where, judge, options, missing, survives=survives)
 
 
 def make_rows(chosen: Selection, inventory: Inventory, quick: bool, timeout_seconds: float) -> list[Row]:
@@ -161,7 +167,8 @@ def make_rows(chosen: Selection, inventory: Inventory, quick: bool, timeout_seco
         *collectives[:1],
         at.matrix(at.alone, f"{MATRIX}, each twice,", once, repeats=2),
         *([at.matrix(chosen)] if at.count > 1 else []),
-        at.row("failures", "a killed rank", "killed", at.several, judge_killed, killed, survives=True),
+        at.row("failures", "a killed rank", KILLED, at.several, judge_killed, killed, survives=True),
+        at.on_gpus("out of memory in NCCL", STARVED, judge_starved, chosen if at.count > 1 else None),
         at.on_gpus(*sanitized, chosen, **watched),
         *([at.matrix(at.first(3))] if at.count > 3 else []),
         *_kernel_rows(at),
@@ -336,6 +343,15 @@ def judge_killed(facts: Facts, known: Known) -> tuple[str, Mapping[str, float]]:
     return f"the others went on after {seconds:.2g} s, and ended in the undisturbed bits", {"heal_seconds": seconds}
 
 
+def judge_starved(facts: Facts, known: Known) -> tuple[str, Mapping[str, float]]:
+    """The failure of a run of which one GPU was full when NCCL connected."""
+    if "failure" not in facts:
+        raise UnprovenError(f"expected the failure of the run, got {facts}")
+    if NO_MEMORY not in facts["failure"]:
+        raise UnprovenError(f"expected the error of NCCL's that it finds no memory, got {_reason(facts['failure'])}")
+    return f"named when the ranks connect, and all end, after {facts['seconds']:.2g} s", {"seconds": facts["seconds"]}
+
+
 def judge_streams(facts: Facts, known: Known) -> tuple[str, Mapping[str, float]]:
     """Trainings under the sanitizer, which must have found the race that was planted."""
     if not facts["planted"]:
@@ -432,6 +448,8 @@ def run_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
             _say(f"{number:2} of {len(rows)}  {row.name} … ")
             start = time.monotonic()
             result, log = _run_row(row, begin + TOTAL_SECONDS - start, Path(folder, str(number)), known)
+            if row.program == KILLED and _uses_nccl(row.selection) and result.state == "bad":
+                result = _without_multicast(row, result, begin + TOTAL_SECONDS, Path(folder, f"{number} again"), known)
             seconds = round(time.monotonic() - start, 1)
             _say(f"{result.found}\n" if result.state == "note" else f"{result.state}, {seconds:.0f} s\n")
             more = {"log": log} if result.state == "bad" else {}
@@ -439,6 +457,19 @@ def run_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
             common = asdict(replace(result, area=row.area))
             entries.append({**common, "seconds": seconds, "out_of_time": out_of_time, **more})
     return entries
+
+
+def _uses_nccl(selection: Selection | None) -> bool:
+    return selection is not None and selection.kind == "cuda" and selection.devices[0] != selection.devices[-1]
+
+
+def _without_multicast(row: Row, failed: Result, end: float, folder: Path, known: Known) -> Result:
+    """The result of a row that has failed, with what a second attempt says, in which NCCL uses no multicast."""
+    again, _ = _run_row(row, end - time.monotonic(), folder, known, NO_MULTICAST)
+    words = " ".join(f"{name}={value}" for name, value in NO_MULTICAST.items())
+    if again.state == "good":
+        return replace(failed, advice=f"set {words} for runs that are to heal: with it, {again.found}; {failed.advice}")
+    return replace(failed, found=f"{failed.found}; with {words}: {again.found}")
 
 
 def verdict(content: Facts) -> str:
@@ -466,7 +497,9 @@ def _path_in(output: Path, selection: Selection) -> Path:
     return path
 
 
-def _run_row(row: Row, left: float, folder: Path, known: Known) -> tuple[Result, str]:
+def _run_row(
+    row: Row, left: float, folder: Path, known: Known, variables: Mapping[str, str] | None = None
+) -> tuple[Result, str]:
     """The result of a row, within the seconds that are left, and the end of its output."""
     if row.selection is None:
         return left_out(row, row.missing), ""
@@ -476,7 +509,7 @@ def _run_row(row: Row, left: float, folder: Path, known: Known) -> tuple[Result,
     limit, facts_file, log_file = min(row.seconds + START_SECONDS, left), folder / "facts.json", folder / "log.txt"
     row = replace(row, options={**row.options, "folder": str(folder / "run")}) if row.survives else row
     with log_file.open("wb") as log:
-        is_over = _run_child(pickle.dumps((row, facts_file)), log, limit)
+        is_over = _run_child(pickle.dumps((row, facts_file)), log, limit, {**os.environ, **(variables or {})})
     facts = json.loads(facts_file.read_text(encoding="utf-8")) if facts_file.exists() else {}
     text = log_file.read_bytes()[-LOG_BYTES:].decode(errors="replace") + (facts.get("failure") or "")
     try:
@@ -496,10 +529,10 @@ def _reason(text: str) -> str:
     return next((line for line in reversed(lines) if re.match(r"[\w.]*(Error|Exception)\w*: ", line)), lines[0])
 
 
-def _run_child(row: bytes, log: IO[bytes], seconds: float) -> bool:
+def _run_child(row: bytes, log: IO[bytes], seconds: float, environ: Mapping[str, str]) -> bool:
     """Runs a row in a child process; returns whether it took too long, and was ended."""
     command = [sys.executable, "-P", "-c", "from samestep.doctor.proof import run_child; run_child()"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT) as child:
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, env=environ) as child:
         try:
             child.communicate(row, timeout=seconds)
         except subprocess.TimeoutExpired:
@@ -530,9 +563,13 @@ def _perform(row: Row, selection: Selection) -> dict[str, Any]:
     policy = Policy(heal=row.survives, hang_seconds=0, grace_seconds=GRACE_SECONDS)
     preload = (*TRAINING, PROGRAMS)
     job = Job("function", f"{PROGRAMS}:start", kwargs=kwargs, quiet=True, preload=preload, policy=policy)
+    begin = time.monotonic()
     outcome = supervise(job, selection)
+    failure = outcome.failure or "it was stopped"
+    if row.program == STARVED and outcome.exit_code:
+        return {"result": {"failure": failure, "seconds": time.monotonic() - begin}}
     if outcome.exit_code:
-        return {"failure": outcome.failure or "it was stopped"}
+        return {"failure": failure}
     events = {"events": outcome.events} if row.survives else {}
     return {"result": {**outcome.result, **events}}
 

@@ -21,11 +21,13 @@ from torch.optim import Optimizer
 
 from samestep.checkpoint.digest import Drift, as_hex, state_checksum, state_digest
 from samestep.comm.communicator import Communicator
+from samestep.comm.environment import read_environment
 from samestep.comm.mesh_groups import join_group
 from samestep.comm.sequential import SequentialTransport, SequentialWorld
 from samestep.comm.transport import wait_until
 from samestep.data.loader import Loader
 from samestep.doctor.proof_script import PLACES, WIDTH, Attention
+from samestep.engine.determinism import own_device
 from samestep.engine.observer import StepObserver
 from samestep.engine.result import StepResult
 from samestep.engine.step import TrainStep
@@ -190,6 +192,19 @@ def killed(name: str, num_microbatches: int, epochs: int, folder: str) -> Facts:
         return {"digest": trainer.digest}
 
 
+def starved(num_microbatches: int) -> Facts:
+    """Connects ranks of which the last has filled its GPU: NCCL finds no memory there, and that is to end the run."""
+    place = read_environment()
+    device, held, size = own_device(None, place), list[Tensor](), 1 << 30
+    while place.rank == place.world_size - 1 and size >= 1 << 20:
+        try:
+            held.append(torch.empty(size, dtype=torch.uint8, device=device))
+        except torch.OutOfMemoryError:
+            size //= 2
+    del held[-1:]  # torch keeps it, for its own small tensors
+    return {"connected": Run(BATCH, num_microbatches, SEED).world_size}
+
+
 def streams(names: Sequence[str], num_microbatches: int, epochs: int) -> Facts:
     """Trainings under torch's stream sanitizer, which ends a program at the first access that is not ordered."""
     from torch.cuda._sanitizer import CUDASanitizerErrors, enable_cuda_sanitizer
@@ -289,9 +304,10 @@ def speed(num_microbatches: int, smaller: Mapping[str, int], **sizes: int) -> Fa
     which the GPT is too large, `smaller` has the sizes of another.
     """
     over = Run(num_microbatches, num_microbatches, SEED).communicator
-    milliseconds = _milliseconds_of_a_sample(over.device, sizes["width"], sizes["layers"], sizes["context"])
-    samples = num_microbatches * sizes["microbatch_size"] * SPEED_STEPS * SPEED_ROUNDS * 3  # by all devices
-    if is_small := max(over.gather_words([milliseconds]))[0] * samples > 1000 * SPEED_SECONDS * over.world_size:
+    slowest = min(over.gather_words([_megaflops(over.device)]))[0] * 1e6
+    weights = 12 * sizes["layers"] * sizes["width"] ** 2  # of each, a place needs 6 operations in a step
+    places = num_microbatches * sizes["microbatch_size"] * sizes["context"] * SPEED_STEPS * SPEED_ROUNDS * 3
+    if is_small := 6 * weights * places > SPEED_SECONDS * slowest * over.world_size:
         sizes = dict(smaller)
     width, layers, context = sizes["width"], sizes["layers"], sizes["context"]
     batch_size = num_microbatches * sizes["microbatch_size"]
@@ -319,16 +335,13 @@ def speed(num_microbatches: int, smaller: Mapping[str, int], **sizes: int) -> Fa
     return {label: seconds / best["plain"] for label, seconds in best.items() if label != "plain"}
 
 
-def _milliseconds_of_a_sample(device: torch.device, width: int, layers: int, context: int) -> int:
-    """The time of forward and backward of one sample, the second time."""
-    inputs, targets = random_texts(1, context)
-    model, batch = make_gpt(width, layers, context).to(device), (inputs.to(device), targets.to(device))
+def _megaflops(device: torch.device) -> int:
+    """What a device does in a second of a product of matrices, the second time."""
+    matrix = torch.ones(1024, 1024, device=device)
     for _ in range(2):
         begin = time.perf_counter()
-        gpt.loss(model, batch).total.backward()
-        if device.type != "cpu":
-            torch.accelerator.synchronize()
-    return round(1000 * (time.perf_counter() - begin))
+        (matrix @ matrix).sum().item()
+    return round(2 * 1024**3 / (time.perf_counter() - begin) / 1e6)
 
 
 def _through(step: TrainStep, loader: Loader) -> Callable[[], None]:
@@ -365,6 +378,7 @@ def _plain_loop(run: Run, model: nn.Module, texts: Any, size: int, precision: st
 PROGRAMS: Mapping[str, Callable[..., Facts]] = {
     "trainings": trainings,
     "killed": killed,
+    "starved": starved,
     "streams": streams,
     "host_waits": host_waits,
     "memory": memory,
