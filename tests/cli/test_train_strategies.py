@@ -1,5 +1,7 @@
 """`samestep train` with strategies, as a user types it: the digest of one device, and sentences for mistakes."""
 
+import json
+
 import pytest
 from cli_commands import samestep
 from test_train_command import tables, train_json
@@ -32,6 +34,9 @@ def test_every_strategy_ends_with_the_digest_of_one_device_and_goes_on_from_anot
     assert ended["digest"] == alone["digest"]
     assert steps("run") == steps("alone")
     assert len({step["digest"] for step in steps("alone")}) == len(steps("alone")) > 3
+    audited = samestep("audit", "run", "--all", "--json", cwd=tmp_path)  # on one device, whatever each segment had
+    assert audited.returncode == 0, audited.stdout + audited.stderr
+    assert len(json.loads(audited.stdout)["segments"]) == 3
     exported = samestep("export", "run", "weights.safetensors", cwd=tmp_path)
     assert exported.returncode == 0, exported.stderr
     assert (tmp_path / "weights.safetensors").read_bytes()

@@ -44,7 +44,10 @@ def audit(
     options: dict[str, Any] = {"trust": trust, "tell": notify}
     if devices is not None:
         options["take"] = lambda segments: _on_devices(run, segments, trust, devices)
-    with redirect_stdout(sys.stderr), Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    with (
+        redirect_stdout(sys.stderr),
+        Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar,
+    ):
         task = bar.add_task("", total=None, visible=devices is None)
         options["progress"] = lambda done, of: bar.update(task, completed=done, total=of)
         found = audit_run(run, 0 if everything else segments, seed=seed, **options)

@@ -18,7 +18,7 @@ from samestep.checkpoint.contract_diff import ContractChange, differences, expla
 from samestep.checkpoint.digest import state_digest
 from samestep.checkpoint.local_shards import whole_tensors
 from samestep.checkpoint.resume import read_state
-from samestep.checkpoint.run_folder import CHECKPOINT_FOLDER, WEIGHTS_FILE, recorded
+from samestep.checkpoint.run_folder import ATTESTATION_FILE, CHECKPOINT_FOLDER, WEIGHTS_FILE, recorded
 from samestep.checkpoint.storage import Snapshot, list_checkpoints, verify_checkpoint
 from samestep.checks import check_number
 from samestep.comm.environment import read_environment
@@ -27,10 +27,12 @@ from samestep.engine.determinism import own_device
 from samestep.engine.result import StepResult
 from samestep.engine.step import TrainStep
 from samestep.errors import ContractError, DataError, UsageError
-from samestep.files import read_small, reason
+from samestep.files import read_object, read_small, reason
 from samestep.replay.replaying import Finished, ProgramRerun, announce, num_threads_of, program_of
 from samestep.run.trainer import Trainer
+from samestep.runs.attestation import statement
 from samestep.runs.ledger import Ledger, field_name, gaps, ledger_value, read_ledger
+from samestep.runs.recorder import file_sha256
 from samestep.text import counted
 
 SEGMENTS = 3
@@ -113,6 +115,10 @@ def audit(
     faults = [*bad.values(), *_faults(folder, record, ledger, places)]
     plan = segments_of(folder, ledger, places, notes.append)
     seed = secrets.randbits(32) if seed is None else seed
+    if not (folder / ATTESTATION_FILE).exists():
+        notes.append(
+            "there is no attestation: whether the files are those of the author's is not known (samestep attest)"
+        )
     drawn = Random(seed).sample(plan, min(segments or len(plan), len(plan)))
     if take is None:
         take = partial(audit_segments, folder, trust=trust, program=program, tell=tell, progress=progress)
@@ -161,6 +167,13 @@ def _faults(
     """What is wrong with the files, without taking a step."""
     yield from ledger.problems
     yield from gaps(folder)
+    if (folder / ATTESTATION_FILE).exists():
+        try:
+            found = _differing(read_object(folder / ATTESTATION_FILE), statement(folder), "")
+        except (OSError, ValueError) as error:
+            found = reason(error)
+        if found is not None:
+            yield f"{ATTESTATION_FILE} does not fit the folder: {found}"
     for repeat in ledger.repeats_that_differ:
         yield f"the ledger has step {repeat.step} twice, with another {field_name(repeat.field)} the second time"
     ends = [each["step"] for each in ledger.events if each["event"] in ("stop", "end")]
@@ -199,6 +212,11 @@ def audit_segments(
         own = program_of(record, folder)
         if not own.is_recipe:
             announce(own, record, folder, trust, tell)
+            if (changed := changed_code(record)) and not trust:
+                raise UsageError(
+                    f"{folder} cannot be audited: {changed} is not the file that made it; put it back, or audit the "
+                    "program as it is now with --trust"
+                )
         program = own.run
     environment = read_environment()
     device = own_device("cpu" if record.get("device_kind") == "cpu" else None, environment)
@@ -222,6 +240,15 @@ def audit_segments(
         before += segment.end - segment.first
         seconds, digests = time.perf_counter() - began, sum(one.has_digest for one in rerun.compared)
         yield AuditedSegment(segment.number, segment.first, segment.end, seconds, digests, rerun.difference)
+
+
+def changed_code(record: Mapping[str, Any]) -> str | None:
+    """The first file that the run imported beside its script and that is another now; None if there is none."""
+    code = record.get("code")
+    if not isinstance(code, dict) or not isinstance(code.get("files"), dict):
+        return None
+    folder = Path(str(code.get("folder")))
+    return next((name for name, sha256 in code["files"].items() if file_sha256(folder / name) != sha256), None)
 
 
 def audit_as_rank(**options: Any) -> list[dict[str, Any]]:

@@ -27,12 +27,14 @@ import json
 import math
 import os
 import socket
+import subprocess
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from importlib.metadata import distributions
 from io import BytesIO
 from pathlib import Path
 from typing import IO, Any, Protocol, runtime_checkable
@@ -362,14 +364,36 @@ def relaunch() -> dict[str, Any]:
     """The command that starts this program again on one device, under any launcher, and its working folder.
 
     "command" is such as ["python", "train.py", "--epochs", "3"] or ["python", "-m", "package.train"]; None for a
-    function that a notebook or another program gave to `samestep.launch`. "script_sha256" is that of the file it runs.
+    function that a notebook or another program gave to `samestep.launch`. "script_sha256" is that of the file it runs,
+    "code" are the files beside it that are imported, "packages" the versions of all that is installed.
     """
     try:
         working_folder = os.getcwd()
     except FileNotFoundError:  # it was removed
         working_folder = None
     file = getattr(sys.modules.get("__main__"), "__file__", None)
-    return {"command": _command(), "working_folder": working_folder, "script_sha256": file and file_sha256(Path(file))}
+    return {
+        "command": _command(),
+        "working_folder": working_folder,
+        "script_sha256": file and file_sha256(Path(file)),
+        "code": None if file is None else _code(Path(file).resolve().parent),
+        "packages": dict(sorted((each.name, each.version) for each in distributions())),
+    }
+
+
+def _code(folder: Path) -> dict[str, Any] | None:
+    """The SHA-256 of all files below a folder that are imported, packages in an environment there aside; the commit."""
+    if folder.is_relative_to(Path(__file__).parents[1]):  # a recipe, whose code is that of samestep's version
+        return None
+    files = [file for module in [*sys.modules.values()] if (file := getattr(module, "__file__", None))]
+    own = {Path(file).resolve() for file in files if not file.startswith((sys.prefix, sys.base_prefix))}
+    below = sorted(path for path in own if path.is_relative_to(folder))
+    hashes = {path.relative_to(folder).as_posix(): file_sha256(path) for path in below}
+    commit = None
+    with suppress(OSError, subprocess.SubprocessError):
+        words = ["git", "-C", str(folder), "rev-parse", "HEAD"]
+        commit = subprocess.run(words, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
+    return {"folder": str(folder), "files": hashes, "commit": commit}
 
 
 def file_sha256(path: Path) -> str | None:

@@ -1,7 +1,9 @@
 """Audits: honest runs hold on any devices, and each kind of forgery is found where it is looked for."""
 
+import hashlib
 import json
 import shutil
+import subprocess
 
 import pytest
 from cli_commands import samestep
@@ -16,6 +18,7 @@ from samestep.errors import ContractError, UsageError
 from samestep.metrics import accuracy
 from samestep.replay.auditing import audit, probability
 from samestep.replay.replaying import program_of
+from samestep.runs.attestation import attest
 from samestep.runs.ledger import from_line, to_line
 
 OPTIONS = {"checkpoint_steps": 3, "keep": 20}
@@ -55,7 +58,7 @@ def test_an_honest_run_on_three_devices_holds_on_one_and_the_draw_is_that_of_the
     whole = audited(run)
     assert whole.holds, whole
     assert [(each.first, each.end, each.digests) for each in whole.segments] == [(a, a + 3, 3) for a in (0, 3, 6, 9)]
-    assert (whole.faults, whole.notes) == ([], [])
+    assert whole.faults == []
     drawn = [[each.number for each in audited(run, 2, seed=seed).segments] for seed in (0, 0, 1, 2, 3)]
     assert drawn[0] == drawn[1]
     assert len({*map(tuple, drawn)}) > 1
@@ -153,7 +156,7 @@ def test_a_run_without_checkpoints_between_is_one_segment_and_says_what_to_recor
     found = audited(folder, 1)
     assert found.holds
     assert found.num_segments == 1
-    assert "checkpoint_steps=100, keep=1000" in found.notes[0]
+    assert any("checkpoint_steps=100, keep=1000" in note for note in found.notes)
 
 
 def test_a_program_of_another_contract_is_refused(run):
@@ -200,3 +203,58 @@ def test_a_run_on_several_devices_is_audited_by_several_workers(tmp_path):
     done = samestep("audit", "runs/a", "--all", "--devices", "cpu:2", cwd=tmp_path)
     assert done.returncode == 1, done.stderr
     assert "no: step 3: loss" in done.stdout
+
+
+def test_an_attestation_is_a_statement_of_in_toto_that_fits_the_folder_and_no_other(run, tmp_path):
+    folder = copied(run, tmp_path)
+    assert any("there is no attestation" in note for note in audited(folder, 1).notes)
+    path = attest(folder)
+    value = json.loads(path.read_text())
+    assert value["_type"] == "https://in-toto.io/Statement/v1"
+    assert value["predicateType"] == "urn:samestep:run:1"
+    digests = {each["name"]: each["digest"]["sha256"] for each in value["subject"]}
+    assert digests["ledger.jsonl"] == hashlib.sha256((folder / "ledger.jsonl").read_bytes()).hexdigest()
+    assert {name for name in digests if name.startswith("checkpoints/")} == {
+        f"checkpoints/step-{step:08d}/manifest.json" for step in (3, 6, 9, 12)
+    }
+    predicate = value["predicate"]
+    assert (predicate["steps"], predicate["contract"]["seed"]) == (12, 3)
+    assert predicate["program"]["packages"]["torch"].startswith("2.")
+    assert [link["step"] for link in predicate["chain"]] == [3, 6, 9, 12, None]
+    assert len(predicate["finalDigest"]) == 64
+    found = audited(folder, 1)
+    assert (found.holds, found.notes) == (True, [])
+    FORGERIES["a weight"](folder)
+    assert "attestation.json does not fit the folder: subject.5.digest.sha256: " in audited(folder, 1).faults[0]
+    again = json.loads(attest(folder).read_text())["predicate"]["chain"]
+    same = [one == other for one, other in zip(again, predicate["chain"], strict=True)]
+    assert same == [True, True, False, False, False]
+
+
+def test_the_code_and_packages_are_recorded_as_the_run_starts_and_compared(tmp_path, monkeypatch):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "replayed_parts.py").write_text(PARTS)
+    done = samestep("run", "--devices", "cpu:1", "train.py", "0.1", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    record = json.loads((tmp_path / "runs" / "a" / "run.json").read_text())
+    assert record["code"]["files"].keys() == {"train.py", "replayed_parts.py"}
+    assert record["packages"]["numpy"]
+    (tmp_path / "replayed_parts.py").write_text(PARTS + "\n")
+    other = CliRunner().invoke(app, ["audit", str(tmp_path / "runs" / "a")])
+    assert "replayed_parts.py is not the file that made it" in str(other.exception)
+
+
+@pytest.mark.skipif(shutil.which("ssh-keygen") is None, reason="OpenSSH is not installed")
+def test_an_attestation_is_signed_and_verified_by_ssh_keygen(run, tmp_path):
+    path = attest(copied(run, tmp_path))
+    key, signers = tmp_path / "key", tmp_path / "allowed_signers"
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", key], check=True)
+    signers.write_text(f"me@example.org {key.with_suffix('.pub').read_text()}")
+    subprocess.run(["ssh-keygen", "-q", "-Y", "sign", "-f", key, "-n", "samestep", path], check=True)
+    words = ["ssh-keygen", "-Y", "verify", "-f", signers, "-I", "me@example.org", "-n", "samestep"]
+
+    def is_verified(content):
+        return subprocess.run([*words, "-s", f"{path}.sig"], input=content, capture_output=True).returncode == 0
+
+    assert is_verified(path.read_bytes())
+    assert not is_verified(path.read_bytes().replace(b'"steps": 12', b'"steps": 13'))

@@ -1,0 +1,87 @@
+"""The attestation of a run: hashes of its files and of what made them, as a statement that others can sign.
+
+Its form is an in-toto Statement v1, which `cosign`, `ssh-keygen -Y sign` and others sign. It is made of the folder
+of a run alone and holds no time, so that an audit makes it again and compares the two.
+"""
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+from samestep.checkpoint.run_folder import (
+    ATTESTATION_FILE,
+    CHECKPOINT_FOLDER,
+    CONTRACT_FILE,
+    LEDGER_FILE,
+    RESULT_FILE,
+    WEIGHTS_FILE,
+    is_locked,
+    recorded,
+)
+from samestep.checkpoint.storage import list_checkpoints
+from samestep.checkpoint.verified_files import MANIFEST_FILE
+from samestep.errors import UsageError
+from samestep.files import open_regular, read_lines, write_json
+from samestep.runs.ledger import from_line, read_ledger
+
+STATEMENT = "https://in-toto.io/Statement/v1"
+PREDICATE = "urn:samestep:run:1"
+OF_PROGRAM = ("command", "script_sha256", "code", "packages")  # what the run recorded beside its contract
+OF_PLACE = ("working_folder", "job")
+
+
+def attest(folder: Path) -> Path:
+    """Writes attestation.json into the folder of a run that does not go on; returns its path."""
+    value = statement(folder)
+    if is_locked(folder):
+        raise UsageError(f"a run is writing to {folder}; attest it when it has ended")
+    write_json(folder / ATTESTATION_FILE, value)
+    return folder / ATTESTATION_FILE
+
+
+def statement(folder: Path) -> dict[str, Any]:
+    """The statement on a run's folder as it is now."""
+    record, ledger = recorded(folder), read_ledger(folder)
+    manifests = {step: path / MANIFEST_FILE for step, path in list_checkpoints(folder / CHECKPOINT_FOLDER)}
+    files = [folder / name for name in (CONTRACT_FILE, LEDGER_FILE, RESULT_FILE, WEIGHTS_FILE)]
+    hashes = {path: _sha256(path) for path in (*files, *manifests.values()) if path.exists()}
+    ends = [event for event in ledger.events if event["event"] == "end"]
+    program = {name: record.get(name) for name in OF_PROGRAM}
+    return {
+        "_type": STATEMENT,
+        "subject": [
+            {"name": path.relative_to(folder).as_posix(), "digest": {"sha256": digest}}
+            for path, digest in hashes.items()
+        ],
+        "predicateType": PREDICATE,
+        "predicate": {
+            "contract": {name: value for name, value in record.items() if name not in (*OF_PROGRAM, *OF_PLACE)},
+            "program": program,
+            "steps": max(ledger.steps, default=-1) + 1,
+            "finalDigest": ends[-1].get("digest") if ends else None,
+            "chain": _chain(folder, {step: hashes[path] for step, path in manifests.items() if path in hashes}),
+        },
+    }
+
+
+def _chain(folder: Path, manifests: dict[int, str]) -> list[dict[str, Any]]:
+    """A hash chain over the lines of the ledger and, where they are recorded, the checkpoints' manifests.
+
+    Each link is SHA-256 of the one before, as 32 bytes, and of what follows: a line, or a manifest's SHA-256. Shown are
+    those after a checkpoint and the last: an author who publishes them in training cannot change what was before them.
+    """
+    head, shown, left = hashlib.sha256(PREDICATE.encode()).digest(), list[dict[str, Any]](), dict(manifests)
+    for line in read_lines(folder / LEDGER_FILE):
+        head, entry = hashlib.sha256(head + line).digest(), from_line(line.removesuffix(b"\n")) or {}
+        if entry.get("event") == "checkpoint" and (manifest := left.pop(entry.get("step", -1), None)):
+            head = hashlib.sha256(head + bytes.fromhex(manifest)).digest()
+            shown.append({"step": entry["step"], "sha256": head.hex()})
+    for step, manifest in left.items():  # whose writer ended before it recorded them
+        head = hashlib.sha256(head + bytes.fromhex(manifest)).digest()
+        shown.append({"step": step, "sha256": head.hex()})
+    return [*shown, {"step": None, "sha256": head.hex()}]
+
+
+def _sha256(path: Path) -> str:
+    with open_regular(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
