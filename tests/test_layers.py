@@ -66,6 +66,7 @@ UNTRUSTED = {
     "comm.nccl_errors": "the errors of NCCL and what helps",
     "run.fixed_cost": "prints a hint",
     "run.profile": "traces some steps",
+    "runs.recorder": "says which program runs, and writes what is read again by no run",
     "run.signals": "ends a run between two steps",
 }
 

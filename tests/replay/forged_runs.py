@@ -224,6 +224,7 @@ def main():
                 shutil.rmtree(place / "forged")
             ks = (1, 2, 5, SEGMENTS)
             cells = [f"{share(results, k):.0%} ({expected(results, k):.0%})" for k in ks]
+            print(name, len(results), cells, f"{time.time() - began:.0f} s", flush=True)
             lines.append(f"| {name} | {sum(len(bad) for bad, _ in results) / len(results):.1f} | {' | '.join(cells)} |")
         alarms = 0
         for number in range(asked.honest):
@@ -233,6 +234,7 @@ def main():
                 options["fit"] = (("resume", "auto"),)
             recorded(folder, sizes[1], **options)
             alarms += not audited(folder, seed=number % 5).holds
+            print(f"honest: {number + 1}, false alarms: {alarms}", flush=True)
             shutil.rmtree(folder)
         for number in range(asked.healed):
             folder, script = place / f"healed-{number}", place / f"killed_{number}.py"

@@ -4,6 +4,7 @@ import hashlib
 import json
 import shutil
 import subprocess
+import sys
 
 import pytest
 from cli_commands import samestep
@@ -258,3 +259,67 @@ def test_an_attestation_is_signed_and_verified_by_ssh_keygen(run, tmp_path):
 
     assert is_verified(path.read_bytes())
     assert not is_verified(path.read_bytes().replace(b'"steps": 12', b'"steps": 13'))
+
+
+LOOP = """
+import sys
+import torch
+from torch.nn import functional
+import samestep
+from replayed_parts import make_model
+
+run = samestep.Run(24, 4, seed=3)
+x = torch.randn(96, 6, generator=torch.Generator().manual_seed(1))
+model = make_model()
+loss_fn = lambda model, batch: functional.cross_entropy(model(batch[0]), batch[1])
+step = run.train_step(model, torch.optim.Adam(model.parameters(), lr=LR), loss_fn)
+loader = run.loader((x, (x[:, 0] > 0).long()), shuffle=True)
+seen = run.load_checkpoint("saved", step, loader) or {"losses": []}
+while step.num_steps < 8:
+    for batch in loader:
+        seen["losses"].append(step(batch).loss)
+        if step.num_steps % 2 == 0:
+            run.save_checkpoint("saved", step, loader, rest=seen, keep=9)
+"""
+
+
+def test_a_loop_of_one_s_own_is_audited_by_the_checkpoints_that_it_saves(tmp_path, monkeypatch):
+    (tmp_path / "loop.py").write_text(LOOP.replace("LR", "0.01"))
+    (tmp_path / "replayed_parts.py").write_text(PARTS)
+    done = samestep("run", "--devices", "cpu:2", "loop.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    before = contents(tmp_path / "saved")
+    runner, folder = CliRunner(), tmp_path / "saved"
+
+    def said(*words):
+        result = runner.invoke(app, ["audit", str(folder), "--all", *words])
+        return result.exit_code, str(result.exception) + result.stdout
+
+    assert said()[0] == 0, said()
+    assert contents(folder) == before
+    assert len(json.loads(attest(folder).read_text())["predicate"]["chain"]) == 5
+    assert "there is no attestation" not in said()[1]
+    (folder / "attestation.json").unlink()
+    forge_weight(folder / "step-00000004")
+    code, text = said()
+    assert (code, text.count("yes")) == (1, 2), text
+    assert "after step 3: " in text
+    (tmp_path / "loop.py").write_text(LOOP.replace("LR", "0.02"))
+    assert "is not the script that made the run" in said()[1]
+    assert "another contract" in said("--trust")[1]
+
+
+def test_a_loop_that_loads_no_checkpoint_is_a_sentence(tmp_path):
+    text = LOOP.replace("LR", "0.01").replace('run.load_checkpoint("saved", step, loader) or ', "")
+    (tmp_path / "loop.py").write_text(text)
+    (tmp_path / "replayed_parts.py").write_text(PARTS)
+    done = samestep("run", "--devices", "cpu:1", "loop.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    result = CliRunner().invoke(app, ["audit", str(tmp_path / "saved"), "--all"])
+    assert "call run.load_checkpoint(folder, …) before its loop" in str(result.exception)
+
+
+def test_no_import_of_ours_draws_from_the_generators_of_a_run(tmp_path):
+    text = "import random, samestep\nrun = samestep.Run(8, 4)\nstate = random.getstate()\nsamestep.Trainer\n"
+    done = samestep("-c", f"{text}assert random.getstate() == state\n", cwd=tmp_path, command=(sys.executable,))
+    assert done.returncode == 0, done.stderr

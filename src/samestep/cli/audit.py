@@ -40,13 +40,16 @@ def audit(
 
     from samestep.replay.auditing import audit as audit_run
 
-    columns = TextColumn("steps"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    console, columns = (
+        Console(stderr=True),
+        (TextColumn("steps"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()),
+    )
     options: dict[str, Any] = {"trust": trust, "tell": notify}
     if devices is not None:
         options["take"] = lambda segments: _on_devices(run, segments, trust, devices)
     with (
         redirect_stdout(sys.stderr),
-        Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar,
+        Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar,
     ):
         task = bar.add_task("", total=None, visible=devices is None)
         options["progress"] = lambda done, of: bar.update(task, completed=done, total=of)

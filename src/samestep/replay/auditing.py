@@ -18,8 +18,9 @@ from samestep.checkpoint.contract_diff import ContractChange, differences, expla
 from samestep.checkpoint.digest import state_digest
 from samestep.checkpoint.local_shards import whole_tensors
 from samestep.checkpoint.resume import read_state
-from samestep.checkpoint.run_folder import ATTESTATION_FILE, CHECKPOINT_FOLDER, WEIGHTS_FILE, recorded
-from samestep.checkpoint.storage import Snapshot, list_checkpoints, verify_checkpoint
+from samestep.checkpoint.run_folder import ATTESTATION_FILE, WEIGHTS_FILE, holds_run
+from samestep.checkpoint.state import rest_of
+from samestep.checkpoint.storage import Snapshot, checkpoint_name, list_checkpoints, verify_checkpoint
 from samestep.checks import check_number
 from samestep.comm.environment import read_environment
 from samestep.data.batch import flattened
@@ -30,7 +31,7 @@ from samestep.errors import ContractError, DataError, UsageError
 from samestep.files import read_object, read_small, reason
 from samestep.replay.replaying import Finished, ProgramRerun, announce, num_threads_of, program_of
 from samestep.run.trainer import Trainer
-from samestep.runs.attestation import statement
+from samestep.runs.attestation import checkpoints_of, record_of, statement
 from samestep.runs.ledger import Ledger, field_name, gaps, ledger_value, read_ledger
 from samestep.runs.recorder import file_sha256
 from samestep.text import counted
@@ -38,6 +39,7 @@ from samestep.text import counted
 SEGMENTS = 3
 MAX_HEADER_BYTES = 64 << 20  # of a file of safetensors
 TIMES = ("seconds", "samples_per_second")  # of a checkpoint's records; the rest of it is compared
+PROGRAM = ".run.rest.program"  # in a checkpoint of a loop of the user's own
 CONTRACT = "contract"  # in the same place, compared field by field
 
 
@@ -108,8 +110,7 @@ def audit(
     """
     check_number("segments", segments, 0)
     folder, notes = Path(run), list[str]()
-    record, ledger = recorded(folder), _ledger_of(folder)
-    places = list_checkpoints(folder / CHECKPOINT_FOLDER)
+    record, ledger, places = record_of(folder), _ledger_of(folder), list_checkpoints(checkpoints_of(folder))
     bad = {path: fault for _, path in places if (fault := verify_checkpoint(path)) is not None}
     places = [(step, path) for step, path in places if path not in bad]
     faults = [*bad.values(), *_faults(folder, record, ledger, places)]
@@ -127,6 +128,8 @@ def audit(
 
 
 def _ledger_of(folder: Path) -> Ledger:
+    if not holds_run(folder):  # a loop of the user's own has none
+        return Ledger({}, ())
     try:
         return read_ledger(folder)
     except DataError as error:
@@ -166,7 +169,7 @@ def _faults(
 ) -> Iterator[str]:
     """What is wrong with the files, without taking a step."""
     yield from ledger.problems
-    yield from gaps(folder)
+    yield from gaps(folder) if holds_run(folder) else ()
     if (folder / ATTESTATION_FILE).exists():
         try:
             found = _differing(read_object(folder / ATTESTATION_FILE), statement(folder), "")
@@ -207,7 +210,7 @@ def audit_segments(
     progress: Callable[[int, int], None] = lambda done, of: None,
 ) -> Iterator[AuditedSegment]:
     """Takes segments of a run again in this process, one of the ranks if it was started as one."""
-    record, ledger, own = recorded(folder), _ledger_of(folder), None
+    record, ledger, own = record_of(folder), _ledger_of(folder), None
     if program is None:
         own = program_of(record, folder)
         if not own.is_recipe:
@@ -262,7 +265,7 @@ def _count(progress: Callable[[int, int], None], before: int, total: int, done: 
 
 
 def _place(folder: Path, name: str | None) -> Path | None:
-    return None if name is None else (folder / CHECKPOINT_FOLDER / name).resolve()
+    return None if name is None else (checkpoints_of(folder) / name).resolve()
 
 
 @dataclass(eq=False)
@@ -273,8 +276,11 @@ class SegmentRerun(ProgramRerun):
     step_done: Callable[[int], None]
     difference: str | None = field(default=None, init=False)
     _is_done: bool = field(default=False, init=False)
+    _is_loop: bool = field(default=False, init=False)  # of the user's own, which has loaded or saved
 
     def has_reached(self) -> bool:
+        if self._is_loop and not self._is_done:
+            self.difference, self._is_done = f"no checkpoint was saved after step {self.step}", True
         # At the end of training a program may end before a state is found that is the recorded one.
         return self._is_done or (self.difference is not None and self._taken == self.step)
 
@@ -313,16 +319,46 @@ class SegmentRerun(ProgramRerun):
         """Compares the last state with the recorded one, of before or after the end of an epoch."""
         if trainer is not self.trainer or trainer.step.num_steps != self.segment.end:
             return
-        state, self.difference, final = capture(), None, self._final_digest()
-        if self.segment.target is not None:
-            place = _place(self.run_folder, self.segment.target)
-            assert place is not None, "it has a name"
-            self.difference = first_difference(read_state(place).snapshot, state)
-        if self.difference is None and final is not None and (now := state_digest(trainer.step)) != final:
-            self.difference = f"the final digest: {final}, now {now}"
-        if self.difference is None:
+        state, target, final, found, is_same_place = capture(), self._target(), self._final_digest(), None, True
+        if target is not None:
+            found = first_difference(target, state)
+            batches = (rest_of(each)["epoch"]["num_batches"] for each in (target, state))
+            is_same_place = next(batches) == next(batches)
+        if found is None and final is not None and (now := state_digest(trainer.step)) != final:
+            found = f"the final digest: {final}, now {now}"
+        if found is None:
             self._end(None)
-        self.difference = f"after step {self.step}: {self.difference}"
+        if self.difference is None or is_same_place:
+            self.difference = f"after step {self.step}: {found}"
+
+    def at_load(self, place: Path) -> Path | None:
+        """The first checkpoint of the segment, for a loop of the user's own."""
+        if self.run_folder not in (place.resolve(), place.resolve().parent):
+            return place
+        self._is_loop = True
+        return self.start
+
+    def at_save(self, place: Path, capture: Callable[[], Snapshot]) -> Path | None:
+        """Compares the state that a loop of the user's own saves with the recorded one, and writes nothing."""
+        if place.resolve() != self.run_folder:
+            return None
+        if self.start is not None and not self._is_loop:
+            raise UsageError(
+                f"{self.run_folder} cannot be audited from step {self.segment.first} on: its program does not go on "
+                "from a checkpoint; have it call run.load_checkpoint(folder, …) before its loop"
+            )
+        state, self._is_loop = capture(), True
+        if state.step == self.segment.end:
+            target = self._target()
+            found = None if target is None else first_difference(target, state)
+            self._end(None if found is None else f"after step {self.step}: {found}")
+        if state.step > self.segment.end:
+            self._end(f"no checkpoint was saved after step {self.step}")
+        return place / checkpoint_name(state.step)
+
+    def _target(self) -> Snapshot | None:
+        place = _place(self.run_folder, self.segment.target)
+        return None if place is None else read_state(place).snapshot
 
     def _final_digest(self) -> str | None:
         """The recorded digest of the run's end, if that is the end of the segment."""
@@ -359,7 +395,7 @@ def _differing(one: Any, other: Any, path: str) -> str | None:
         if path == f".run.rest.{CONTRACT}":
             changes: list[ContractChange] = [change for change in differences(one, other) if change.breaks]
             return f"{CONTRACT}, {changes[0].field}: {changes[0].before}, now {changes[0].after}" if changes else None
-        names = (name for name in dict.fromkeys((*one, *other)) if name not in TIMES)
+        names = (name for name in dict.fromkeys((*one, *other)) if name not in TIMES and f"{path}.{name}" != PROGRAM)
         pairs = [(one.get(name), other.get(name), f"{path}.{name}") for name in names]
     elif isinstance(one, list | tuple) and isinstance(other, list | tuple) and len(one) == len(other):
         pairs = [(*pair, f"{path}.{number}") for number, pair in enumerate(zip(one, other, strict=True))]

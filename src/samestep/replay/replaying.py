@@ -186,6 +186,14 @@ class ProgramRerun(StepObserver, ABC):
         """A trainer is where it may write a checkpoint."""
 
     @abstractmethod
+    def at_load(self, place: Path) -> Path | None:
+        """A loop of the user's own loads a checkpoint."""
+
+    @abstractmethod
+    def at_save(self, place: Path, capture: Callable[[], Snapshot]) -> Path | None:
+        """A loop of the user's own saves one."""
+
+    @abstractmethod
     def begins(self, step: TrainStep) -> None:
         """A step of the run begins."""
 
@@ -308,6 +316,12 @@ class StepReplay(ProgramRerun):
 
     def at_boundary(self, trainer: Trainer, capture: Callable[[], Snapshot]) -> None:
         pass
+
+    def at_load(self, place: Path) -> Path | None:
+        return place
+
+    def at_save(self, place: Path, capture: Callable[[], Snapshot]) -> Path | None:
+        return None
 
     def begins(self, step: TrainStep) -> None:
         """Observes the step in full, if it is the one that was asked for."""

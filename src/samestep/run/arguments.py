@@ -138,6 +138,14 @@ class Rerun(Protocol):
         """A trainer is where it may write a checkpoint, and would capture this state."""
         ...
 
+    def at_load(self, place: Path) -> Path | None:
+        """The checkpoint to load in place of the one that a loop of the user's own names; None for the beginning."""
+        ...
+
+    def at_save(self, place: Path, capture: "Callable[[], Snapshot]") -> Path | None:
+        """A loop of the user's own saves a state; the checkpoint that it takes for written, None to write it."""
+        ...
+
 
 _CURRENT: ContextVar[Rerun | None] = ContextVar("rerun", default=None)
 

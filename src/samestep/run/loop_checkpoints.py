@@ -33,22 +33,19 @@ def save(
     keep: int,
     is_ours: bool,
     attempts: Callable[[Callable[[], Path]], Path],
+    program: Mapping[str, Any],
 ) -> Path:
     """Writes a checkpoint; see `samestep.Run.save_checkpoint`.
 
     `is_ours` says whether checkpoints that are in the folder already are of this run; `attempts` calls the function
-    that writes, once or several times, on all ranks alike.
+    that writes, once or several times, on all ranks alike; `program` says which one is running.
     """
     check_keep(keep)
     folder = Path(place)
     if names_checkpoint(folder):
         raise UsageError(f"got {place}, which names one checkpoint; needed: the folder for all of them")
     steps = _listed(step)
-    values = {
-        "contract": _full_contract(contract, steps, loader),
-        "cursor": None if loader is None else _checked(loader).state_dict(),
-        "rest": rest,
-    }
+    values = _values(contract, steps, loader, rest) | {"program": program}
 
     def check_ours() -> None:
         if list_checkpoints(folder) and not is_ours:
@@ -76,6 +73,16 @@ def save(
 
     Drift(membership, steps).check()
     return folder / membership.perform(attempt)
+
+
+def captured(contract: Mapping[str, Any], step: Steps, loader: Loader | None, rest: Any) -> Snapshot:
+    """The state that `save` would write, without what is said of the program."""
+    return capture(_listed(step), _values(contract, _listed(step), loader, rest))
+
+
+def _values(contract: Mapping[str, Any], steps: list[TrainStep], loader: Loader | None, rest: Any) -> dict[str, Any]:
+    cursor = None if loader is None else _checked(loader).state_dict()
+    return {"contract": _full_contract(contract, steps, loader), "cursor": cursor, "rest": rest}
 
 
 def load(

@@ -183,6 +183,7 @@ class Run:
         self._num_streams = 0
         self._sharded: dict[nn.Module, Strategy] = {}  # the strategies of models with sharded parameters
         self._has_steps = False
+        self._program: dict[str, Any] = {}  # for its checkpoints
         self._folders: set[Path] = set()  # of checkpoints that are this run's
         self._drawn_before = DrawnBefore()
         self.membership.notice(describe_late_caps())
@@ -611,13 +612,19 @@ class Run:
             RunFolderError: it cannot be written; no good checkpoint is lost.
             DeterminismError: the ranks' states differ; the message names the difference and the rank.
         """
-        from samestep.run.loop_checkpoints import save  # loads what reads and writes checkpoints
+        from samestep.run.loop_checkpoints import captured, save  # loads what reads and writes checkpoints
+        from samestep.runs.recorder import relaunch
 
         contract = self.contract.as_json()
+        if (rerun := current_rerun()) is not None:
+            known = rerun.at_save(Path(folder), lambda: captured(contract, step, loader, rest))
+            if known is not None:
+                return known
         is_ours = Path(folder).resolve() in self._folders
         check_retries(checkpoint_retries)
+        self._program = self._program or relaunch()
         attempts = partial(retrying, retries=checkpoint_retries, tell=self.print)
-        path = save(self.membership, contract, folder, step, loader, rest, keep, is_ours, attempts)
+        path = save(self.membership, contract, folder, step, loader, rest, keep, is_ours, attempts, self._program)
         self._folders.add(path.parent.resolve())
         return path
 
@@ -650,6 +657,11 @@ class Run:
         from samestep.run.loop_checkpoints import load
 
         contract = self.contract.as_json()
+        if (rerun := current_rerun()) is not None:
+            at = rerun.at_load(Path(place))
+            if at is None:
+                return None
+            place = at
         found = load(self.membership, contract, place, step, loader, allow_contract_change, self.print)
         if found is None:
             return None

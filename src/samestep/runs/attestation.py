@@ -5,6 +5,7 @@ of a run alone and holds no time, so that an audit makes it again and compares t
 """
 
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,16 @@ from samestep.checkpoint.run_folder import (
     LEDGER_FILE,
     RESULT_FILE,
     WEIGHTS_FILE,
+    holds_run,
     is_locked,
     recorded,
 )
-from samestep.checkpoint.storage import list_checkpoints
+from samestep.checkpoint.state import check_captured, rest_of
+from samestep.checkpoint.storage import list_checkpoints, newest_checkpoint
 from samestep.checkpoint.verified_files import MANIFEST_FILE
 from samestep.errors import UsageError
 from samestep.files import open_regular, read_lines, write_json
-from samestep.runs.ledger import from_line, read_ledger
+from samestep.runs.ledger import Ledger, from_line, read_ledger
 
 STATEMENT = "https://in-toto.io/Statement/v1"
 PREDICATE = "urn:samestep:run:1"
@@ -39,10 +42,26 @@ def attest(folder: Path) -> Path:
     return folder / ATTESTATION_FILE
 
 
+def checkpoints_of(folder: Path) -> Path:
+    """The folder of a run's checkpoints: of a loop of the user's own the one that it saves to."""
+    return folder / CHECKPOINT_FOLDER if holds_run(folder) else folder
+
+
+def record_of(folder: Path) -> Mapping[str, Any]:
+    """The contract and the program of a run: its run.json, or what its newest good checkpoint says."""
+    found = None if holds_run(folder) else newest_checkpoint(folder, check=check_captured)
+    if found is None:
+        return recorded(folder)
+    rest = rest_of(found.snapshot)
+    if not isinstance(rest.get("program"), dict) or not isinstance(rest.get("contract"), dict):
+        raise UsageError(f"{found.path} does not say which program wrote it; needed: one of run.save_checkpoint")
+    return {**rest["contract"], **rest["program"]}
+
+
 def statement(folder: Path) -> dict[str, Any]:
     """The statement on a run's folder as it is now."""
-    record, ledger = recorded(folder), read_ledger(folder)
-    manifests = {step: path / MANIFEST_FILE for step, path in list_checkpoints(folder / CHECKPOINT_FOLDER)}
+    record, ledger = record_of(folder), read_ledger(folder) if holds_run(folder) else Ledger({}, ())
+    manifests = {step: path / MANIFEST_FILE for step, path in list_checkpoints(checkpoints_of(folder))}
     files = [folder / name for name in (CONTRACT_FILE, LEDGER_FILE, RESULT_FILE, WEIGHTS_FILE)]
     hashes = {path: _sha256(path) for path in (*files, *manifests.values()) if path.exists()}
     ends = [event for event in ledger.events if event["event"] == "end"]
@@ -57,7 +76,7 @@ def statement(folder: Path) -> dict[str, Any]:
         "predicate": {
             "contract": {name: value for name, value in record.items() if name not in (*OF_PROGRAM, *OF_PLACE)},
             "program": program,
-            "steps": max(ledger.steps, default=-1) + 1,
+            "steps": max([*ledger.steps, *(step - 1 for step in manifests)], default=-1) + 1,
             "finalDigest": ends[-1].get("digest") if ends else None,
             "chain": _chain(folder, {step: hashes[path] for step, path in manifests.items() if path in hashes}),
         },
@@ -71,7 +90,7 @@ def _chain(folder: Path, manifests: dict[int, str]) -> list[dict[str, Any]]:
     those after a checkpoint and the last: an author who publishes them in training cannot change what was before them.
     """
     head, shown, left = hashlib.sha256(PREDICATE.encode()).digest(), list[dict[str, Any]](), dict(manifests)
-    for line in read_lines(folder / LEDGER_FILE):
+    for line in read_lines(folder / LEDGER_FILE) if holds_run(folder) else ():
         head, entry = hashlib.sha256(head + line).digest(), from_line(line.removesuffix(b"\n")) or {}
         if entry.get("event") == "checkpoint" and (manifest := left.pop(entry.get("step", -1), None)):
             head = hashlib.sha256(head + bytes.fromhex(manifest)).digest()
@@ -84,4 +103,5 @@ def _chain(folder: Path, manifests: dict[int, str]) -> list[dict[str, Any]]:
 
 def _sha256(path: Path) -> str:
     with open_regular(path) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        digest = hashlib.file_digest(file, "sha256")  # type: ignore[arg-type]  # a file of bytes, whatever its type says
+        return digest.hexdigest()

@@ -386,7 +386,8 @@ def _code(folder: Path) -> dict[str, Any] | None:
     if folder.is_relative_to(Path(__file__).parents[1]):  # a recipe, whose code is that of samestep's version
         return None
     files = [file for module in [*sys.modules.values()] if (file := getattr(module, "__file__", None))]
-    own = {Path(file).resolve() for file in files if not file.startswith((sys.prefix, sys.base_prefix))}
+    installed = sys.prefix, sys.base_prefix
+    own = {Path(file).resolve() for file in files if os.path.isabs(file) and not file.startswith(installed)}
     below = sorted(path for path in own if path.is_relative_to(folder))
     hashes = {path.relative_to(folder).as_posix(): file_sha256(path) for path in below}
     commit = None
