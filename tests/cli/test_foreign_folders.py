@@ -24,17 +24,17 @@ from samestep.runs.recorder import file_sha256
 CHECKPOINT = "checkpoints/step-00000004"
 WRITTEN = ("run.json", "result.json", "ledger.jsonl", "metrics.jsonl", ".lock", "logs/rank-1.log")
 READ = {  # by entry, the commands that must name it
-    "run.json": ("runs", "report", "replay", "audit", "resume"),
-    "result.json": ("runs", "report"),
-    "ledger.jsonl": ("runs", "report", "ledger", "profile", "replay", "audit"),
+    "run.json": ("runs", "report", "replay", "audit", "attest", "resume"),
+    "result.json": ("runs", "report", "attest"),
+    "ledger.jsonl": ("runs", "report", "ledger", "profile", "replay", "audit", "attest"),
     "metrics.jsonl": ("runs", "report"),
     ".lock": (),
     "logs/rank-1.log": (),
     "checkpoints/latest": ("latest",),
-    f"{CHECKPOINT}/manifest.json": ("export", "audit", "resume"),
+    f"{CHECKPOINT}/manifest.json": ("export", "audit", "attest", "resume"),
     f"{CHECKPOINT}/model.safetensors": ("export", "audit"),
     f"{CHECKPOINT}/state.json": ("export", "audit"),
-    "weights.safetensors": ("audit",),
+    "weights.safetensors": ("audit", "attest"),
 }
 FOLDERS = ("checkpoints", "logs", "tensorboard")
 COMMANDS = {
@@ -43,6 +43,7 @@ COMMANDS = {
     "ledger": ("ledger", "show", "a"),
     "profile": ("profile", "a"),
     "replay": ("replay", "a", "--step", "1"),
+    "attest": ("attest", "a"),
     "audit": ("audit", "a"),
     "export": ("export", f"a/{CHECKPOINT}", "out.safetensors"),
     "latest": ("export", "a/checkpoints/latest", "latest.safetensors"),

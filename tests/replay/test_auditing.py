@@ -5,6 +5,7 @@ import json
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from cli_commands import samestep
@@ -263,6 +264,7 @@ def test_an_attestation_is_signed_and_verified_by_ssh_keygen(run, tmp_path):
 
 LOOP = """
 import sys
+from pathlib import Path
 import torch
 from torch.nn import functional
 import samestep
@@ -323,3 +325,11 @@ def test_no_import_of_ours_draws_from_the_generators_of_a_run(tmp_path):
     text = "import random, samestep\nrun = samestep.Run(8, 4)\nstate = random.getstate()\nsamestep.Trainer\n"
     done = samestep("-c", f"{text}assert random.getstate() == state\n", cwd=tmp_path, command=(sys.executable,))
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_forged_runs_are_found_and_honest_ones_are_not_doubted():
+    script = Path(__file__).with_name("forged_runs.py")
+    words = [sys.executable, str(script), "--forged", "2", "--honest", "6", "--healed", "1"]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr

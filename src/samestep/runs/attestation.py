@@ -4,7 +4,9 @@ Its form is an in-toto Statement v1, which `cosign`, `ssh-keygen -Y sign` and ot
 of a run alone and holds no time, so that an audit makes it again and compares the two.
 """
 
+import errno
 import hashlib
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,9 +24,9 @@ from samestep.checkpoint.run_folder import (
 )
 from samestep.checkpoint.state import check_captured, rest_of
 from samestep.checkpoint.storage import list_checkpoints, newest_checkpoint
-from samestep.checkpoint.verified_files import MANIFEST_FILE
+from samestep.checkpoint.verified_files import MANIFEST_FILE, read_manifest
 from samestep.errors import UsageError
-from samestep.files import open_regular, read_lines, write_json
+from samestep.files import MAX_SMALL_BYTES, open_regular, read_lines, write_json
 from samestep.runs.ledger import Ledger, from_line, read_ledger
 
 STATEMENT = "https://in-toto.io/Statement/v1"
@@ -63,7 +65,9 @@ def statement(folder: Path) -> dict[str, Any]:
     record, ledger = record_of(folder), read_ledger(folder) if holds_run(folder) else Ledger({}, ())
     manifests = {step: path / MANIFEST_FILE for step, path in list_checkpoints(checkpoints_of(folder))}
     files = [folder / name for name in (CONTRACT_FILE, LEDGER_FILE, RESULT_FILE, WEIGHTS_FILE)]
-    hashes = {path: _sha256(path) for path in (*files, *manifests.values()) if path.exists()}
+    sizes = [sum(file.size for file in read_manifest(path.parent).files.values()) for path in manifests.values()]
+    most = MAX_SMALL_BYTES + max(sizes, default=0)  # of the weights, which are part of a checkpoint
+    hashes = {path: _sha256(path, most) for path in (*files, *manifests.values()) if path.exists()}
     ends = [event for event in ledger.events if event["event"] == "end"]
     program = {name: record.get(name) for name in OF_PROGRAM}
     return {
@@ -101,7 +105,10 @@ def _chain(folder: Path, manifests: dict[int, str]) -> list[dict[str, Any]]:
     return [*shown, {"step": None, "sha256": head.hex()}]
 
 
-def _sha256(path: Path) -> str:
+def _sha256(path: Path, most: int) -> str:
     with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > most and path.name != LEDGER_FILE:  # whose lines were read
+            raise OSError(errno.EINVAL, f"it has {size} bytes, and can have {most} at most", path)
         digest = hashlib.file_digest(file, "sha256")  # type: ignore[arg-type]  # a file of bytes, whatever its type says
         return digest.hexdigest()
