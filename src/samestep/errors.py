@@ -68,6 +68,16 @@ class PeerLostError(SamestepError):
         self.ranks = ranks
 
 
+class AuditError(SamestepError):
+    """A device computed or holds wrong bits; `is_left_out` on its own rank, if the others go on without it."""
+
+    exit_code = 3
+
+    def __init__(self, message: str, is_left_out: bool = False) -> None:
+        super().__init__(message)
+        self.is_left_out = is_left_out
+
+
 class RunFolderError(SamestepError, OSError):
     """The run folder cannot be written: no space, no permission, or removed."""
 

@@ -99,6 +99,7 @@ class Membership:
         self.send_state: Callable[[Communicator, int], None] | None = None
         self.is_late = healing_store is not None  # whether this worker still waits to join
         self.is_dealt = False  # whether microbatches are dealt to the ranks in turn
+        self.fetched: int | None = None  # the microbatch whose samples are fetched in place of this rank's own ones
         self.needs_all = False  # whether each rank has state that no other has
         # The signal by which the run is to stop, or `END_OF_FIT`, once all ranks have agreed on it after a step.
         self.stop = 0
@@ -199,6 +200,8 @@ class Membership:
 
         They are its own; if it has none and they are dealt in turn, the first: FSDP2 needs every rank in every round.
         """
+        if self.fetched is not None:
+            return range(self.fetched, self.fetched + 1)
         mine = self.executed
         if self.is_dealt and mine.start >= num_leaves:
             return range(1)

@@ -103,6 +103,7 @@ class Loader:
             options = seed, global_batch_size, drop_last, exact_states, self._collate, self._generators
             self._streams = Streams(streams, membership, device, *options)
         self._left_early = False
+        self._is_renewing = False  # fetching one batch alone
         if not self.is_stream and (held := {type(one).__name__ for one in held_generators(self.dataset)}):
             membership.notice(
                 f"the dataset keeps a generator of its own ({', '.join(sorted(held))}), which is not seeded by sample: "
@@ -247,10 +248,10 @@ class Loader:
         """One batch, fetched in this process for the present ranks; the loader's position stays."""
         cursor, num_workers = self.cursor, self._num_workers
         try:
-            self.cursor, self._num_workers = Cursor(epoch, position), 0
+            self.cursor, self._num_workers, self._is_renewing = Cursor(epoch, position), 0, True
             return next(self._batches())
         finally:
-            self.cursor, self._num_workers = cursor, num_workers
+            self.cursor, self._num_workers, self._is_renewing = cursor, num_workers, False
 
     def _in_memory(self, dataset: InMemory) -> Iterator[Batch]:
         plan = self._plan(self.cursor.epoch, self.cursor.position)
@@ -263,7 +264,8 @@ class Loader:
                 yield self._batch(place, self._transformed(dataset, place, microbatches, ids))
             return
         rows = RowGather(dataset, self._device)
-        while group := list(islice(plan, rows.num_batches(self._most_rows()))):
+        count = 1 if self._is_renewing else rows.num_batches(self._most_rows())
+        while group := list(islice(plan, count)):
             values = rows.gather([some for _, ids in group for some in ids.values()])
             for place, ids in group:
                 microbatches = {microbatch: next(values) for microbatch in ids}
@@ -309,7 +311,7 @@ class Loader:
         """The places of the rest of an epoch's batches, with the ids of each of this rank's microbatches."""
         # The ids of a chunk of batches come from one call of `permute`; of each batch this rank asks for the positions
         # of its own microbatches alone, so that the order costs every rank its share of an epoch.
-        chunk = max(1, ORDER_CHUNK // self.global_batch_size)
+        chunk = 1 if self._is_renewing else max(1, ORDER_CHUNK // self.global_batch_size)
         version = self.membership.version
         while True:
             bounds = []

@@ -9,13 +9,14 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from samestep.checks import check_choice, check_number
 from samestep.engine.losses import LossFn, describe, wide_dtype
 from samestep.errors import UsageError
 
@@ -24,6 +25,7 @@ INITIAL_SCALE = 2.0**16  # of the mean over the global batch, as in torch.amp.Gr
 MIN_SCALE = 2.0**-10
 GROWTH_INTERVAL = 2000
 OnNonFinite = Literal["raise", "skip"]
+AuditAction = Literal["warn", "exclude", "stop"]
 
 
 def check_precision(name: str) -> torch.dtype | None:
@@ -344,6 +346,8 @@ class StepConfig:
     compile: bool = False
     strategy: StrategyOptions = REPLICATE
     global_batch_size: int = 1
+    audit: int | None = None
+    audit_action: AuditAction = "exclude"
 
     def __post_init__(self) -> None:
         if not callable(self.loss_fn):
@@ -355,6 +359,15 @@ class StepConfig:
             )
         if self.on_nonfinite not in ("raise", "skip"):
             raise UsageError(f"got on_nonfinite={self.on_nonfinite!r}; it is 'raise' or 'skip'")
+        if self.audit is not None:
+            check_number("audit", self.audit, 1)
+            if not isinstance(self.strategy, Replicate):
+                raise UsageError(
+                    f"got audit={self.audit} with strategy='{self.strategy.name}', where a device has a part of the "
+                    "model, and no other can compute its work again: leave audit (--audit) out, or use "
+                    "strategy='replicate' (--strategy replicate)"
+                )
+        check_choice("audit_action", self.audit_action, get_args(AuditAction))
         check_precision(self.precision)
 
 

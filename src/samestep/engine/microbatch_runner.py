@@ -34,6 +34,8 @@ class MicrobatchRunner:
         purity.begin(step.number)
         saved = generators.save()  # the script's own draws must not depend on the microbatches of its rank
         try:
+            if step.audit is not None:
+                step.audit.compute_again(purity, self._sizes[step.audit.microbatch], self._counts, self._is_only)
             if traces is not None:
                 traces.begin()
             for microbatch in mine:
@@ -56,10 +58,14 @@ class MicrobatchRunner:
         compute.generators.seed(microbatch_seed(compute.config.seed, compute.config.stream, step.number, microbatch))
         compute.observers.on_microbatch(step.number, microbatch, value)
         gradients.expect(microbatch, is_last)
+        if step.audit is not None:
+            step.audit.begin_own(microbatch, value, gradients)
         try:
             loss = compute.run(gradients.inputs, value, num_samples, self._counts, self._is_only, microbatch)
             compute.observers.on_gradients(microbatch)
             purity.check()
+            if step.audit is not None:
+                step.audit.keep_own(microbatch, loss)
             gradient_sum = gradients.push(microbatch, loss.value)
             if self._records:
                 step.stats.record(microbatch, loss, gradient_sum)

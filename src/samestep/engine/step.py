@@ -10,7 +10,8 @@ rank is lost meanwhile, the others repeat the step from the same state.
 import sys
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from samestep.comm.communicator import Communicator
 from samestep.comm.membership import END_OF_FIT, Membership
 from samestep.core.tree import rank_blocks
 from samestep.data.batch import Batch, split_batch
+from samestep.engine.audit import Audit, AuditFinding, RepeatStepError
 from samestep.engine.buffers import refuse_sync_batchnorm
 from samestep.engine.config import (
     FiniteCheck,
@@ -136,6 +138,14 @@ class TrainStep:
         self._traces = Traces(membership, model, config.loss_fn) if is_watched else None
         is_compiled = membership.communicator.reduction == "ordered" and "torch._dynamo" in sys.modules
         self._compiling = compiling_alike if is_compiled else nullcontext
+        self._audit = None
+        if config.audit is not None:
+            if is_tensor_parallel(model) or membership.communicator.reduction != "ordered":
+                raise UsageError(
+                    f"got audit={config.audit} with a model that parallelize_module has divided, or with "
+                    'reduction="native": what a device computes there depends on others; leave audit (--audit) out'
+                )
+            self._audit = Audit(membership, model, self.optimizers, self.strategy, self.compute, self._compiling)
         self._lay_out()
         self.observers.on_made(self)
 
@@ -149,6 +159,11 @@ class TrainStep:
         optimizers = ", ".join(type(optimizer).__name__ for optimizer in self.optimizers)
         strategy = type(self.config.strategy).__name__.lower()
         return f"<samestep.TrainStep: {type(self.model).__name__} by {optimizers}, {strategy}; step {self.num_steps}>"
+
+    @property
+    def audit_findings(self) -> list[AuditFinding]:
+        """What the audits of this step have found so far, in this process."""
+        return [] if self._audit is None else self._audit.findings
 
     @property
     def loss_scale(self) -> Tensor:
@@ -180,13 +195,19 @@ class TrainStep:
         try:
             with plain:
                 # Repeated from the same state if a rank is lost.
-                result = self.membership.perform(lambda: self._step(batch), "script")
+                result = self.membership.perform(lambda: self._take(batch), "script")
         except BaseException as error:
             self.observers.on_failure(error)
             raise
         self.observers.on_update(self, result)
         self.observers.on_phase("script")
         return result
+
+    def _take(self, value: Any) -> StepResult:
+        """The step; repeated by the same ranks if an audit asks for that."""
+        while True:
+            with suppress(RepeatStepError):
+                return self._step(value)
 
     def _step(self, value: Any) -> StepResult:
         """The step by the ranks as they are now; leaves everything as it was if a rank is lost meanwhile."""
@@ -197,6 +218,9 @@ class TrainStep:
         strategy, gradients, buffers = self.strategy, self.strategy.gradients, self.strategy.buffers
         num_leaves = batch.num_leaves(membership.num_microbatches)  # those with samples: V, or fewer
         blocks_by_rank = rank_blocks(membership.data_ranges, num_leaves)
+        audit = self._audit
+        if audit is not None and not audit.begin(self.num_steps, num_leaves, partial(self._fetch, value)):
+            audit = None
 
         # 1. Forward and backward, one microbatch at a time: neither memory nor kernels depend on the number of ranks.
         #    Gradients are added along the tree as they come; the last backward starts their exchange.
@@ -206,7 +230,7 @@ class TrainStep:
         traces = self._traces if self.num_steps < WATCHED_STEPS else None
         device = self.communicator.device
         shortages, where = num_shortages(device), f"step {self.num_steps} on rank {membership.rank}"
-        parts = StepParts(self.num_steps, self.compute, self._purity, self._counts, self._stats, traces)
+        parts = StepParts(self.num_steps, self.compute, self._purity, self._counts, self._stats, traces, audit)
         try:
             with backward_on_this_thread(device), self._compiling():
                 strategy.run(batch, parts)
@@ -224,11 +248,13 @@ class TrainStep:
         self.observers.on_phase("exchange")
         num_touched = len(buffers.touched)
         try:
-            agreed = self._exchange(batch, [*buffers.touched, *gradients.used])
+            agreed, words = self._exchange(batch, [*buffers.touched, *gradients.used], audit)
             touched, used = agreed.flags[:num_touched], agreed.flags[num_touched:]  # by any rank
             gradients.finish()
             buffers.exchange(touched, blocks_by_rank, batch.length)
             membership.await_exchange()
+            if audit is not None:
+                audit.judge(words)
         except BaseException:
             self._abandon()
             raise
@@ -246,7 +272,9 @@ class TrainStep:
     def _local_microbatches(self, value: Any) -> Batch:
         """This rank's microbatches of a global batch, by index, as the ranks are now."""
         membership = self.membership
-        if isinstance(value, Batch) and value.version == membership.version:
+        # A loss may have written to the samples, so a step that is repeated fetches them anew.
+        is_repeated = self._audit is not None and self._audit.num_repeats > 0
+        if isinstance(value, Batch) and value.version == membership.version and not is_repeated:
             batch = value
         elif isinstance(value, Batch):
             if value.renew is None:
@@ -266,8 +294,28 @@ class TrainStep:
             raise DataError("the batch holds no samples; leave empty batches out")
         return batch
 
-    def _exchange(self, batch: Batch, flags: list[bool]) -> Agreed:
-        """Exchanges the gradients, the statistics of all microbatches and the control messages of all ranks."""
+    def _fetch(self, value: Any, microbatch: int) -> Any:
+        """The samples of one microbatch of a global batch, anew and whichever rank executes it."""
+        membership = self.membership
+        count, device = membership.num_microbatches, membership.communicator.device
+        membership.fetched = microbatch
+        try:
+            if not isinstance(value, Batch):
+                return split_batch(value, count, membership.to_fetch, device, 0).microbatches[microbatch]
+            if value.sizes is not None or value.renew is None:
+                raise UsageError(
+                    "a stream for each microbatch is read by one rank alone, and no other can compute its microbatch "
+                    "again: leave audit (--audit) out, or give the loader a dataset"
+                )
+            return value.renew().microbatches[microbatch]
+        finally:
+            membership.fetched = None
+
+    def _exchange(self, batch: Batch, flags: list[bool], audit: Audit | None) -> tuple[Agreed, list[list[int]]]:
+        """Exchanges the gradients, the statistics of all microbatches and the control messages of all ranks.
+
+        Returns what all ranks have agreed on, and the words of each for an audit.
+        """
         membership = self.membership
         first = self._unread[0][0] if self._unread else None
         failed = first.step + 1 if first is not None and first.is_there and not first.is_good else 0
@@ -275,9 +323,15 @@ class TrainStep:
         agreed = Agreed(stop, membership.asks_checkpoint, flags, failed)
         if membership.world_size > 1:
             self.strategy.gradients.start()
+        words = [] if audit is None else audit.words()
+        rows = [words]
+        if membership.world_size > 1:
             header = write_header(batch, self.num_steps, agreed)
-            agreed = read_headers(self._stats.exchange(membership.communicator, membership.ranges, header), len(flags))
-        return agreed
+            sent = [*header, *words]
+            headers = self._stats.exchange(membership.communicator, membership.ranges, sent)
+            agreed = read_headers([row[: len(header)] for row in headers], len(flags))
+            rows = [row[len(header) :] for row in headers]
+        return agreed, rows
 
     def _check_used(self, used: list[bool]) -> None:
         """Names the parameters that got no gradient in the first steps; raises a `UsageError` if none got one."""

@@ -81,6 +81,8 @@ class MicrobatchGradients(StepGradients):
     For each microbatch: `expect`, its forward and backward, `push`.
     """
 
+    keeps = False  # whether `.grad` stays whole until `push`, for an audit of the microbatch under way
+
     @property
     @abstractmethod
     def inputs(self) -> tuple[Tensor, ...]:
@@ -136,6 +138,7 @@ class StepParts:
     counts: GlobalCounts | None
     stats: StepStats
     traces: Traces | None  # in the first steps
+    audit: Any = None  # `audit.Audit`, which imports this module; None in a step that is not audited
 
 
 class Strategy(ABC):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypedDict, TypeVar
 
 from torch.optim.lr_scheduler import LRScheduler
 
-from samestep.engine.config import OnNonFinite, StrategyOptions
+from samestep.engine.config import AuditAction, OnNonFinite, StrategyOptions
 from samestep.engine.observer import StepObserver
 from samestep.errors import UsageError
 
@@ -38,6 +38,8 @@ class StepOptions(TypedDict, total=False):
     compile: bool
     strategy: str | StrategyOptions
     shard_optimizer: bool
+    audit: int | None
+    audit_action: AuditAction
     observers: Sequence[StepObserver]
 
 

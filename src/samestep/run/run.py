@@ -30,7 +30,15 @@ from samestep.data.randomness import seed_process
 from samestep.data.tensors import TensorData
 from samestep.devices.device import keep_freed_memory
 from samestep.devices.portable import asks_for_portable
-from samestep.engine.config import OnNonFinite, Replicate, Sharded, StepConfig, StrategyOptions, as_strategy
+from samestep.engine.config import (
+    AuditAction,
+    OnNonFinite,
+    Replicate,
+    Sharded,
+    StepConfig,
+    StrategyOptions,
+    as_strategy,
+)
 from samestep.engine.determinism import (
     DrawnBefore,
     DrawnParameters,
@@ -359,6 +367,8 @@ class Run:
         compile: bool = False,
         strategy: str | StrategyOptions = "replicate",
         shard_optimizer: bool = False,
+        audit: int | None = None,
+        audit_action: AuditAction = "exclude",
         observers: Sequence[StepObserver] = (),
     ) -> TrainStep:
         """Makes a training step; several may share a model (a GAN has two). Tier `bitwise`.
@@ -390,11 +400,18 @@ class Run:
                 that torch's `parallelize_module` has divided over `run.mesh["tensor"]` takes "replicate"; see
                 docs/tensor.md.
             shard_optimizer: with "replicate", shard the optimizer's state over the ranks (ZeRO-1).
+            audit: in every so many steps another device computes one microbatch again, and the ranks compare their
+                states: finds devices that compute wrong bits; see docs/audit.md. Costs 1/(audit * num_microbatches) of
+                a step. None for never.
+            audit_action: what follows if one does: "exclude" leaves it out as a lost one, "warn" repeats the step, and
+                "stop" ends the run.
             observers: get the events of each step; see `samestep.engine.observer`.
 
         Raises:
             UsageError: an invalid argument, SyncBatchNorm, LBFGS, or an optimizer of another model.
             DeterminismError: the ranks built different models.
+
+        A step that is audited raises an `AuditError` on the rank that is left out, or on all ranks if the run ends.
         """
         optimizers = _checked_optimizers(optimizer)
         if any(each in self._sharded for each in model.modules()):
@@ -436,6 +453,8 @@ class Run:
             compile=compile,
             strategy=chosen,
             global_batch_size=self.contract.global_batch_size,
+            audit=audit,
+            audit_action=audit_action,
         )
         watching = [*observers, *([DrawnParameters(drawn)] if drawn else [])]
         if isinstance(chosen, Replicate) and not self._has_steps:

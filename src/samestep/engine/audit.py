@@ -1,0 +1,336 @@
+"""The audit of a step: another rank computes one of its microbatches again, and the ranks compare their states.
+
+Any rank computes any microbatch to the same bits, so a device that computes wrong ones shows. In every K-th step the
+seed draws a microbatch, and a rank (the auditor) other than the one that executes it (the owner). The auditor fetches
+its samples, and computes it before its own ones. Both keep the gradient, and a checksum of samples, loss, gradient and
+buffers; with one of the state, this is a field of the control message that the ranks exchange in any case. All ranks
+compare the fields, after the exchange and before anything is written. If they differ
+
+    1. a third rank computes the microbatch too: who agrees with it is right. Of two ranks, each computes it once more,
+       and the one that does not repeat its own bits is wrong, if the other does. Of a state, most ranks are right.
+    2. checksums of each parameter name what differs.
+    3. the step is abandoned, and repeated: without the wrong ranks, which end by an `AuditError`, as it is without
+       lost ones (`comm.membership`); or, with the action "warn", by all.
+"""
+
+import platform
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from samestep.comm.membership import Membership
+from samestep.core.seeds import derive_seed, microbatch_seed
+from samestep.data.batch import flattened, position_weights
+from samestep.data.nested import leaves
+from samestep.engine.forward_backward import ForwardBackward, backward_on_this_thread
+from samestep.engine.losses import MicrobatchLoss
+from samestep.engine.parameters import PurityCheck
+from samestep.engine.strategy import MicrobatchGradients, StepBuffers, Strategy
+from samestep.errors import AuditError, PeerLostError
+from samestep.text import notify
+
+AUDIT_STREAM = 2**35  # distinct from the streams of steps, samples and evaluations
+COLUMNS = 512  # 64-bit words of a row, which have weights of their own
+LARGE_BYTES = 2**20  # from which a tensor is not copied beside others
+ATTEMPTS = 3  # of a step that is repeated by the same ranks
+MOST_NAMES = 5
+OWNER, AUDITOR = 0, 1
+
+
+class RepeatStepError(Exception):
+    """The step is to be taken once more, from the same state."""
+
+
+@dataclass(frozen=True)
+class AuditFinding:
+    """What an audit found.
+
+    Attributes:
+        step: counted from 0.
+        microbatch: that was computed twice; None if the states differ.
+        ranks: that computed or hold wrong bits; none if that cannot be told.
+        devices: of these, with their hosts.
+        names: what differs, such as "gradient of conv.weight".
+        action: "warn" (the step was repeated), "exclude" or "stop".
+        text: all of it, in a sentence.
+    """
+
+    step: int
+    microbatch: int | None
+    ranks: tuple[int, ...]
+    devices: tuple[str, ...]
+    names: tuple[str, ...]
+    action: str
+    text: str
+
+
+class _Computed(NamedTuple):
+    """One computation of the audited microbatch."""
+
+    word: Tensor  # of all that follows
+    parts: list[Tensor]  # checksums of samples, loss, buffers
+    gradients: list[Tensor | None]
+
+
+class Audit:
+    """The audits of one training step; `every` is K, `fetch` of `begin` gives a microbatch's samples anew."""
+
+    def __init__(
+        self,
+        membership: Membership,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        strategy: Strategy,
+        compute: ForwardBackward,
+        compiling: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        assert compute.config.audit is not None, "made for steps that are audited"
+        self.findings: list[AuditFinding] = []
+        self.num_repeats = 0  # of the step under way
+        self.microbatch = -1
+        self._every, self._action = compute.config.audit, compute.config.audit_action
+        self._membership, self._model, self._optimizers = membership, model, optimizers
+        self._strategy, self._compute, self._compiling = strategy, compute, compiling
+        self._device = membership.communicator.device
+        self._weights = position_weights(0, COLUMNS, self._device)
+        self._owner = self._auditor = self._step = -1
+        self._computed: dict[int, _Computed] = {}
+
+    def begin(self, step: int, num_leaves: int, fetch: Callable[[int], Any]) -> bool:
+        """Draws the microbatch and the auditor, alike on all ranks; False for a step that is not audited."""
+        self._computed = {}
+        if step != self._step:
+            self._step, self.num_repeats = step, 0
+        if (step + 1) % self._every:
+            return False
+        membership, config = self._membership, self._compute.config
+        drawn = derive_seed(config.seed, AUDIT_STREAM, config.stream, step)
+        self.microbatch = drawn % num_leaves
+        self._owner = next(rank for rank, mine in enumerate(membership.ranges) if self.microbatch in mine)
+        others = max(1, membership.world_size - 1)
+        self._auditor = (self._owner + 1 + derive_seed(drawn) % others) % membership.world_size
+        self._fetch = fetch
+        return True
+
+    # The two computations.
+
+    def compute_again(self, purity: PurityCheck, num_samples: int, counts: Any, is_only: bool) -> None:
+        """On the auditor: computes the microbatch; on all ranks remembers what that needs, should one be a judge."""
+        self._purity, self._arguments = purity, (num_samples, counts, is_only)
+        if self._membership.rank == self._auditor:
+            self._computed[AUDITOR] = self._run()
+
+    def begin_own(self, microbatch: int, value: Any, gradients: MicrobatchGradients) -> None:
+        """On the owner: before its own computation of the microbatch, which may write to its samples."""
+        gradients.keeps = microbatch == self.microbatch
+        if gradients.keeps:
+            self._samples = self._sum_of(leaves(value))
+
+    def keep_own(self, microbatch: int, loss: MicrobatchLoss) -> None:
+        """On the owner: keeps the gradient and the checksums."""
+        if microbatch == self.microbatch:
+            self._computed[OWNER] = self._summed(self._samples, loss)
+
+    def _run(self) -> _Computed:
+        """Forward and backward of the microbatch, of which nothing else is left."""
+        compute, (gradients, buffers), config = self._compute, self._sums(), self._compute.config
+        saved = compute.generators.save()
+        try:
+            compute.observers.on_phase("data")
+            value = self._fetch(self.microbatch)
+            samples = self._sum_of(leaves(value))
+            compute.generators.seed(microbatch_seed(config.seed, config.stream, self._step, self.microbatch))
+            with backward_on_this_thread(self._device), self._compiling():
+                loss = compute.run(gradients.inputs, value, *self._arguments)
+            return self._summed(samples, loss)
+        finally:
+            for parameter in gradients.inputs:
+                parameter.grad = None
+            buffers.abandon()
+            self._purity.restore_modes()
+            compute.generators.restore(saved)
+
+    def _summed(self, samples: Tensor, loss: MicrobatchLoss) -> _Computed:
+        """The checksums of what a computation has left."""
+        # References: a `.grad` is copied into the sums, and never written to.
+        gradients = [parameter.grad for parameter in self._sums()[0].inputs]
+        numbers = [one for one in (loss.value, loss.count, loss.scalars) if isinstance(one, Tensor)]
+        parts = [samples, self._sum_of(numbers), self._sum_of(self._model.buffers())]
+        return _Computed(self._sum_of([*parts, *(one for one in gradients if one is not None)]), parts, gradients)
+
+    def _sums(self) -> tuple[MicrobatchGradients, StepBuffers]:
+        gradients = self._strategy.gradients
+        assert isinstance(gradients, MicrobatchGradients), "others are refused"
+        return gradients, self._strategy.buffers
+
+    # The comparison.
+
+    def words(self) -> list[int]:
+        """The field of this rank in the control message: checksums of its computations, and of its state."""
+        nothing = torch.zeros((), dtype=torch.int64, device=self._device)
+        computed = [self._computed[role].word if role in self._computed else nothing for role in (OWNER, AUDITOR)]
+        state = (
+            self._sum_of(chain.from_iterable(self._state().values())) if self._membership.world_size > 1 else nothing
+        )
+        return torch.stack([*computed, state]).tolist()  # the only wait of the host for a device
+
+    def judge(self, rows: Sequence[Sequence[int]]) -> None:
+        """Compares the fields of all ranks, after the exchange; does nothing if they agree.
+
+        Raises:
+            AuditError: they do not, and this rank is left out, or the run ends.
+            PeerLostError: they do not, and another rank is left out.
+            RepeatStepError: they do not, and all ranks repeat the step.
+        """
+        if len({state for _, _, state in rows}) > 1:
+            self._judge_states([state for _, _, state in rows])
+        elif rows[self._owner][OWNER] != rows[self._auditor][AUDITOR]:
+            self._judge_microbatch(rows[self._owner][OWNER], rows[self._auditor][AUDITOR])
+        self._computed = {}
+
+    def _judge_microbatch(self, of_owner: int, of_auditor: int) -> None:
+        """Finds which of two computations is wrong."""
+        membership, owner, auditor = self._membership, self._owner, self._auditor
+        ranks = range(membership.world_size)
+        third = [rank for rank in ranks if rank not in (owner, auditor)][:1]
+        again = int(self._run().word) if membership.rank in (third or ranks) else 0
+        words = [word for (word,) in membership.communicator.gather_words([again])]
+        is_owner_right = words[third[0] if third else owner] == of_owner
+        is_auditor_right = words[third[0] if third else auditor] == of_auditor
+        wrong = [owner] if owner == auditor else [] if is_owner_right == is_auditor_right else [owner, auditor]
+        if len(wrong) == 2:
+            wrong.remove(owner if is_owner_right else auditor)
+        rows = membership.communicator.gather_words(self._details(OWNER) + self._details(AUDITOR))
+        count = len(rows[0]) // 2
+        pairs = zip(rows[owner][:count], rows[auditor][count:], strict=True)
+        names = ["samples", "loss", "buffers", *(f"gradient of {name}" for name in self._names())]
+        found = [name for name, (one, other) in zip(names, pairs, strict=True) if one != other]
+        how = f"rank {third[0]} computed it a third time" if third else "it was computed once more"
+        if owner == auditor:
+            how = "both times by the same device"
+        self._conclude(
+            f"microbatch {self.microbatch} of step {self._step} was computed twice, by rank {owner} and, for the "
+            f"audit, by rank {auditor}, with different bits in {_listed(found)}; {how}",
+            wrong,
+            found,
+            (owner, auditor),
+            self.microbatch,
+        )
+
+    def _judge_states(self, states: Sequence[int]) -> None:
+        """Finds the ranks whose state is not that of most."""
+        common, number = Counter(states).most_common(1)[0]
+        odd = [rank for rank, state in enumerate(states) if state != common]
+        wrong = odd if 2 * number > len(states) else []
+        entries = self._state()
+        rows = self._membership.communicator.gather_words([int(self._sum_of(of_it)) for of_it in entries.values()])
+        found = [name for name, column in zip(entries, zip(*rows, strict=True), strict=True) if len(set(column)) > 1]
+        self._conclude(
+            f"the ranks' states differ in step {self._step}, found by the audit: {_listed(found)} of "
+            f"{_of_ranks(odd)} is not that of {_of_ranks([r for r in range(len(states)) if r not in odd])}",
+            wrong,
+            found,
+            range(len(states)),
+            None,
+        )
+
+    def _conclude(
+        self, text: str, wrong: list[int], names: list[str], suspects: Sequence[int], microbatch: int | None
+    ) -> None:
+        """Records the finding, and raises what ends this attempt of the step."""
+        membership, world_size, is_state = self._membership, self._membership.world_size, microbatch is None
+        label = f"{_device_name(self._device)} of host {platform.node()}"
+        labels = [membership.communicator.share_text(label, rank) for rank in range(world_size)]
+        action = self._action
+        if not wrong or (action == "exclude" and len(wrong) == world_size) or (action == "warn" and is_state):
+            action = "stop"
+        if action == "warn" and self.num_repeats + 1 >= ATTEMPTS:
+            action = "stop"
+        if wrong:
+            found = " and ".join(f"rank {rank} ({labels[rank]})" for rank in wrong)
+            text += f": {found} {'is' if len(wrong) == 1 else 'are'} wrong"
+        else:
+            shown = " or ".join(f"rank {rank} ({labels[rank]})" for rank in dict.fromkeys(suspects))
+            text += f": it cannot be told which is wrong, {shown}"
+        devices = tuple(labels[rank] for rank in wrong)
+        self.findings.append(AuditFinding(self._step, microbatch, tuple(wrong), devices, tuple(names), action, text))
+        if action == "warn":
+            self.num_repeats += 1
+            if membership.rank == 0:
+                notify(f"{text}; the step is repeated")
+            raise RepeatStepError
+        if action == "stop":
+            raise AuditError(
+                f"{text}. Nothing of this step was written; go on from a checkpoint, on other devices, and test these"
+            )
+        if membership.rank in wrong:
+            raise AuditError(f"{text}, and left out. Test this device before it is used again", is_left_out=True)
+        raise PeerLostError(f"{text}, and left out", tuple(wrong))
+
+    def _details(self, role: int) -> list[int]:
+        """The checksums of the parts of a computation, zeros for one that another rank has."""
+        if role not in self._computed:
+            return [0] * (3 + len(self._sums()[0].inputs))
+        _, parts, gradients = self._computed[role]
+        return [*map(int, parts), *(0 if one is None else int(self._sum_of([one])) for one in gradients)]
+
+    def _names(self) -> list[str]:
+        names = {id(parameter): name for name, parameter in self._model.named_parameters()}
+        return [names.get(id(parameter), "a parameter") for parameter in self._sums()[0].inputs]
+
+    def _state(self) -> dict[str, list[Tensor]]:
+        """The tensors that every rank holds alike: of each parameter itself and its optimizer state, and buffers."""
+        is_whole = self._strategy.state is None  # else each rank has another part of the optimizer's
+        states = [optimizer.state for optimizer in self._optimizers if is_whole]
+        found: dict[str, list[Tensor]] = {}
+        for name, parameter in self._model.named_parameters():
+            kept = [state[parameter] for state in states if parameter in state]
+            found[name] = [parameter, *(one for one in leaves(kept) if isinstance(one, Tensor))]
+        return found | {name: [buffer] for name, buffer in self._model.named_buffers()}
+
+    @torch.no_grad()
+    def _sum_of(self, values: Any) -> Tensor:
+        """A checksum of the tensors among some values: of their bytes, in their order; 0-d int64 on the device.
+
+        It differs if one bit does. The sum of 64-bit words, modulo 2^64, each times an odd weight of its column.
+        """
+        # `tensor_checksum` multiplies each word by a weight of its own, which takes twenty times as long: as long as a
+        # small microbatch. Here a row of words is added to the others first.
+        rows, small = [], []
+        for value in values:
+            if not isinstance(value, Tensor):
+                continue
+            flat = flattened((value.to_dense() if value.is_sparse else value).data).view(torch.uint8)
+            if flat.device != self._device:
+                flat = flat.to(self._device)
+            if flat.numel() >= LARGE_BYTES and flat.data_ptr() % 8 == 0:
+                end = flat.numel() // (8 * COLUMNS) * (8 * COLUMNS)
+                rows.append(flat[:end].view(torch.int64).view(-1, COLUMNS).sum(0))
+                flat = flat[end:]
+            small.append(flat)
+        size = sum(flat.numel() for flat in small)
+        small.append(torch.zeros(-size % (8 * COLUMNS), dtype=torch.uint8, device=self._device))
+        rows.append(torch.cat(small).view(torch.int64).view(-1, COLUMNS).sum(0))
+        total = rows[0]
+        for row in rows[1:]:  # so that tensors that change places are seen
+            total = total * 1_000_003 + row
+        return (total * self._weights).sum()
+
+
+def _device_name(device: torch.device) -> str:
+    return f"{torch.cuda.get_device_name(device)}, {device}" if device.type == "cuda" else str(device)
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:MOST_NAMES]) + (f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else "")
+
+
+def _of_ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
