@@ -46,6 +46,15 @@ def test_a_number_of_threads_that_no_machine_has_is_a_sentence(refused, words):
     assert "1024" in said
 
 
+def test_a_script_whose_steps_are_its_own_cannot_be_audited(refused, tmp_path):
+    (tmp_path / "script.py").write_text("import torch\nmodel = torch.nn.Linear(1, 1)\n")
+    said = refused("run", "--audit", 2, "--devices", "cpu:2", tmp_path / "script.py")
+    assert "got --audit 2 for" in said
+    assert "only those of samestep.Run can be computed again by another device. Leave --audit out" in said
+    assert "--audit-action" in refused("run", "--audit", 2, "--audit-action", "ask", tmp_path / "script.py")
+    assert "--audit" in refused("train", "mlp", "--audit", 0)
+
+
 def test_messages_quote_no_more_than_can_be_read_and_nothing_that_moves_the_cursor(refused):
     said = refused("train", "mlp", "--mesh", "x" * 10_000, "--devices", "cpu:1")
     assert len(said) < MAX_WORD + 200

@@ -69,6 +69,8 @@ class Faults:
         self._slot, self._folder = slot, folder
         self.step = lambda: -1
 
+    is_wrong = False  # whether this device computes wrong gradients
+
     def strike(self, phase):
         for fault in self._mine:
             if fault["phase"] == phase and self.step() >= fault["step"]:
@@ -100,6 +102,10 @@ class Faults:
             raise MemoryError(f"no memory on rank {self._slot}")
         elif fault["kind"] == "device":
             raise torch.AcceleratorError(f"CUDA error: something went wrong on rank {self._slot}")
+        elif fault["kind"] == "flip":  # a bit of the state
+            self.model[0].weight.data.view(-1).view(torch.int32)[0] ^= 1 << 20
+        elif fault["kind"] == "wrong gradients":  # from now on
+            self.is_wrong = True
         elif fault["kind"] == "exit 0":
             os._exit(0)
         elif fault["kind"] == "stop and break":  # the others have what they need for this step, and we have not
@@ -131,6 +137,8 @@ def striking(faults, real):
 
 def put_in_place(faults, model, optimizer):
     """Puts the faults where the training passes by."""
+    faults.model = model
+    model[-1].weight.register_hook(lambda gradient: -gradient if faults.is_wrong else None)
     model[0].register_forward_pre_hook(lambda *_: faults.strike("forward" if model.training else "evaluate"))
     model[-1].register_full_backward_pre_hook(lambda *_: faults.strike("backward"))
     optimizer.register_step_pre_hook(lambda *_: faults.strike("update"))

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from samestep.checkpoint.run_folder import take_lock
 from samestep.cli import runs as command
 from samestep.errors import DataError, UsageError
+from samestep.report.run_summary import make_report
 from samestep.runs.ledger import to_line
 from samestep.runs.run_list import find_runs, is_run, read_contract, run_status
 
@@ -245,3 +246,25 @@ def test_the_ledger_of_a_run_that_ran_is_summed_up(tmp_path):
     assert (found.steps, found.world_sizes, found.state) == (5, (3,), "crashed")
     assert found.loss is not None
     assert 0 < found.loss < 10
+
+
+def test_what_an_audit_found_is_shown_beside_the_runs_and_in_the_report(tmp_path):
+    found = {
+        "ranks": [1],
+        "microbatch": 6,
+        "names": ["loss"],
+        "devices": ["cpu"],
+        "action": "warn",
+        "found": "bits of it",
+    }
+    ledger = [event("start", 0, world_size=2), step(0), event("audit", 1, **found), step(1)]
+    make_run(tmp_path / "run", ledger)
+    make_run(tmp_path / "good", ledger[:2])
+    [problem] = run_status(tmp_path / "run").problems
+    assert problem == "an audit found wrong bits: bits of it"
+    assert run_status(tmp_path / "good").problems == ()
+    assert "an audit found wrong bits: bits of it" in shown(tmp_path).replace("\n", " ")
+    [summary] = make_report([tmp_path / "run"]).runs
+    assert [finding.text for finding in summary.findings if "audit" in finding.text] == [f"{problem}."]
+    [audit] = [each for each in summary.events if each.name == "audit"]
+    assert (audit.label, audit.sentence) == ("wrong bits", "audit: bits of it (warn)")

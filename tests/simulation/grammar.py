@@ -207,7 +207,8 @@ OPTIONS = """
     Run: reduction="ordered"; num_threads=1; timeout_seconds=60.0; mesh={"data": -1};
         spares=int(communicator is not None and communicator.world_size > 1)
     train_step: late_check=False; overlap=False; bucket_bytes=64; on_nonfinite="raise"; strategy="replicate";
-        strategy=samestep.Replicate(shard_optimizer=False); observers=[Watching()]
+        strategy=samestep.Replicate(shard_optimizer=False); observers=[Watching()]; audit=2; audit=1;
+        audit_action="warn"; audit_action="exclude"; audit_action="stop"
     loader: drop_last=True; collate_fn=collated; cache="device"; multiprocessing_context="fork"; exact_states=True
     Trainer: loggers=[Log()]; name="another"; contract={"note": 1}; epoch_line=("loss", "test loss");
         checkpoint_minutes=1e-9; checkpoint_retries=1; keep=2; digest_every=2; resume_command="again";
@@ -365,7 +366,7 @@ def allowed(p):
         p.samples = max(p.samples, p.batch)
     left_out = ["spares"] if p.zero1 or p.shares else []
     left_out += [] if p.data in ("tensors", "dict", "nested", "tensor dataset", "transformed") else ["cache="]
-    left_out += [] if p.data == "streams" else ["exact_states"]
+    left_out += ["audit="] if p.data == "streams" else ["exact_states"]
     p.options = tuple(each for each in p.options if not any(word in each for word in left_out))
     return p
 
@@ -389,6 +390,8 @@ def placed(p, *strategies):
     if {"recomputing", "sharded halves"} & {*strategies}:
         refused |= NORMALISED
     p.blocks = tuple(name for name in p.blocks if name not in refused)
+    if {*strategies} - {"replicate", "zero1"}:
+        p.options = tuple(each for each in p.options if "audit=" not in each)
     if "Pipeline" in texts:
         p.loss = "mean" if p.loss == "scalars" else p.loss
         p.data = "noisy" if p.data == "streams" else p.data  # of which one may have no samples left

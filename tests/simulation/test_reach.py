@@ -38,7 +38,8 @@ REASONS = {  # why no program has something, and what belongs to it
         Loader.state_before Loader.whole_epoch Replicate.axis Replicate.name Replicate.shard_optimizer
         StepObserver.reads_gradients StepResult.is_good StepResult.is_there StepResult.scalar_sums TensorData.gather
         TensorData.part TensorData.rows
-        TrainStep.communicator TrainStep.sharded_state TrainStep.state_communicator metrics.StateMetric
+        TrainStep.audit_findings TrainStep.communicator TrainStep.sharded_state TrainStep.state_communicator
+        metrics.StateMetric
         metrics.as_metric metrics.result metrics.sums metrics.target_of
     """,
     "is output alone": "__version__ Run(profile) metrics.Metric(name)",

@@ -18,9 +18,11 @@ from samestep.cli.options import (
 )
 from samestep.cli.profile import Profile, ProfileDir, print_traces, profiled
 from samestep.launcher.job import Job, Policy
+from samestep.recipes.settings import DEVICES
 from samestep.text import notify
 
 if TYPE_CHECKING:
+    from samestep.devices.selection import Selection
     from samestep.scripts.script_analysis import Reading
 
 
@@ -43,6 +45,23 @@ def run(
     ] = None,
     profile: Profile = False,
     profile_dir: ProfileDir = None,
+    audit: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            rich_help_panel=DEVICES,
+            help="In a script with samestep.Run: compute one microbatch of every so many steps on another device too.",
+        ),
+    ] = None,
+    audit_action: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="What follows if bits differ: exclude (the default), warn or stop.",
+            rich_help_panel=DEVICES,
+        ),
+    ] = "exclude",
 ) -> None:
     """Runs SCRIPT in one process a device, as `python SCRIPT ARGS` would. Options go before SCRIPT.
 
@@ -92,6 +111,8 @@ def run(
     folder = profile_dir or (Path(PROFILE_FOLDER) if profile else None)
     if folder is not None:
         selection = profiled(selection, folder)
+    if audit is not None:
+        selection = _audited(selection, audit, audit_action, program[0], reading)
     if torchrun is None:
         outcome = supervise(job, selection, early=context.obj)
     else:
@@ -103,6 +124,21 @@ def run(
     if outcome.failure is not None:
         notify(f"error: {outcome.failure}")
     raise typer.Exit(outcome.exit_code)
+
+
+def _audited(selection: "Selection", audit: int, action: str, name: str, reading: "Reading") -> "Selection":
+    """The devices whose workers are to audit the steps of a script."""
+    from samestep.checks import check_choice
+    from samestep.comm.environment import AUDIT_VARIABLE
+    from samestep.errors import UsageError
+
+    check_choice("--audit-action", action, ("exclude", "warn", "stop"))
+    if not reading.own:
+        raise UsageError(
+            f"got --audit {audit} for {name}, whose steps are its own ({reading.reason}): only those of samestep.Run "
+            "can be computed again by another device. Leave --audit out, or train by samestep.Run"
+        )
+    return replace(selection, environment={**selection.environment, AUDIT_VARIABLE: f"{audit}:{action}"})
 
 
 def _as_read(job: Job, script: ScriptOptions, reading: "Reading", simulated: bool, places: Any) -> Job:

@@ -20,6 +20,7 @@ TRANSPORTS = ("auto", "gloo", "shared")
 NODES_VARIABLE = "SAMESTEP_NODES"
 NODES = ("auto", "flat")
 PROFILE_VARIABLE = "SAMESTEP_PROFILE"
+AUDIT_VARIABLE = "SAMESTEP_AUDIT"
 HEAL_VARIABLE = "SAMESTEP_HEAL"
 RANK_VARIABLES = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_NAME"),
@@ -149,6 +150,15 @@ def chosen_nodes(variables: Mapping[str, str] | None = None) -> str:
 def chosen_profile(variables: Mapping[str, str] | None = None) -> str | None:
     """The folder for the profile of the run (SAMESTEP_PROFILE); None without a profile."""
     return (os.environ if variables is None else variables).get(PROFILE_VARIABLE) or None
+
+
+def chosen_audit(variables: Mapping[str, str] | None = None) -> tuple[int, str] | None:
+    """How often steps are audited, and what follows: SAMESTEP_AUDIT, such as 10:exclude; None without an audit."""
+    text = (os.environ if variables is None else variables).get(AUDIT_VARIABLE)
+    if not text:
+        return None
+    every, _, action = text.partition(":")
+    return _number({AUDIT_VARIABLE: every}, AUDIT_VARIABLE), action or "exclude"
 
 
 def torchrun_defaults(variables: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -15,19 +15,16 @@ compare the fields, after the exchange and before anything is written. If they d
 
 import platform
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
 from samestep.comm.membership import Membership
 from samestep.core.seeds import derive_seed, microbatch_seed
-from samestep.data.batch import flattened, position_weights
+from samestep.data.batch import flattened, lacks_bytes, position_weights
 from samestep.data.nested import leaves
 from samestep.engine.forward_backward import ForwardBackward, backward_on_this_thread
 from samestep.engine.losses import MicrobatchLoss
@@ -48,27 +45,16 @@ class RepeatStepError(Exception):
     """The step is to be taken once more, from the same state."""
 
 
-@dataclass(frozen=True)
-class AuditFinding:
-    """What an audit found.
+class AuditFinding(NamedTuple):
+    """What an audit found."""
 
-    Attributes:
-        step: counted from 0.
-        microbatch: that was computed twice; None if the states differ.
-        ranks: that computed or hold wrong bits; none if that cannot be told.
-        devices: of these, with their hosts.
-        names: what differs, such as "gradient of conv.weight".
-        action: "warn" (the step was repeated), "exclude" or "stop".
-        text: all of it, in a sentence.
-    """
-
-    step: int
-    microbatch: int | None
-    ranks: tuple[int, ...]
-    devices: tuple[str, ...]
-    names: tuple[str, ...]
-    action: str
-    text: str
+    step: int  # counted from 0
+    microbatch: int | None  # that was computed twice; None if the states differ
+    ranks: tuple[int, ...]  # that are wrong; none if that cannot be told
+    devices: tuple[str, ...]  # of these, with their hosts
+    names: tuple[str, ...]  # of what differs
+    action: str  # "warn" (the step was repeated), "exclude" or "stop"
+    found: str  # all of it, in a sentence
 
 
 class _Computed(NamedTuple):
@@ -80,34 +66,27 @@ class _Computed(NamedTuple):
 
 
 class Audit:
-    """The audits of one training step; `every` is K, `fetch` of `begin` gives a microbatch's samples anew."""
+    """The audits of a training step (a `TrainStep`, whose module imports this one)."""
 
-    def __init__(
-        self,
-        membership: Membership,
-        model: nn.Module,
-        optimizers: Sequence[Optimizer],
-        strategy: Strategy,
-        compute: ForwardBackward,
-        compiling: Callable[[], AbstractContextManager[None]],
-    ) -> None:
-        assert compute.config.audit is not None, "made for steps that are audited"
+    def __init__(self, step: Any) -> None:
         self.findings: list[AuditFinding] = []
-        self.num_repeats = 0  # of the step under way
         self.microbatch = -1
-        self._every, self._action = compute.config.audit, compute.config.audit_action
-        self._membership, self._model, self._optimizers = membership, model, optimizers
-        self._strategy, self._compute, self._compiling = strategy, compute, compiling
-        self._device = membership.communicator.device
+        self._compute: ForwardBackward = step.compute
+        self._membership: Membership = step.membership
+        self._strategy: Strategy = step.strategy
+        self._model, self._optimizers, self._compiling = step.model, step.optimizers, step.compiling
+        self._every, self._action = step.config.audit, step.config.audit_action
+        self._device = self._membership.communicator.device
         self._weights = position_weights(0, COLUMNS, self._device)
         self._owner = self._auditor = self._step = -1
+        self._num_repeats = 0  # of the step under way
         self._computed: dict[int, _Computed] = {}
 
     def begin(self, step: int, num_leaves: int, fetch: Callable[[int], Any]) -> bool:
         """Draws the microbatch and the auditor, alike on all ranks; False for a step that is not audited."""
         self._computed = {}
         if step != self._step:
-            self._step, self.num_repeats = step, 0
+            self._step, self._num_repeats = step, 0
         if (step + 1) % self._every:
             return False
         membership, config = self._membership, self._compute.config
@@ -118,6 +97,10 @@ class Audit:
         self._auditor = (self._owner + 1 + derive_seed(drawn) % others) % membership.world_size
         self._fetch = fetch
         return True
+
+    def is_repeating(self, step: int) -> bool:
+        """Whether this step is taken once more."""
+        return step == self._step and self._num_repeats > 0
 
     # The two computations.
 
@@ -131,12 +114,13 @@ class Audit:
         """On the owner: before its own computation of the microbatch, which may write to its samples."""
         gradients.keeps = microbatch == self.microbatch
         if gradients.keeps:
-            self._samples = self._sum_of(leaves(value))
+            self._samples = self._sum_of(_read(value))
 
     def keep_own(self, microbatch: int, loss: MicrobatchLoss) -> None:
         """On the owner: keeps the gradient and the checksums."""
         if microbatch == self.microbatch:
             self._computed[OWNER] = self._summed(self._samples, loss)
+            self._sums()[0].keeps = False
 
     def _run(self) -> _Computed:
         """Forward and backward of the microbatch, of which nothing else is left."""
@@ -145,7 +129,7 @@ class Audit:
         try:
             compute.observers.on_phase("data")
             value = self._fetch(self.microbatch)
-            samples = self._sum_of(leaves(value))
+            samples = self._sum_of(_read(value))
             compute.generators.seed(microbatch_seed(config.seed, config.stream, self._step, self.microbatch))
             with backward_on_this_thread(self._device), self._compiling():
                 loss = compute.run(gradients.inputs, value, *self._arguments)
@@ -176,19 +160,12 @@ class Audit:
         """The field of this rank in the control message: checksums of its computations, and of its state."""
         nothing = torch.zeros((), dtype=torch.int64, device=self._device)
         computed = [self._computed[role].word if role in self._computed else nothing for role in (OWNER, AUDITOR)]
-        state = (
-            self._sum_of(chain.from_iterable(self._state().values())) if self._membership.world_size > 1 else nothing
-        )
-        return torch.stack([*computed, state]).tolist()  # the only wait of the host for a device
+        state = self._state() if self._membership.world_size > 1 else {}
+        words = torch.stack([*computed, self._sum_of(chain.from_iterable(state.values()))])
+        return words.tolist()  # the only wait of the host for a device
 
     def judge(self, rows: Sequence[Sequence[int]]) -> None:
-        """Compares the fields of all ranks, after the exchange; does nothing if they agree.
-
-        Raises:
-            AuditError: they do not, and this rank is left out, or the run ends.
-            PeerLostError: they do not, and another rank is left out.
-            RepeatStepError: they do not, and all ranks repeat the step.
-        """
+        """Compares the fields of all ranks, after the exchange; if they differ, it raises what ends this attempt."""
         if len({state for _, _, state in rows}) > 1:
             self._judge_states([state for _, _, state in rows])
         elif rows[self._owner][OWNER] != rows[self._auditor][AUDITOR]:
@@ -202,19 +179,16 @@ class Audit:
         third = [rank for rank in ranks if rank not in (owner, auditor)][:1]
         again = int(self._run().word) if membership.rank in (third or ranks) else 0
         words = [word for (word,) in membership.communicator.gather_words([again])]
-        is_owner_right = words[third[0] if third else owner] == of_owner
-        is_auditor_right = words[third[0] if third else auditor] == of_auditor
-        wrong = [owner] if owner == auditor else [] if is_owner_right == is_auditor_right else [owner, auditor]
-        if len(wrong) == 2:
-            wrong.remove(owner if is_owner_right else auditor)
+        is_right = {owner: words[(third or [owner])[0]] == of_owner}
+        is_right[auditor] = words[(third or [auditor])[0]] == of_auditor
+        wrong = [rank for rank, right in is_right.items() if not right] if sum(is_right.values()) == 1 else []
         rows = membership.communicator.gather_words(self._details(OWNER) + self._details(AUDITOR))
         count = len(rows[0]) // 2
         pairs = zip(rows[owner][:count], rows[auditor][count:], strict=True)
         names = ["samples", "loss", "buffers", *(f"gradient of {name}" for name in self._names())]
         found = [name for name, (one, other) in zip(names, pairs, strict=True) if one != other]
         how = f"rank {third[0]} computed it a third time" if third else "it was computed once more"
-        if owner == auditor:
-            how = "both times by the same device"
+        wrong = [owner] if owner == auditor else wrong  # alone it is wrong in any case
         self._conclude(
             f"microbatch {self.microbatch} of step {self._step} was computed twice, by rank {owner} and, for the "
             f"audit, by rank {auditor}, with different bits in {_listed(found)}; {how}",
@@ -249,9 +223,8 @@ class Audit:
         label = f"{_device_name(self._device)} of host {platform.node()}"
         labels = [membership.communicator.share_text(label, rank) for rank in range(world_size)]
         action = self._action
-        if not wrong or (action == "exclude" and len(wrong) == world_size) or (action == "warn" and is_state):
-            action = "stop"
-        if action == "warn" and self.num_repeats + 1 >= ATTEMPTS:
+        is_in_vain = is_state or self._num_repeats + 1 == ATTEMPTS
+        if not wrong or (len(wrong) == world_size if action == "exclude" else is_in_vain):
             action = "stop"
         if wrong:
             found = " and ".join(f"rank {rank} ({labels[rank]})" for rank in wrong)
@@ -260,9 +233,11 @@ class Audit:
             shown = " or ".join(f"rank {rank} ({labels[rank]})" for rank in dict.fromkeys(suspects))
             text += f": it cannot be told which is wrong, {shown}"
         devices = tuple(labels[rank] for rank in wrong)
-        self.findings.append(AuditFinding(self._step, microbatch, tuple(wrong), devices, tuple(names), action, text))
+        finding = AuditFinding(self._step, microbatch, tuple(wrong), devices, tuple(names), action, text)
+        if action != "exclude" or membership.rank not in wrong:  # the others go on, and record it
+            self.findings.append(finding)
         if action == "warn":
-            self.num_repeats += 1
+            self._num_repeats += 1
             if membership.rank == 0:
                 notify(f"{text}; the step is repeated")
             raise RepeatStepError
@@ -291,28 +266,27 @@ class Audit:
         states = [optimizer.state for optimizer in self._optimizers if is_whole]
         found: dict[str, list[Tensor]] = {}
         for name, parameter in self._model.named_parameters():
-            kept = [state[parameter] for state in states if parameter in state]
-            found[name] = [parameter, *(one for one in leaves(kept) if isinstance(one, Tensor))]
+            # By key: a state that was loaded may hold them in another order.
+            kept = [value for state in states for _, value in sorted(state.get(parameter, {}).items())]
+            found[name] = [parameter, *_read(kept)]
         return found | {name: [buffer] for name, buffer in self._model.named_buffers()}
 
     @torch.no_grad()
-    def _sum_of(self, values: Any) -> Tensor:
-        """A checksum of the tensors among some values: of their bytes, in their order; 0-d int64 on the device.
+    def _sum_of(self, tensors: Iterable[Tensor]) -> Tensor:
+        """A checksum of the bytes of some tensors, in their order; 0-d int64 on the device.
 
         It differs if one bit does. The sum of 64-bit words, modulo 2^64, each times an odd weight of its column.
         """
         # `tensor_checksum` multiplies each word by a weight of its own, which takes twenty times as long: as long as a
         # small microbatch. Here a row of words is added to the others first.
         rows, small = [], []
-        for value in values:
-            if not isinstance(value, Tensor):
-                continue
-            flat = flattened((value.to_dense() if value.is_sparse else value).data).view(torch.uint8)
-            if flat.device != self._device:
-                flat = flat.to(self._device)
-            if flat.numel() >= LARGE_BYTES and flat.data_ptr() % 8 == 0:
+        for tensor in tensors:
+            dense = tensor.to_dense() if tensor.is_sparse else tensor
+            flat = flattened(dense.data).view(torch.uint8).to(self._device)
+            if flat.numel() >= LARGE_BYTES:
                 end = flat.numel() // (8 * COLUMNS) * (8 * COLUMNS)
-                rows.append(flat[:end].view(torch.int64).view(-1, COLUMNS).sum(0))
+                whole = flat[:end] if flat.storage_offset() % 8 == 0 else flat[:end].clone()
+                rows.append(whole.view(torch.int64).view(-1, COLUMNS).sum(0))
                 flat = flat[end:]
             small.append(flat)
         size = sum(flat.numel() for flat in small)
@@ -322,6 +296,11 @@ class Audit:
         for row in rows[1:]:  # so that tensors that change places are seen
             total = total * 1_000_003 + row
         return (total * self._weights).sum()
+
+
+def _read(value: Any) -> list[Tensor]:
+    """The tensors in a nested value whose bytes can be read."""
+    return [one for one in leaves(value) if isinstance(one, Tensor) and (one.is_sparse or not lacks_bytes(one))]
 
 
 def _device_name(device: torch.device) -> str:

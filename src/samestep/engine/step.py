@@ -71,6 +71,7 @@ class TrainStep:
         extra_state: further objects by name whose `state_dict()` counts as state in digests; equal on all ranks.
         strategy: places the state on the ranks, and runs the microbatches.
         compute: forward and backward of one microbatch.
+        compiling: the context of it.
     """
 
     def __init__(
@@ -137,7 +138,7 @@ class TrainStep:
         is_watched = is_replicated and membership.num_microbatches > 1
         self._traces = Traces(membership, model, config.loss_fn) if is_watched else None
         is_compiled = membership.communicator.reduction == "ordered" and "torch._dynamo" in sys.modules
-        self._compiling = compiling_alike if is_compiled else nullcontext
+        self.compiling = compiling_alike if is_compiled else nullcontext
         self._audit = None
         if config.audit is not None:
             if is_tensor_parallel(model) or membership.communicator.reduction != "ordered":
@@ -145,7 +146,7 @@ class TrainStep:
                     f"got audit={config.audit} with a model that parallelize_module has divided, or with "
                     'reduction="native": what a device computes there depends on others; leave audit (--audit) out'
                 )
-            self._audit = Audit(membership, model, self.optimizers, self.strategy, self.compute, self._compiling)
+            self._audit = Audit(self)
         self._lay_out()
         self.observers.on_made(self)
 
@@ -219,6 +220,11 @@ class TrainStep:
         num_leaves = batch.num_leaves(membership.num_microbatches)  # those with samples: V, or fewer
         blocks_by_rank = rank_blocks(membership.data_ranges, num_leaves)
         audit = self._audit
+        if audit is not None and batch.sizes is not None:
+            raise UsageError(
+                "a stream for each microbatch is read by one rank alone, and no other can compute its microbatch "
+                "again: leave audit (--audit) out, or give the loader a dataset"
+            )
         if audit is not None and not audit.begin(self.num_steps, num_leaves, partial(self._fetch, value)):
             audit = None
 
@@ -232,7 +238,7 @@ class TrainStep:
         shortages, where = num_shortages(device), f"step {self.num_steps} on rank {membership.rank}"
         parts = StepParts(self.num_steps, self.compute, self._purity, self._counts, self._stats, traces, audit)
         try:
-            with backward_on_this_thread(device), self._compiling():
+            with backward_on_this_thread(device), self.compiling():
                 strategy.run(batch, parts)
             if self.communicator.reduction == "ordered":  # the backend's own promises no bits
                 check_shortages(shortages, device, where, NEEDS_LESS)
@@ -273,7 +279,7 @@ class TrainStep:
         """This rank's microbatches of a global batch, by index, as the ranks are now."""
         membership = self.membership
         # A loss may have written to the samples, so a step that is repeated fetches them anew.
-        is_repeated = self._audit is not None and self._audit.num_repeats > 0
+        is_repeated = self._audit is not None and self._audit.is_repeating(self.num_steps)
         if isinstance(value, Batch) and value.version == membership.version and not is_repeated:
             batch = value
         elif isinstance(value, Batch):
@@ -302,11 +308,7 @@ class TrainStep:
         try:
             if not isinstance(value, Batch):
                 return split_batch(value, count, membership.to_fetch, device, 0).microbatches[microbatch]
-            if value.sizes is not None or value.renew is None:
-                raise UsageError(
-                    "a stream for each microbatch is read by one rank alone, and no other can compute its microbatch "
-                    "again: leave audit (--audit) out, or give the loader a dataset"
-                )
+            assert value.renew is not None, "batches of a loader can be fetched anew"
             return value.renew().microbatches[microbatch]
         finally:
             membership.fetched = None

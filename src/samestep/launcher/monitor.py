@@ -394,6 +394,8 @@ class Monitor:
             return
         for worker in [w for w in self.workers.all if w.is_lost and w.ended and not w.is_replaced]:
             worker.is_replaced = True
+            if (worker.report or {}).get("left_out"):  # its device computes wrong bits
+                continue
             slot = len(self.workers.all)
             if slot < MAX_SLOTS and self.workers.living and self._restarts.use_one():
                 self.start(replace(worker.place, slot=slot, joins=True))

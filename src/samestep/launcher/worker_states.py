@@ -12,7 +12,7 @@ from typing import Any
 from samestep.callsite import script_line_of
 from samestep.comm.heartbeat import HEALS, LEAVES_EARLY, READY_TO_JOIN, Beat, Event, EventParser, HeartbeatPage, Quorum
 from samestep.comm.nccl_errors import nccl_failure
-from samestep.errors import PeerLostError, RunFolderError, SamestepError
+from samestep.errors import AuditError, PeerLostError, RunFolderError, SamestepError
 from samestep.files import open_regular
 from samestep.launcher.job import Assignment
 
@@ -207,17 +207,20 @@ _SIGNALS_WITHOUT_STACK = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.
 
 def report_exception(error: BaseException) -> dict[str, Any]:
     """The fields of the `failed` event: message and line for a user's mistake, else the traceback."""
-    user_error = isinstance(error, SamestepError)
+    left_out = isinstance(error, AuditError) and error.is_left_out
+    is_named = isinstance(error, SamestepError)
+    user_error = is_named and not left_out
     frames = traceback.TracebackException.from_exception(error)
     return {
         "type": type(error).__name__,
         "message": str(error),
         "where": script_line_of(error) if user_error else "",
-        "traceback": "" if user_error else "".join(_without_own_frames(frames).format()),
+        "traceback": "" if is_named else "".join(_without_own_frames(frames).format()),
         "user_error": user_error,
         "exit_code": error.exit_code if isinstance(error, SamestepError) else 1,
         "peer_lost": any(map(_is_peer_lost, _chain(error))),
-        "device_error": any(map(_is_device_error, _chain(error))),
+        "device_error": left_out or any(map(_is_device_error, _chain(error))),
+        "left_out": left_out,
     }
 
 

@@ -290,6 +290,19 @@ class JobConfig:
     spares: int = _option(
         "How many of the devices stand by, to take over when another is lost.", 0, least=0, panel=DEVICES, metavar="N"
     )
+    audit: int | None = _option(
+        "Compute one microbatch of every so many steps on another device too, to find devices that compute wrong bits.",
+        least=1,
+        panel=DEVICES,
+        metavar="N",
+    )
+    audit_action: str = _option(
+        "What follows if one does: exclude (the default), warn or stop.",
+        "exclude",
+        choices=("warn", "exclude", "stop"),
+        panel=DEVICES,
+        metavar="NAME",
+    )
     num_workers: int = _option(
         "Processes a rank that fetch samples; none by default.", 0, least=0, panel=DEVICES, metavar="N"
     )

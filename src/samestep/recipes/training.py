@@ -95,6 +95,8 @@ def train(**options: Any) -> dict[str, Any]:
             compile=config.compile,
             strategy=config.strategy,
             shard_optimizer=config.shard_optimizer,
+            audit=config.audit,
+            audit_action=config.audit_action,  # type: ignore[arg-type]  # one of the option's choices
         ) as trainer,
         stopping_on_request(run.membership),  # a request after the last step waits for the result
     ):

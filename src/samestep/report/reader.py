@@ -113,6 +113,7 @@ class Event:
             "join": f"joined, {self.fields.get('world_size', '?')} devices",
             "resume": "resumed",
             "stop": "stopped",
+            "audit": "wrong bits",
             "contract_change": "contract changed",
         }
         return labels.get(self.name, self.name.replace("_", " "))
@@ -136,6 +137,8 @@ class Event:
                 return f"went on with {devices}{without}{after}"
             case "join":
                 return f"a device joined: {devices}"
+            case "audit":
+                return f"audit: {fields.get('found', 'wrong bits')} ({fields.get('action', '?')})"
             case "stop":
                 return f"stopped by {fields.get('signal', 'a signal')}"
             case "checkpoint":

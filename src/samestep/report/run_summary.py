@@ -38,7 +38,7 @@ from samestep.runs.ledger import (
     field_name,
     ledger_value,
 )
-from samestep.runs.run_list import run_status, try_object
+from samestep.runs.run_list import AUDIT, found_by_audit, run_status, try_object
 from samestep.text import counted
 
 
@@ -67,6 +67,7 @@ def ledger_findings(ledger: Ledger) -> tuple[Finding, ...]:
     if skipped:
         text = f"{counted(skipped, 'step')} changed nothing: a loss or gradient was not finite."
         found.append(Finding("note", text))
+    found += [Finding("fails", f"{found_by_audit(event)}.") for event in ledger.events if event.get("event") == "audit"]
     if ledger.problems:
         text = f"{counted(len(ledger.problems), 'line')} of the ledger cannot be trusted: {ledger.problems[0]}."
         found.append(Finding("fails", text))
@@ -415,7 +416,7 @@ def _summarize(folder: Path, name: str) -> tuple[RunSummary, Ledger]:
         world_sizes=listed.world_sizes or ((len(devices),) if isinstance(devices, list) else ()),
         findings=(
             *ledger_findings(ledger),
-            *(Finding("note", f"{each}.") for each in listed.problems if not each.startswith(LEDGER_FILE)),
+            *(Finding("note", f"{each}.") for each in listed.problems if not each.startswith((LEDGER_FILE, AUDIT))),
         ),
     )
     return run, ledger

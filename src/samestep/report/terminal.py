@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 SIGNS = {"holds": ("✓", "green"), "fails": ("✕", "bold red"), "note": ("·", "dim")}
 STATE_STYLES = {"finished": "green", "running": "blue", "running?": "blue", "crashed": "red"}
-EVENT_STYLES = {"death": "red", "heal": "green", "join": "green", "resume": "blue"}
+EVENT_STYLES = {"death": "red", "audit": "red", "heal": "green", "join": "green", "resume": "blue"}
 LEVELS = "▁▂▃▄▅▆▇█"
 ALL_COLUMNS = 90  # a narrower terminal has no room for the first value of each curve
 SPARK_WIDTH = 40  # characters

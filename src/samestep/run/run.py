@@ -19,7 +19,7 @@ from samestep.checkpoint.contract import Contract, check_contract
 from samestep.checkpoint.contract_diff import check_contract_kept, differences
 from samestep.checks import check_number
 from samestep.comm.communicator import DTYPES, Communicator, make_communicator
-from samestep.comm.environment import Environment, chosen_profile, read_environment
+from samestep.comm.environment import Environment, chosen_audit, chosen_profile, read_environment
 from samestep.comm.heartbeat import LEAVES_EARLY, READY_TO_JOIN, Heartbeat, HeartbeatPage
 from samestep.comm.membership import Membership
 from samestep.comm.transport import close_at_exit
@@ -401,8 +401,8 @@ class Run:
                 docs/tensor.md.
             shard_optimizer: with "replicate", shard the optimizer's state over the ranks (ZeRO-1).
             audit: in every so many steps another device computes one microbatch again, and the ranks compare their
-                states: finds devices that compute wrong bits; see docs/audit.md. Costs 1/(audit * num_microbatches) of
-                a step. None for never.
+                states, which finds devices that compute wrong bits; see docs/wrong-bits.md. It costs
+                1/(audit * num_microbatches) of a step. None for never.
             audit_action: what follows if one does: "exclude" leaves it out as a lost one, "warn" repeats the step, and
                 "stop" ends the run.
             observers: get the events of each step; see `samestep.engine.observer`.
@@ -414,6 +414,8 @@ class Run:
         A step that is audited raises an `AuditError` on the rank that is left out, or on all ranks if the run ends.
         """
         optimizers = _checked_optimizers(optimizer)
+        if audit is None and (given := chosen_audit()) is not None:
+            audit, audit_action = given  # type: ignore[assignment]  # checked with the other options
         if any(each in self._sharded for each in model.modules()):
             raise UsageError(
                 "a training step has sharded this model over the ranks already; several steps over one model need "

@@ -316,6 +316,7 @@ class Trainer:
                 log.draw(self.history, self._name)
                 raise
             except Exception as error:
+                log.record_audits()
                 self._hooks.call("on_failure", error)
                 raise
             finally:
@@ -486,6 +487,7 @@ class Trainer:
         """Between two steps: records healed failures, handles finished checkpoints, due ones and requests to stop."""
         log = self._log
         log.record_healings(self._progress.epoch)
+        log.record_audits()
         log.poll()
         self._offer_state(loader)
         if self.run.membership.stop not in (0, END_OF_FIT):

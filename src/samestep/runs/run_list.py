@@ -6,7 +6,7 @@ Only the lines that are needed of each file are parsed, so that a folder of long
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +28,7 @@ from samestep.runs.ledger import from_line, is_whole, number
 
 RECENT_SECONDS = 120.0
 _SMALLER_IS_BETTER = ("loss", "error", "perplexity", "wrong", "mse", "mae", "rmse", "nll", "bpb", "ppl")
+AUDIT = "an audit found wrong bits"
 _STATE_EVENTS = ("start", "resume", "stop", "end")
 
 State = Literal["finished", "running", "running?", "stopped", "crashed"]
@@ -54,7 +55,7 @@ class RunStatus:
     changed: float = 0.0  # when something was last written, in seconds since 1970
     size_bytes: int = 0
     checkpoint: str | None = None  # the newest one
-    problems: tuple[str, ...] = ()  # files that cannot be read, as sentences
+    problems: tuple[str, ...] = ()  # files that cannot be read and what audits found, as sentences
 
 
 def find_runs(folder: Path) -> list[RunStatus]:
@@ -88,7 +89,8 @@ def run_status(folder: Path) -> RunStatus:
     run = RunStatus(folder, recipe=_recipe(contract), epochs_planned=planned if isinstance(planned, int) else None)
     last_event = None
     try:
-        last_event, damaged = _read_ledger(folder / LEDGER_FILE, run)
+        last_event, damaged, found = _read_ledger(folder / LEDGER_FILE, run)
+        problems += found
         if damaged:
             problems.append(f"{LEDGER_FILE}: damaged lines: {len(damaged)} (line {damaged[0]} first)")
     except OSError as error:
@@ -132,11 +134,19 @@ def try_object(path: Path, problems: list[str]) -> dict[str, Any]:
         return {}
 
 
-def _read_ledger(path: Path, run: RunStatus) -> tuple[Any, list[int]]:
-    """Reads all events and of the steps the first and the last; returns the last event, and damaged lines' numbers."""
+def found_by_audit(event: Mapping[str, Any]) -> str:
+    """What an audit found, by its event."""
+    return f"{AUDIT}: {event.get('found')}"
+
+
+def _read_ledger(path: Path, run: RunStatus) -> tuple[Any, list[int], list[str]]:
+    """Reads all events, and of the steps the first and the last.
+
+    Returns the last event, the numbers of damaged lines, and what audits found.
+    """
     # A ledger may have millions of steps: of these only the checksums are looked at, but for the first and the last.
     first = last = b""
-    last_event, damaged, sizes = None, [], list[Any]()
+    last_event, damaged, found, sizes = None, [], [], list[Any]()
     for place, line in enumerate(read_lines(path), 1):
         if not line.endswith(b"\n") or not (line := line.strip()):
             continue
@@ -145,6 +155,7 @@ def _read_ledger(path: Path, run: RunStatus) -> tuple[Any, list[int]]:
         elif b'"event"' in line:
             event = from_line(line) or {}
             sizes.append(event.get("world_size"))
+            found += [found_by_audit(event)] if event.get("event") == "audit" else []
             last_event = event["event"] if event.get("event") in _STATE_EVENTS else last_event
         else:
             first, last = first or line, line
@@ -155,7 +166,7 @@ def _read_ledger(path: Path, run: RunStatus) -> tuple[Any, list[int]]:
     run.world_sizes = tuple(size for index, size in enumerate(sizes) if index == 0 or size != sizes[index - 1])
     if isinstance(step.get("step"), int):
         run.steps, run.loss = step["step"] + 1, number(step.get("loss"))
-    return last_event, damaged
+    return last_event, damaged, found
 
 
 def _read_metrics(path: Path, run: RunStatus) -> None:

@@ -149,7 +149,7 @@ class RunLog:
         self._unread: deque[StepNote] = deque()
         self._owed: list[tuple[int, EpochRecord, str]] = []  # the epochs that may not be recorded yet
         self._begun = 0  # the step of the last checkpoint that was begun, on all ranks
-        self._num_healed = 0
+        self._num_healed = self._num_audited = 0
         self._last_checkpoint = (0, time.monotonic())
 
     @property
@@ -294,6 +294,15 @@ class RunLog:
                 if self.folder is not None:
                     self.display.ledger(quorum.number, seconds)
         self._num_healed = len(healed)
+
+    def record_audits(self) -> None:
+        """Records what audits have found since the last call, on the rank that writes."""
+        findings = self._step.audit_findings
+        for finding in findings[self._num_audited :]:
+            if self._recorder is not None:
+                fields = finding._asdict()
+                self._recorder.event("audit", fields.pop("step"), **fields)
+        self._num_audited = len(findings)
 
     def event(self, name: str, **fields: Any) -> None:
         """Records an event after the steps taken, on the rank that writes."""

@@ -20,6 +20,7 @@ class Flip:
     step: int
     microbatch: int
     draw: int  # chooses the tensor, its element and the bit
+    call: int = 0  # of what is sent or received: the number of the exchange of gradients in the step
 
 
 def flip_bit(tensor, draw):
@@ -39,6 +40,7 @@ class Flipping(StepObserver):
         self.flip, self.model, self.optimizer = flip, model, optimizer
         self.is_due = flip.rank == communicator.rank
         self.step = self.microbatch = -1
+        self.calls = 0
         if not self.is_due:
             return
         if flip.kind == "activation":
@@ -58,7 +60,8 @@ class Flipping(StepObserver):
         return is_now
 
     def on_step(self, step, batch):
-        self.step, self.microbatch = step.num_steps, -1
+        """Flips a bit of the state."""
+        self.step, self.microbatch, self.calls = step.num_steps, -1, 0
         if self.flip.kind in KEPT and self.strikes():
             tensors = list(self.model.parameters())
             if self.flip.kind == "optimizer":
@@ -67,13 +70,16 @@ class Flipping(StepObserver):
             flip_bit(tensors[self.flip.draw % len(tensors)], self.flip.draw // 64)
 
     def on_microbatch(self, step, index, value):
+        """Notes which microbatch is under way."""
         self.microbatch = index  # not of what is computed for an audit
 
     def on_output(self, module, inputs, output):
+        """A forward hook."""
         if self.strikes(self.microbatch):
             flip_bit(output, self.flip.draw // 64)
 
     def on_gradient(self, gradient):
+        """A hook of a parameter."""
         if not self.strikes(self.microbatch):
             return None
         flipped = gradient.clone()
@@ -81,7 +87,10 @@ class Flipping(StepObserver):
         return flipped
 
     def on_exchange(self, parts, sizes, receive_sizes):
+        """An exchange of the transport."""
         is_gradient = parts.dtype == torch.float32 and sum(sizes) > 0
+        self.calls += is_gradient
+        is_gradient = is_gradient and self.calls == self.flip.call + 1
         if is_gradient and self.flip.kind == "sent" and self.strikes():
             parts = parts.clone()
             flip_bit(parts, self.flip.draw // 64)
@@ -96,6 +105,7 @@ class Received:
         self.flipping, self.pending = flipping, pending
 
     def wait(self):
+        """The parts of all ranks."""
         received = self.pending.wait()
         if self.flipping.strikes():
             flip_bit(received, self.flipping.flip.draw // 64)
