@@ -134,7 +134,7 @@ def test_a_flip_in_the_state_is_found_in_its_step_by_the_majority(kind, world_si
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("kind", MOVED)
 def test_a_flip_on_its_way_to_one_rank_is_found_in_the_next_step(kind, world_size):
-    flip = Flip(kind, world_size - 1, 1, 0, DRAW)
+    flip = Flip(kind, world_size - 1, 1, 0, 64 * 25)  # of the first element, which is no gap
     results = in_turns(world_size, train, 1, flip)
     [(step, index, ranks, _, action)] = results[0][1]
     assert (step, index, action) == (2, None, "stop")

@@ -78,6 +78,7 @@ class Audit:
         self._every, self._action = step.config.audit, step.config.audit_action
         self._device = self._membership.communicator.device
         self._weights = position_weights(0, COLUMNS, self._device)
+        self._nothing = torch.zeros((), dtype=torch.int64, device=self._device)
         self._owner = self._auditor = self._step = -1
         self._num_repeats = 0  # of the step under way
         self._computed: dict[int, _Computed] = {}
@@ -158,8 +159,7 @@ class Audit:
 
     def words(self) -> list[int]:
         """The field of this rank in the control message: checksums of its computations, and of its state."""
-        nothing = torch.zeros((), dtype=torch.int64, device=self._device)
-        computed = [self._computed[role].word if role in self._computed else nothing for role in (OWNER, AUDITOR)]
+        computed = [self._computed[role].word if role in self._computed else self._nothing for role in (OWNER, AUDITOR)]
         state = self._state() if self._membership.world_size > 1 else {}
         words = torch.stack([*computed, self._sum_of(chain.from_iterable(state.values()))])
         return words.tolist()  # the only wait of the host for a device
@@ -289,6 +289,8 @@ class Audit:
                 rows.append(whole.view(torch.int64).view(-1, COLUMNS).sum(0))
                 flat = flat[end:]
             small.append(flat)
+        if not small:
+            return self._nothing
         size = sum(flat.numel() for flat in small)
         small.append(torch.zeros(-size % (8 * COLUMNS), dtype=torch.uint8, device=self._device))
         rows.append(torch.cat(small).view(torch.int64).view(-1, COLUMNS).sum(0))

@@ -259,9 +259,8 @@ class GradientSum(MicrobatchGradients):
         if present:
             (torch._foreach_copy_ if left is None else torch._foreach_add_)(present, gradients)
         gradients.clear()
-        if (
-            not self._observers.reads_gradients and not self.keeps
-        ):  # else the next buckets are added to while all of `.grad` is there
+        # Else the next buckets are added to while all of `.grad` is there.
+        if not (self._observers.reads_gradients or self.keeps):
             for index in bucket.members:
                 self.parameters[index].grad = None
         # Not finite if this or the left microbatch's are not. A large gradient is read once for both siblings.
