@@ -13,7 +13,7 @@ USABLE := .venv/.usable
 READY := .venv/.ready
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: train test test-rest test-all test-gpu fake-cuda golden golden-write simulate simulate-gate check format docs bench bench-short bench-packages prove clean
+.PHONY: train test test-rest test-all test-gpu fake-cuda golden golden-write emulate simulate simulate-gate check format docs bench bench-short bench-packages prove clean
 
 train: $(USABLE)
 	$(BIN)/samestep train lenet
@@ -47,6 +47,10 @@ golden: $(READY)
 
 golden-write: $(READY)
 	$(BIN)/python tests/golden/golden.py --write
+
+# Portable kernels: the same digests on this CPU and on three that qemu-user emulates, if it is installed.
+emulate: $(READY)
+	$(BIN)/python tests/portable/emulated.py
 
 # Programs that are drawn, ten minutes of new ones: each that fails is printed with its seed, as small as it gets.
 simulate: $(READY)

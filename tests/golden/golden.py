@@ -5,6 +5,9 @@
     python tests/golden/golden.py --against COMMIT       compare with a run of that commit, on a CPU of any kind
     python tests/golden/golden.py --only 'recipe gpt*'   a part of it
 
+Kernels are portable (`--portable` of samestep), so the digests hold on each x86-64 CPU with AVX2. They are this CPU's
+own with --against, with SAMESTEP_PORTABLE=0, and where kernels cannot be portable.
+
 Exit code 0: all equal; 1: something differs, is missing or failed; 2: there is nothing to compare with. A commit is run
 by its own file of this name with `--results FILE`, so code and names may change between the two: only results, from the
 names of entries to digests, are compared.
@@ -35,10 +38,14 @@ FLAGS = ("avx2", "fma", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", 
 CHUNK = 24  # cases of ranks that take turns, in one piece of work
 
 
-def kind():
-    """The kind of machine for which digests hold."""
+def kind(portable=None):
+    """The kind of machine for which digests hold, with portable kernels or, as now, with or without them."""
     import torch
 
+    from samestep.devices.portable import asks_for_portable
+
+    if asks_for_portable() if portable is None else portable:
+        return {"kernels": "portable", "torch": torch.__version__.partition("+")[0], "threads": THREADS}
     about = Path("/proc/cpuinfo")
     text = about.read_text() if about.exists() else ""
     fields = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in text.splitlines())}
@@ -224,6 +231,15 @@ def main(words=None):
     return compare(before, results)
 
 
+def variables(words):
+    """The variables of portable kernels, or one that says that they are this CPU's own."""
+    from samestep.devices.portable import PORTABLE_VARIABLE, chosen_portable, portable_variables
+
+    is_native = any(word.startswith("--against") for word in words) or not chosen_portable("cpu", None, default=True)
+    return {PORTABLE_VARIABLE: "0"} if is_native else portable_variables("cpu", True)
+
+
 if __name__ == "__main__":
+    os.environ |= variables(sys.argv[1:])
     os.environ |= {"OMP_NUM_THREADS": str(THREADS), "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
     sys.exit(main())

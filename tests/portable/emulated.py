@@ -59,8 +59,8 @@ def benchmark(name):
     from workloads import WORKLOADS
 
     work = WORKLOADS[name]
-    batch = tuple(part[: max(1, work.batch_size // 8)] for part in work.data(1))
-    return stepped(work.model, batch, lambda model, part: work.loss_of(model, part), work.optimizer, 1)
+    batch = tuple(part[: max(1, work.global_batch_size // 8)] for part in work.data(1))
+    return stepped(work.make_model, batch, work.loss_of, work.make_optimizer, 1)
 
 
 def lenet():
@@ -152,8 +152,9 @@ def print_digests(names, without, uncapped):
         os.environ.pop(portable.PORTABLE_VARIABLE)
         portable_kernels._libraries.append(portable_kernels._registered(portable_kernels.KERNELS))
     torch.set_num_threads(1)
-    for name, value in {**operations(), **{name: PROGRAMS[name]() for name in names}}.items():
-        print(name, value, flush=True)
+    with redirect_stdout(sys.stderr):
+        values = operations() | {name: PROGRAMS[name]() for name in names}
+    print(*(f"{name} {value}" for name, value in values.items()), sep="\n")
 
 
 def differing(one, other):
@@ -202,7 +203,7 @@ def main():
     has_emulator = shutil.which(EMULATOR) is not None
     if not has_emulator:
         print(f"{EMULATOR} is not installed (Debian's package qemu-user): no CPU is emulated")
-    cpus = asked.cpus.split(",") if has_emulator else []
+    cpus = asked.cpus.split(",") if has_emulator and asked.cpus else []
     if asked.twins:
         return twins(cpus[0] if cpus else None)
     return check(PROGRAMS if asked.all else GATE, cpus) if cpus else 0

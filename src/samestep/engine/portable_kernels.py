@@ -28,6 +28,7 @@ LATE_NUMPY = (
     f"OPENBLAS_CORETYPE={CAPS['OPENBLAS_CORETYPE']} and "
     f'NPY_DISABLE_CPU_FEATURES="{CAPS["NPY_DISABLE_CPU_FEATURES"]}" before python'
 )
+UMATH = ("numpy._core._multiarray_umath", "numpy.core._multiarray_umath")  # of NumPy 2 and 1
 LARGE = 2**20  # multiplications from which a call of Python costs less than oneDNN saves
 HAS_ONEDNN_LINEAR = hasattr(torch.ops.mkldnn, "_linear_pointwise")  # private to torch; 2.10 to 2.13 have it
 Kernel = Callable[..., Any]
@@ -69,7 +70,8 @@ def describe_late_caps() -> str:
 
 
 def _numpy_was_early() -> bool:
-    features: dict[str, bool] = sys.modules["numpy._core._multiarray_umath"].__cpu_features__
+    module = next(sys.modules[name] for name in UMATH if name in sys.modules)
+    features: dict[str, bool] = module.__cpu_features__
     start = Path("/proc/self/environ").read_bytes().split(b"\0")  # OpenBLAS tells no program which kernels it has
     return bool(features.get("X86_V4") or features.get("AVX512_SKX")) or (
         f"OPENBLAS_CORETYPE={CAPS['OPENBLAS_CORETYPE']}".encode() not in start
