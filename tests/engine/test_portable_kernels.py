@@ -64,6 +64,12 @@ def test_other_dtypes_are_torchs(name):
         assert torch.allclose(function(x).abs().float(), function(x.abs().double()).abs().float(), rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.parametrize("form", [lambda x: x.sqrt_(), lambda x: x.pow_(0.5), lambda x: torch.sqrt(x, out=x.clone())])
+def test_a_root_that_is_no_integer_is_not_put_into_one(form):
+    with pytest.raises(RuntimeError, match="can't be cast"):
+        form(torch.tensor([4, 2]))
+
+
 def test_a_power_that_is_no_root_is_torchs():
     x = torch.tensor([1.5, 2.0, -3.0])
     assert torch.equal(x**2, x * x)

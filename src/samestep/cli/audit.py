@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from samestep.cli.options import Devices, run_folders
+from samestep.cli.options import Devices, cap_as_recorded, run_folders
 from samestep.text import make_console, make_table, notify
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ def audit(
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+    cap_as_recorded(run)
     from samestep.replay.auditing import audit as audit_run
 
     console, columns = (

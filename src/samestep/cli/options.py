@@ -182,6 +182,15 @@ class ScriptOptions:
     )
 
 
+def cap_as_recorded(run: Path) -> None:
+    """Caps the kernels of this process if those of a run were portable; before NumPy and torch are imported."""
+    from samestep.checkpoint.run_folder import recorded
+    from samestep.devices.portable import portable_variables
+
+    if holds_run(run) and recorded(run).get("portable") is not None:
+        os.environ.update(portable_variables("cpu", True))
+
+
 def made_portable(selection: "Selection", asked: bool | None, default: bool = False) -> "Selection":
     """The selection with what its workers are to do about portable kernels."""
     from samestep.devices.portable import PORTABLE_VARIABLE, chosen_portable, portable_variables

@@ -1,7 +1,6 @@
 """`samestep replay`: one step of a recorded run, taken again on one device."""
 
 import json
-import os
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from samestep.cli.options import run_folders
+from samestep.cli.options import cap_as_recorded, run_folders
 from samestep.text import make_console, notify
 
 
@@ -41,12 +40,8 @@ def replay(
     """
     from bdb import BdbQuit
 
-    from samestep.checkpoint.run_folder import holds_run, recorded
-    from samestep.devices.portable import portable_variables
-
-    if holds_run(run) and recorded(run).get("portable") is not None and device in (None, "cpu"):
-        os.environ.update(portable_variables("cpu", True))  # before NumPy and torch are imported
-
+    if device in (None, "cpu"):
+        cap_as_recorded(run)
     from samestep.replay.replaying import replay as replay_run
 
     asked: dict[str, Any] = {"microbatch": microbatch, "module": module, "device": device, "save": save}

@@ -147,7 +147,9 @@ def _elementwise(function: Callable[[Tensor], Tensor]) -> tuple[Kernel, Kernel, 
             return original(x) if _is_exact(x) else function(x)
 
     def in_place(original: Kernel, x: Tensor) -> Any:
-        return original(x) if _is_exact(x) else x.copy_(new(original, x))
+        if _is_exact(x) or not x.is_floating_point():  # of integers torch's kernel raises
+            return original(x)
+        return x.copy_(new(original, x))
 
     def into(original: Kernel, x: Tensor, *, out: Tensor) -> Any:
         found = new(lambda given: original(given, out=out), x)
@@ -157,6 +159,8 @@ def _elementwise(function: Callable[[Tensor], Tensor]) -> tuple[Kernel, Kernel, 
 
 
 def _filled(out: Tensor, found: Tensor) -> Tensor:
+    if not torch.can_cast(found.dtype, out.dtype):
+        raise RuntimeError(f"result type {found.dtype} can't be cast to the desired output type {out.dtype}")
     return out.resize_(found.shape).copy_(found) if out.shape != found.shape else out.copy_(found)
 
 
@@ -169,7 +173,9 @@ def _power(original: Kernel, x: Tensor, exponent: Any, *, out: Tensor | None = N
 
 
 def _power_in_place(original: Kernel, x: Tensor, exponent: Any) -> Any:
-    return original(x, exponent) if exponent != 0.5 or _is_exact(x) else x.copy_(_power(original, x, exponent))
+    if exponent != 0.5 or _is_exact(x) or not x.is_floating_point():
+        return original(x, exponent)
+    return x.copy_(_power(original, x, exponent))
 
 
 def _lstm(original: Kernel, *args: Any) -> Any:
@@ -187,9 +193,10 @@ def _by_onednn(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor | Non
 
     MKL's path for all CPUs is its slowest. Which of the two it is depends on sizes and torch's version alone.
     """
-    if a.dtype != torch.float32 or b.dtype != torch.float32 or a.numel() * b.size(-1) < LARGE or not HAS_ONEDNN_LINEAR:
-        return None
-    if a.size(-1) != b.size(0) or (bias is not None and (bias.shape != b.shape[1:] or bias.dtype != torch.float32)):
+    are_matrices = a.dim() == b.dim() == 2 and a.dtype == b.dtype == torch.float32
+    if not are_matrices or a.numel() * b.size(1) < LARGE or a.size(1) != b.size(0) or not HAS_ONEDNN_LINEAR:
+        return None  # torch's kernel raises for what cannot be multiplied
+    if bias is not None and (bias.shape != b.shape[1:] or bias.dtype != torch.float32):
         return None
     rows, columns = (x if 1 in x.stride() and 0 not in x.stride() else x.contiguous() for x in (a, b.t()))
     found: Tensor = torch.ops.mkldnn._linear_pointwise.default(rows, columns, bias, "none", [], "")

@@ -29,7 +29,7 @@ from samestep.engine.result import StepResult
 from samestep.engine.step import TrainStep
 from samestep.errors import ContractError, DataError, UsageError
 from samestep.files import read_object, read_small, reason
-from samestep.replay.replaying import Finished, ProgramRerun, announce, num_threads_of, program_of
+from samestep.replay.replaying import Finished, ProgramRerun, announce, compute_as_recorded, num_threads_of, program_of
 from samestep.run.trainer import Trainer
 from samestep.runs.attestation import checkpoints_of, record_of, statement
 from samestep.runs.ledger import Ledger, field_name, gaps, ledger_value, read_ledger
@@ -111,6 +111,8 @@ def audit(
     check_number("segments", segments, 0)
     folder, notes = Path(run), list[str]()
     record, ledger, places = record_of(folder), _ledger_of(folder), list_checkpoints(checkpoints_of(folder))
+    if take is None:
+        compute_as_recorded(record)
     bad = {path: fault for _, path in places if (fault := verify_checkpoint(path)) is not None}
     places = [(step, path) for step, path in places if path not in bad]
     faults = [*bad.values(), *_faults(folder, record, ledger, places)]
@@ -211,6 +213,7 @@ def audit_segments(
 ) -> Iterator[AuditedSegment]:
     """Takes segments of a run again in this process, one of the ranks if it was started as one."""
     record, ledger, own = record_of(folder), _ledger_of(folder), None
+    compute_as_recorded(record)
     if program is None:
         own = program_of(record, folder)
         if not own.is_recipe:

@@ -368,6 +368,12 @@ TOLERANCE_16_BITS = 3e-2
 EXACT_FIELDS = ("num_samples", "ids", "skipped")
 
 
+def compute_as_recorded(record: Mapping[str, Any]) -> None:
+    """Makes this process's CPU kernels portable if those of a run were; before anything is computed."""
+    if record.get("portable") is not None and record.get("device_kind") == "cpu":
+        make_portable("cpu")
+
+
 def replay(
     run: str | Path,
     step: int,
@@ -404,8 +410,8 @@ def replay(
         check_folder(Path(save), folder)
     if device is None and record.get("device_kind") == "cpu":
         device = "cpu"
-    if record.get("portable") is not None and str(device) == "cpu":
-        make_portable("cpu")  # before anything is computed
+    if str(device) == "cpu":
+        compute_as_recorded(record)
     own = None
     if program is None:
         own = program_of(record, folder)
