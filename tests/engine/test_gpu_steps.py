@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from textwrap import dedent
 
 import pytest
-from gpus import needs_fake_gpus, run
+from gpus import needs_fake_gpus, places, run, run_processes
 
 pytestmark = needs_fake_gpus
 
@@ -224,6 +224,56 @@ def test_a_step_keeps_to_the_budget_of_its_model(costs, model, waits, launches, 
 def test_a_step_launches_few_kernels_beside_those_of_a_plain_loop_however_many_microbatches_it_has(costs, model):
     # What each adds is less than what autograd launches where `.grad` accumulates: a sum for each parameter.
     assert [number for number, beside in costs[model].beside if beside > 40] == []
+
+
+EXCHANGED = """
+    import json
+    import fake_cuda
+    import torch
+    from torch import nn
+    import samestep
+    from samestep.engine.gradients import GradientSum
+
+    if {folds_first}:  # its twin
+        send = GradientSum._send
+        GradientSum._send = lambda self, number: (self._fold_earlier(), send(self, number))
+    run = samestep.Run(4, 4)
+    model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(10)))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    step = run.train_step(model, optimizer, lambda model, x: model(x).square().mean(), bucket_bytes=1 << 20)
+    samples = torch.randn(4, 512)
+    for _ in range(3):  # the first steps watch whether a backward adds to a gradient again
+        step(samples)
+    with fake_cuda.queued() as entries:
+        step(samples)
+    print(json.dumps(entries))
+    run.close()
+"""
+
+
+def pauses(entries, message=10, fold=1):
+    """How often NCCL's stream waits for a fold before a message of gradients, if gradients come at once."""
+    now, marks, ends, last, found = {}, {}, {}, None, 0
+    for kind, _, stream, name in entries:
+        time = now.get(stream, 0)
+        if kind == "record":
+            marks[name] = time
+        elif kind == "wait":
+            now[stream] = max(time, marks.get(name, 0))
+        elif not name.startswith("nccl"):
+            now[stream] = time + (fold if stream else 0)  # backward's stream has the number 0
+        else:
+            found += last is not None and time > ends[last]
+            now[stream] = ends[stream] = time + message
+            last = stream
+    return found
+
+
+@pytest.mark.parametrize("folds_first", [False, True])
+def test_messages_of_gradients_follow_each_other_without_a_pause_for_a_fold_but_for_the_last_bucket(folds_first):
+    for output, _ in run_processes(EXCHANGED.format(folds_first=folds_first), *places(4), devices=4):
+        found = pauses(json.loads(output.splitlines()[-1]))
+        assert (found > 8) if folds_first else (found <= 3), found
 
 
 def test_running_statistics_are_merged_by_two_launches_a_step_and_dtype_however_many_norms_there_are():

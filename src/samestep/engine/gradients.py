@@ -273,17 +273,27 @@ class GradientSum(MicrobatchGradients):
 
     def _send(self, number: int) -> None:
         self._observers.on_bucket()
-        # If waiting makes a stream wait, and not the host, earlier buckets go on while backward makes the next one.
-        if self._communicator.folds_beside:
-            for reduction in self._under_way:
-                reduction.fold()
-            # Each bucket is done after a few stages: without the done ones a step folds O(buckets) times.
-            self._under_way = [reduction for reduction in self._under_way if not reduction.is_done]
+        # NCCL executes in the order of the calls: with this message queued before the folds of earlier buckets, it has
+        # something to send during them. Not so the last one, for which it would keep those buckets waiting.
+        is_last = number == len(self._buckets) - 1
+        if is_last:
+            self._fold_earlier()
         sums = [total.flat for total in self._trees[number].sums]
         like, scatter = self._likes[number], self.zero1 is not None
         reduction = self._communicator.reduce(self._blocks_by_rank, sums, like, scatter)
         self._started.append(reduction)
+        if not is_last:
+            self._fold_earlier()
         self._under_way.append(reduction)
+
+    def _fold_earlier(self) -> None:
+        """Takes the exchanges under way one stage on, if waiting makes a stream wait and not the host."""
+        if not self._communicator.folds_beside:
+            return
+        for reduction in self._under_way:
+            reduction.fold()
+        # Each bucket is done after a few stages: without the done ones a step folds O(buckets) times.
+        self._under_way = [reduction for reduction in self._under_way if not reduction.is_done]
 
     def _make_hook(self, index: int) -> Callable[[Tensor], None]:
         number = self._bucket_of[index]
