@@ -72,7 +72,7 @@ def _on_devices(run: Path, segments: "Sequence[Segment]", trust: bool, devices: 
 
     kwargs = {"folder": str(run), "segments": list(map(astuple, segments)), "trust": trust}
     target = "samestep.replay.auditing:audit_as_rank"
-    job = Job("function", target, kwargs=kwargs, lines_to="stderr", policy=Policy(heal=False))
+    job = Job("function", target, kwargs=kwargs, lines_to="stderr", relay=True, policy=Policy(heal=False))
     outcome = supervise(job, select(devices))
     if outcome.exit_code:
         notify(f"error: {outcome.failure}")
