@@ -15,7 +15,6 @@ from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
-import rich.default_styles  # noqa: F401 - draws from Python's random at its first import: before a run is seeded
 import torch
 from numpy.random import mtrand  # the functions of np.random, with their types
 from torch import Tensor

@@ -19,8 +19,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any, Final
 
-from rich.markup import escape
-
 from samestep.checkpoint.contract_diff import ContractChange, decides, shown
 from samestep.checkpoint.run_folder import LEDGER_FILE
 from samestep.errors import DataError, RunFolderError
@@ -572,6 +570,8 @@ _NAMES = {
 
 def fields_table(fields: Iterable[FieldDifference], a: str, b: str) -> "Table":
     """The fields in which a step differs, with the titles of both records."""
+    from rich.markup import escape  # draws from Python's random at its first import: no program that trains loads it
+
     table = make_table("", a, b, "apart")
     for change in fields:
         near = "" if change.ulps is None or change.ulps > MAX_ULPS else f"{change.ulps:,} ulp, "
@@ -583,6 +583,8 @@ def fields_table(fields: Iterable[FieldDifference], a: str, b: str) -> "Table":
 
 def changes_table(changes: Iterable[ContractChange], a: str, b: str) -> "Table":
     """The fields in which contracts differ, and what each of them decides."""
+    from rich.markup import escape
+
     table = make_table("contract", a, b, "decides")
     for change in changes:
         values = (escape(shown(change.before)), escape(shown(change.after)))

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import rich.default_styles  # noqa: F401 - draws from Python's random at its first import, which may be scikit-learn's
 import torch
 from numpy.random import mtrand
 from torch.utils.data import get_worker_info
