@@ -2,12 +2,13 @@
 
 import re
 from dataclasses import fields
+from typing import get_args
 
 import pytest
 import torch
 
 from samestep.comm.reduction import REDUCTIONS
-from samestep.engine.config import PRECISIONS, STRATEGIES
+from samestep.engine.config import PRECISIONS, STRATEGIES, AuditAction
 from samestep.engine.pipelining.stages import parts_of
 from samestep.errors import UsageError
 from samestep.recipes.catalog import load
@@ -91,6 +92,7 @@ def test_a_file_that_is_not_there_or_holds_no_names_is_refused(tmp_path):
 def test_the_choices_at_the_door_are_those_inside():
     inside = {"optimizer": tuple(OPTIMIZERS), "precision": tuple(PRECISIONS), "reduction": tuple(REDUCTIONS)}
     inside["strategy"], inside["scheduler"] = tuple(STRATEGIES), tuple(RATES)
+    inside["audit_action"] = get_args(AuditAction)
     at_the_door = {each.name: each.metadata["choices"] for each in fields(JobConfig) if each.metadata.get("choices")}
     assert at_the_door == inside
 

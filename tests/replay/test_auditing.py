@@ -252,8 +252,8 @@ def test_an_attestation_is_signed_and_verified_by_ssh_keygen(run, tmp_path):
     key, signers = tmp_path / "key", tmp_path / "allowed_signers"
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", key], check=True)
     signers.write_text(f"me@example.org {key.with_suffix('.pub').read_text()}")
-    subprocess.run(["ssh-keygen", "-q", "-Y", "sign", "-f", key, "-n", "samestep", path], check=True)
-    words = ["ssh-keygen", "-Y", "verify", "-f", signers, "-I", "me@example.org", "-n", "samestep"]
+    subprocess.run(["ssh-keygen", "-q", "-Y", "sign", "-f", key, "-n", "training", path], check=True)
+    words = ["ssh-keygen", "-Y", "verify", "-f", signers, "-I", "me@example.org", "-n", "training"]
 
     def is_verified(content):
         return subprocess.run([*words, "-s", f"{path}.sig"], input=content, capture_output=True).returncode == 0
