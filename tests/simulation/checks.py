@@ -64,7 +64,7 @@ def over_processes(program, check, strategies=("replicate",) * 2, ranks=(0, 0), 
         given = [f"{each}, num_workers=1" for each in given]
     faults = {rank % total[0]: (rank % total[0], *rest) for rank, *rest in faults}.values()
     is_lost = all(how not in ("stop", "exception") for *_, how in faults)
-    heals = first in ("replicate", "zero1") and is_lost and len(faults) < total[0]
+    heals = first == "replicate" and not program.zero1 and is_lost and len(faults) < total[0]
     numbers = {
         "first": f"dict({given[0]})",
         "second": f"dict({given[1]})",
