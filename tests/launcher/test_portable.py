@@ -91,6 +91,7 @@ def test_a_run_is_not_resumed_in_the_other_mode_and_is_replayed_in_its_own(start
     start("train.py", "portable", "resume", **ON, **CAPS)
     for folder in ("portable", "native"):
         start("-m", "samestep", "replay", folder, "--step", "5")
+        start("-m", "samestep", "audit", folder, "--all", *(("--devices", "cpu:2") if folder == "portable" else ()))
 
 
 def test_a_recipe_is_portable_by_its_option_and_stays_so(start, tmp_path):

@@ -120,7 +120,7 @@ def audit(
     seed = secrets.randbits(32) if seed is None else seed
     if not (folder / ATTESTATION_FILE).exists():
         notes.append(
-            "there is no attestation: whether the files are those of the author's is not known (samestep attest)"
+            "there is no attestation: whether the files are as their author left them is not known (samestep attest)"
         )
     drawn = Random(seed).sample(plan, min(segments or len(plan), len(plan)))
     if take is None:
