@@ -41,10 +41,8 @@ def audit(
     cap_as_recorded(run)
     from samestep.replay.auditing import audit as audit_run
 
-    console, columns = (
-        Console(stderr=True),
-        (TextColumn("steps"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()),
-    )
+    console = Console(stderr=True)
+    columns = TextColumn("steps"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     options: dict[str, Any] = {"trust": trust, "tell": notify}
     if devices is not None:
         options["take"] = lambda segments: _on_devices(run, segments, trust, devices)
