@@ -59,8 +59,6 @@ def test_each_choice_is_the_same_on_ranks_and_after_a_resume(program):
 
 @pytest.mark.parametrize("name", TWINS)
 def test_a_defect_fails_the_program_that_shows_it(name):
-    if any(text in str(name) for text in ("restored in its parameter", "is asked to stop stops alone")):
-        pytest.skip("the defect is not put back by this twin any more: it is to be written anew")
     text = script(case_of(name))
     run_script(text)
     with put_back(name), pytest.raises((AssertionError, OSError, RuntimeError, SamestepError)):
