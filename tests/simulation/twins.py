@@ -37,9 +37,10 @@ def without_scale(load):
     return load_rest
 
 
-def stopped_alone(agreed, step):
-    """What the ranks agree on, but for the stop."""
-    return replace(agreed, stop=END_OF_FIT if step.membership.asks_end else 0)
+def stopped_alone(exchanged, step):
+    """What an exchange returns, without the stop on which the ranks agree."""
+    agreed, *others = exchanged
+    return replace(agreed, stop=END_OF_FIT if step.membership.asks_end else 0), *others
 
 
 # What is wrong: the function and by what it is replaced, beside `real`, the check, the program, and fields of its case.
@@ -99,7 +100,8 @@ TWINS = table("""
         sharding or real(optimizer, saved)
         | resumed | Program(samples=8, zero1=True, optimizer="momentum", microbatches=2)
     an optimizer's state is restored in its parameter's dtype:
-        checkpoint.state.load_optimizer = lambda optimizer, saved, *_: optimizer.load_state_dict(saved)
+        checkpoint.state.load_optimizer = lambda optimizer, saved, *_: (
+        optimizer._optimizer_load_state_dict_post_hooks.clear(), optimizer.load_state_dict(saved))
         | resumed | Program(blocks=("bfloat16",), samples=8, optimizer="nadam")
     the loss scale is not restored: engine.config.LossScale.load_state_dict = nothing
         | resumed | Program(samples=8, precision="16-mixed", loss="sometimes nan")

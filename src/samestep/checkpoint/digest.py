@@ -32,13 +32,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from samestep.checkpoint.local_shards import held_by, local_state, local_tensors, unsharded
+from samestep.checkpoint.local_shards import local_state, local_tensors, unsharded
 from samestep.checkpoint.packing import extra_states, pack
 from samestep.comm.communicator import Communicator
 from samestep.comm.membership import Membership
 from samestep.data.batch import checksum, flattened
 from samestep.data.nested import leaves
 from samestep.engine.determinism import generator_states
+from samestep.engine.parameters import held_by
 from samestep.engine.sharded_state import LocalShard, ShardedState
 from samestep.engine.step import TrainStep
 from samestep.errors import DeterminismError, UsageError

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from samestep.comm.communicator import Communicator
+from samestep.engine.parameters import held_by
 from samestep.engine.sharded_state import LocalShard, ShardedState, Sharding
 from samestep.engine.step import TrainStep
 
@@ -93,11 +94,6 @@ def localized(optimizer: Optimizer, saved: Mapping[str, Any], state: ShardedStat
         if part is not None and sharding is not None:
             entries[index] = {key: _localized(value, part, sharding, rank) for key, value in entry.items()}
     return {**saved, "state": entries}
-
-
-def held_by(optimizer: Optimizer) -> list[Tensor]:
-    """The parameters of an optimizer, in the order in which its state counts them."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def local_part(value: Stored, sharding: Sharding, rank: int) -> Tensor:

@@ -18,7 +18,6 @@ from samestep.checkpoint.local_shards import (
     SEVERAL,
     ShardSpec,
     Stored,
-    held_by,
     local_part,
     local_tensors,
     localized,
@@ -27,9 +26,9 @@ from samestep.checkpoint.local_shards import (
 from samestep.checkpoint.packing import as_bad_checkpoint, check_packed, extra_states, pack, unpack
 from samestep.checkpoint.run_folder import FACTS_FILE
 from samestep.checkpoint.storage import Snapshot
-from samestep.data.nested import leaves
 from samestep.engine.config import Settings, apply_new_settings
 from samestep.engine.determinism import check_generators, generator_states, restore_generators
+from samestep.engine.parameters import held_by, restore_dtypes
 from samestep.engine.sharded_state import LocalShard, ShardedState, Sharding
 from samestep.engine.step import TrainStep
 from samestep.errors import CheckpointError
@@ -288,11 +287,7 @@ def load_optimizer(
         optimizer.load_state_dict(state)
     except ValueError as error:
         raise CheckpointError(f"the checkpoint is of another optimizer: {error}") from error
-    for index, parameter in zip(indices, parameters, strict=True):
-        saved, loaded = leaves(state["state"].get(index, {})), leaves(optimizer.state.get(parameter, {}))
-        for there, here in zip(saved, loaded, strict=True):
-            if isinstance(there, Tensor) and isinstance(here, Tensor) and there.dtype != here.dtype:
-                here.data = there.to(here.device, copy=True)
+    restore_dtypes(optimizer, state)
 
 
 def not_persistent(model: nn.Module) -> list[str]:

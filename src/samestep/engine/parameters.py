@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from samestep.comm.buckets import aligned_zeros, dense_strides
 from samestep.comm.communicator import Communicator
 from samestep.data.batch import flattened, lacks_bytes, memory_border, tensor_checksum, version_of, versions_of
+from samestep.data.nested import leaves
 from samestep.errors import DeterminismError, UsageError
 
 UNINITIALIZED = (UninitializedParameter, UninitializedBuffer)
@@ -30,6 +31,11 @@ def is_tensor_parallel(model: nn.Module) -> bool:
     return any(is_dtensor(parameter) for parameter in model.parameters())
 
 
+def held_by(optimizer: Optimizer) -> list[Tensor]:
+    """The parameters of an optimizer, in the order in which its state counts them."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 def named_parameters(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, nn.Parameter]:
     """The model's parameters that the optimizers update, by name, each once, in the model's order."""
     held: set[int] = set()  # by identity: tensors compare by their elements
@@ -41,7 +47,7 @@ def named_parameters(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[
                 "LBFGS calls the loss several times a step, which a fixed step cannot; use another optimizer, or a "
                 "plain loop with optimizer.step(closure), whose model `samestep run` shares out as it is"
             )
-        held.update(id(p) for group in optimizer.param_groups for p in group["params"])
+        held.update(map(id, held_by(optimizer)))
     named = {name: p for name, p in model.named_parameters() if id(p) in held}
     lazy = [name for name, p in named.items() if isinstance(p, UNINITIALIZED)]
     if lazy:
@@ -209,17 +215,24 @@ def keep_numbers(optimizer: Optimizer) -> None:
         saved[:] = [state]
 
     def after(optimizer: Optimizer) -> None:
-        state, parameters = saved.pop(), [each for group in optimizer.param_groups for each in group["params"]]
-        indices = [index for group in state["param_groups"] for index in group["params"]]
-        for index, parameter in zip(indices, parameters, strict=True):
-            for name, number in state["state"].get(index, {}).items():
-                here = optimizer.state[parameter].get(name)
-                is_number = isinstance(number, Tensor) and isinstance(here, Tensor) and number.ndim == here.ndim == 0
-                if is_number and number.dtype != here.dtype:
-                    optimizer.state[parameter][name] = number.to(here.device, copy=True)
+        restore_dtypes(optimizer, saved.pop(), of_numbers=True)
 
     optimizer.register_load_state_dict_pre_hook(before)
     optimizer.register_load_state_dict_post_hook(after)
+
+
+@torch.no_grad()
+def restore_dtypes(optimizer: Optimizer, state: Mapping[str, Any], of_numbers: bool = False) -> None:
+    """After `load_state_dict` of a state: its tensors, or the 0-d ones alone, as they were before torch cast them."""
+    indices = [index for group in state["param_groups"] for index in group["params"]]
+    for index, parameter in zip(indices, held_by(optimizer), strict=True):
+        saved, loaded = state["state"].get(index, {}), optimizer.state.get(parameter, {})
+        pairs = (zip(leaves(value), leaves(loaded.get(name)), strict=False) for name, value in saved.items())
+        for there, here in chain.from_iterable(pairs):
+            if not (isinstance(there, Tensor) and isinstance(here, Tensor)) or (of_numbers and there.ndim):
+                continue
+            if there.dtype != here.dtype:
+                here.data = there.to(here.device, copy=True)
 
 
 def _own_tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from samestep.comm.communicator import Communicator
 from samestep.comm.transport import gather_parts
+from samestep.engine.parameters import held_by
 from samestep.errors import LossError, UsageError
 
 MIXED = "torch.Tensor and DTensor"  # in torch's message when a sharded tensor meets another
@@ -196,7 +197,7 @@ class ShardedState:
 
     def held(self, optimizers: Sequence[Optimizer]) -> dict[str, nn.Parameter]:
         """The local shards that some optimizers update, by name, in the model's order."""
-        held = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+        held = {id(parameter) for optimizer in optimizers for parameter in held_by(optimizer)}
         named = {name: part for name, part in self.parts.items() if id(part) in held}
         if len(named) < len(held):
             raise UsageError(
@@ -295,7 +296,7 @@ def check_elementwise(optimizers: Sequence[Optimizer], device: torch.device, by_
                 f"{name} may need the whole of a parameter, or depend on where it begins: if its state is sharded "
                 f"over the ranks use one of {', '.join(ELEMENTWISE)}, else strategy='replicate' without shard_optimizer"
             )
-        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        held = held_by(optimizer)
         is_fused = any(group.get("fused") for group in optimizer.param_groups)
         if by_rows and device.type == "cpu" and (is_fused or any(parameter.dtype.itemsize < 4 for parameter in held)):
             raise UsageError(

@@ -42,7 +42,14 @@ from samestep.engine.gradients import divide, scale
 from samestep.engine.kernel_flags import ENFORCED, check_flags, check_shortages, kernel_flags, num_shortages
 from samestep.engine.losses import GlobalCounts, wide_dtype
 from samestep.engine.observer import HeartbeatObserver, Observers, StepObserver, observers_in_scope
-from samestep.engine.parameters import PurityCheck, is_tensor_parallel, keep_numbers, move_states, named_parameters
+from samestep.engine.parameters import (
+    PurityCheck,
+    held_by,
+    is_tensor_parallel,
+    keep_numbers,
+    move_states,
+    named_parameters,
+)
 from samestep.engine.result import ADVICE, Agreed, StepResult, StepStats, read_headers, write_header
 from samestep.engine.sharded_state import ShardedState
 from samestep.engine.side_effects import MOST_NAMES, WATCHED_STEPS, Traces
@@ -456,7 +463,7 @@ class TrainStep:
 
     def _what_is_trained(self) -> tuple[Any, ...]:
         """Changes when parameters are frozen or unfrozen, join an optimizer, or lie in memory in another order."""
-        held = [id(p) for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
+        held = [id(parameter) for optimizer in self.optimizers for parameter in held_by(optimizer)]
         return held, [(p.requires_grad, p.stride()) for p in self._named.values()]
 
     def _check_lengths(self, length: int) -> None:
