@@ -66,6 +66,13 @@ def test_workers_are_given_uuids_in_the_order_asked_for() -> None:
     assert selection.worker_devices == ("cuda:0", "cuda:1")
 
 
+def test_variables_of_a_command_are_the_same_for_each_device() -> None:
+    selection = select("4,0", EIGHT).with_variables(SAMESTEP_AUDIT="10:exclude")
+    whole, last = selection.worker_environment, selection.only(1).worker_environment
+    assert [name for name in whole if whole[name] != last[name]] == ["CUDA_VISIBLE_DEVICES"]
+    assert last["SAMESTEP_AUDIT"] == whole["SAMESTEP_AUDIT"] == "10:exclude"
+
+
 def test_where_no_variable_limits_what_is_seen_workers_use_the_indices_as_they_are() -> None:
     apple = machine(Device("mps", 0, "Apple GPU", GIB, GIB), torch=TorchBuild("2.13.0", mps=True))
     for spec in ("auto", "mps", 1, "mps:0", "0,"):

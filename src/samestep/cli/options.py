@@ -10,7 +10,7 @@ import glob
 import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import Field, asdict, dataclass, field, fields, is_dataclass, replace
+from dataclasses import Field, asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, get_args, get_origin, get_type_hints
 
@@ -197,8 +197,7 @@ def made_portable(selection: "Selection", asked: bool | None, default: bool = Fa
 
     portable = chosen_portable(selection.kind, asked, default)
     portable_variables(selection.kind, portable)  # refuses what cannot be portable
-    own = {} if portable is None else {PORTABLE_VARIABLE: str(int(portable))}
-    return replace(selection, environment={**selection.environment, **own})
+    return selection if portable is None else selection.with_variables(**{PORTABLE_VARIABLE: str(int(portable))})
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:

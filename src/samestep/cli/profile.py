@@ -1,7 +1,6 @@
 """`samestep profile` and the option that asks for a profile: the time of a step's phases, and traces to look at."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
@@ -58,7 +57,7 @@ def profiled(selection: "Selection", folder: Path) -> "Selection":
     except OSError as error:
         reason = error.strerror or error
         raise UsageError(f"cannot make {folder} for the profile: {reason}; choose another by --profile-dir") from error
-    return replace(selection, environment={**selection.environment, PROFILE_VARIABLE: str(folder.resolve())})
+    return selection.with_variables(**{PROFILE_VARIABLE: str(folder.resolve())})
 
 
 def traces(folder: Path) -> list[str]:

@@ -129,16 +129,16 @@ def run(
 def _audited(selection: "Selection", audit: int, action: str, name: str, reading: "Reading") -> "Selection":
     """The devices whose workers are to audit the steps of a script."""
     from samestep.checks import check_choice
-    from samestep.comm.environment import AUDIT_VARIABLE
+    from samestep.comm.environment import AUDIT_ACTIONS, AUDIT_VARIABLE
     from samestep.errors import UsageError
 
-    check_choice("--audit-action", action, ("exclude", "warn", "stop"))
+    check_choice("--audit-action", action, AUDIT_ACTIONS)
     if not reading.own:
         raise UsageError(
             f"got --audit {audit} for {name}, whose steps are its own ({reading.reason}): only those of samestep.Run "
             "can be computed again by another device. Leave --audit out, or train by samestep.Run"
         )
-    return replace(selection, environment={**selection.environment, AUDIT_VARIABLE: f"{audit}:{action}"})
+    return selection.with_variables(**{AUDIT_VARIABLE: f"{audit}:{action}"})
 
 
 def _as_read(job: Job, script: ScriptOptions, reading: "Reading", simulated: bool, places: Any) -> Job:

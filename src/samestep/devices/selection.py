@@ -3,8 +3,8 @@
 import os
 import re
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import cast
 
@@ -31,6 +31,7 @@ class Selection:
         devices: the devices.
         environment: variables to set for the workers before they import torch. A worker then sees the selected
             devices alone, numbered 0, 1, … in this order.
+        variables: further ones, of commands; the same for each device.
         notes: sentences on surprises, such as more workers than cores.
     """
 
@@ -38,6 +39,16 @@ class Selection:
     devices: tuple[Device, ...]
     environment: dict[str, str]
     notes: tuple[str, ...] = ()
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def worker_environment(self) -> dict[str, str]:
+        """All variables to set for the workers."""
+        return {**self.environment, **self.variables}
+
+    def with_variables(self, **variables: str) -> "Selection":
+        """The same devices, whose workers have further variables."""
+        return replace(self, variables={**self.variables, **variables})
 
     @property
     def indices(self) -> tuple[int, ...]:

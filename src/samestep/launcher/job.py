@@ -248,7 +248,7 @@ def assign(job: Job, selection: "Selection", run_id: str, attempt: int) -> tuple
                 device_kind=selection.kind,
                 device=selection.label(index),
                 run_id=run_id,
-                variables=dict(seen.environment),
+                variables=seen.worker_environment,
                 device_index=index,
                 shares_device=world_size > selection.count,
                 slot=rank,
@@ -261,8 +261,9 @@ def assign(job: Job, selection: "Selection", run_id: str, attempt: int) -> tuple
 
 def process_variables(selection: "Selection", num_threads: int) -> dict[str, str]:
     """The variables that must be set before a worker's process imports torch."""
-    portable = portable_variables(selection.kind, asks_for_portable({**os.environ, **selection.environment}))
-    return {**server_variables(num_threads), **selection.environment, **portable}
+    own = selection.worker_environment
+    portable = portable_variables(selection.kind, asks_for_portable({**os.environ, **own}))
+    return {**server_variables(num_threads), **own, **portable}
 
 
 def worker_variables(instruction: Instruction) -> dict[str, str]:

@@ -68,7 +68,7 @@ def hand_over(job: Job, selection: Selection, torchrun: Torchrun) -> Outcome:
         own = []
         if logical_devices is not None:
             Path(folder, TOKENS).touch()
-            own = [dict(selection.only(index).environment) for index in range(selection.count)]
+            own = [selection.only(index).worker_environment for index in range(selection.count)]
         worker.append(json.dumps({"folder": folder, "variables": own, "numbered": wait.node_rank is not None}))
         given = {**torchrun.options, "nproc-per-node": num_workers, "max-restarts": policy.max_restarts}
         options = [f"--{name}={value}" for name, value in {**given, "log-dir": folder}.items()]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, get_args, get_origin
 
 from samestep.checks import check_choice, check_number
+from samestep.comm.environment import AUDIT_ACTIONS
 from samestep.core.microbatches import check_num_microbatches
 from samestep.errors import UsageError
 from samestep.files import load_json
@@ -299,7 +300,7 @@ class JobConfig:
     audit_action: str = _option(
         "What follows if one does: exclude (the default), warn or stop.",
         "exclude",
-        choices=("warn", "exclude", "stop"),
+        choices=AUDIT_ACTIONS,
         panel=DEVICES,
         metavar="NAME",
     )
