@@ -17,9 +17,7 @@ from samestep.comm.transport import Connection, Pending, Transport, repeat_to_al
 from samestep.errors import PeerLostError, SamestepError
 
 ROLL_CALL_SECONDS = 5.0
-FAILURE_SECONDS = (
-    10.0  # in which the ranks hear of NCCL's error on one, unless NCCL holds them back until that one ends
-)
+FAILURE_SECONDS = 10.0  # in which the ranks hear of NCCL's error on one, unless NCCL holds them back
 NO_LIMIT = timedelta(days=365)
 LATENCY_BYTES = {"gloo": 256 << 10, "nccl": 1 << 20}
 """The cost of a message in bytes: gloo's is measured (benchmarks/transport.py --forms). NCCL's is an estimate,
