@@ -228,14 +228,17 @@ def shared_loss(model, batch, counts):
     return squared(model, batch).sum() / counts
 
 
-def fit(communicator, audit, make_data, loss=squared, flip=None, num_workers=0, **options):
+def fit(communicator, audit, make_data, options=()):
     """Two epochs by a loader, and a draw of the script's own after each step."""
+    given = dict(options)
+    loss, flip = given.pop("loss", squared), given.pop("flip", None)
+    num_workers = given.pop("num_workers", 0)
     run = Run(24, V, communicator=communicator)
     model = perceptron()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     observers = [] if flip is None else [Flipping(flip, communicator, model, optimizer)]
-    given = {"audit": audit, "audit_action": "warn", "observers": observers}
-    step = run.train_step(model, optimizer, loss, **given, **options)
+    given |= {"audit": audit, "audit_action": "warn", "observers": observers}
+    step = run.train_step(model, optimizer, loss, **given)
     loader = run.loader(make_data(), shuffle=not isinstance(make_data(), IterableDataset), num_workers=num_workers)
     draws = []
     for _ in range(2):
@@ -252,27 +255,38 @@ class Stream(IterableDataset):
         yield from zip(x + torch.rand(72, 5), y, strict=True)
 
 
-@pytest.mark.parametrize(
-    ("make_data", "options"),
-    [
-        (lambda: table(72), {}),
-        (lambda: table(70), {"loss": in_place}),
-        (Noisy, {"loss": in_place}),
-        (Noisy, {"num_workers": 2}),
-        (Stream, {"loss": in_place}),
-        (lambda: table(72), {"loss": shared_loss, "counts_fn": lambda batch: len(batch[0])}),
-    ],
-)
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_the_auditor_fetches_the_same_samples_and_moves_no_generator(make_data, options, world_size):
-    expected = in_turns(1, lambda c: fit(c, None, make_data, **options))[0]
-    for result in in_turns(world_size, lambda c: fit(c, 1, make_data, **options)):
+DATA = [
+    (lambda: table(72), {}),
+    (lambda: table(70), {"loss": in_place}),
+    (Noisy, {"loss": in_place}),
+    (Stream, {"loss": in_place}),
+    (lambda: table(72), {"loss": shared_loss, "counts_fn": lambda batch: len(batch[0])}),
+]
+WITH_WORKERS = (Noisy, {"num_workers": 2})
+
+
+def check_fetched(run, make_data, options, world_size):
+    """Compares trainings with and without audits, and with a flip; `run` calls a function on ranks."""
+    expected = run(1, fit, None, make_data, options)[0]
+    for result in run(world_size, fit, 1, make_data, options):
         assert (result[0], result[2]) == (expected[0], 0)
         assert result[1] == expected[1] or world_size > 1
     microbatch = audited(3)
     flip = Flip("gradient", owner(microbatch, world_size), 3, microbatch, DRAW)
-    digest, _, count = in_turns(world_size, lambda c: fit(c, 1, make_data, flip=flip, **options))[0]
+    digest, _, count = run(world_size, fit, 1, make_data, {**options, "flip": flip})[0]
     assert (digest, count) == (expected[0], 1)
+
+
+@pytest.mark.parametrize(
+    ("make_data", "options", "world_size"), [*((*each, size) for size in (1, 3) for each in DATA), (*WITH_WORKERS, 1)]
+)
+def test_the_auditor_fetches_the_same_samples_and_moves_no_generator(make_data, options, world_size):
+    check_fetched(in_turns, make_data, options, world_size)
+
+
+def test_the_auditor_fetches_the_same_samples_by_data_workers(worlds):
+    # In processes: a fork of data workers beside the threads of other ranks can hang.
+    check_fetched(lambda size, *arguments: worlds(size).run(*arguments), *WITH_WORKERS, 3)
 
 
 def test_samples_that_differ_when_they_are_read_again_are_named():
