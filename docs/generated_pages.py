@@ -16,6 +16,14 @@ EXAMPLES = ROOT / "examples"
 _LISTED: list[str] = []  # a line a page
 
 
+def on_config(config: Any, **_: Any) -> Any:
+    """Writes below each page which version it describes."""
+    from samestep.version import __version__
+
+    config["copyright"] = f"samestep {__version__}"
+    return config
+
+
 def on_pre_build(**_: Any) -> None:
     """Begins the list of pages."""
     _LISTED.clear()

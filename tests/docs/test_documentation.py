@@ -23,7 +23,7 @@ DOCS = sorted((ROOT / "docs").rglob("*.md"))
 EXAMPLES = ROOT / "examples" / "README.md"
 TUTORIALS = ROOT / "docs" / "tutorials.md"
 GUIDES = [ROOT / "README.md", EXAMPLES, *DOCS]
-PAGES = [*GUIDES, ROOT / "CONTRIBUTING.md", ROOT / "AGENTS.md", ROOT / "CHANGELOG.md"]
+PAGES = [*GUIDES, *(page for page in sorted(ROOT.glob("*.md")) if page.name != "README.md")]
 SPANNING = re.MULTILINE | re.DOTALL
 FENCE = re.compile(r'^```(?P<language>\w+)(?: title="(?P<title>[^"]+)")?\n(?P<text>.*?)^```$', SPANNING)
 STARTS_WORKERS = "samestep.launch("
@@ -380,6 +380,10 @@ def generated(name):
     """A page as mkdocs gets it."""
     page = SimpleNamespace(title=name, url=name)
     return hook().on_page_markdown((ROOT / "docs" / name).read_text(encoding="utf-8"), page=page)
+
+
+def test_each_page_names_the_version_that_it_describes():
+    assert hook().on_config({})["copyright"] == f"samestep {samestep.__version__}"
 
 
 def test_all_pages_are_listed_with_their_first_sentence(tmp_path):

@@ -1,0 +1,148 @@
+"""What is released: the wheel made from the sdist, alone in an environment from which the checkout is not reached."""
+
+import re
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import zipfile
+from email import message_from_bytes
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import yaml
+from cli_commands import samestep
+
+from samestep.version import __version__
+
+ROOT = Path(__file__).resolve().parents[1]
+WHERE = "import samestep, sys; print(samestep.__file__, *sys.path, sep='\\n')"
+
+
+def succeeded(*words, cwd):
+    done = subprocess.run([*map(str, words)], cwd=cwd, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def released(tmp_path_factory):
+    """The sdist of the checkout, the wheel made from it, and an environment with that wheel.
+
+    The environment sees the packages that the wheel depends on where they are installed already, by a path; the file
+    beside them that leads to the checkout is not read from there.
+    """
+    folder = tmp_path_factory.mktemp("released")
+    build = (sys.executable, "-m", "hatchling", "build", "-d", folder)
+    succeeded(*build, "-t", "sdist", cwd=ROOT)
+    sdist = folder / f"samestep-{__version__}.tar.gz"
+    with tarfile.open(sdist) as archive:
+        archive.extractall(folder, filter="data")
+    succeeded(*build, "-t", "wheel", cwd=folder / f"samestep-{__version__}")
+    wheel = folder / f"samestep-{__version__}-py3-none-any.whl"
+    succeeded(sys.executable, "-m", "venv", "--without-pip", folder / "env", cwd=folder)
+    python = folder / "env" / "bin" / "python"
+    succeeded(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", wheel, cwd=folder)
+    (own,) = (folder / "env").glob("lib/python*/site-packages")
+    installed = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
+    (own / "dependencies.pth").write_text("\n".join(sorted(installed)) + "\n")
+    return SimpleNamespace(sdist=sdist, wheel=wheel, python=python, command=(folder / "env" / "bin" / "samestep",))
+
+
+def from_checkout(said):
+    """Whether the package, or a place to import from, is that of the checkout."""
+    home, *places = map(Path, said.splitlines())
+    return ROOT / "src" in (home.parents[1], *places)
+
+
+def unexpected(names):
+    """The files of a wheel that are neither the package nor its metadata."""
+    return [name for name in names if not re.match(rf"samestep(-{re.escape(__version__)}\.dist-info)?/", name)]
+
+
+def test_the_wheel_has_every_file_of_the_package_and_no_other(released):
+    with zipfile.ZipFile(released.wheel) as archive:
+        names = {name for name in archive.namelist() if ".dist-info/" not in name}
+    listed = succeeded("git", "ls-files", "src/samestep", "docs/causes", cwd=ROOT).splitlines()
+    assert names == {name.removeprefix("src/").replace("docs/causes", "samestep/docs/causes") for name in listed}
+    assert unexpected(names) == []
+    assert unexpected({"samestep/run/run.py", "tests/worlds.py"}) == ["tests/worlds.py"]
+
+
+def test_the_sdist_has_what_develops_and_cites_samestep(released):
+    with tarfile.open(released.sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    needed = """CITATION.cff CODE_OF_CONDUCT.md CONTRIBUTING.md LICENSE Makefile PKG-INFO README.md SECURITY.md
+        benchmarks/bench.py constraints.txt docs/installation.md examples/ddp.py mkdocs.yml tests/conftest.py
+        tools/count_lines.py"""
+    assert {*needed.split()} - names == set()
+
+
+def test_the_metadata_says_what_the_project_says(released):
+    with zipfile.ZipFile(released.wheel) as archive:
+        metadata = message_from_bytes(archive.read(f"samestep-{__version__}.dist-info/METADATA"))
+        licences = [name for name in archive.namelist() if name.endswith("licenses/LICENSE")]
+    assert (metadata["Name"], metadata["Version"]) == ("samestep", __version__)
+    assert (metadata["License-Expression"], metadata["License-File"]) == ("Apache-2.0", "LICENSE")
+    assert licences
+    assert metadata["Requires-Python"] == ">=3.11"
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    assert metadata.get_payload(decode=True).decode() == (ROOT / "README.md").read_text("utf-8")
+    assert {"torch>=2.10", "numpy>=1.26"} <= {*metadata.get_all("Requires-Dist")}
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text("utf-8"))
+    assert (cited["version"], cited["license"]) == (__version__, metadata["License-Expression"])
+    assert f"\n## {__version__} - " in (ROOT / "CHANGELOG.md").read_text("utf-8")
+
+
+def test_nothing_of_the_checkout_is_imported(released, tmp_path):
+    said = succeeded(released.python, "-c", WHERE, cwd=tmp_path)
+    assert Path(said.splitlines()[0]).is_relative_to(released.wheel.parent / "env")
+    assert not from_checkout(said)
+    reached = f"import sys; sys.path.insert(0, {str(ROOT / 'src')!r}); {WHERE}"
+    assert from_checkout(succeeded(released.python, "-c", reached, cwd=tmp_path))
+
+
+def test_the_readme_s_example_prints_the_same_on_one_device_and_on_two(released, tmp_path):
+    found = re.search(r'^```python title="train.py"\n(.*?)^```$', (ROOT / "README.md").read_text("utf-8"), re.M | re.S)
+    (tmp_path / "train.py").write_text(found[1])
+    alone = succeeded(released.python, "train.py", cwd=tmp_path)
+    assert re.search(r"epoch 3, loss \d.*\n[0-9a-f]{64}\n$", alone)
+    done = samestep("run", "--devices", "cpu:2", "train.py", cwd=tmp_path, command=released.command)
+    assert (done.returncode, done.stdout) == (0, alone), done.stderr
+
+
+def test_a_script_of_distributed_data_parallel_has_the_bits_of_four_devices_on_one_and_two(released, tmp_path):
+    script = (ROOT / "examples" / "ddp.py", "--samples", 256, "--epochs", 2)
+    options = ("run", "--logical-devices", 4, "--devices")
+    one, two = (
+        samestep(*options, devices, *script, cwd=tmp_path, command=released.command) for devices in ("cpu:1", "cpu:2")
+    )
+    assert "epoch 2: loss" in one.stdout, one.stderr
+    assert "processes 4" in one.stdout
+    assert (two.returncode, two.stdout) == (0, one.stdout), two.stderr
+
+
+def test_verify_and_explain_run(released, tmp_path):
+    script = ("--samples", 128, "--epochs", 1)
+    words = ("verify", "--logical-devices", 2, "--devices", "cpu:1,cpu:2", "--steps", 2, ROOT / "examples" / "ddp.py")
+    done = samestep(*words, *script, cwd=tmp_path, command=released.command)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "bitwise" in done.stdout
+    page = samestep("explain", "batchnorm", cwd=tmp_path, command=released.command)
+    assert (page.returncode, page.stderr) == (0, "")
+    assert "BatchNorm" in page.stdout
+
+
+def test_what_is_published_is_what_was_built_once_and_tested_on_each_python_that_is_named():
+    text = (ROOT / ".github" / "workflows" / "release.yml").read_text("utf-8")
+    jobs = yaml.safe_load(text)["jobs"]
+    builds = [name for name, job in jobs.items() if "hatchling build" in str(job["steps"])]
+    assert builds == ["build"]
+    assert [jobs[name].get("needs") for name in ("build", "test", "publish")] == ["gate", "build", "test"]
+    assert ".ci/run" in str(jobs["gate"]["steps"])
+    assert all("uses" in step for step in jobs["publish"]["steps"])  # no command that could change a file
+    assert jobs["publish"]["permissions"] == {"id-token": "write", "attestations": "write"}
+    assert not re.search(r"secrets\.|password|token:(?! write)", text)
+    classifiers = re.findall(r"Python :: (3\.\d+)", (ROOT / "pyproject.toml").read_text("utf-8"))
+    assert jobs["test"]["strategy"]["matrix"]["python"] == classifiers
