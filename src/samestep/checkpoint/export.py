@@ -1,45 +1,117 @@
-"""Exporting: the weights of a model as one safetensors file with the names of `state_dict()`, for other programs."""
+"""Exporting: the weights of a model, and its optimizer's state, in the formats that other programs read.
 
+safetensors  one file, with the names of `state_dict()`, tied tensors once
+torch        one file for `torch.load(weights_only=True)`: the `state_dict()`; with the optimizer's state a dict
+             {"model": …, "optimizer": …, "step": …}
+dcp          the same as a folder of `torch.distributed.checkpoint`
+hf           a folder for `from_pretrained`: model.safetensors, in parts with an index if it is large, config.json
+"""
+
+import json
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from samestep.checkpoint.local_shards import unsharded
-from samestep.checkpoint.packing import as_bad_checkpoint
+from samestep.checkpoint.packing import as_bad_checkpoint, unpack
 from samestep.checkpoint.resume import named_checkpoint, names_checkpoint
 from samestep.checkpoint.run_folder import CHECKPOINT_FOLDER, holds_run
-from samestep.checkpoint.state import model_tensors, not_persistent
+from samestep.checkpoint.state import NOT_OURS, model_tensors, not_persistent
 from samestep.checkpoint.storage import Snapshot, newest_checkpoint, read_checkpoint
-from samestep.checkpoint.verified_files import SUFFIX, is_part, write_tensors
+from samestep.checkpoint.verified_files import SUFFIX, is_part, write_sealed, write_sealed_tensors, write_tensors
+from samestep.checks import check_choice, check_number
 from samestep.comm.exceptions import on_main
 from samestep.engine.step import TrainStep
 from samestep.errors import UsageError
-from samestep.files import replacing
+from samestep.files import remove_entry, replacing, sync_folder, temporary_name, writing
 
 MODEL = "model"
+FORMATS = ("safetensors", "torch", "dcp", "hf")
+WITH_OPTIMIZER = ("torch", "dcp")
+MAX_FILE_BYTES = 50 * 10**9
 _METADATA = {"format": "pt"}
 
 
-def export_weights(place: str | Path, file: str | Path, model: str = MODEL) -> Path:
-    """Writes parameters and persistent buffers under the names that `state_dict()` gives them; tied ones once.
+def export_weights(
+    place: str | Path,
+    target: str | Path,
+    model: str = MODEL,
+    *,
+    format: str = FORMATS[0],
+    optimizer: bool = False,
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> Path:
+    """Writes parameters and persistent buffers under the names that `state_dict()` gives them.
 
     Args:
         place: a run folder or one with checkpoints, of which the newest good one is taken; or one checkpoint.
-        file: the new safetensors file.
+        target: the new file, or for "dcp" and "hf" the new folder.
         model: which one of several.
+        format: "safetensors" (tied tensors once), "torch" (for `torch.load`), "dcp" (`torch.distributed.checkpoint`) or
+            "hf" (for `from_pretrained`; with config.json if the run's model was one of transformers).
+        optimizer: with "torch" and "dcp" the optimizer's `state_dict()` too, a list if there are several: then the
+            content is {"model": …, "optimizer": …, "step": …}.
+        max_file_bytes: of tensors in one file of "hf", unless a single one has more.
 
     Returns:
         The checkpoint.
 
     Raises:
-        UsageError: the file exists, no checkpoint is good, or there is no such model in it.
+        UsageError: the target exists, no checkpoint is good, there is no such model in it, or an argument that cannot
+            be.
         CheckpointError: the named checkpoint is damaged.
-        RunFolderError: the file cannot be written.
+        RunFolderError: the target cannot be written.
     """
-    target = Path(file)
+    target = Path(target)
+    check_choice("format", format, FORMATS)
+    if optimizer and format not in WITH_OPTIMIZER:
+        raise UsageError(
+            f"the format {format} holds weights alone; an optimizer's state (--optimizer) needs --format "
+            f"{' or '.join(WITH_OPTIMIZER)}"
+        )
+    check_number("max_file_bytes", max_file_bytes, 1)
     if target.exists():
-        raise UsageError(f"{target} is there already; name a file that is not, or remove it")
-    path, snapshot = _read(Path(place), model)
+        raise UsageError(f"{target} is there already; name one that is not, or remove it")
+    path, snapshot = read_place(Path(place), None if optimizer else model)
+    weights, tied = model_weights(path, snapshot, model)
+    if format == "safetensors":
+        with replacing(target) as temporary:
+            write_tensors(temporary, weights, _METADATA)
+    elif format == "hf":
+        config = snapshot.facts.get("config", {}).get(model)
+        with _new_folder(target) as folder:
+            _write_hub_files(folder, weights, config, max_file_bytes)
+    else:
+        content: dict[str, Any] = {**weights, **tied}
+        if optimizer:
+            states = optimizer_states(snapshot)
+            states_or_one = states[0] if len(states) == 1 else states
+            content = {"model": content, "optimizer": states_or_one, "step": snapshot.step}
+        _WRITERS[format](target, content)
+    return path
+
+
+def read_place(place: Path, only: str | None) -> tuple[Path, Snapshot]:
+    """The checkpoint that a path names, or the newest good one of the run or folder, with the tensors of one model."""
+    if names_checkpoint(place):
+        path = named_checkpoint(place)
+        return path, read_checkpoint(path, only=only)
+    skipped: list[str] = []
+    found = newest_checkpoint(place / CHECKPOINT_FOLDER if holds_run(place) else place, tell=skipped.append, only=only)
+    if found is None:
+        why = "; ".join(skipped) or "there is none"
+        raise UsageError(f"{place} has no good checkpoint ({why}); give the folder of a run, or a checkpoint in one")
+    return found.path, found.snapshot
+
+
+def model_weights(path: Path, snapshot: Snapshot, model: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The tensors in the `state_dict()` of a model, tied ones once; and those under their further names."""
     if model not in snapshot.files:
         files = {entry.name.removesuffix(SUFFIX) for entry in path.glob(f"{MODEL}*{SUFFIX}")}
         others = sorted(name for name in files if not is_part(f"{name}{SUFFIX}"))
@@ -47,23 +119,77 @@ def export_weights(place: str | Path, file: str | Path, model: str = MODEL) -> P
     facts = snapshot.facts if isinstance(snapshot.facts, dict) else {}
     with as_bad_checkpoint(f"{path} does not say which buffers are not persistent"):
         left_out = set(facts.get("not_persistent", {}).get(model, ()))
-    tensors = {name: tensor for name, tensor in sorted(snapshot.files[model].items()) if name not in left_out}
+        first = dict(facts.get("tied", {}).get(model, {}))
+    weights = {name: tensor for name, tensor in sorted(snapshot.files[model].items()) if name not in left_out}
+    return weights, {name: weights[other] for name, other in first.items() if other in weights}
+
+
+def optimizer_states(snapshot: Snapshot) -> list[dict[str, Any]]:
+    """The `state_dict()` of each optimizer."""
+    with as_bad_checkpoint(NOT_OURS):
+        return [unpack(packed, snapshot.files["optimizer"]) for packed in snapshot.facts["optimizers"]]
+
+
+def _save(target: Path, content: dict[str, Any]) -> None:
+    """Writes a file for `torch.load`."""
     with replacing(target) as temporary:
-        write_tensors(temporary, tensors, _METADATA)
-    return path
+        try:
+            torch.save(content, temporary)
+        except RuntimeError as error:  # of a full disk, too
+            raise OSError(str(error).splitlines()[0]) from error
 
 
-def _read(place: Path, model: str) -> tuple[Path, Snapshot]:
-    """The checkpoint that a path names, or the newest good one of the run or folder, with the tensors of one model."""
-    if names_checkpoint(place):
-        path = named_checkpoint(place)
-        return path, read_checkpoint(path, only=model)
-    skipped: list[str] = []
-    found = newest_checkpoint(place / CHECKPOINT_FOLDER if holds_run(place) else place, tell=skipped.append, only=model)
-    if found is None:
-        why = "; ".join(skipped) or "there is none"
-        raise UsageError(f"{place} has no good checkpoint ({why}); give the folder of a run, or a checkpoint in one")
-    return found.path, found.snapshot
+def _save_distributed(target: Path, content: dict[str, Any]) -> None:
+    """Writes a folder of torch.distributed.checkpoint."""
+    import torch.distributed.checkpoint as dcp
+
+    with _new_folder(target) as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that no other rank takes part
+        dcp.save(content, checkpoint_id=folder, no_dist=True)
+
+
+_WRITERS: Mapping[str, Callable[[Path, dict[str, Any]], None]] = {"torch": _save, "dcp": _save_distributed}
+
+
+def _write_hub_files(folder: Path, weights: Mapping[str, Tensor], config: Any, max_file_bytes: int) -> None:
+    """Writes model.safetensors, or its parts and their index, and config.json if there is a configuration."""
+    parts: list[dict[str, Tensor]] = []
+    filled = math.inf
+    for name, tensor in weights.items():
+        if filled + tensor.nbytes > max_file_bytes:
+            parts.append({})
+            filled = 0
+        parts[-1][name] = tensor
+        filled += tensor.nbytes
+    several = len(parts) > 1
+    where: dict[str, str] = {}
+    for number, part in enumerate(parts or [{}], 1):
+        name = f"model-{number:05d}-of-{len(parts):05d}{SUFFIX}" if several else f"model{SUFFIX}"
+        write_sealed_tensors(folder / name, part, _METADATA)
+        where |= dict.fromkeys(part, name)
+    if several:
+        size = sum(tensor.nbytes for tensor in weights.values())
+        _write_json(folder / f"model{SUFFIX}.index.json", {"metadata": {"total_size": size}, "weight_map": where})
+    if config is not None:
+        _write_json(folder / "config.json", config)
+
+
+def _write_json(path: Path, value: Any) -> None:
+    write_sealed(path, json.dumps(value, indent=2, sort_keys=True).encode() + b"\n")
+
+
+@contextmanager
+def _new_folder(target: Path) -> Iterator[Path]:
+    """Yields a temporary folder, which is renamed to `target` on success; raises as `writing` does."""
+    temporary = temporary_name(target.parent, target.name)
+    try:
+        with writing(target):
+            temporary.mkdir()
+            yield temporary
+            sync_folder(temporary)
+            temporary.rename(target)
+    finally:
+        remove_entry(temporary)
 
 
 @torch.no_grad()

@@ -85,6 +85,9 @@ def capture(step: Steps, rest: Mapping[str, Any]) -> Snapshot:
         for (name, (model, _)), began in zip(parts.models.items(), parts.began, strict=True)
     }
     facts["not_persistent"] = {name: not_persistent(model) for name, (model, _) in parts.models.items()}
+    for key, of in (("tied", tied_names), ("config", hub_config)):  # for an export alone
+        if found := {name: value for name, (model, _) in parts.models.items() if (value := of(model))}:
+            facts[key] = found
     return Snapshot(sum(each.num_steps for each in parts.steps), files, facts)
 
 
@@ -297,6 +300,22 @@ def not_persistent(model: nn.Module) -> list[str]:
         for path, module in model.named_modules()
         for key in sorted(module._non_persistent_buffers_set)
     ]
+
+
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """The further names of parameters and buffers that have several, and the first name of each."""
+    first = {id(tensor): name for name, tensor in chain(model.named_parameters(), model.named_buffers())}
+    every = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+    return {name: first[id(tensor)] for name, tensor in every if first[id(tensor)] != name}
+
+
+def hub_config(model: nn.Module) -> dict[str, Any] | None:
+    """The content of config.json for a model of transformers; None for other models, and those with adapters."""
+    config: Any = getattr(model, "config", None)
+    if not hasattr(model, "save_pretrained") or not hasattr(config, "to_json_string") or hasattr(model, "peft_config"):
+        return None
+    # FSDP2 has put a subclass in the place of the model's class.
+    return {**json.loads(config.to_json_string()), "architectures": [type(model).__name__.removeprefix("FSDP")]}
 
 
 def _parts(step: Steps) -> _Parts:

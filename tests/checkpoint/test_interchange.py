@@ -1,0 +1,154 @@
+"""Weights in and out: what the readers and writers of other libraries make of them, under every strategy."""
+
+import json
+from functools import partial
+
+import pytest
+import torch
+from hub_programs import NETS, finetune
+from worlds import alone, in_turns
+
+from samestep.checkpoint.export import export_weights
+from samestep.cli.main import main
+from samestep.errors import UsageError
+
+IN_PROCESSES = {"sharded": "gpt2", "pipeline": "staged"}
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory):
+    """The run of a net on one device: its folder, digest and weights."""
+    known = {}
+
+    def look_up(net):
+        if net not in known:
+            folder = tmp_path_factory.mktemp(net)
+            known[net] = folder / "run", *alone(finetune, net, "replicate", folder / "run")
+        return known[net]
+
+    return look_up
+
+
+def exported(place, folder):
+    """The folder of a run's weights for `from_pretrained`."""
+    export_weights(place, folder, format="hf")
+    return folder
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("strategy", ["replicate", "zero1"])
+def test_from_pretrained_reads_the_weights_of_a_run_and_goes_on_alike(tuned, tmp_path, strategy, world_size):
+    check_round_trip(tuned, tmp_path, "gpt2", strategy, partial(in_turns, world_size))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("strategy", IN_PROCESSES)
+def test_from_pretrained_reads_the_weights_of_a_divided_model_and_goes_on_alike(
+    worlds, tuned, tmp_path, strategy, world_size
+):
+    check_round_trip(tuned, tmp_path, IN_PROCESSES[strategy], strategy, worlds(world_size).run)
+
+
+def check_round_trip(tuned, folder, net, strategy, run):
+    place, digest, weights = tuned(net)
+    assert {each[0] for each in run(finetune, net, strategy, folder / "run")} == {digest}
+    hub = exported(folder / "run", folder / "hub")
+    read = NETS[net].from_pretrained(hub).state_dict()
+    assert read.keys() == weights.keys()
+    assert all(torch.equal(read[name], weights[name]) for name in read)
+    reference = exported(place, folder / "reference")
+    assert [path.read_bytes() for path in sorted(hub.iterdir())] == [
+        path.read_bytes() for path in sorted(reference.iterdir())
+    ]
+    on = {each[0] for each in run(finetune, net, strategy, None, hub)}
+    assert on == {alone(finetune, net, "replicate", None, weights)[0]}
+    assert on != {digest}, "the twin: a fresh model ends elsewhere"
+
+
+def test_two_ranks_along_tensor_write_what_from_pretrained_reads_and_go_on_alike(worlds, tmp_path):
+    first = {each[0] for each in worlds(2).run(finetune, "staged", "tensor", tmp_path / "run")}
+    hub = exported(tmp_path / "run", tmp_path / "hub")
+    export_weights(tmp_path / "run", tmp_path / "weights.pt", format="torch")
+    weights = torch.load(tmp_path / "weights.pt", weights_only=True)
+    read = NETS["staged"].from_pretrained(hub).state_dict()
+    assert all(torch.equal(read[name], weights[name]) for name in read)
+    on = [{each[0] for each in worlds(2).run(finetune, "staged", "tensor", None, each)} for each in (hub, weights)]
+    assert on[0] == on[1] != first
+
+
+def test_weights_beyond_the_size_of_a_file_are_cut_and_indexed_as_from_pretrained_reads_them(tuned, tmp_path):
+    place, _, weights = tuned("gpt2")
+    export_weights(place, tmp_path / "cut", format="hf", max_file_bytes=2000)
+    names = sorted(path.name for path in (tmp_path / "cut").iterdir())
+    index = json.loads((tmp_path / "cut" / "model.safetensors.index.json").read_text())
+    assert len(names) > 4
+    assert set(index["weight_map"].values()) == {name for name in names if name.endswith(".safetensors")}
+    read = NETS["gpt2"].from_pretrained(tmp_path / "cut").state_dict()
+    assert all(torch.equal(read[name], weights[name]) for name in weights)
+    (tmp_path / "cut" / index["weight_map"]["transformer.wpe.weight"]).unlink()
+    with pytest.raises(OSError, match="safetensors"):
+        NETS["gpt2"].from_pretrained(tmp_path / "cut")
+
+
+def test_torch_and_distributed_checkpoints_hold_weights_and_the_state_of_the_optimizer(tuned, tmp_path):
+    import torch.distributed.checkpoint as dcp
+
+    place, _, weights = tuned("gpt2")
+    export_weights(place, tmp_path / "weights.pt", format="torch")
+    model = NETS["gpt2"](NETS["gpt2"].config_class(**json.loads(config_of(place, tmp_path))))
+    model.load_state_dict(torch.load(tmp_path / "weights.pt", weights_only=True))
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
+
+    export_weights(place, tmp_path / "both.pt", format="torch", optimizer=True)
+    both = torch.load(tmp_path / "both.pt", weights_only=True)
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.load_state_dict(both["optimizer"])
+    assert both["step"] == 6 == optimizer.state[model.lm_head.weight]["step"]
+    assert optimizer.param_groups[0]["lr"] == 0.01
+
+    export_weights(place, tmp_path / "flat", format="dcp")
+    read = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
+    dcp.load(read, checkpoint_id=tmp_path / "flat", no_dist=True)
+    assert all(torch.equal(read[name], weights[name]) for name in weights)
+    export_weights(place, tmp_path / "nested", format="dcp", optimizer=True)
+    moments = {"optimizer": {"state": {0: {"exp_avg": torch.zeros(16, 8)}}}}
+    dcp.load(moments, checkpoint_id=tmp_path / "nested", no_dist=True)
+    assert torch.equal(moments["optimizer"]["state"][0]["exp_avg"], both["optimizer"]["state"][0]["exp_avg"])
+
+
+def test_the_command_has_the_formats_and_the_size_of_files(tuned, tmp_path, monkeypatch, capsys):
+    place, _, weights = tuned("gpt2")
+    for words, code, message in (
+        (["hub", "--format", "hf", "--max-shard-size", "2KB"], 0, "the weights of"),
+        (["both.pt", "--format", "torch", "--optimizer"], 0, "the weights of"),
+        (["x", "--max-shard-size", "5 boxes"], 2, "such as 5GB or 500MB"),
+        (["x", "--format", "hug"], 2, "(--format)"),
+    ):
+        monkeypatch.setattr("sys.argv", ["samestep", "export", str(place), str(tmp_path / words[0]), *words[1:]])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        said = capsys.readouterr()
+        assert ended.value.code == code, said.err
+        assert message in said.out + said.err
+    assert len(list((tmp_path / "hub").glob("*.safetensors"))) > 1
+    read = torch.load(tmp_path / "both.pt", weights_only=True)["model"]
+    assert all(torch.equal(read[name], weights[name]) for name in weights)
+
+
+def config_of(place, folder):
+    return (exported(place, folder / "hub") / "config.json").read_text()
+
+
+def test_what_a_format_does_not_hold_is_refused_before_anything_is_written(tuned, tmp_path):
+    place, *_ = tuned("gpt2")
+    for options, message in (
+        ({"format": "onnx"}, "safetensors, torch, dcp, hf"),
+        ({"format": "hf", "optimizer": True}, "needs --format torch or dcp"),
+        ({"format": "hf", "max_file_bytes": 0}, "max_file_bytes"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            export_weights(place, tmp_path / "out", **options)
+    (tmp_path / "taken").mkdir()
+    with pytest.raises(UsageError, match="is there already"):
+        export_weights(place, tmp_path / "taken", format="dcp")
+    assert [path.name for path in tmp_path.iterdir()] == ["taken"]
