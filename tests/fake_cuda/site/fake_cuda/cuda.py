@@ -78,10 +78,13 @@ def prepare() -> None:
 def complete(module: ModuleType) -> None:
     """What else is written in C++: NVML's view, device properties, storages that change their size."""
     has_nvml = os.environ.get("FAKE_CUDA_NVML") != "0"
-    there = int(os.environ["FAKE_CUDA_DEVICES"]) if has_nvml else -1
+
+    def count() -> int:  # when it is asked: a fork of a process that has imported torch may have other GPUs
+        return int(os.environ["FAKE_CUDA_DEVICES"]) if has_nvml else -1
+
     names: Any = module
-    names._raw_device_count_nvml = lambda: there
-    names._raw_device_uuid_nvml = lambda: [f"GPU-{native.physical_id(-1 - k)}" for k in range(there)] or None
+    names._raw_device_count_nvml = count
+    names._raw_device_uuid_nvml = lambda: [f"GPU-{native.physical_id(-1 - k)}" for k in range(count())] or None
     names._get_device_properties = _properties
     storage: Any = torch.UntypedStorage
     new_on_host, resize_on_host = storage.__new__, storage.resize_
