@@ -44,8 +44,9 @@ class GradientSum(MicrobatchGradients):
     # copies a microbatch's `.grad` into a bucket and pushes it on that tree, where the left operand of an addition
     # takes the sum, and the right one's memory serves the next microbatch. What a rank has left on a tree after its
     # last microbatch are the blocks that it ships (`core.tree`); `start` sends those of each bucket, `finish` waits.
-    # With `overlap`, a hook on each parameter sees its gradient arrive in the last backward, and sends a bucket once
-    # all members are there. Buckets leave in their order, which is the same on all ranks, or messages would cross.
+    # With `overlap`, a hook on each parameter sees its gradient arrive, and pushes a bucket once all members are there:
+    # `.grad` is never whole beside the sums. In the last backward it sends it, too. Buckets leave in their order, which
+    # is the same on all ranks, or messages would cross.
     # A backward may add to a gradient again (reentrant checkpointing): the first steps only watch for that, and a
     # model that does so once never sends early.
 
@@ -77,7 +78,7 @@ class GradientSum(MicrobatchGradients):
         self._hooks: list[RemovableHandle] = []
         self._steps_to_observe: float = OBSERVED_STEPS + 1
         self.begin(())
-        # One rank sends nothing, but sums a large gradient bucket by bucket, so that it is never whole beside the sums.
+        # One rank sends nothing, but sums a large gradient bucket by bucket.
         if overlap and (communicator.world_size > 1 or not self._reuses) and len(self._buckets) > 1:
             self._hooks = [
                 parameter.register_post_accumulate_grad_hook(self._make_hook(index))
@@ -108,7 +109,8 @@ class GradientSum(MicrobatchGradients):
         self._under_way: list[Reduction] = []  # those of them that are not known to be done
         self._results: list[FlatSum] = []
         self._totals: list[Tensor] = []  # of the buckets that were pushed of this microbatch
-        self._last_microbatch: int | None = None
+        self._microbatch: int | None = None  # whose gradients are on their way
+        self._is_last = False  # of this rank
         self._steps_to_observe -= 1
         self._used = [False] * len(self.parameters)
         self.forget()
@@ -128,10 +130,10 @@ class GradientSum(MicrobatchGradients):
             parameter.grad = None
 
     def expect(self, microbatch: int, is_last: bool, is_empty: bool = False) -> None:
-        """Announces the next microbatch; during the backward of this rank's last full buckets may leave."""
-        # Only the last one's: before it a bucket still waits for the gradients of later microbatches.
-        if is_last and self._hooks:
-            self._last_microbatch = microbatch
+        """Announces the next microbatch; full buckets are summed during its backward, and leave during the last one."""
+        self._is_last = is_last
+        if self._hooks:
+            self._microbatch = microbatch
             self._awaited = [set(bucket.members) for bucket in self._buckets]
 
     def push(self, microbatch: int, loss: Tensor) -> Tensor:
@@ -142,7 +144,7 @@ class GradientSum(MicrobatchGradients):
         """
         for number in range(len(self._totals), len(self._buckets)):
             self._push_bucket(number, microbatch)
-        self._last_microbatch = None
+        self._microbatch, self._is_last = None, False
         self.forget()
         totals, self._totals = self._totals, []
         return totals[0] if len(totals) == 1 else torch.stack([total.float() for total in totals]).sum()
@@ -268,7 +270,7 @@ class GradientSum(MicrobatchGradients):
         self._totals.append(finite_sum(total.flat) if is_read else self._zero)
         # The left sibling's memory takes the sum, so about 1 + log2 of this rank's microbatches are alive at once.
         tree.push(block if left is None else Block(microbatch - 1, 2), total)
-        if self._last_microbatch is not None and self._communicator.world_size > 1:
+        if self._is_last and self._hooks and self._communicator.world_size > 1:
             self._send(number)
 
     def _send(self, number: int) -> None:
@@ -301,7 +303,7 @@ class GradientSum(MicrobatchGradients):
 
         def on_gradient(_: Tensor) -> None:
             owner = reference()
-            if owner is None or owner._last_microbatch is None:
+            if owner is None or owner._microbatch is None:
                 return
             if index not in owner._awaited[number]:
                 owner._steps_to_observe = math.inf
@@ -316,7 +318,7 @@ class GradientSum(MicrobatchGradients):
                 return
             # In the order of the buckets, whatever the order of the gradients: all ranks must send in the same order.
             while len(owner._totals) < len(owner._buckets) and not owner._awaited[len(owner._totals)]:
-                owner._push_bucket(len(owner._totals), owner._last_microbatch)
+                owner._push_bucket(len(owner._totals), owner._microbatch)
 
         return on_gradient
 
