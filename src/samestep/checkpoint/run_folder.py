@@ -21,6 +21,7 @@ from samestep.errors import UsageError
 from samestep.files import check_kind, is_at, make_folder, open_regular, open_unbuffered, read_object, reason, writing
 
 CONTRACT_FILE = "run.json"
+SCRIPT_FILE = "script.json"  # in its place, of a script that keeps its own checkpoints
 LEDGER_FILE = "ledger.jsonl"
 METRICS_FILE = "metrics.jsonl"
 RESULT_FILE = "result.json"
@@ -35,7 +36,17 @@ PROFILE_FOLDER = "profile"
 LOCK_FILE = ".lock"
 TENSORBOARD_FOLDER = "tensorboard"
 OWN_NAMES = (
-    *(CONTRACT_FILE, LEDGER_FILE, METRICS_FILE, RESULT_FILE, WEIGHTS_FILE, ATTESTATION_FILE, PICTURE_FILE, LOCK_FILE),
+    *(
+        CONTRACT_FILE,
+        SCRIPT_FILE,
+        LEDGER_FILE,
+        METRICS_FILE,
+        RESULT_FILE,
+        WEIGHTS_FILE,
+        ATTESTATION_FILE,
+        PICTURE_FILE,
+        LOCK_FILE,
+    ),
     *(CHECKPOINT_FOLDER, LOG_FOLDER, PROFILE_FOLDER, TENSORBOARD_FOLDER),
 )
 RUNS_FOLDER = Path("runs")
@@ -64,6 +75,26 @@ def create_folder(path: Path) -> Path:
 def holds_run(path: Path) -> bool:
     """Whether a run began in this folder."""
     return (path / CONTRACT_FILE).exists()
+
+
+def holds_script(path: Path) -> bool:
+    """Whether a script's run was recorded in this folder, by `samestep run --run-dir`."""
+    return (path / SCRIPT_FILE).exists()
+
+
+def script_of(folder: Path) -> dict[str, Any]:
+    """The content of script.json; a `UsageError` if it is no record of a script's run."""
+    kinds = {"command": list, "contract": dict, "options": dict, "files": dict, "folders": list, "changed": list}
+    try:
+        record = read_object(folder / SCRIPT_FILE)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{folder / SCRIPT_FILE} cannot be read: {reason(error)}") from error
+    bad = [name for name, kind in kinds.items() if not isinstance(record.get(name), kind)]
+    names = [str(name) for kind in ("files", "folders", "changed") if kind not in bad for name in record[kind]]
+    bad += [name for name in names if Path(name).is_absolute() or ".." in Path(name).parts]
+    if bad:
+        raise UsageError(f"{folder / SCRIPT_FILE} is no record of a script's run: see {bad[0]}")
+    return record
 
 
 def unfinished_run(recipe: str) -> Path | None:

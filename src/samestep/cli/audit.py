@@ -10,11 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from samestep.checkpoint.run_folder import holds_script
 from samestep.cli.options import Devices, cap_as_recorded, run_folders
-from samestep.text import make_console, make_table, notify
+from samestep.text import make_console, make_table, notify, one_line
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from samestep.replay.auditing import Audit, AuditedSegment, Segment
+    from samestep.replay.script_audit import ScriptAudit
 
 
 def audit(
@@ -28,16 +32,26 @@ def audit(
     trust: Annotated[
         bool, typer.Option("--trust", help="Run a script that came with RUN, or has changed since.")
     ] = False,
+    excepted: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--except", metavar="PATTERN", help="Of a script's run: files that are not compared, such as *.log."
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
     """Takes drawn segments of a recorded run again, from checkpoint to checkpoint, and compares all to the bit.
 
     Compared are the hashes of all files, each line of the ledger, the next checkpoint and the digest of the end; exit
-    code 1 if one differs. One device is enough, and taken by default. Nothing is written to RUN.
+    code 1 if one differs. One device is enough, and taken by default. Nothing is written to RUN. The run of a script,
+    recorded by samestep run --run-dir, is repeated whole, and the files that it wrote are compared.
     """
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+    if holds_script(run):
+        _audit_script(run, devices, trust, excepted or [], as_json)
+        return
     cap_as_recorded(run)
     from samestep.replay.auditing import audit as audit_run
 
@@ -61,6 +75,26 @@ def audit(
         raise typer.Exit(1)
 
 
+def _audit_script(run: Path, devices: str | None, trust: bool, excepted: list[str], as_json: bool) -> None:
+    """Audits the run of a script that keeps its own checkpoints, and prints the result."""
+    from rich.markup import escape
+
+    from samestep.replay.script_audit import audit_script
+
+    found = audit_script(run, devices=devices, trust=trust, excepted=excepted, tell=notify)
+    if as_json:
+        print(json.dumps(found.as_json()))
+    else:
+        table = make_table("file", "the same")
+        for name, difference in found.files.items():
+            table.add_row(escape(one_line(name)), _same(difference))
+        _show(found, table)
+        for name in found.not_compared:
+            make_console().print(f"not compared: {one_line(name)}", markup=False)
+    if not found.holds:
+        raise typer.Exit(1)
+
+
 def _on_devices(run: Path, segments: "Sequence[Segment]", trust: bool, devices: str) -> "list[AuditedSegment]":
     """Takes segments again by workers, one a device."""
     from samestep.devices.selection import select
@@ -79,18 +113,27 @@ def _on_devices(run: Path, segments: "Sequence[Segment]", trust: bool, devices: 
 
 
 def _print(found: "Audit") -> None:
-    from rich.markup import escape
-
     from samestep.replay.auditing import probability
 
+    table = make_table("segment", "steps", "seconds", "the same")
+    for each in found.segments:
+        steps, seconds = f"{each.first} … {each.end - 1}", f"{each.seconds:.1f}"
+        table.add_row(str(each.number), steps, seconds, _same(each.difference))
+    _show(found, table)
+    make_console().print(f"seed {found.seed}: {probability(len(found.segments), found.num_segments)}", markup=False)
+
+
+def _same(difference: str | None) -> str:
+    from rich.markup import escape
+
+    return "[bold]yes[/]" if difference is None else f"[bold red]no:[/] {escape(difference)}"
+
+
+def _show(found: "Audit | ScriptAudit", table: "Table") -> None:
+    """Prints notes, the table of what was compared, and faults."""
     console = make_console()
     for note in found.notes:
         console.print(f"note: {note}", markup=False)
-    table = make_table("segment", "steps", "seconds", "the same")
-    for each in found.segments:
-        result = "[bold]yes[/]" if each.difference is None else f"[bold red]no:[/] {escape(each.difference)}"
-        table.add_row(str(each.number), f"{each.first} … {each.end - 1}", f"{each.seconds:.1f}", result)
     console.print(table)
     for fault in found.faults:
         console.print(f"fault: {fault}", style="bold red", markup=False)
-    console.print(f"seed {found.seed}: {probability(len(found.segments), found.num_segments)}", markup=False)

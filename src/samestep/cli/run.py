@@ -1,12 +1,14 @@
 """`samestep run`: an existing script or module on all devices."""
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from samestep.cli.options import (
+    SCRIPT,
     NodeOptions,
     NumThreads,
     ScriptOptions,
@@ -23,6 +25,7 @@ from samestep.text import notify
 
 if TYPE_CHECKING:
     from samestep.devices.selection import Selection
+    from samestep.launcher.script_record import ScriptRecord
     from samestep.scripts.script_analysis import Reading
 
 
@@ -42,6 +45,15 @@ def run(
     num_threads: NumThreads = 1,
     log_dir: Annotated[
         str | None, typer.Option(metavar="DIR", help="Keep what the ranks above 0 print, in DIR/rank-N.log.")
+    ] = None,
+    run_dir: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            rich_help_panel=SCRIPT,
+            help="Record in DIR what SCRIPT is and which files it writes, for samestep attest and audit; with "
+            "--logical-devices.",
+        ),
     ] = None,
     profile: Profile = False,
     profile_dir: ProfileDir = None,
@@ -113,8 +125,14 @@ def run(
         selection = profiled(selection, folder)
     if audit is not None:
         selection = _audited(selection, audit, audit_action, program[0], reading)
+    record = None
+    if run_dir is not None:
+        others = [Path(each) for each in (log_dir, folder) if each is not None]
+        job, record = _recorded(job, script, program, run_dir, others, is_local=torchrun is None)
     if torchrun is None:
         outcome = supervise(job, selection, early=context.obj)
+        if record is not None:
+            record.end(outcome.exit_code, outcome.result)
     else:
         from samestep.launcher.torchrun import hand_over
 
@@ -124,6 +142,23 @@ def run(
     if outcome.failure is not None:
         notify(f"error: {outcome.failure}")
     raise typer.Exit(outcome.exit_code)
+
+
+def _recorded(
+    job: Job, script: ScriptOptions, program: Sequence[str], run_dir: Path, others: Sequence[Path], is_local: bool
+) -> "tuple[Job, ScriptRecord]":
+    """The job whose run is recorded, and its record."""
+    from samestep.errors import UsageError
+    from samestep.launcher.script_record import ScriptRecord
+
+    if script.logical_devices is None or not is_local:
+        raise UsageError(
+            f"got --run-dir {run_dir}, which records a run that any number of devices of one machine repeats to the "
+            "bit; needed: --logical-devices V, and no --nnodes. A script with samestep.Trainer is given run_dir=… there"
+        )
+    options = {**asdict(script), "num_threads": job.num_threads, "program": program}
+    job = replace(job, target=f"{ScriptRecord.__module__}:run_recorded", kwargs={"function": job.target, **job.kwargs})
+    return job, ScriptRecord(run_dir, options, others)
 
 
 def _audited(selection: "Selection", audit: int, action: str, name: str, reading: "Reading") -> "Selection":

@@ -187,7 +187,7 @@ class Outcome:
     """
 
     exit_code: int  # 0; the script's own, from `sys.exit`; 1; a samestep error's own; 128 + signal
-    result: Any = None  # rank 0's return value or `result` event
+    result: Any = None  # rank 0's return value or `result` event, which a rank that fails may have sent
     failure: str | None = None  # the message about the worker that failed first
     events: tuple[Mapping[str, Any], ...] = ()
 
@@ -341,7 +341,7 @@ def run_program(job: Job, fds: Mapping[str, int]) -> Any:
         run_module(job.target, job.argv)
         return None
     if "payload" not in fds:
-        return _find_function(job.target)(**job.kwargs)
+        return find_function(job.target)(**job.kwargs)
     search_path, call = _read_payload(fds["payload"])
     sys.path[:] = search_path
     return pickle.loads(call)()
@@ -411,7 +411,7 @@ def _execute(code: types.CodeType, names: Mapping[str, Any]) -> None:
     exec(code, main.__dict__)
 
 
-def _find_function(target: str) -> Any:
+def find_function(target: str) -> Any:
     """The function of the name "package.module:function"."""
     module_name, _, path = target.partition(":")
     try:

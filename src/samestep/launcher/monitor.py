@@ -513,7 +513,7 @@ class Monitor:
         if self.is_broken:
             return Outcome(1, failure=self._broken)
         if culprit is not None:
-            return Outcome(exit_code(culprit), failure=failure)
+            return Outcome(exit_code(culprit), self.workers.result(), failure)
         if self._stopped_by is not None:
             self._display.notify("the run was at its end, and is complete")
         return Outcome(0, result=self.workers.result())

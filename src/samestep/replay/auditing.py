@@ -33,7 +33,7 @@ from samestep.replay.replaying import Finished, ProgramRerun, announce, compute_
 from samestep.run.trainer import Trainer
 from samestep.runs.attestation import checkpoints_of, record_of, statement
 from samestep.runs.ledger import Ledger, field_name, gaps, ledger_value, read_ledger
-from samestep.runs.recorder import file_sha256
+from samestep.runs.recorder import file_sha256, starts_of
 from samestep.text import counted
 
 SEGMENTS = 3
@@ -115,13 +115,9 @@ def audit(
         compute_as_recorded(record)
     bad = {path: fault for _, path in places if (fault := verify_checkpoint(path)) is not None}
     places = [(step, path) for step, path in places if path not in bad]
-    faults = [*bad.values(), *_faults(folder, record, ledger, places)]
+    faults = [*bad.values(), *attestation_faults(folder, notes), *_faults(folder, record, ledger, places)]
     plan = segments_of(folder, ledger, places, notes.append)
     seed = secrets.randbits(32) if seed is None else seed
-    if not (folder / ATTESTATION_FILE).exists():
-        notes.append(
-            "there is no attestation: whether the files are as their author left them is not known (samestep attest)"
-        )
     drawn = Random(seed).sample(plan, min(segments or len(plan), len(plan)))
     if take is None:
         take = partial(audit_segments, folder, trust=trust, program=program, tell=tell, progress=progress)
@@ -166,19 +162,27 @@ def segments_of(
     return found
 
 
+def attestation_faults(folder: Path, notes: list[str]) -> Iterator[str]:
+    """How a folder differs from its attestation; a note if it has none."""
+    if not (folder / ATTESTATION_FILE).exists():
+        notes.append(
+            "there is no attestation: whether the files are as their author left them is not known (samestep attest)"
+        )
+        return
+    try:
+        found = differing(read_object(folder / ATTESTATION_FILE), statement(folder), "")
+    except (OSError, ValueError) as error:
+        found = reason(error)
+    if found is not None:
+        yield f"{ATTESTATION_FILE} does not fit the folder: {found}"
+
+
 def _faults(
     folder: Path, record: Mapping[str, Any], ledger: Ledger, places: Sequence[tuple[int, Path]]
 ) -> Iterator[str]:
     """What is wrong with the files, without taking a step."""
     yield from ledger.problems
     yield from gaps(folder) if holds_run(folder) else ()
-    if (folder / ATTESTATION_FILE).exists():
-        try:
-            found = _differing(read_object(folder / ATTESTATION_FILE), statement(folder), "")
-        except (OSError, ValueError) as error:
-            found = reason(error)
-        if found is not None:
-            yield f"{ATTESTATION_FILE} does not fit the folder: {found}"
     for repeat in ledger.repeats_that_differ:
         yield f"the ledger has step {repeat.step} twice, with another {field_name(repeat.field)} the second time"
     ends = [each["step"] for each in ledger.events if each["event"] in ("stop", "end")]
@@ -218,11 +222,7 @@ def audit_segments(
         own = program_of(record, folder)
         if not own.is_recipe:
             announce(own, record, folder, trust, tell)
-            if (changed := changed_code(record)) and not trust:
-                raise UsageError(
-                    f"{folder} cannot be audited: {changed} is not the file that made it; put it back, or audit the "
-                    "program as it is now with --trust"
-                )
+            check_code(record, folder, trust)
         program = own.run
     environment = read_environment()
     device = own_device("cpu" if record.get("device_kind") == "cpu" else None, environment)
@@ -248,13 +248,22 @@ def audit_segments(
         yield AuditedSegment(segment.number, segment.first, segment.end, seconds, digests, rerun.difference)
 
 
-def changed_code(record: Mapping[str, Any]) -> str | None:
-    """The first file that the run imported beside its script and that is another now; None if there is none."""
-    code = record.get("code")
-    if not isinstance(code, dict) or not isinstance(code.get("files"), dict):
-        return None
-    folder = Path(str(code.get("folder")))
-    return next((name for name, sha256 in code["files"].items() if file_sha256(folder / name) != sha256), None)
+def check_code(record: Mapping[str, Any], run: Path, trust: bool) -> list[str]:
+    """Raises a `UsageError` for code that is not that of each start of a run; with trust returns sentences on it."""
+    changed, starts = [], starts_of(record)
+    for number, start in enumerate(starts, 1):
+        code = start["code"] if isinstance(start.get("code"), dict) else {}
+        files = code.get("files")
+        for name, sha256 in files.items() if isinstance(files, dict) else ():
+            if file_sha256(Path(str(code.get("folder")), name)) != sha256:
+                which = f" in its start {number} of {len(starts)}" if len(starts) > 1 else ""
+                changed.append(f"{name} is not the file that made it{which}")
+                break
+    if changed and not trust:
+        raise UsageError(
+            f"{run} cannot be audited: {changed[0]}; put it back, or audit the program as it is now with --trust"
+        )
+    return changed
 
 
 def audit_as_rank(**options: Any) -> list[dict[str, Any]]:
@@ -382,7 +391,7 @@ def first_difference(recorded: Snapshot, now: Snapshot) -> str | None:
         for name in dict.fromkeys((*one, *other)):
             if name not in one or name not in other or not _same(one[name], other[name].cpu()):
                 return f"{name} of {file}"
-    return _differing(recorded.facts, now.facts, "")
+    return differing(recorded.facts, now.facts, "")
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
@@ -392,8 +401,10 @@ def _same(one: Tensor, other: Tensor) -> bool:
     return bool((flattened(one).view(uint8) == flattened(other).view(uint8)).all()) if one.numel() else True
 
 
-def _differing(one: Any, other: Any, path: str) -> str | None:
-    """The path to the first difference of two values of JSON, with both."""
+def differing(one: Any, other: Any, path: str) -> str | None:
+    """The path to the first difference of two values of JSON, or with tensors, with both; None if there is none."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return None if _same(one, other) else path[1:]
     if isinstance(one, dict) and isinstance(other, dict):
         if path == f".run.rest.{CONTRACT}":
             changes: list[ContractChange] = [change for change in differences(one, other) if change.breaks]
@@ -403,8 +414,8 @@ def _differing(one: Any, other: Any, path: str) -> str | None:
     elif isinstance(one, list | tuple) and isinstance(other, list | tuple) and len(one) == len(other):
         pairs = [(*pair, f"{path}.{number}") for number, pair in enumerate(zip(one, other, strict=True))]
     else:
-        return None if type(one) is type(other) and one == other else f"{path[1:]}: {one}, now {other}"
-    return next((found for pair in pairs if (found := _differing(*pair)) is not None), None)
+        return None if repr(one) == repr(other) else f"{path[1:]}: {one}, now {other}"
+    return next((found for pair in pairs if (found := differing(*pair)) is not None), None)
 
 
 def probability(audited: int, num_segments: int) -> str:

@@ -17,10 +17,13 @@ from samestep.checkpoint.run_folder import (
     CONTRACT_FILE,
     LEDGER_FILE,
     RESULT_FILE,
+    SCRIPT_FILE,
     WEIGHTS_FILE,
     holds_run,
+    holds_script,
     is_locked,
     recorded,
+    script_of,
 )
 from samestep.checkpoint.state import check_captured, rest_of
 from samestep.checkpoint.storage import list_checkpoints, newest_checkpoint
@@ -31,7 +34,13 @@ from samestep.runs.ledger import Ledger, from_line, read_ledger
 
 STATEMENT = "https://in-toto.io/Statement/v1"
 PREDICATE = "urn:samestep:run:1"
-OF_PROGRAM = ("command", "script_sha256", "code", "packages")  # what the run recorded beside its contract
+OF_PROGRAM = (
+    "command",
+    "script_sha256",
+    "code",
+    "packages",
+    "earlier_starts",
+)  # what the run recorded beside its contract
 OF_PLACE = ("working_folder", "job")
 
 
@@ -62,28 +71,38 @@ def record_of(folder: Path) -> Mapping[str, Any]:
 
 def statement(folder: Path) -> dict[str, Any]:
     """The statement on a run's folder as it is now."""
+    if holds_script(folder):
+        script = script_of(folder)
+        hashes = {SCRIPT_FILE: _sha256(folder / SCRIPT_FILE, MAX_SMALL_BYTES), **script["files"]}
+        return _in_toto(hashes, script, script["contract"] | script["options"])
     record, ledger = record_of(folder), read_ledger(folder) if holds_run(folder) else Ledger({}, ())
     manifests = {step: path / MANIFEST_FILE for step, path in list_checkpoints(checkpoints_of(folder))}
     files = [folder / name for name in (CONTRACT_FILE, LEDGER_FILE, RESULT_FILE, WEIGHTS_FILE)]
     sizes = [sum(file.size for file in read_manifest(path.parent).files.values()) for path in manifests.values()]
     most = MAX_SMALL_BYTES + max(sizes, default=0)  # of the weights, which are part of a checkpoint
     hashes = {path: _sha256(path, most) for path in (*files, *manifests.values()) if path.exists()}
+    named = {path.relative_to(folder).as_posix(): digest for path, digest in hashes.items()}
     ends = [event for event in ledger.events if event["event"] == "end"]
+    return _in_toto(
+        named,
+        record,
+        {name: value for name, value in record.items() if name not in (*OF_PROGRAM, *OF_PLACE)},
+        steps=max([*ledger.steps, *(step - 1 for step in manifests)], default=-1) + 1,
+        finalDigest=ends[-1].get("digest") if ends else None,
+        chain=_chain(folder, {step: hashes[path] for step, path in manifests.items() if path in hashes}),
+    )
+
+
+def _in_toto(
+    hashes: Mapping[str, str | None], record: Mapping[str, Any], contract: Mapping[str, Any], **more: Any
+) -> dict[str, Any]:
+    """The statement on files, by their names, of a run with this record of its program."""
     program = {name: record.get(name) for name in OF_PROGRAM}
     return {
         "_type": STATEMENT,
-        "subject": [
-            {"name": path.relative_to(folder).as_posix(), "digest": {"sha256": digest}}
-            for path, digest in hashes.items()
-        ],
+        "subject": [{"name": name, "digest": {"sha256": digest}} for name, digest in hashes.items()],
         "predicateType": PREDICATE,
-        "predicate": {
-            "contract": {name: value for name, value in record.items() if name not in (*OF_PROGRAM, *OF_PLACE)},
-            "program": program,
-            "steps": max([*ledger.steps, *(step - 1 for step in manifests)], default=-1) + 1,
-            "finalDigest": ends[-1].get("digest") if ends else None,
-            "chain": _chain(folder, {step: hashes[path] for step, path in manifests.items() if path in hashes}),
-        },
+        "predicate": {"contract": contract, "program": program, **more},
     }
 
 

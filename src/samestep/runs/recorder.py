@@ -52,6 +52,8 @@ from samestep.checkpoint.run_folder import (
     PICTURE_FILE,
     RESULT_FILE,
     TENSORBOARD_FOLDER,
+    holds_run,
+    recorded,
 )
 from samestep.comm.heartbeat import Quorum
 from samestep.comm.membership import Membership
@@ -246,7 +248,8 @@ class Recorder:
         try:
             if contract is not None:
                 # First: a folder with other files of a run, and without this one, could never be resumed.
-                write_json(folder / CONTRACT_FILE, {**relaunch(), **contract})
+                before = recorded(folder) if holds_run(folder) else {}
+                write_json(folder / CONTRACT_FILE, {**relaunch(), "earlier_starts": starts_of(before), **contract})
                 # A run that goes on has not ended after all.
                 (folder / RESULT_FILE).unlink(missing_ok=True)
             self._ledger = LedgerWriter(folder / LEDGER_FILE)
@@ -381,6 +384,14 @@ def relaunch() -> dict[str, Any]:
     }
 
 
+def starts_of(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The hashes of the program at each start of a run, by its record; those of starts with the same one are one."""
+    earlier = record.get("earlier_starts")
+    starts = [*earlier] if isinstance(earlier, list) else []
+    own = {name: record[name] for name in ("script_sha256", "code") if name in record}
+    return starts if not own or own in starts else [*starts, own]
+
+
 def _code(folder: Path) -> dict[str, Any] | None:
     """The SHA-256 of all files below a folder that are imported, packages in an environment there aside; the commit."""
     if folder.is_relative_to(Path(__file__).parents[1]):  # a recipe, whose code is that of samestep's version
@@ -400,7 +411,10 @@ def _code(folder: Path) -> dict[str, Any] | None:
 def file_sha256(path: Path) -> str | None:
     """The SHA-256 of a file; None if it cannot be read, or is a pipe, whose content has gone into Python."""
     try:
-        return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
+        if not path.is_file():
+            return None
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError:
         return None
 

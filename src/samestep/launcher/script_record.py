@@ -1,0 +1,113 @@
+"""The record of a script's run, script.json in its run folder: what was run, and the files that it wrote.
+
+Files are found by comparing the working folder before and after the run: programs that a script starts write files too,
+and libraries write them without Python's `open`.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from samestep.checkpoint.run_folder import SCRIPT_FILE, create_folder, holds_script, script_of
+from samestep.comm.environment import read_environment
+from samestep.comm.heartbeat import Channel
+from samestep.errors import UsageError
+from samestep.files import make_folder, write_json
+from samestep.launcher.job import find_function
+
+SKIPPED = (".git", "__pycache__")
+
+
+def run_recorded(function: str, **kwargs: Any) -> Any:
+    """Runs a script by a function of workers; the result is what made its files, also if it fails."""
+    try:
+        find_function(function)(**kwargs)
+    except BaseException:
+        if (channel := Channel.from_environment()) is not None:
+            channel.send("result", value=_facts())
+        raise
+    return _facts()
+
+
+def _facts() -> dict[str, Any]:
+    """The program and the contract of this process; the script has imported what it needs."""
+    from samestep.checkpoint.contract import gpu_facts, versions  # these import torch, which the supervisor does not
+    from samestep.engine.portable_kernels import portable_form
+    from samestep.runs.recorder import relaunch
+
+    place = read_environment()
+    kind = place.device_kind or "cpu"
+    contract = {
+        "device_kind": kind,
+        "num_threads": place.num_threads,
+        "portable": portable_form(),
+        "versions": versions(),
+    }
+    program = {name: value for name, value in relaunch().items() if name not in ("command", "working_folder")}
+    return {**program, "contract": contract | ({"gpu": gpu_facts()} if kind == "cuda" else {})}
+
+
+def entries_below(folder: Path, without: Sequence[Path] = ()) -> dict[str, tuple[int, ...] | None]:
+    """All files below a folder by their names, each with what tells a change, and all folders, with None.
+
+    Links to folders elsewhere are followed; files of git, compiled ones and the folders `without` are left out.
+    """
+    found, top = dict[str, tuple[int, ...] | None](), folder.resolve()
+    known, waiting = {each.resolve() for each in without}, [top]
+    while waiting:
+        entries = list[os.DirEntry[str]]()
+        with suppress(OSError):  # a folder that cannot be read
+            entries = sorted(os.scandir(waiting.pop()), key=lambda entry: entry.name)
+        for entry in entries:
+            path, real = Path(entry.path), Path(entry.path).resolve()
+            if entry.name in SKIPPED or real in known:
+                continue
+            if entry.is_dir() and not (entry.is_symlink() and real.is_relative_to(top)):
+                found[path.relative_to(top).as_posix()] = None
+                known.add(real)
+                waiting.append(path)
+            elif entry.is_file():
+                with suppress(OSError):  # it may be gone by now
+                    stat = path.stat()
+                    found[path.relative_to(top).as_posix()] = (stat.st_mtime_ns, stat.st_size, stat.st_ino)
+    return found
+
+
+class ScriptRecord:
+    """Records a script's run, or a further start of it, in a folder that has no other run's record."""
+
+    def __init__(self, folder: Path, options: Mapping[str, Any], without: Sequence[Path]) -> None:
+        """Takes down what there is before the script starts; `options` are those of `samestep run`."""
+        self._folder, self._options, self._without = folder, dict(options), (folder, *without)
+        self._earlier = script_of(folder) if holds_script(folder) else {}
+        if self._earlier and self._earlier["options"] != self._options:
+            raise UsageError(
+                f"{folder} already holds the run of another script, or one with other options or arguments; choose "
+                "another folder by --run-dir, or remove it"
+            )
+        make_folder(folder) if self._earlier else create_folder(folder)
+        self._before = entries_below(Path.cwd(), self._without)
+
+    def end(self, exit_code: int, facts: Mapping[str, Any] | None) -> None:
+        """Writes the record; `facts` are those of `run_recorded`, None if the script was killed."""
+        from samestep.runs.recorder import file_sha256, starts_of
+
+        after, known = entries_below(Path.cwd(), self._without), self._earlier.get("files", {})
+        new = [name for name, entry in after.items() if name not in self._before or entry != self._before[name]]
+        hashes = {name: file_sha256(Path(name)) for name in new if after[name] is not None}
+        folders = {*self._earlier.get("folders", ()), *(name for name in new if after[name] is None)}
+        changed = {name for name in hashes if name in self._before and name not in known}
+        record = {
+            "command": ["python", *(["-m"] if self._options["module"] else []), *self._options["program"]],
+            "options": self._options,
+            "working_folder": str(Path.cwd()),
+            **(facts or {"contract": {}}),
+            "exit_code": exit_code,
+            "earlier_starts": starts_of(self._earlier),
+            "files": dict(sorted({**{name: known[name] for name in known if name in after}, **hashes}.items())),
+            "folders": sorted(folders & after.keys()),
+            "changed": sorted({*self._earlier.get("changed", ()), *changed} & after.keys()),
+        }
+        write_json(self._folder / SCRIPT_FILE, record)

@@ -1,0 +1,194 @@
+"""Audits the run of a script that keeps its own checkpoints: repeats it whole, and compares the files that it wrote."""
+
+import filecmp
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatch
+from functools import partial
+from itertools import zip_longest
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from samestep.checkpoint.contract_diff import differences, explain
+from samestep.checkpoint.run_folder import script_of
+from samestep.errors import ContractError, UsageError, WorkerError
+from samestep.files import MAX_SMALL_BYTES
+from samestep.launcher.script_record import SKIPPED
+from samestep.replay.auditing import attestation_faults, check_code, differing
+from samestep.replay.replaying import announce, program_of
+from samestep.runs.recorder import file_sha256
+from samestep.text import one_line
+
+BY_NATURE = ("events.out.tfevents.*",)  # in their names and records are times and a process id
+OF_TORCH = (".pt", ".pth", ".bin", ".ckpt", ".tar")
+MAX_SHOWN = 80  # characters of a line
+
+
+@dataclass(frozen=True)
+class ScriptAudit:
+    """The result of an audit: each file that the run wrote, with the first difference as a sentence, or None."""
+
+    run: str
+    seconds: float
+    files: Mapping[str, str | None]
+    not_compared: Sequence[str]
+    faults: Sequence[str]
+    notes: Sequence[str]
+
+    @property
+    def holds(self) -> bool:
+        """Whether all that was compared is the same."""
+        return not self.faults and not any(self.files.values())
+
+    def as_json(self) -> dict[str, Any]:
+        return {**asdict(self), "holds": self.holds}
+
+
+def audit_script(
+    run: str | Path,
+    *,
+    devices: str | None = None,
+    excepted: Sequence[str] = (),
+    trust: bool = False,
+    tell: Callable[[str], None] = lambda _: None,
+) -> ScriptAudit:
+    """Repeats a script's run in a temporary folder on `devices`, one by default, and compares the files that it wrote.
+
+    In the folder are links to all that lay in the run's working folder, but for what the run wrote itself; its code is
+    copied. `excepted` are patterns of the names of files that are not compared; see `replay` for `trust`.
+
+    Raises:
+        UsageError: the run did not end well, or its program is not there.
+        ContractError: it was made under another contract.
+        WorkerError: the program failed.
+    """
+    folder, began = Path(run).resolve(), time.perf_counter()
+    record = script_of(folder)
+    if record.get("exit_code") != 0:
+        raise UsageError(
+            f"{run} cannot be audited: its script ended with the exit code {record.get('exit_code')}; go on with it by "
+            f"the same command, with --run-dir {run}"
+        )
+    program = program_of(record, folder)
+    announce(program, record, folder, trust, tell)
+    notes = check_code(record, folder, trust)
+    home = (program.folder or Path()).resolve()
+    faults = list(attestation_faults(folder, notes))
+    with TemporaryDirectory(prefix="samestep-") as name:
+        place, again = Path(name).resolve() / "work", Path(name).resolve() / "run"
+        _mirror(home, place, record, folder)
+        words = [sys.executable, "-m", "samestep", "run", "--run-dir", str(again), *_options(record, devices)]
+        # What the script prints goes to stderr, as in audits of other runs.
+        code = subprocess.run([*words, *_arguments(record, home, place)], cwd=place, stdout=2).returncode
+        if code:
+            raise WorkerError(f"{run} cannot be audited: when it was repeated, its script ended with exit code {code}")
+        now = script_of(again)
+        if breaking := [change for change in differences(record["contract"], now["contract"]) if change.breaks]:
+            raise ContractError(
+                f"{run} cannot be audited here, which was made under another contract:\n{explain(breaking)}\n"
+                "go back to its values, or audit it where they hold"
+            )
+        names = sorted({*record["files"], *now["files"]})
+        left = [name for name in names if any(map(partial(fnmatch, Path(name).name), (*BY_NATURE, *excepted)))]
+        found = {name: _compared(name, record, now, home, place) for name in names if name not in left}
+    for name in [name for name in record["files"] if not (home / name).is_file()][:1]:
+        notes.append(f"{name} is not there any more: what is missing is compared by its SHA-256 alone")
+    for name in [name for name in found if file_sha256(home / name) not in (None, record["files"].get(name))][:1]:
+        faults.append(f"{name} is not as the run left it")
+    return ScriptAudit(str(run), time.perf_counter() - began, found, [*dict.fromkeys(left)], faults, notes)
+
+
+def _options(record: Mapping[str, Any], devices: str | None) -> list[str]:
+    """The options of `samestep run` that repeat a run."""
+    options, contract = record["options"], record["contract"]
+    default = "cpu:1" if contract.get("device_kind") == "cpu" else "1"
+    words = ["--devices", devices or default, "--portable" if contract.get("portable") else "--no-portable"]
+    for name in ("logical_devices", "seed", "wrap", "num_threads"):
+        words += [] if options.get(name) is None else [f"--{name.replace('_', '-')}", str(options[name])]
+    if (single := options.get("single_process")) is not None:
+        words.append("--single-process" if single else "--multi-process")
+    return words
+
+
+def _arguments(record: Mapping[str, Any], home: Path, place: Path) -> list[str]:
+    """The script and its arguments: paths of the working folder are in the temporary one, those above it stay."""
+    words = [str(word).replace(f"{home}{os.sep}", f"{place}{os.sep}") for word in record["command"][1:]]
+    return [re.sub(r"(^|=)(?=\.\./)", lambda start: f"{start[1]}{home}{os.sep}", word) for word in words]
+
+
+def _mirror(home: Path, place: Path, record: Mapping[str, Any], run: Path) -> None:
+    """Fills a new folder with links to what is in another, but for what the run wrote and where; its code is copied."""
+    code, gone = record.get("code") or {}, {*record["files"], *record["folders"]}
+    below = Path(os.path.relpath(code.get("folder", ""), str(record.get("working_folder", ""))))
+    copied = {(below / name).as_posix() for name in code.get("files", ())}
+    opened = {above.as_posix() for name in (*gone, *copied) for above in Path(name).parents}
+
+    def fill(name: str) -> None:
+        (place / name).mkdir()
+        for entry in os.scandir(home / name):
+            inner = (Path(name) / entry.name).as_posix()
+            if inner in gone or entry.name in SKIPPED or Path(entry.path).resolve() == run:
+                continue
+            if inner in opened:
+                fill(inner)
+            elif inner in copied:
+                shutil.copy2(entry.path, place / inner)
+            else:
+                (place / inner).symlink_to(entry.path)
+
+    fill("")
+
+
+def _compared(name: str, record: Mapping[str, Any], now: Mapping[str, Any], home: Path, place: Path) -> str | None:
+    """How a file differs from that of the repeat, as a sentence; None if it does not."""
+    if name not in now["files"]:
+        return "it was not written again"
+    if name not in record["files"]:
+        return "the run did not write it"
+    if record["files"][name] == now["files"][name]:
+        return None
+    is_there = file_sha256(home / name) == record["files"][name]
+    found = first_difference_of(home / name, place / name) if is_there else "its SHA-256 is another"
+    if found is not None and name in record["changed"]:
+        return f"{found} (it was there before the run, which may have gone on from it)"
+    return found
+
+
+def first_difference_of(one: Path, other: Path) -> str | None:
+    """The first difference of two files: in tensors and values, or else in bytes; None if there is none."""
+    try:
+        return differing(_values(one), _values(other), "")
+    except Exception:  # of many classes, by what is not as in a file of tensors
+        pass
+    if filecmp.cmp(one, other, shallow=False):
+        return None
+    if max(path.stat().st_size for path in (one, other)) > MAX_SMALL_BYTES:
+        return "its bytes are others"
+    try:
+        lines = [path.read_text(encoding="utf-8").split("\n") for path in (one, other)]
+    except UnicodeDecodeError:
+        places = enumerate(zip_longest(one.read_bytes(), other.read_bytes()))
+        return next(f"byte {place} is another" for place, (a, b) in places if a != b)
+    found = next((number, pair) for number, pair in enumerate(zip_longest(*lines), 1) if pair[0] != pair[1])
+    shown = ["nothing" if line is None else one_line(line)[:MAX_SHOWN] for line in found[1]]
+    return f"line {found[0]}: {shown[0]}, now {shown[1]}"
+
+
+def _values(path: Path) -> Any:
+    """The tensors and values in a file; raises if it holds others, or none."""
+    if path.suffix == ".safetensors":
+        with safe_open(path, "pt") as file:
+            return {"metadata": file.metadata(), "tensors": {name: file.get_tensor(name) for name in [*file.keys()]}}
+    if path.suffix not in OF_TORCH:
+        raise ValueError("it is no file of tensors")
+    return torch.load(path, map_location="cpu", weights_only=True)
