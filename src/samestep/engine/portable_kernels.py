@@ -30,7 +30,8 @@ LATE_NUMPY = (
 )
 UMATH = ("numpy._core._multiarray_umath", "numpy.core._multiarray_umath")  # of NumPy 2 and 1
 LARGE = 2**20  # multiplications from which a call of Python costs less than oneDNN saves
-HAS_ONEDNN_LINEAR = hasattr(torch.ops.mkldnn, "_linear_pointwise")  # private to torch; 2.10 to 2.13 have it
+ONEDNN_LINEAR: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)  # private to torch; 2.10 to 2.13 have it
+WIDE = (torch.float32, torch.float64)
 Kernel = Callable[..., Any]
 _libraries: list[torch.library.Library] = []
 
@@ -61,7 +62,7 @@ def is_portable() -> bool:
 
 def portable_form() -> str | None:
     """The kernels of this process as the contract has them; None if they are those of its CPU."""
-    return ("on" if HAS_ONEDNN_LINEAR else "on, all products by MKL") if is_portable() else None
+    return ("on, all products by MKL" if ONEDNN_LINEAR is None else "on") if is_portable() else None
 
 
 def describe_late_caps() -> str:
@@ -99,23 +100,27 @@ def _registered(kernels: dict[str, Kernel]) -> torch.library.Library:
 
 
 def _replacing(name: str, kernel: Kernel) -> Kernel:
-    original: Any = torch.library.get_kernel(f"aten::{name}", "CPU")
+    original: Any = torch.library.get_kernel(f"aten::{name}", "CPU").call_boxed
+    is_product = kernel in (_mm, _addmm)
 
     def replacing(keys: torch.DispatchKeySet, *args: Any, **options: Any) -> Any:
-        return kernel(partial(original.call_boxed, keys), *args, **options)
+        # At once if even (m x k) x (k x n), no less than m x k x n, is small: a call more costs what the product does.
+        if is_product and args[-2].numel() * args[-1].numel() < LARGE:
+            return original(keys, *args, **options)
+        return kernel(partial(original, keys), *args, **options)
 
     return replacing
 
 
 def _is_exact(x: Tensor) -> bool:
     """Whether torch's kernel goes without MKL's vector maths: for dtypes of 16 bits and complex numbers."""
-    return x.is_complex() or (x.is_floating_point() and x.itemsize < 4)
+    return x.dtype not in WIDE and (x.is_complex() or x.is_floating_point())
 
 
 def _sqrt(x: Tensor) -> Tensor:
     """By the processor's instruction, which IEEE 754 rounds correctly; integers in the default dtype."""
-    x = x.detach() if x.is_floating_point() else x.to(torch.get_default_dtype())
-    return torch.from_numpy(np.asarray(np.sqrt(x.numpy())))
+    x = x if x.is_floating_point() else x.to(torch.get_default_dtype())
+    return torch.from_numpy(np.asarray(np.sqrt((x.detach() if x.requires_grad else x).numpy())))
 
 
 def _asin(x: Tensor) -> Tensor:
@@ -194,12 +199,12 @@ def _by_onednn(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor | Non
     MKL's path for all CPUs is its slowest. Which of the two it is depends on sizes and torch's version alone.
     """
     are_matrices = a.dim() == b.dim() == 2 and a.dtype == b.dtype == torch.float32
-    if not are_matrices or a.numel() * b.size(1) < LARGE or a.size(1) != b.size(0) or not HAS_ONEDNN_LINEAR:
+    if not are_matrices or a.numel() * b.size(1) < LARGE or a.size(1) != b.size(0) or ONEDNN_LINEAR is None:
         return None  # torch's kernel raises for what cannot be multiplied
     if bias is not None and (bias.shape != b.shape[1:] or bias.dtype != torch.float32):
         return None
     rows, columns = (x if 1 in x.stride() and 0 not in x.stride() else x.contiguous() for x in (a, b.t()))
-    found: Tensor = torch.ops.mkldnn._linear_pointwise.default(rows, columns, bias, "none", [], "")
+    found: Tensor = ONEDNN_LINEAR.default(rows, columns, bias, "none", [], "")
     return found
 
 
