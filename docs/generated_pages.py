@@ -1,10 +1,12 @@
 """The generated pages: a mkdocs hook that writes the command line reference and the table of recipes from the code.
 
 A page holds a marker, such as `<!-- generated: commands -->`, which is replaced when the documentation is built. The
-first page is the README. The folder `examples` is a part of the site. `llms.txt` lists all pages, in the form of
-https://llmstxt.org. Nothing generated is kept.
+first page is the README. The folder `examples` is a part of the site. Beside each page is its Markdown, which it
+links; `llms.txt` lists these, in the form of https://llmstxt.org. Nothing generated is kept.
 """
 
+import inspect
+import pydoc
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -13,7 +15,8 @@ from typing import Any
 MARKER = "<!-- generated: {} -->"
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
-_LISTED: list[str] = []  # a line a page
+_TEXTS: dict[str, str] = {}  # the Markdown of each page, by its path in the site
+_SECTIONS: list[Any] = []  # of the navigation
 
 
 def on_config(config: Any, **_: Any) -> Any:
@@ -25,8 +28,8 @@ def on_config(config: Any, **_: Any) -> Any:
 
 
 def on_pre_build(**_: Any) -> None:
-    """Begins the list of pages."""
-    _LISTED.clear()
+    """Begins the pages."""
+    _TEXTS.clear()
 
 
 def on_files(files: Any, config: Any, **_: Any) -> Any:
@@ -41,21 +44,49 @@ def on_files(files: Any, config: Any, **_: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Replaces the markers of a page, and lists it; mkdocs calls this for each one."""
+    """Replaces the markers of a page; mkdocs calls this for each one."""
     # In the site the folder of the examples is within that of the pages.
     markdown = markdown.replace("](../examples/", "](examples/").replace("](../docs/", "](../")
     for name, write in GENERATORS.items():
         marker = MARKER.format(name)
         if marker in markdown:
             markdown = markdown.replace(marker, write())
-    _LISTED.append(f"- [{page.title}]({page.url}): {first_sentence(markdown)}")
+    # Under its source's name, so that the links between the texts lead somewhere.
+    _TEXTS[page.file.src_uri] = re.sub(r"^::: (\S+)((?:\n    .*)*)", _documented, markdown, flags=re.MULTILINE)
     return markdown
 
 
+def on_page_content(html: str, page: Any, **_: Any) -> str:
+    """Links the Markdown of a page at its end."""
+    name = Path(page.file.src_uri).name
+    return f'{html}\n<p><a rel="alternate" type="text/markdown" href="{name}">This page as Markdown</a></p>\n'
+
+
+def on_nav(nav: Any, **_: Any) -> None:
+    """Keeps the navigation, whose order and titles are those of `llms.txt`."""
+    _SECTIONS[:] = nav.items
+
+
 def on_post_build(config: Any, **_: Any) -> None:
-    """Writes `llms.txt`."""
-    parts = [f"# {config['site_name']}", f"> {config['site_description']}", "## Pages", "\n".join(_LISTED)]
-    Path(config["site_dir"], "llms.txt").write_text("\n\n".join(parts) + "\n", "utf-8")
+    """Writes the Markdown of the pages, and `llms.txt`."""
+    site = Path(config["site_dir"])
+    for path, text in _TEXTS.items():
+        site.joinpath(path).write_text(text, "utf-8")
+    parts = [f"# {config['site_name']}", f"> {config['site_description']}"]
+    for section in _SECTIONS:
+        parts += [f"## {section.title}", "\n".join(map(_entry, _pages(section)))]
+    site.joinpath("llms.txt").write_text("\n\n".join(parts) + "\n", "utf-8")
+
+
+def _pages(section: Any) -> Iterator[Any]:
+    """The pages of a part of the navigation."""
+    for item in section.children:
+        yield from [item] if item.children is None else _pages(item)
+
+
+def _entry(page: Any) -> str:
+    path = page.file.src_uri
+    return f"- [{page.title}]({path}): {first_sentence(_TEXTS[path])}"
 
 
 def first_sentence(markdown: str) -> str:
@@ -63,6 +94,36 @@ def first_sentence(markdown: str) -> str:
     prose = re.sub(r"^```.*?^```$|^[#*!|<].*?$", "", markdown, flags=re.MULTILINE | re.DOTALL).strip()
     paragraph = " ".join(prose.split("\n\n")[0].split())
     return re.sub(r"\[(.*?)\]\(.*?\)", r"\1", re.split(r"(?<=[.:])\s", paragraph)[0])
+
+
+def _documented(directive: re.Match[str]) -> str:
+    """The docstrings that a directive of mkdocstrings stands for, as Markdown."""
+    import yaml
+
+    name, options = directive[1], (yaml.safe_load(directive[2]) or {}).get("options", {})
+    return "\n\n".join(_docstrings(pydoc.locate(name), name, options.get("members")))
+
+
+def _docstrings(thing: Any, name: str, members: list[str] | None = None) -> Iterator[str]:
+    """Signature and docstring of a name, then of its members: those of the list, else the public ones of its own."""
+    if not inspect.ismodule(thing):
+        is_error = inspect.isclass(thing) and issubclass(thing, BaseException)  # those of C have no signature
+        signature = str(inspect.signature(thing)) if callable(thing) and not is_error else ""
+        signature = re.sub(r" at 0x\w+", "", signature)  # of a function that is a default
+        yield f"### {name}\n\n```python\n{name.rpartition('.')[2]}{signature}\n```"
+    yield inspect.getdoc(thing) or ""
+    if members is None and (inspect.ismodule(thing) or inspect.isclass(thing)):
+        of = thing.__name__ if inspect.ismodule(thing) else thing.__module__
+        own = {key: getattr(thing, key) for key in vars(thing) if not key.startswith("_")}
+        members = [
+            key for key, value in own.items() if _is_documented(value) and getattr(value, "__module__", of) == of
+        ]
+    for member in members or []:
+        yield from _docstrings(getattr(thing, member), f"{name}.{member}")
+
+
+def _is_documented(value: Any) -> bool:
+    return inspect.isroutine(value) or inspect.isclass(value) or isinstance(value, property)
 
 
 def command_reference() -> str:

@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import inspect
 import re
 import shlex
 import subprocess
@@ -378,7 +379,7 @@ def hook():
 
 def generated(name):
     """A page as mkdocs gets it."""
-    page = SimpleNamespace(title=name, url=name)
+    page = SimpleNamespace(file=SimpleNamespace(src_uri=name))
     return hook().on_page_markdown((ROOT / "docs" / name).read_text(encoding="utf-8"), page=page)
 
 
@@ -386,17 +387,52 @@ def test_each_page_names_the_version_that_it_describes():
     assert hook().on_config({})["copyright"] == f"samestep {samestep.__version__}"
 
 
-def test_all_pages_are_listed_with_their_first_sentence(tmp_path):
-    module = hook()
-    module.on_pre_build()
-    for page in DOCS:
-        text = page.read_text(encoding="utf-8")
-        module.on_page_markdown(text, page=SimpleNamespace(title=page.stem, url=f"{address(page)[:-3]}.html"))
-    module.on_post_build({"site_name": "samestep", "site_description": "One step.", "site_dir": str(tmp_path)})
-    lines = (tmp_path / "llms.txt").read_text(encoding="utf-8").splitlines()
-    assert lines[:5] == ["# samestep", "", "> One step.", "", "## Pages"]
-    assert len(lines) == 6 + len(DOCS)
-    assert all(re.fullmatch(r"- \[[\w-]+\]\([\w/-]+\.html\): .{20,}[.:]", line) for line in lines[6:]), lines
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The site as mkdocs builds it, without the theme and the API's HTML, which take long."""
+    from mkdocs.commands.build import build
+    from mkdocs.config import load_config
+
+    folder = tmp_path_factory.mktemp("site")
+    build(load_config(str(ROOT / "mkdocs.yml"), plugins=[], theme="mkdocs", strict=False, site_dir=str(folder)))
+    return folder
+
+
+def test_every_page_is_listed_with_a_sentence_in_the_order_of_the_navigation(site):
+    listing = (site / "llms.txt").read_text(encoding="utf-8")
+    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2].partition("\n\n")[0]
+    assert listing.startswith(
+        "# samestep\n\n> One training step, any devices, the same model.\n\n## Start\n\n- [samestep]"
+    )
+    assert re.findall("^## (.+)", listing, re.MULTILINE) == re.findall(r"^  - (.+):$", navigation, re.MULTILINE)
+    assert re.findall(r"\((\S+\.md)\)", listing) == re.findall(r"(\S+\.md)$", navigation, re.MULTILINE)
+    entries = [line for line in listing.splitlines() if line.startswith("- ")]
+    assert len(entries) == len(DOCS) + 1  # the examples
+    assert [line for line in entries if not re.fullmatch(r"- \[[^]]+\]\(\S+\): .{20,}[.:]", line)] == []
+
+
+def test_beside_every_page_is_its_markdown_to_which_it_links(site):
+    pages = [page for page in site.rglob("*.html") if page.name != "404.html"]
+    assert len(pages) == len(DOCS) + 1
+    for page in pages:
+        (name,) = re.findall(r'type="text/markdown" href="([^"]+)"', page.read_text(encoding="utf-8"))
+        path = page.with_name(name)
+        text = path.read_text(encoding="utf-8")
+        assert path.stem == page.stem or path.name == "README.md"
+        assert not re.search(r"<!-- generated|^:::|0x[0-9a-f]{6}", text, re.MULTILINE), path
+        for link in re.findall(r"\]\(([^)\s#]+\.md)", prose(path)):
+            assert "://" in link or (path.parent / link).is_file(), link
+
+
+def test_the_markdown_of_generated_pages_holds_what_is_generated(site):
+    interface = (site / "api.md").read_text(encoding="utf-8")
+    for name in EXPORTED:
+        thing = getattr(samestep, name)
+        if name != "__version__":
+            assert inspect.ismodule(thing) or f"\n### samestep.{name}\n" in interface, name
+            assert thing.__doc__.partition("\n")[0] in interface, name
+    assert "\n### samestep.TrainStep.load_state_dict\n" in interface
+    assert "\n## samestep train\n" in (site / "cli.md").read_text(encoding="utf-8")
 
 
 def test_the_command_line_reference_holds_every_command_and_option():
