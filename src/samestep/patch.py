@@ -18,7 +18,8 @@ patched:
 | `wrapping` | nn.Module.__call__, Optimizer.__init__ |
 
 `late_dynamo` is applied with them, so that all see the same torch._dynamo, whenever it is imported.
-`spawning` and `logical` patch multiprocessing and torch.distributed, for scripts that deal with ranks themselves.
+`spawning` and `logical` patch multiprocessing and torch.distributed, for scripts that deal with ranks themselves, and
+`logical` counts torch's errors of memory.
 """
 
 import sys

@@ -302,6 +302,52 @@ SEGMENTING = """
 """
 
 
+SHORT = """
+    import os, sys
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.nn.parallel import DistributedDataParallel
+
+    free, steps = map(int, sys.argv[1:])
+    dist.init_process_group("nccl")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(144, 1)).cuda()
+    model = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    held = torch.empty(64 - free << 20, dtype=torch.uint8, device="cuda")
+    try:
+        torch.empty(99 << 20, dtype=torch.uint8, device="cuda")
+    except torch.OutOfMemoryError as error:
+        assert "Tried to allocate 99 MiB" in str(error)  # the script goes on as it likes
+    x = torch.ones(8, 3, 8, 8, device="cuda")
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+    if not steps:
+        torch.autograd.grad(model(x).sum(), model.module[0].weight)  # no update follows
+    print("the end")
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(("free", "steps"), [(4, 2), (4, 0), (48, 2)])
+def test_a_rank_for_which_cudnn_got_no_workspace_ends_with_a_sentence(tmp_path, free, steps):
+    (tmp_path / "short.py").write_text(dedent(SHORT))
+    size = {"FAKE_CUDA_MEMORY_MIB": "64", "FAKE_CUDA_WORKSPACE_MIB": "8", "OMP_NUM_THREADS": "1"}
+    words = "run", "--logical-devices", 2, "--devices", "cuda:0", "short.py", free, steps
+    done = samestep(*words, cwd=tmp_path, **gpus.environment(1, **size))
+    if free == 48:
+        assert done.returncode == 0, done.stderr
+        assert done.stdout == "the end\n"  # of rank 0
+        return
+    assert done.returncode == 1
+    assert "the memory of cuda:0 was short 1 times in what rank " in done.stderr
+    assert "Let it need less: smaller batches" in done.stderr
+    assert done.stdout == ("" if steps else "the end\n")
+
+
 def test_a_script_uses_kernels_in_place_of_refused_ones_and_is_told_what_to_replace(tmp_path):
     (tmp_path / "segment.py").write_text(dedent(SEGMENTING))
     printed = set()

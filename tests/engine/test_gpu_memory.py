@@ -139,6 +139,7 @@ def test_memory_of_an_abandoned_exchange_is_free_only_once_its_stream_has_left_i
 
 SHORT = """
     import os
+    from contextlib import nullcontext
     import fake_cuda
     import torch
     from torch import nn
@@ -147,7 +148,7 @@ SHORT = """
     from samestep.errors import DeterminismError
 
     if os.environ["LOOKS"] == "0":
-        step_module.check_shortages = lambda *_: None
+        step_module.enough_memory = lambda *_: nullcontext()
     run = samestep.Run(16, 2)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(144, 1))
@@ -170,6 +171,46 @@ SHORT = """
         print(error)
     run.close()
 """
+
+
+EVALUATED = """
+    import os
+    import torch
+    from torch import nn
+    import samestep
+    from samestep.errors import DeterminismError
+
+    run = samestep.Run(16, 2)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(144, 1)).cuda()
+    held = torch.empty(int(os.environ["HELD"]) << 20, dtype=torch.uint8, device="cuda")
+
+    def slope(model, x):
+        with torch.enable_grad():
+            (gradient,) = torch.autograd.grad(model(x).sum(), model[0].weight)
+        return gradient.abs().sum().expand(len(x))
+
+    data = torch.randn(20, 3, 8, 8)
+    calls = (
+        lambda: run.predict(model, data, forward=slope),
+        lambda: run.evaluate(model, data[:18], {"slope": lambda output, _: output}, forward=slope),
+    )
+    for call in calls:
+        try:
+            call()
+            print("done")
+        except DeterminismError as error:
+            print(error)
+    run.close()
+"""
+
+
+def test_an_evaluation_in_which_cudnn_got_no_workspace_is_an_error():
+    size = {"FAKE_CUDA_MEMORY_MIB": "64", "FAKE_CUDA_WORKSPACE_MIB": "8", "OMP_NUM_THREADS": "1"}
+    assert run(EVALUATED, devices=1, HELD="16", **size).split() == ["done", "done"]
+    for line in run(EVALUATED, devices=1, HELD="60", **size).splitlines():
+        assert "times in an evaluation or prediction on rank 0, which went on: cuDNN leaves out a kernel" in line
+        assert "Let it need less: more microbatches (num_microbatches)" in line
 
 
 def train_with(free, looks=True):

@@ -1,6 +1,7 @@
 """torch's process-wide flags that decide which kernels run and how they round: in the contract, and between steps."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -88,6 +89,14 @@ def num_shortages(device: torch.device) -> int:
     """How often this process got no memory of a GPU; no wait for it, and microseconds."""
     stats = torch.cuda.memory_stats_as_nested_dict(device) if device.type == "cuda" else {}
     return int(stats.get("num_ooms", 0))
+
+
+@contextmanager
+def enough_memory(device: torch.device, where: str, advice: str) -> Iterator[None]:
+    """Raises a `DeterminismError` after a block in which memory was short, and no error came of it."""
+    before = num_shortages(device)
+    yield
+    check_shortages(before, device, where, advice)
 
 
 def check_shortages(before: int, device: torch.device, where: str, advice: str) -> None:

@@ -39,7 +39,7 @@ from samestep.engine.config import (
 from samestep.engine.factory import check_mesh, make_strategy
 from samestep.engine.forward_backward import ForwardBackward, backward_on_this_thread, compiling_alike
 from samestep.engine.gradients import divide, scale
-from samestep.engine.kernel_flags import ENFORCED, check_flags, check_shortages, kernel_flags, num_shortages
+from samestep.engine.kernel_flags import ENFORCED, check_flags, enough_memory, kernel_flags
 from samestep.engine.losses import GlobalCounts, wide_dtype
 from samestep.engine.observer import HeartbeatObserver, Observers, StepObserver, observers_in_scope
 from samestep.engine.parameters import (
@@ -241,14 +241,13 @@ class TrainStep:
         buffers.begin(self.num_steps)
         self._stats.begin(membership.mine)
         traces = self._traces if self.num_steps < WATCHED_STEPS else None
-        device = self.communicator.device
-        shortages, where = num_shortages(device), f"step {self.num_steps} on rank {membership.rank}"
+        device, where = self.communicator.device, f"step {self.num_steps} on rank {membership.rank}"
+        is_ordered = self.communicator.reduction == "ordered"  # the backend's own promises no bits
+        enough = enough_memory(device, where, NEEDS_LESS) if is_ordered else nullcontext()
         parts = StepParts(self.num_steps, self.compute, self._purity, self._counts, self._stats, traces, audit)
         try:
-            with backward_on_this_thread(device), self.compiling():
+            with enough, backward_on_this_thread(device), self.compiling():
                 strategy.run(batch, parts)
-            if self.communicator.reduction == "ordered":  # the backend's own promises no bits
-                check_shortages(shortages, device, where, NEEDS_LESS)
         except BaseException as error:
             self._abandon()
             # The script's own exception is refused on one rank as on several; Ctrl-C in a notebook is no failure.

@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.elastic.utils.distributed import get_free_port
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 
 from samestep.comm.environment import RANK_VARIABLES, Environment, read_environment
@@ -39,6 +40,7 @@ from samestep.devices.portable import asks_for_portable
 from samestep.engine.determinism import own_device
 from samestep.engine.deterministic_kernels import register_kernels
 from samestep.engine.diagnosis import advise_replacement
+from samestep.engine.kernel_flags import check_shortages
 from samestep.engine.portable_kernels import make_portable
 from samestep.launcher.device_token import LOOK_SECONDS, TOKEN_VARIABLE, hold_token, lent_token, shares_device
 from samestep.logical.process_group import NAME, OrderedProcessGroup, register_backend
@@ -55,6 +57,7 @@ BY_DEFAULT = " defaults to a non-deterministic algorithm"  # of cuDNN's attentio
 DTENSOR = "torch.distributed.tensor"
 DISPATCH = (f"{DTENSOR}._dispatch",)
 FIRST, GROUP, ENDED = "samestep first process", "made a process group", "made none"
+NEEDS_LESS = "smaller batches, activation checkpointing, or more GPUs: ranks that share one have its memory together"
 LIBRARIES = ("multiprocessing", "concurrent", "torch.utils", "torch.multiprocessing.pool")  # start loaders, pools
 _told: set[str] = set()
 
@@ -93,6 +96,7 @@ def _enter_logical(stack: ExitStack, place: Environment, simulated: bool, store:
     register_backend()
     torch.set_num_threads(place.num_threads or 1)
     stack.enter_context(_deterministic())
+    stack.enter_context(_enough_memory(device, place.rank))
     stack.enter_context(applied(late_dynamo()))
     if simulated:
         os.environ.setdefault(ON_CPUS, "false")
@@ -310,6 +314,33 @@ def _deterministic() -> Iterator[None]:
 
     with applied([fixed_benchmark(_tell), Patch(warnings, "showwarning", named_once)]):
         yield
+
+
+@contextmanager
+def _enough_memory(device: torch.device, rank: int) -> Iterator[None]:
+    """Before each update, and at the end, raises if memory was short since the start, and no error came of it."""
+    errors: list[None] = []  # those that the script has seen: what it does then is its own
+
+    def check(*_: Any) -> None:
+        if not torch.compiler.is_compiling():
+            check_shortages(len(errors), device, f"what rank {rank} has computed so far", NEEDS_LESS)
+
+    def init(error: BaseException, *args: Any) -> None:
+        errors.append(None)
+        RuntimeError.__init__(error, *args)
+
+    hook = register_optimizer_step_pre_hook(check)
+    try:
+        with applied([Patch(torch.OutOfMemoryError, "__init__", init)]):
+            try:
+                yield
+            except SystemExit as stop:
+                if not stop.code:
+                    check()
+                raise
+            check()
+    finally:
+        hook.remove()
 
 
 def _in_module(frame: FrameType | None) -> str:

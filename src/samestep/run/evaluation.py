@@ -1,7 +1,7 @@
 """Evaluation: metrics over each sample once, as sums and counts in a fixed order; and prediction."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from io import BytesIO
 from operator import itemgetter
 from typing import Any, TypeVar
@@ -21,6 +21,7 @@ from samestep.data.randomness import Generators
 from samestep.data.tensors import TensorData
 from samestep.engine.config import autocast, check_precision
 from samestep.engine.forward_backward import compiling_alike
+from samestep.engine.kernel_flags import enough_memory
 from samestep.engine.losses import describe, wide_dtype
 from samestep.engine.parameters import move_model
 from samestep.errors import DeterminismError, UsageError
@@ -28,6 +29,7 @@ from samestep.metrics import Metric, StateMetric, as_metric, result, sums
 
 SMALL_ELEMENTS = 2**16
 EVALUATION_STREAM = 2**33  # apart from the streams of train steps and of samples
+NEEDS_LESS = 'more microbatches (num_microbatches), strategy="sharded", or a GPU that no other process uses'
 
 T = TypeVar("T")
 Forward = Callable[[nn.Module, Any], Any]
@@ -286,7 +288,10 @@ def _forward_all(
     device = membership.communicator.device
     generators = Generators(device)
     num_batches = 0
-    with _evaluating(model, device, precision) as restore_buffers:
+    is_ordered = membership.communicator.reduction == "ordered"
+    where = f"an evaluation or prediction on rank {membership.rank}"
+    enough = enough_memory(device, where, NEEDS_LESS) if is_ordered else nullcontext()
+    with enough, _evaluating(model, device, precision) as restore_buffers:
         for number, batch in enumerate(loader):
             membership.heartbeat.enter("evaluate")
             bounds = batch.bounds(membership.num_microbatches)
