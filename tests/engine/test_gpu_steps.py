@@ -226,6 +226,26 @@ def test_a_step_launches_few_kernels_beside_those_of_a_plain_loop_however_many_m
     assert [number for number, beside in costs[model].beside if beside > 40] == []
 
 
+def test_the_scale_of_float16_is_adapted_by_few_kernels_and_without_a_wait():
+    program = """
+        import fake_cuda
+        import torch
+        from samestep.engine.config import LossScale
+
+        device = torch.device("cuda", 0)
+        scale, number = LossScale(device, True, 32), torch.full((), 4e4, dtype=torch.float64, device=device)
+        overflowed, active = number < 0, number > 0
+        for count in (1.0, number):
+            waits, launches = fake_cuda.counts()
+            scale.update(overflowed, active, count)
+            now = fake_cuda.counts()
+            print(now[0] - waits, now[1] - launches)
+    """
+    of_mean, of_count = (tuple(map(int, line.split())) for line in run(program, devices=1).splitlines())
+    assert of_mean <= (0, 13)
+    assert of_count <= (0, 20)  # with the scale of a first overflow, of which the host cannot know
+
+
 EXCHANGED = """
     import json
     import fake_cuda

@@ -22,7 +22,7 @@ from samestep.errors import UsageError
 
 PRECISIONS: dict[str, torch.dtype | None] = {"32-true": None, "bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 INITIAL_SCALE = 2.0**16  # of the mean over the global batch, as in torch.amp.GradScaler
-MIN_SCALE = 2.0**-10
+MIN_SCALE, MAX_SCALE = 2.0**-10, 2.0**127
 GROWTH_INTERVAL = 2000
 OnNonFinite = Literal["raise", "skip"]
 AuditAction = Literal["warn", "exclude", "stop"]
@@ -61,6 +61,7 @@ class LossScale:
         # A microbatch's backward begins with the sum over its samples, of `num_summed` in the global batch.
         initial = max(INITIAL_SCALE / 2 ** (num_summed - 1).bit_length(), 2 * MIN_SCALE)
         self._initial = initial
+        self._wanted = torch.full((), INITIAL_SCALE, dtype=wide_dtype(device), device=device)
         self.scale = torch.full((), initial if enabled else 1.0, device=device)
         self._good_steps = torch.zeros((), device=device)
 
@@ -75,27 +76,35 @@ class LossScale:
                 gradient.div_(self.scale.to(gradient.device))
 
     def update(self, overflowed: Tensor | bool, active: Tensor | bool, count: Tensor | float = 1.0) -> None:
-        """Adapts the scale to a step whose gradient is a sum over a count, if `active`; 0-d tensors, or numbers."""
+        """Adapts the scale to a step whose gradient is a sum over a count, if `active`; 0-d tensors, or numbers.
+
+        The count is finite and not 0, as a `divisor` is.
+        """
         if not self.enabled:
             return
-        overflowed = torch.as_tensor(overflowed, device=self.scale.device)
+        # Each line is a kernel or two, in each step: what the host knows by itself is left out.
+        good = self._good_steps + 1
+        grows = good >= GROWTH_INTERVAL
+        adapted = (self.scale * (grows + 1.0)).clamp(max=MAX_SCALE)
+        if overflowed is not False:
+            overflowed = torch.as_tensor(overflowed, device=self.scale.device)
+            lowered = self.scale * 0.5
+            if isinstance(count, Tensor) or count != 1:  # for a mean the scale of the beginning is that of its count
+                is_first = self.scale == self._initial
+                lowered = torch.minimum(lowered, self._start(count) / is_first)  # infinity if it is false
+            adapted = torch.where(overflowed, lowered, adapted)
+            good = good.masked_fill(overflowed, 0)
         active = torch.as_tensor(active, device=self.scale.device)
-        good = torch.where(overflowed, torch.zeros_like(self._good_steps), self._good_steps + 1)
-        grow = (good >= GROWTH_INTERVAL) & torch.isfinite(self.scale * 2)
-        factor = torch.where(overflowed, 0.5, torch.where(grow, 2.0, 1.0)).to(self.scale)
-        good = torch.where(good >= GROWTH_INTERVAL, torch.zeros_like(good), good)
-        adapted = self.scale * factor
-        is_first = overflowed & (self.scale == self._initial)
-        # A comparison with NaN, of a count that is 0 or not finite, is false.
-        adapted = torch.where(is_first & (start := self._start(count)).lt(adapted), start, adapted)
-        self.scale.copy_(torch.where(active, adapted, self.scale))
-        self._good_steps.copy_(torch.where(active, good, self._good_steps))
+        torch.where(active, adapted, self.scale, out=self.scale)
+        torch.where(active, good.masked_fill(grows, 0), self._good_steps, out=self._good_steps)
 
     def _start(self, count: Tensor | float) -> Tensor:
         """The largest power of two that is `INITIAL_SCALE` by the count at most."""
-        device = self.scale.device
-        scale = INITIAL_SCALE / torch.full((), 1.0, dtype=wide_dtype(device), device=device).mul_(count)
-        return (scale / (2 * torch.frexp(scale).mantissa)).clamp(min=2 * MIN_SCALE).to(self.scale.dtype)
+        scale = self._wanted / count
+        # Its exponent alone, of IEEE 754.
+        as_int, exponent = (torch.int64, 0x7FF << 52) if scale.dtype == torch.float64 else (torch.int32, 0xFF << 23)
+        power = scale.view(as_int).bitwise_and_(exponent).view(scale.dtype)
+        return power.clamp(min=2 * MIN_SCALE).to(self.scale.dtype)
 
     def state_dict(self) -> dict[str, float]:
         """The scale and the number of good steps in a row; empty unless enabled."""
@@ -145,10 +154,10 @@ class FiniteCheck:
         # Whether no step has failed.
         self._is_good: Any = torch.ones((), dtype=torch.bool, device=device) if self.on_device else True
 
-    def judge(self, total: Any, count: Any, norm: Any, is_summed: bool = False) -> tuple[Any, Any]:
+    def judge(self, total: Any, count: Any, norm: Any, divided_by: Any = 1.0) -> tuple[Any, Any]:
         """Whether to update, and whether this step is the first that failed; adapts the loss scale.
 
-        `is_summed` if the gradient of the sum over the count was computed, and not that of the mean.
+        `divided_by` is the divisor of a gradient that was one of the sum over the count, and not of the mean.
         """
         # By operators that bools and tensors have alike, so that it is written once; few, since each is a kernel.
         finite_loss, finite_gradient = _is_mean_finite(total, count), _is_finite(norm)
@@ -165,7 +174,7 @@ class FiniteCheck:
         # Later steps do not update until the host has read the failure: it goes back to the state before this step.
         self._is_good = before ^ first
         if self._scale.enabled:
-            self._scale.update(finite_gradient ^ True, self._is_good, count if is_summed else 1.0)
+            self._scale.update(finite_gradient ^ True, self._is_good, divided_by)
         return ok, first
 
     def reset(self) -> None:

@@ -367,16 +367,18 @@ class TrainStep:
         gradients, buffers, config = self.strategy.gradients, self.strategy.buffers, self.config
         total, count = self._stats.sums(num_leaves)  # floats, or 0-d tensors on the device, as all numbers here
         flats = gradients.flats  # [elements] of a bucket, or of this rank's part of it
+        divided_by = 1.0
         if config.counts_fn is not None:
             count = count * 0 + 1  # the loss function has divided already
         elif num_leaves > 1:
-            divide(flats, divisor(count))  # a sum over one count: no mean of means
+            divided_by = divisor(count)
+            divide(flats, divided_by)  # a sum over one count: no mean of means
         self._scale.unscale(flats)
         norm: Any = gradients.norm() if any(used) else torch.zeros((), device=self.communicator.device)
         device = self.communicator.device
         norm = norm.to(device, wide_dtype(device)) if self._finite.on_device else norm.item()
         # No bit below may depend on whether the host knows `ok`: a GPU goes on without waiting for it.
-        ok, has_failed = self._finite.judge(total, count, norm, is_summed=num_leaves > 1)
+        ok, has_failed = self._finite.judge(total, count, norm, divided_by)
         if config.max_grad_norm is not None:
             self._clip(flats, config.max_grad_norm, norm, ok)
         gradients.assign(used)
