@@ -96,7 +96,7 @@ def connect_at(
     small = transport if control is None else GroupTransport(control, calls, timeout, host)
     try:
         if backend == "nccl":
-            with nccl_tried(shared or small, device, timeout, met.check):
+            with nccl_tried(shared or small, device, timeout, transport.abandon, met.check):
                 exchange_a_byte(transport, device)
         if by_nodes and shared is None:
             transport.nodes = connect_nodes(small, met, backend, device, timeout)
@@ -170,13 +170,9 @@ def connect_gpus(
     nccl = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), host.rank, host.world_size, options)
     transport = GroupTransport(None, dist.PrefixStore("nccl calls", store), timeout, backend=nccl)
     transport.ranks, transport.run_size = host.ranks, host.run_size
-    try:
-        with nccl_tried(host, device, timeout):
-            nccl.eager_connect_single_device(device)
-            exchange_a_byte(transport, device)
-    except SamestepError:
-        nccl.abort()  # what NCCL has queued never ends
-        raise
+    with nccl_tried(host, device, timeout, nccl.abort):
+        nccl.eager_connect_single_device(device)
+        exchange_a_byte(transport, device)
     return transport
 
 
@@ -245,13 +241,8 @@ def _adopt_group(environment: Environment, device: torch.device, timeout: timede
         transport.stream = torch.cuda.Stream(device, priority=FIRST)
     # No shared memory here: the script's group may have no store that all ranks reach.
     met = Rendezvous(calls, replace(environment, transport="gloo"), timeout)
-    try:
-        if backend == "nccl":
-            with nccl_tried(host, device, timeout):
-                exchange_a_byte(transport, device)
-        transport.nodes = connect_nodes(host, met, backend, device, timeout)
-    except SamestepError:
-        if backend == "nccl":
-            transport.abandon()  # what NCCL has queued never ends
-        raise
+    if backend == "nccl":
+        with nccl_tried(host, device, timeout, transport.abandon):
+            exchange_a_byte(transport, device)
+    transport.nodes = connect_nodes(host, met, backend, device, timeout)
     return transport, host

@@ -208,13 +208,29 @@ class GroupPending:
 
 @contextmanager
 def nccl_tried(
-    control: Connection, device: torch.device, timeout: timedelta, check: Callable[[], None] = lambda: None
+    control: Connection,
+    device: torch.device,
+    timeout: timedelta,
+    abandon: Callable[[], None],
+    check: Callable[[], None] = lambda: None,
 ) -> Iterator[None]:
     """Connects ranks by NCCL in its block; NCCL's error on one rank is raised on all ranks of `control`.
 
     NCCL makes its buffers at the first message of a kind (`exchange_a_byte`): now, before the model takes the memory,
-    and not in the first backward. `check` is that of waits.
+    and not in the first backward. `abandon` drops the connections after an error; `check` is that of waits.
     """
+    try:
+        with _failures_shared(control, timeout):
+            yield
+        wait_until(torch.cuda.current_stream(device).record_event().query, check, timeout.total_seconds())
+    except Exception:
+        abandon()  # what NCCL has queued never ends
+        raise
+
+
+@contextmanager
+def _failures_shared(control: Connection, timeout: timedelta) -> Iterator[None]:
+    """Raises NCCL's error on one rank on all ranks of `control`."""
     said, own = "", None
     try:
         yield
@@ -231,7 +247,6 @@ def nccl_tried(
         if text:
             lost = PeerLostError(f"rank {control.ranks[rank]} could not connect: {text}")
             raise nccl_failure(text, control.ranks[rank]) or (own if rank == control.rank else None) or lost
-    wait_until(torch.cuda.current_stream(device).record_event().query, check, timeout.total_seconds())
 
 
 def exchange_a_byte(transport: Transport, device: torch.device) -> None:

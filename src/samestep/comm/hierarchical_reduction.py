@@ -107,7 +107,8 @@ def connect_nodes(
     try:
         if backend == "gloo":
             within = _share_in_node(control, met, nodes[rank // size], timeout)
-        with nccl_tried(control, device, timeout, met.check) if backend == "nccl" else contextlib.nullcontext():
+        tried = nccl_tried(control, device, timeout, control.abandon, met.check) if backend == "nccl" else None
+        with tried or contextlib.nullcontext():
             within = within or subgroup(nodes, rank, backend, met.store, timeout)
             between = subgroup(same_local_ranks, rank, backend, met.store, timeout)
             if backend == "nccl":

@@ -18,7 +18,7 @@ from samestep.comm.group import GroupTransport, exchange_a_byte, nccl_tried, sub
 from samestep.comm.shared_memory import SharedTransport
 from samestep.comm.transport import Connection, LocalTransport
 from samestep.core.mesh import AXES, Mesh
-from samestep.errors import SamestepError, UsageError
+from samestep.errors import UsageError
 
 DATA_AXIS = "data"
 
@@ -50,12 +50,8 @@ def nccl_tried_by_all(communicator: Communicator, timeout: timedelta) -> Iterato
     transport, control = communicator.transport, communicator.control
     assert isinstance(transport, Connection), "ranks with NCCL are processes"
     assert isinstance(control, Connection), "ranks with NCCL are processes"
-    try:
-        with nccl_tried(control, communicator.device, timeout):
-            yield
-    except SamestepError:
-        transport.abandon()  # what NCCL has queued never ends
-        raise
+    with nccl_tried(control, communicator.device, timeout, transport.abandon):
+        yield
 
 
 def connect_lines(
