@@ -148,7 +148,8 @@ class Places:
         where = where if self.is_gpu else None
         area = {"memory": "memory", STARVED: "failures"}.get(program, "streams and waits")
         missing = NEEDS_GPUS if program == STARVED else NEEDS_GPU
-        return self.row(area, what, program, where, judge, options, missing, survives=survives)
+        seconds = MATRIX_SECONDS if program == "streams" else ROW_SECONDS  # it takes a stack at each launch
+        return self.row(area, what, program, where, judge, options, missing, seconds, survives)
 
 
 def make_rows(chosen: Selection, inventory: Inventory, quick: bool, timeout_seconds: float) -> list[Row]:
