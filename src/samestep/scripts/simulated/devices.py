@@ -93,7 +93,7 @@ def _threads(mode: TorchFunctionMode) -> Patch:
 def _autograd(registry: DeviceRegistry, mode: TorchFunctionMode) -> list[Patch]:
     """Backward passes run hooks and custom functions of the script, and torch turns modes off for them."""
     run_backward = torch.autograd.graph._engine_run_backward
-    apply = vars(torch.autograd.Function)["apply"].__func__
+    apply = vars(torch.autograd.Function)["apply"]  # a class method of Python, from torch 2.15 on of C
     hooks = torch.autograd.graph.saved_tensors_hooks
     init = hooks.__init__
 
@@ -123,7 +123,7 @@ def _autograd(registry: DeviceRegistry, mode: TorchFunctionMode) -> list[Patch]:
         init(self, on_the_host(pack_hook), on_the_host(unpack_hook))
 
     def marking_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        return marked_like(apply(cls, *args, **kwargs), args)
+        return marked_like(apply.__get__(None, cls)(*args, **kwargs), args)
 
     return [
         Patch(torch.autograd.graph, "_engine_run_backward", run_with_mode, ("torch.autograd",)),
