@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpus import needs_fake_gpus, run
+from gpus import environment, needs_fake_gpus
 
 from samestep.errors import UsageError, WorkerError
 from samestep.launcher.supervisor import launch
@@ -127,8 +127,10 @@ CELLS = """
 @needs_fake_gpus
 def test_a_notebook_that_has_asked_for_gpus_or_used_one_launches_on_them():
     """torch has no public name for a process whose forks cannot use GPUs, so a fork is asked."""
-    out = run(CELLS, devices=4)
-    assert out.splitlines() == ["True False", "(2, 'cuda:0', 12.0)", "(1, 'cuda:0', 18.0)"]
+    command = [sys.executable, "-c", textwrap.dedent(CELLS)]
+    done = subprocess.run(command, env=environment(4), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines() == ["True False", "(2, 'cuda:0', 12.0)", "(1, 'cuda:0', 18.0)"]
 
 
 def test_the_quickstart_notebook_runs_from_top_to_bottom(tmp_path):

@@ -3,10 +3,11 @@
 import json
 import subprocess
 import sys
+import textwrap
 
 import psutil
 import pytest
-from gpus import needs_fake_gpus, run
+from gpus import environment, needs_fake_gpus
 
 from samestep.launcher.os_processes import EarlyServer, server_variables
 
@@ -193,4 +194,6 @@ UNASKED = """
 @needs_fake_gpus
 def test_what_is_imported_before_the_fork_starts_no_gpu_driver():
     """A driver that has been asked, if only for the number of GPUs, is lost to forks."""
-    assert run(UNASKED) == "2.0\n"
+    command = [sys.executable, "-c", textwrap.dedent(UNASKED)]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout) == (0, "2.0\n"), done.stderr

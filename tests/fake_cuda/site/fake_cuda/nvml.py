@@ -12,8 +12,10 @@ UUID = "GPU-fa4ec0da-0000-4000-8000-{:012x}"
 def complete(module: ModuleType) -> None:
     """Has the functions of pynvml answer for the fake GPUs; what they do not know is "not supported"."""
     nvml: Any = module
-    count = int(os.environ["FAKE_CUDA_DEVICES"])
     total = int(os.environ.get("FAKE_CUDA_MEMORY_MIB", 80 << 10)) << 20
+
+    def count() -> int:
+        return int(os.environ["FAKE_CUDA_DEVICES"])
 
     def initialize() -> None:
         if os.environ.get("FAKE_CUDA_NVML") == "0":
@@ -23,12 +25,14 @@ def complete(module: ModuleType) -> None:
         raise nvml.NVMLError(nvml.NVML_ERROR_NOT_SUPPORTED)
 
     def cores_near(index: int, words: int) -> list[int]:
-        return [0xAAAA_AAAA_AAAA_AAAA >> (2 * index < count)] * words  # even ones for the first half of the GPUs
+        if "FAKE_CUDA_NUMA" not in os.environ:
+            unsupported()
+        return [0xAAAA_AAAA_AAAA_AAAA >> (2 * index < count())] * words  # even ones for the first half of the GPUs
 
     answers: dict[str, Callable[..., Any]] = {
         "nvmlInit": initialize,
         "nvmlShutdown": lambda: None,
-        "nvmlDeviceGetCount": lambda: count,
+        "nvmlDeviceGetCount": count,
         "nvmlDeviceGetHandleByIndex": lambda index: index,
         "nvmlDeviceGetName": lambda index: os.environ.get("FAKE_CUDA_NAME", "Fake GPU"),
         "nvmlDeviceGetComputeMode": lambda index: int(os.environ.get("FAKE_CUDA_COMPUTE_MODE", 0)),
@@ -37,7 +41,7 @@ def complete(module: ModuleType) -> None:
         "nvmlDeviceGetMemoryInfo": lambda index, version=None: SimpleNamespace(total=total, free=total, reserved=0),
         "nvmlDeviceGetUtilizationRates": lambda index: SimpleNamespace(gpu=0),
         "nvmlDeviceGetComputeRunningProcesses_v3": lambda index: [],
-        "nvmlDeviceGetCpuAffinity": cores_near if "FAKE_CUDA_NUMA" in os.environ else unsupported,
+        "nvmlDeviceGetCpuAffinity": cores_near,
         "nvmlSystemGetDriverVersion": lambda: "570.00",
         "nvmlDeviceGetTopologyCommonAncestor": lambda one, other: nvml.NVML_TOPOLOGY_SYSTEM,
     }
