@@ -5,8 +5,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 export NO_MKDOCS_2_WARNING := 1
 # Two processes test, each file in one of them, in the order of conftest.py; a fixed hash seed gives both the same
-# names of tests.
-PYTEST := PYTHONHASHSEED=0 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# names of tests. Three where many tests wait for others to end or for a time to pass.
+PYTEST := PYTHONHASHSEED=0 $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder
 ON_GPUS := SAMESTEP_TEST_DEVICE=cuda FAKE_CUDA_DEVICES=8 PYTHONPATH=$(CURDIR)/tests/fake_cuda/site
 WITH_DEVICES := $(addprefix tests/,checkpoint comm data engine pipelining run runs scripts sharding tensor_parallel)
 USABLE := .venv/.usable
@@ -20,22 +20,22 @@ train: $(USABLE)
 
 # A few minutes: all tests that start no process, and a dozen smoke tests over real ones (tests/tiers.py).
 test: $(READY)
-	$(PYTEST) -m quick
+	$(PYTEST) -n 2 -m quick
 
 # What `make test` leaves out: tests over real processes and on fake GPUs, without which it fails, unless torch is a
 # build for CUDA. Those that take minutes each are in `make test-all` alone.
 test-rest: export SAMESTEP_TEST_NEEDS_FAKE_GPUS := 1
 test-rest: $(READY) fake-cuda
-	$(PYTEST) -m "not quick and not slow"
-	$(ON_GPUS) $(PYTEST) -m quick $(WITH_DEVICES)
+	$(PYTEST) -n 3 -m "not quick and not slow"
+	$(ON_GPUS) $(PYTEST) -n 2 -m quick $(WITH_DEVICES)
 
 test-all: export SAMESTEP_TEST_NEEDS_FAKE_GPUS := 1
 test-all: $(READY) fake-cuda test-gpu
-	$(PYTEST)
+	$(PYTEST) -n 3
 
 # All tests of what has a device, with GPUs as that device: fake ones.
 test-gpu: $(READY) fake-cuda
-	$(ON_GPUS) $(PYTEST) $(WITH_DEVICES)
+	$(ON_GPUS) $(PYTEST) -n 2 $(WITH_DEVICES)
 
 # A CUDA device in host memory, for the tests of the GPU code: compiled once, in about a minute.
 fake-cuda: $(READY)

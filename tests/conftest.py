@@ -4,6 +4,7 @@ import compileall
 import os
 import signal
 import sys
+from collections import Counter
 from pathlib import Path
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # workers are forked from a process without threads
@@ -26,7 +27,7 @@ sys.path.append(str(Path(__file__).parent / "fake_cuda" / "site"))
 
 import fake_cuda
 import gpus
-from tiers import SLOW_ON_GPUS, SMOKE, name_of, starts_processes, watch
+from tiers import LONG_FILES, SLOW_ON_GPUS, SMOKE, name_of, starts_processes, watch
 from worlds import DEVICE, World, close_mesh
 
 hypothesis.settings.register_profile("samestep", deadline=None)  # no test asserts a time
@@ -50,23 +51,23 @@ def pytest_configure(config):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Marks the tests of `make test`; files with others come first, a long one at the end keeps a process waiting."""
+    """Marks the tests of `make test`; files with many others come first: a long one at the end is waited for."""
     if DEVICE == "cuda":  # tests that start programs on fake GPUs do so in the other run, the one on CPUs
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("fake_gpus")])
         items[:] = [item for item in items if not item.get_closest_marker("fake_gpus")]
-    files, reason = set(), fake_cuda.cannot_be()
+    files, reason = Counter(), fake_cuda.cannot_be()
     if not reason and not GPUS_ARE_REQUIRED and not fake_cuda.is_built():
         reason = "the fake CUDA device is not built: make fake-cuda"
     for item in items:
         if item.get_closest_marker("fake_gpus") and reason:
             item.add_marker(pytest.mark.skip(reason=reason))
         if starts_processes(item):
-            files.add(item.path)
+            files[item.path] += 100 if name_of(item).partition("::")[0] in LONG_FILES else 1
             if name_of(item) in SMOKE:
                 item.add_marker("quick")
         elif item.get_closest_marker("slow") is None and not (DEVICE == "cuda" and name_of(item) in SLOW_ON_GPUS):
             item.add_marker("quick")
-    items.sort(key=lambda item: item.path not in files)
+    items.sort(key=lambda item: -files[item.path])
 
 
 @pytest.hookimpl(wrapper=True)

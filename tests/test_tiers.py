@@ -5,7 +5,17 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from tiers import SLOW_ON_GPUS, SMOKE, SMOKE_ON_GPUS, STARTING_MODULES, STARTING_TESTS, TESTS, starts_processes, watch
+from tiers import (
+    LONG_FILES,
+    SLOW_ON_GPUS,
+    SMOKE,
+    SMOKE_ON_GPUS,
+    STARTING_MODULES,
+    STARTING_TESTS,
+    TESTS,
+    starts_processes,
+    watch,
+)
 from worlds import World, in_turns
 
 
@@ -45,6 +55,10 @@ def test_a_quick_test_that_starts_a_program_is_an_error(request):
     item = SimpleNamespace(nodeid="x", get_closest_marker=lambda name: name)
     with watch(item), pytest.raises(RuntimeError, match="STARTING_TESTS"):
         getattr(sys.modules["subprocess"], "run")([sys.executable, "-c", ""], check=True)  # noqa: B009
+
+
+def test_the_files_that_come_first_exist():
+    assert [name for name in LONG_FILES if not (TESTS / name).is_file()] == []
 
 
 def test_the_modules_that_start_processes_exist():

@@ -73,6 +73,18 @@ SMOKE_ON_GPUS = {  # on fake GPUs these too: the sums over NCCL, and each strate
     "test_a_run_resumed_in_mid_epoch_ends_as_the_one_that_was_not[sharded 2 - sharded 3]",
     "tensor_parallel/test_tensor_bits.py::test_more_ranks_along_data_give_the_same_bits[heads and features]",
 }
+LONG_FILES = {  # whose tests take ten times as long as others: they come first, so that none of them is waited for
+    "cli/test_commands_on_gpus.py",
+    "cli/test_frameworks.py",
+    "cli/test_run_logical.py",
+    "cli/test_run_spawning.py",
+    "docs/test_documentation.py",
+    "doctor/test_proof.py",
+    "engine/test_compiled.py",
+    "engine/test_gpu_memory.py",
+    "simulation/test_simulated_processes.py",
+    "verify/test_verify.py",
+}
 SLOW_ON_GPUS = {"run/test_trainer.py::test_mlp_learns_the_prices_of_houses"}  # a minute on fake ones, seconds on CPUs
 if DEVICE == "cuda":
     SMOKE |= SMOKE_ON_GPUS
