@@ -343,7 +343,7 @@ def test_ranks_that_let_their_real_device_into_a_seed_are_found_out(tmp_path, fo
 @pytest.mark.parametrize(
     ("words", "meet", "printed"),
     [
-        (("--start", "spawn"), "env", []),
+        pytest.param(("--start", "spawn"), "env", [], marks=pytest.mark.slow),  # below with simulated GPUs
         pytest.param(("--start", "forkserver"), "file", [], marks=pytest.mark.slow),
         (("--start", "join"), "tcp", ["joined at once: False"]),
         (("--start", "process"), "env", []),
@@ -366,7 +366,7 @@ def test_every_way_of_starting_ranks_gives_the_same_bits_on_one_and_on_two_devic
     ("words", "code", "message"),
     [
         (("fork", "--fail", 2), 1, "-- Process 2 terminated with the following error:\nTraceback"),
-        (("spawn", "--fail", 1), 1, "ValueError: of rank 1\n"),
+        pytest.param(("spawn", "--fail", 1), 1, "ValueError: of rank 1\n", marks=pytest.mark.slow),
         (("late", "--fail", 2), 1, "-- Process 2 terminated with the following error:\nTraceback"),
         (("fork", "--exit", 3), 1, "ProcessExitedException: process 3 terminated with exit code 7"),
         (("fork", "--gpus", 3), 0, "samestep: 3 ranks make a process group, on 4 logical devices (--logical-devices)"),
@@ -396,7 +396,7 @@ def test_a_script_that_starts_no_rank_after_all_runs_once_and_says_so(tmp_path):
     assert "train.py has started no rank and made no process group: it ran once" in done.stderr
 
 
-@pytest.mark.parametrize("start", ["spawn", "fork"])
+@pytest.mark.parametrize("start", ["spawn", pytest.param("fork", marks=pytest.mark.slow)])
 def test_ranks_that_a_script_starts_on_cpu_workers_see_simulated_gpus(tmp_path, start):
     runs = [started(tmp_path / each, each, "--nccl", "--start", start) for each in ("cpu:1", "cpu:2")]
     assert runs[0][2] == 0, runs[0][1]

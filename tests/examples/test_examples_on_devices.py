@@ -13,7 +13,6 @@ from scripts import FOLDER
 from samestep.data.nested import leaves
 
 NUM_MICROBATCHES = 4
-WORLD_SIZES = [2, 3, 4]
 EXAMPLES = {
     "random_linear": [],
     "house_prices": ["--epochs", 3, "--out", "curves"],
@@ -63,8 +62,11 @@ def alone(worlds, tmp_path_factory):
     return outcome
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-@pytest.mark.parametrize("name", EXAMPLES)
+PAIRS = [(name, size) for index, name in enumerate(EXAMPLES) for size in (3, 2 + 2 * (index % 2))]
+OTHERS = [pytest.param(name, 4 - 2 * (index % 2), marks=pytest.mark.slow) for index, name in enumerate(EXAMPLES)]
+
+
+@pytest.mark.parametrize(("name", "world_size"), [*PAIRS, *OTHERS])
 def test_an_example_ends_in_the_same_lines_and_bits_on_every_number_of_devices(
     worlds, alone, tmp_path, name, world_size
 ):

@@ -66,8 +66,11 @@ def events_of(folder):
     return {tag: {event.step: event.value for event in accumulator.Scalars(tag)} for tag in tags}
 
 
-@pytest.mark.parametrize("devices", [2, 3])
-@pytest.mark.parametrize("point", POINTS)
+PAIRS = [(point, 2 + index % 2) for index, point in enumerate(POINTS)]  # one rank goes on, or two do
+OTHERS = [pytest.param(point, 5 - devices, marks=pytest.mark.slow) for point, devices in PAIRS]
+
+
+@pytest.mark.parametrize(("point", "devices"), [*PAIRS, *OTHERS])
 def test_what_the_writing_rank_owes_is_written_by_its_successor(train, undisturbed, undisturbed_best, point, devices):
     phase = POINTS[point]
     skip = 1 if phase in ("save", "write optimizer", "checkpoint", "point latest") else 0  # that of the step alone

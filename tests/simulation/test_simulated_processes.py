@@ -27,6 +27,7 @@ def no_process_is_left():
     assert not {*multiprocessing.active_children()} - {*before}
 
 
+@pytest.mark.slow  # `make simulate-gate` has these seeds
 @pytest.mark.parametrize("seed", [1, 2])
 def test_what_some_seeds_draw_over_processes_holds(seed):
     assert Search().smallest("processes", seed, examples=3) is None

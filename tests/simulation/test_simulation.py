@@ -21,7 +21,7 @@ SEEDS = [
     ("collectives", 1),
     ("collectives", 2),
     ("membership", 1),
-    ("scripts", 1),
+    pytest.param("scripts", 1, marks=pytest.mark.slow),  # which `make simulate-gate` has
 ]
 
 
