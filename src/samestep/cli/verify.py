@@ -82,6 +82,18 @@ def verify(
             "ranks themselves without samestep.",
         ),
     ] = None,
+    golden: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            rich_help_panel=COMPARED,
+            help="Compare the steps with those in FILE too, to the bit. Exit code 1 if they differ, 4 if FILE is of "
+            "another CPU or contract, and cannot be compared.",
+        ),
+    ] = None,
+    write: Annotated[
+        bool, typer.Option("--write", rich_help_panel=COMPARED, help="Write the steps to the FILE of --golden.")
+    ] = False,
     num_threads: NumThreads = 1,
     start_method: Annotated[
         str | None,
@@ -101,7 +113,8 @@ def verify(
     """Runs SCRIPT or RECIPE on several device counts, compares the runs, and names what differs first, and why.
 
     Compared are the samples, the loss, the gradient of every parameter and the state after each step. Options go
-    before SCRIPT. Exit code 0: they agree as required; 1: they do not, or agreeing proves nothing.
+    before SCRIPT. Exit code 0: they agree as required; 1: they do not, or agreeing proves nothing; 4: the golden FILE
+    is of another contract.
     """
     from samestep.checks import check_choice
     from samestep.comm.environment import read_environment
@@ -115,6 +128,13 @@ def verify(
     if read_environment().launcher != "none":
         raise UsageError("verify starts processes itself; call it without torchrun, srun or mpirun")
     _check_order(context, program, script.module)
+    if write and golden is None:
+        raise UsageError("got --write without --golden; needed: the file to write, --golden FILE --write")
+    kept = None
+    if golden is not None and not write:
+        from samestep.verify.golden import read_golden
+
+        kept = read_golden(golden)
     selections = {name: made_portable(each, script.portable) for name, each in _selections(devices).items()}
     options = {"logical_devices": script.logical_devices, "seed": script.seed, "wrap": script.wrap}
     chosen = _program(program, script.module, script.single_process, options, selections)
@@ -132,11 +152,21 @@ def verify(
             verdict = reach_verdict(runner, tuple(selections), steps, required, tell)  # type: ignore[arg-type]  # checked
         except Stopped as stopped:
             raise typer.Exit(stopped.exit_code) from None
+        result = None
+        if golden is not None and verdict.agrees:
+            from samestep.verify.golden import check_golden
+
+            result = check_golden(golden, kept, runner, program, num_threads, steps)
+    from rich.console import Console
+
     if as_json:
-        print(json.dumps({"agrees": verdict.agrees, **asdict(verdict)}))
+        more = {} if result is None else {"golden": result._asdict()}
+        print(json.dumps({"agrees": verdict.agrees, **asdict(verdict), **more}))
     else:
         show(verdict)
-    raise typer.Exit(0 if verdict.agrees else 1)
+        if result is not None:
+            _say(Console(highlight=False), "golden", result.text, "" if result.exit_code == 0 else "bold red")
+    raise typer.Exit(result.exit_code if result is not None else 0 if verdict.agrees else 1)
 
 
 def _check_order(context: typer.Context, program: list[str], module: bool) -> None:

@@ -24,6 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from samestep.data.batch import Batch, checksum
 from samestep.data.nested import leaves
 from samestep.engine.observer import StepObserver, observed_by
+from samestep.engine.portable_kernels import portable_form
 from samestep.engine.result import StepResult
 from samestep.engine.step import TrainStep
 from samestep.errors import UsageError
@@ -127,7 +128,8 @@ def run_probed(
             if reason == "program":
                 end_barrier.mark()
             watch.write_rest()
-            writer.write("end", step=watch.number, reason=reason, family=watcher.family)
+            about = {"family": watcher.family, "portable": portable_form()}
+            writer.write("end", step=watch.number, reason=reason, **about)
             writer.close()
 
 
