@@ -103,7 +103,13 @@ MEMORY = """
         optimizer.zero_grad()
         with fake_cuda.host_waits() as waits:
             for part in x.split(32) if kind == "accumulation" else [x]:
-                forward(part).square().sum().mul(1e3).backward()
+                loss = forward(part).square().sum().mul(1e3)
+                if kind == "second derivatives":
+                    first = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+                    loss = loss + sum(one.square().sum() for one in first)
+                    del first
+                loss.backward()
+                del loss
         optimizer.step()
     beside = torch.cuda.max_memory_allocated() - gradient - x.nbytes
     torch.found = [beside / gradient, waits, state_digest(model, optimizer)]
@@ -132,11 +138,14 @@ def memory(folder, kind, devices, twin=""):
     return [json.loads(output.partition("FOUND ")[2]) for output, _ in outputs]
 
 
+KINDS = "plain", "DataParallel", "accumulation", "second derivatives"
+
+
 @pytest.fixture(scope="module")
 def on_one_gpu(tmp_path_factory):
     """The measurements of one GPU, by the kind of script."""
     folder = tmp_path_factory.mktemp("memory")
-    return {kind: memory(folder, kind, 1)[0] for kind in ("plain", "DataParallel", "accumulation")}
+    return {kind: memory(folder, kind, 1)[0] for kind in KINDS}
 
 
 # Plain PyTorch has the gradient: 1.0 G. A tree of eight leaves has three sums at most; one bucket is a sixteenth.
@@ -151,6 +160,8 @@ def on_one_gpu(tmp_path_factory):
         ("DataParallel", 4, 1.5),
         ("accumulation", 1, 4.3),  # the gradient of the first part is there meanwhile
         ("accumulation", 2, 3.3),
+        ("second derivatives", 1, 9.8),  # those of all its microbatches, by the documentation
+        ("second derivatives", 2, 6.0),
     ],
 )
 def test_a_script_that_is_shared_out_holds_the_sums_of_the_tree_and_no_gradient_for_each_microbatch(
