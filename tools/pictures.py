@@ -1,5 +1,7 @@
 """The pictures of the README, from real runs: `python tools/pictures.py`, in a checkout, writes them into `docs/`.
 
+Kernels are portable: digests and curves are those of any x86-64 CPU with AVX2.
+
 `same_bits.svg` has the test loss of one small network by two programs, each in 1, 2 and 3 processes on CPUs:
 DistributedDataParallel as its tutorial writes it, and samestep. `terminal.svg` has commands and what they print.
 """
@@ -14,6 +16,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from samestep.devices.portable import portable_variables
+
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 BATCH_SIZE, EPOCHS, LEARNING_RATE, NUM_TRAIN = 60, 30, 0.1, 997
 WORLD_SIZES = (1, 2, 3)
@@ -23,7 +27,7 @@ COMMANDS = (
     "samestep train lenet --epochs 3 --devices cpu:1 --run-dir runs/one",
     "samestep train lenet --epochs 3 --devices cpu:3 --run-dir runs/three",
     "samestep ledger diff runs/one runs/three",
-    "samestep verify --devices cpu:1,cpu:2 ddp.py",
+    "samestep verify --portable --devices cpu:1,cpu:2 ddp.py",
 )
 DDP_SCRIPT = """
 import torch
@@ -124,7 +128,8 @@ def measured(program: str, world_size: int) -> list[float]:
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size))
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "losses.json")
-        subprocess.run([*torchrun, __file__, program, str(file)], check=True)
+        env = {**os.environ, **portable_variables("cpu", True)}
+        subprocess.run([*torchrun, __file__, program, str(file)], check=True, env=env)
         return [float(loss) for loss in json.loads(file.read_text())]
 
 

@@ -1,6 +1,13 @@
 """samestep: the loop of its README. The ledger, checkpoints and logs are the trainer's; this loop has none."""
 
 import argparse
+import os
+import sys
+
+from samestep.devices.portable import portable_variables
+
+if "--portable" in sys.argv:  # before NumPy is imported
+    os.environ.update(portable_variables("cpu", True))
 
 from gate import Gate
 from workloads import task
@@ -15,6 +22,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--strategy", default="replicate")
     parser.add_argument("--shard-optimizer", action="store_true")
     parser.add_argument("--tensor", type=int, default=1, help="ranks that share the feed-forward networks")
+    parser.add_argument("--portable", action="store_true", help="kernels that are alike on all CPUs")
     parser.add_argument("--map-style", action="store_true", help="read a dataset sample by sample, instead of tensors")
 
 

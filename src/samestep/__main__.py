@@ -4,6 +4,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
@@ -41,9 +42,11 @@ def main() -> None:
 
 def _is_portable(words: Sequence[str]) -> bool:
     """Whether the workers of a command line most likely have portable kernels; as above."""
-    asked = None if "--portable" not in words else True
+    asked = False if "--no-portable" in words else True if "--portable" in words else None
+    on_cpus = "cpu" in " ".join(words) or not any(Path("/dev").glob("nvidia[0-9]*"))
     with suppress(UsageError):
-        return bool(chosen_portable("cpu", asked)) and why_not_portable("cpu") is None
+        by_default = words[0] == "train" and on_cpus and "--compile" not in words
+        return bool(chosen_portable("cpu", asked, by_default)) and why_not_portable("cpu") is None
     return False
 
 

@@ -3,14 +3,19 @@
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from samestep.checkpoint.contract_diff import differences
+from samestep.cli.options import made_portable
+from samestep.devices import portable
 from samestep.devices.portable import CAPS, check_portable, chosen_portable, portable_variables
+from samestep.devices.selection import select
 from samestep.errors import UsageError
 
 HERE = "cpu" if platform.machine() == "x86_64" and sys.platform == "linux" else "none"
@@ -98,11 +103,48 @@ def test_a_recipe_is_portable_by_its_option_and_stays_so(start, tmp_path):
     words = ("-m", "samestep", "train", "lenet", "--max-steps", "2", "--data", "digits")
     start(*words, "--run-dir", "run", "--portable", "--devices", "cpu:2")
     start("-m", "samestep", "train", "--resume", "run", "--max-steps", "3", "--devices", "cpu:1")
-    start(*TORCHRUN, *words, "--run-dir", "torchrun", "--portable", "--max-steps", "3")
+    start(*TORCHRUN, *words, "--run-dir", "torchrun", "--max-steps", "3")
     digests = [json.loads((tmp_path / name / "result.json").read_text())["digest"] for name in ("run", "torchrun")]
     assert digests[0] == digests[1]
     _, said = start("-m", "samestep", "train", "--resume", "run", "--max-steps", "4", "--no-portable", code=2)
     assert "portable:" in said
+
+
+def test_a_run_without_portable_kernels_goes_on_without_them_unless_they_are_asked_for(start, tmp_path):
+    words = ("-m", "samestep", "train", "lenet", "--data", "digits", "--max-steps", "2", "--devices", "cpu:1")
+    start(*words, "--no-portable", "--run-dir", "native")
+    start(*words, "--run-dir", "default")
+    resume = ("-m", "samestep", "train", "--resume", "native", "--max-steps", "3", "--devices", "cpu:1")
+    start(*resume, **ON)
+    native, default = (json.loads((tmp_path / name / "run.json").read_text()) for name in ("native", "default"))
+    assert "portable" not in native
+    assert default["portable"].startswith("on")
+    _, said = start(*resume[:-4], "--max-steps", "4", "--devices", "cpu:1", "--portable", code=2)
+    assert "portable:" in said
+    assert "--no-portable" in said
+
+
+def test_a_cpu_without_such_kernels_trains_by_its_own_and_a_line_says_so(monkeypatch, tmp_path, capsys):
+    about = tmp_path / "cpuinfo"
+    about.write_text("processor : 0\nflags : fpu sse4_2 avx\n")
+    monkeypatch.setattr(portable.why_not_portable, "__defaults__", (about,))
+    selection = select("cpu:2")
+    assert made_portable(selection, None, default=True) is selection
+    line = "--portable, the default, is left out: this CPU has no avx2 and no fma; the bits are those of such a CPU\n"
+    assert capsys.readouterr().err.endswith(line)
+    assert made_portable(selection, None) is selection
+    assert made_portable(selection, False, default=True).variables == {"SAMESTEP_PORTABLE": "0"}
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="the digests are those of PyTorch 2.13")
+def test_the_digest_of_the_first_page_is_that_of_this_machine(start, tmp_path):
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    shown = re.findall(r"^samestep (train lenet .*?) +# digest +(\w+)…$", readme, re.MULTILINE)
+    assert len(shown) == 2
+    for number, (words, digest) in enumerate(shown):
+        start("-m", "samestep", *words.split(), "--run-dir", str(number))
+        assert json.loads((tmp_path / str(number) / "result.json").read_text())["digest"].startswith(digest)
 
 
 def test_code_for_this_cpu_is_refused(start, tmp_path):

@@ -40,7 +40,7 @@ BREAKING: Final[Mapping[str, str]] = {
     "device_kind": "the kernels",
     "gpu": "the kernels, and how they split their sums",
     "num_threads": "how kernels split their sums",
-    "portable": "whether kernels are alike on all CPUs (--portable, SAMESTEP_PORTABLE)",
+    "portable": "whether kernels are alike on all CPUs (--portable, --no-portable, SAMESTEP_PORTABLE)",
     "flags": "which kernels run, and how they round",
     "versions.torch": "the kernels",
     "versions.cpu_capability": "the kernels",

@@ -193,10 +193,13 @@ def cap_as_recorded(run: Path) -> None:
 
 def made_portable(selection: "Selection", asked: bool | None, default: bool = False) -> "Selection":
     """The selection with what its workers are to do about portable kernels."""
-    from samestep.devices.portable import PORTABLE_VARIABLE, chosen_portable, portable_variables
+    from samestep.devices.portable import PORTABLE_VARIABLE, chosen_portable, portable_variables, why_not_portable
+    from samestep.text import notify
 
     portable = chosen_portable(selection.kind, asked, default)
     portable_variables(selection.kind, portable)  # refuses what cannot be portable
+    if portable is None and default and selection.kind == "cpu":
+        notify(f"--portable, the default, is left out: {why_not_portable('cpu')}; the bits are those of such a CPU")
     return selection if portable is None else selection.with_variables(**{PORTABLE_VARIABLE: str(int(portable))})
 
 

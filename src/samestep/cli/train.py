@@ -82,7 +82,7 @@ def train(
         check_untaken(folder)
     check_entries(folder)
     config = JobConfig(
-        **own,
+        **{**own, **_kept_kernels(own, source)},
         run_dir=str(folder),
         # A machine that torchrun starts again resumes with the others.
         resume="auto" if torchrun is not None and resume is None else None if source is None else resume,
@@ -125,14 +125,21 @@ def _resumed(
     if asked.get("recipe", own["recipe"]) != own["recipe"]:
         raise UsageError(f"got the recipe {asked['recipe']}, and {source} is a run of {own['recipe']}; leave it out")
     own = checked_options(str(source / CONTRACT_FILE), own)
-    if recorded(source).get("portable") is not None:  # perhaps by the variable
-        own.setdefault("portable", True)
     dropped: tuple[str, ...] = ("run_dir", "resume", "allow_contract_change")
     if "strategy" in asked:
         dropped += ("mesh", "shard_optimizer")  # which belong to the strategy that the run had
     if (workers.devices or workers.nproc_per_node) is not None:
         dropped += ("shares", "spares")  # which belong to its devices
     return {**{name: value for name, value in own.items() if name not in dropped}, **asked}, source
+
+
+def _kept_kernels(own: Mapping[str, Any], source: Path | None) -> dict[str, bool]:
+    """Whether a resumed run has portable kernels: as recorded, perhaps by a default or the variable, unless asked."""
+    from samestep.checkpoint.run_folder import recorded
+
+    if source is None or own.get("portable") is not None or recorded(source).get("device_kind") != "cpu":
+        return {}
+    return {"portable": recorded(source).get("portable") is not None}
 
 
 def _check_kept(asked: Mapping[str, Any], source: Path, resume: Path) -> None:
@@ -171,7 +178,7 @@ def _train_by_workers(
 
     num_nodes = 1 if torchrun is None else torchrun.max_nodes
     selection = select(chosen_devices(workers) or "auto", cpu_workers=_cpu_workers(config, num_nodes))
-    selection = made_portable(selection, config.portable)
+    selection = made_portable(selection, config.portable, default=not config.compile)
     _check_division(config, selection.count * num_nodes)
     folder = Path(str(config.run_dir))
     work = Job(
@@ -275,13 +282,16 @@ def _check_strategy(config: JobConfig, grid: "Mesh") -> None:
 def train_as_rank(as_json: bool, **job: Any) -> None:
     """Trains in this process, a rank that another launcher started."""
     from samestep.comm.environment import read_environment
-    from samestep.devices.portable import PORTABLE_VARIABLE, portable_variables
+    from samestep.devices.portable import PORTABLE_VARIABLE, chosen_portable, portable_variables
+    from samestep.devices.selection import select
 
-    if (portable := job.get("portable")) is not None:  # before NumPy is imported
-        os.environ.update({PORTABLE_VARIABLE: "0", **portable_variables("cpu", portable)})
+    environment = read_environment()
+    rank, kind = environment.rank, environment.device_kind or select("auto").kind
+    portable = chosen_portable(kind, job.get("portable"), default=not job.get("compile"))
+    if portable is not None:  # before NumPy is imported
+        os.environ.update({PORTABLE_VARIABLE: "0", **portable_variables(kind, portable)})
     from samestep.recipes.training import train as train_recipe
 
-    rank = read_environment().rank
     if as_json:
         sys.stdout.flush()
         with os.fdopen(os.dup(1), "w") as stdout:
