@@ -7,12 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from gpus import needs_fake_gpus
+from gpus import environment, needs_fake_gpus
 
 ROOT = Path(__file__).resolve().parents[2]
 
 pytestmark = [needs_fake_gpus, pytest.mark.slow]
 
+ON_GPUS = "on GPUs: "
 MUTANTS = {  # name: (file, text, its replacement), …, the file of the test and which of it
     "healing over NCCL": (
         ("comm/membership.py", "wait_until(event.query, ", "wait_until(lambda: True, "),
@@ -79,7 +80,7 @@ MUTANTS = {  # name: (file, text, its replacement), …, the file of the test an
         "test_layers.py",
     ),
     "groups along the axes by counting luck": (
-        ("comm/connecting.py", 'if backend == "gloo":\n        ours', "if False:\n        ours"),
+        ("comm/group.py", 'if backend == "gloo":\n        ours', "if False:\n        ours"),
         "comm/test_gpus.py -k gloo_groups",
     ),
     "an exit that waits for NCCL after an error": (
@@ -87,7 +88,7 @@ MUTANTS = {  # name: (file, text, its replacement), …, the file of the test an
         "comm/test_group.py -k dropped_at_once or ends_the_program",
     ),
     "generators that escape the map of devices": (
-        ("scripts/simulated/devices.py", "return plain(read(device))", "return plain(device)"),
+        ("scripts/simulated/devices.py", "generator(read(asked))", "generator(asked)"),
         "scripts/test_simulated_cuda.py -k names_four_gpus",
     ),
     "texts of out-of-memory that are not known": (
@@ -104,7 +105,7 @@ MUTANTS = {  # name: (file, text, its replacement), …, the file of the test an
             "self._trained[index] or self._means[index].module.training",
             "self._means[index].module.training",
         ),
-        "engine/test_gpu_steps.py -k evaluation_mode",
+        "on GPUs: engine/test_hard_cases.py -k evaluation_mode",
     ),
     "an exchange that does not wait for the gradients": (
         ("comm/reduction.py", "stream.wait_stream(torch.cuda.current_stream(stream.device))", "pass"),
@@ -171,11 +172,11 @@ def test_a_bug_that_is_put_back_is_caught(name, tmp_path):
         content = path.read_text(encoding="utf-8")
         assert content.count(text) == 1, f"{text!r} in {file}"
         path.write_text(content.replace(text, replacement), encoding="utf-8")
-    file, _, chosen = test.partition(" -k ")
+    file, _, chosen = test.removeprefix(ON_GPUS).partition(" -k ")
     command = [sys.executable, "-m", "pytest", f"tests/{file}", "-q", "-x", "-p", "no:xdist", "-p", "no:cacheprovider"]
-    paths = [str(source), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    own = environment(8, SAMESTEP_TEST_DEVICE="cuda") if test.startswith(ON_GPUS) else dict(os.environ)
+    own["PYTHONPATH"] = os.pathsep.join([str(source), *filter(None, [own.get("PYTHONPATH")])])
     done = subprocess.run(
-        [*command, "-k", chosen], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False
+        [*command, "-k", chosen], cwd=ROOT, env=own, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 1, done.stdout[-2000:] + done.stderr[-1000:]  # a test failed; 2 and more is another error
