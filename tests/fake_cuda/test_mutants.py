@@ -11,8 +11,6 @@ from gpus import environment, needs_fake_gpus
 
 ROOT = Path(__file__).resolve().parents[2]
 
-pytestmark = [needs_fake_gpus, pytest.mark.slow]
-
 ON_GPUS = "on GPUs: "
 MUTANTS = {  # name: (file, text, its replacement), …, the file of the test and which of it
     "healing over NCCL": (
@@ -162,6 +160,14 @@ MUTANTS = {  # name: (file, text, its replacement), …, the file of the test an
 }
 
 
+def test_what_the_bugs_replace_is_there_once():
+    edits = [(name, *edit) for name, (*some, _) in MUTANTS.items() for edit in some]
+    contents = {file: (ROOT / "src" / "samestep" / file).read_text(encoding="utf-8") for _, file, _, _ in edits}
+    assert [name for name, file, text, _ in edits if contents[file].count(text) != 1] == []
+
+
+@needs_fake_gpus
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_bug_that_is_put_back_is_caught(name, tmp_path):
     *edits, test = MUTANTS[name]
