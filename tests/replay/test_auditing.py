@@ -20,7 +20,7 @@ from samestep.errors import ContractError, UsageError
 from samestep.metrics import accuracy
 from samestep.replay.auditing import audit, probability
 from samestep.replay.replaying import program_of
-from samestep.runs.attestation import attest
+from samestep.runs.attestation import attest, statement
 from samestep.runs.ledger import from_line, to_line
 
 OPTIONS = {"checkpoint_steps": 3, "keep": 20}
@@ -207,6 +207,47 @@ def test_a_run_on_several_devices_is_audited_by_several_workers(tmp_path):
     assert "no: step 3: loss" in done.stdout
 
 
+MESH = """
+import sys
+import torch
+from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn import functional
+import samestep
+
+axis = sys.argv[1]
+run = samestep.Run(24, 4, seed=3, mesh={"data": -1, axis: 2})
+x = torch.randn(48, 6, generator=torch.Generator().manual_seed(1))
+model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2), nn.Dropout(0.2))
+if axis == "tensor":
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    model = parallelize_module(model.to(run.device), run.mesh["tensor"], plan)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+loss_fn = lambda model, batch: functional.cross_entropy(model(batch[0]), batch[1])
+options = {"strategy": "pipeline"} if axis == "pipe" else {}
+with samestep.Trainer(run, model, optimizer, loss_fn, run_dir="runs/a", digest_every=1, **options) as trainer:
+    trainer.fit((x, (x[:, 0] > 0).long()), 2)
+"""
+
+
+@pytest.mark.parametrize(("axis", "good"), [("tensor", ("cpu:2", "cpu:4")), ("pipe", ("cpu:1", "cpu:2"))])
+def test_a_run_with_a_model_over_several_ranks_is_audited_where_its_bits_are_the_same(tmp_path, axis, good):
+    (tmp_path / "train.py").write_text(MESH)
+    done = samestep("run", "--devices", "cpu:2", "train.py", axis, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for devices in good:
+        done = samestep("audit", "runs/a", "--all", "--devices", devices, "--json", cwd=tmp_path)
+        assert done.returncode == 0, done.stdout + done.stderr
+    if axis == "tensor":
+        done = samestep("audit", "runs/a", "--all", cwd=tmp_path)
+        assert done.returncode == 2
+        assert 'cannot be audited on 1 device: the bits depend on its number of ranks along "tensor", 2;' in done.stderr
+    alter(tmp_path / "runs/a", 2, lambda line: line.update(loss=next_up(line["loss"])))
+    done = samestep("audit", "runs/a", "--all", "--devices", "cpu:2", "--json", cwd=tmp_path)
+    assert done.returncode == 1, done.stderr
+    assert json.loads(done.stdout)["segments"][-1]["difference"].startswith("step 2: loss")
+
+
 def test_an_attestation_is_a_statement_of_in_toto_that_fits_the_folder_and_no_other(run, tmp_path):
     folder = copied(run, tmp_path)
     assert any("there is no attestation" in note for note in audited(folder, 1).notes)
@@ -244,6 +285,27 @@ def test_the_code_and_packages_are_recorded_as_the_run_starts_and_compared(tmp_p
     (tmp_path / "replayed_parts.py").write_text(PARTS + "\n")
     other = CliRunner().invoke(app, ["audit", str(tmp_path / "runs" / "a")])
     assert "replayed_parts.py is not the file that made it" in str(other.exception)
+
+
+def test_a_resumed_run_keeps_the_code_of_each_start_and_all_of_it_is_checked(tmp_path, monkeypatch):
+    script = SCRIPT.replace("trainer.fit((x, y), 3)", 'trainer.fit((x, y), int(sys.argv[2]), resume="auto")')
+    (tmp_path / "train.py").write_text(script)
+    (tmp_path / "replayed_parts.py").write_text(PARTS)
+    monkeypatch.chdir(tmp_path)
+    folder, records = tmp_path / "runs" / "a", []
+    for number, text in enumerate((PARTS, PARTS, PARTS + "\n", PARTS), 1):
+        (tmp_path / "replayed_parts.py").write_text(text)
+        words = ["python", "train.py", "0.1", str(number)]
+        program_of({"command": words, "working_folder": str(tmp_path)}, tmp_path).run()
+        records.append(json.loads((folder / "run.json").read_text()))
+    own = [{name: record[name] for name in ("script_sha256", "code")} for record in records]
+    assert [record["earlier_starts"] for record in records] == [[], own[:1], own[:1], [own[0], own[2]]]
+    assert statement(folder)["predicate"]["program"]["earlier_starts"] == [own[0], own[2]]
+    refused = CliRunner().invoke(app, ["audit", str(folder)])
+    assert "replayed_parts.py is not the file that made it in its start 2 of 2; put it" in str(refused.exception)
+    done = CliRunner().invoke(app, ["audit", str(folder), "--all", "--trust"])
+    assert done.exit_code == 0, done.output
+    assert "note: replayed_parts.py is not the file that made it in its start 2 of 2" in done.stdout
 
 
 @pytest.mark.skipif(shutil.which("ssh-keygen") is None, reason="OpenSSH is not installed")
@@ -309,6 +371,19 @@ def test_a_loop_of_one_s_own_is_audited_by_the_checkpoints_that_it_saves(tmp_pat
     (tmp_path / "loop.py").write_text(LOOP.replace("LR", "0.02"))
     assert "is not the script that made the run" in said()[1]
     assert "another contract" in said("--trust")[1]
+
+
+def test_a_resumed_loop_s_checkpoints_name_the_code_of_each_start(tmp_path, monkeypatch):
+    (tmp_path / "loop.py").write_text(LOOP.replace("LR", "0.01").replace("< 8", "< int(sys.argv[1])"))
+    monkeypatch.chdir(tmp_path)
+    for steps, text in (("4", PARTS), ("8", PARTS + "\n")):
+        (tmp_path / "replayed_parts.py").write_text(text)
+        words = ["python", "loop.py", steps]
+        program_of({"command": words, "working_folder": str(tmp_path)}, tmp_path).run()
+    refused = CliRunner().invoke(app, ["audit", "saved"])
+    assert "replayed_parts.py is not the file that made it in its start 1 of 2" in str(refused.exception)
+    assert len(statement(tmp_path / "saved")["predicate"]["program"]["earlier_starts"]) == 1
+    assert CliRunner().invoke(app, ["audit", "saved", "--all", "--trust"]).exit_code == 0
 
 
 def test_a_loop_that_loads_no_checkpoint_is_a_sentence(tmp_path):

@@ -109,6 +109,11 @@ def unsharded(value: Any, over: Communicator) -> Any:
     return value.gather(over) if isinstance(value, LocalShard) else value
 
 
+def gathered(files: StoredFiles, over: Communicator) -> dict[str, dict[str, Tensor]]:
+    """All tensors of some files, whole on all ranks; a collective call if some are sharded."""
+    return {file: {name: unsharded(value, over) for name, value in held.items()} for file, held in files.items()}
+
+
 def split_files(files: StoredFiles) -> tuple[dict[str, dict[str, Tensor]], dict[str, dict[str, LocalShard]]]:
     """The unsharded tensors and the local shards of some files, each by file; an empty tensor is unsharded."""
     whole: dict[str, dict[str, Tensor]] = {file: {} for file in files}

@@ -3,7 +3,7 @@
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -16,7 +16,7 @@ from torch import Tensor, uint8
 
 from samestep.checkpoint.contract_diff import ContractChange, differences, explain
 from samestep.checkpoint.digest import state_digest
-from samestep.checkpoint.local_shards import whole_tensors
+from samestep.checkpoint.local_shards import gathered
 from samestep.checkpoint.resume import read_state
 from samestep.checkpoint.run_folder import ATTESTATION_FILE, WEIGHTS_FILE, holds_run
 from samestep.checkpoint.state import rest_of
@@ -118,6 +118,7 @@ def audit(
     faults = [*bad.values(), *attestation_faults(folder, notes), *_faults(folder, record, ledger, places)]
     plan = segments_of(folder, ledger, places, notes.append)
     seed = secrets.randbits(32) if seed is None else seed
+    notes += check_code(record, folder, trust) if trust else []
     drawn = Random(seed).sample(plan, min(segments or len(plan), len(plan)))
     if take is None:
         take = partial(audit_segments, folder, trust=trust, program=program, tell=tell, progress=progress)
@@ -225,6 +226,13 @@ def audit_segments(
             check_code(record, folder, trust)
         program = own.run
     environment = read_environment()
+    tensor = record.get("tensor")
+    ranks = tensor.get("ranks") if isinstance(tensor, dict) else None
+    if isinstance(ranks, int) and (ranks < 1 or environment.world_size % ranks):
+        raise UsageError(
+            f"{folder} cannot be audited on {counted(environment.world_size, 'device')}: the bits depend on its number "
+            f'of ranks along "tensor", {ranks}; audit it on as many or a multiple of them, as by --devices cpu:{ranks}'
+        )
     device = own_device("cpu" if record.get("device_kind") == "cpu" else None, environment)
     total, before = sum(each.end - each.first for each in segments), 0
     for segment in segments:
@@ -332,6 +340,7 @@ class SegmentRerun(ProgramRerun):
         if trainer is not self.trainer or trainer.step.num_steps != self.segment.end:
             return
         state, target, final, found, is_same_place = capture(), self._target(), self._final_digest(), None, True
+        state = replace(state, files=gathered(state.files, trainer.step.state_communicator))
         if target is not None:
             found = first_difference(target, state)
             batches = (rest_of(each)["epoch"]["num_batches"] for each in (target, state))
@@ -385,9 +394,8 @@ class SegmentRerun(ProgramRerun):
 
 def first_difference(recorded: Snapshot, now: Snapshot) -> str | None:
     """The first tensor or fact in which two states differ, times aside; None if there is none."""
-    files = whole_tensors(now.files)
-    for file in dict.fromkeys((*recorded.files, *files)):
-        one, other = recorded.files.get(file, {}), files.get(file, {})
+    for file in dict.fromkeys((*recorded.files, *now.files)):
+        one, other = recorded.files.get(file, {}), now.files.get(file, {})
         for name in dict.fromkeys((*one, *other)):
             if name not in one or name not in other or not _same(one[name], other[name].cpu()):
                 return f"{name} of {file}"

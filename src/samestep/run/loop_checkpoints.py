@@ -4,6 +4,7 @@ Rank 0 writes and reads; if the state is sharded each rank writes its local shar
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 from samestep.checkpoint.async_save import to_host_copy, write_sharded
 from samestep.checkpoint.contract import loader_contract, step_contract
 from samestep.checkpoint.digest import Drift
-from samestep.checkpoint.local_shards import is_sharded, whole_tensors
+from samestep.checkpoint.local_shards import gathered, is_sharded, whole_tensors
 from samestep.checkpoint.resume import check_state, find_checkpoint, names_checkpoint, receive_state
 from samestep.checkpoint.state import Steps, capture, restore
 from samestep.checkpoint.storage import Snapshot, check_keep, list_checkpoints, write_checkpoint
@@ -76,8 +77,10 @@ def save(
 
 
 def captured(contract: Mapping[str, Any], step: Steps, loader: Loader | None, rest: Any) -> Snapshot:
-    """The state that `save` would write, without what is said of the program."""
-    return capture(_listed(step), _values(contract, _listed(step), loader, rest))
+    """The state that `save` would write, whole on all ranks, without what is said of the program."""
+    steps = _listed(step)
+    state = capture(steps, _values(contract, steps, loader, rest))
+    return replace(state, files=gathered(state.files, steps[0].state_communicator))
 
 
 def _values(contract: Mapping[str, Any], steps: list[TrainStep], loader: Loader | None, rest: Any) -> dict[str, Any]:

@@ -8,6 +8,8 @@ import errno
 import hashlib
 import os
 from collections.abc import Mapping
+from contextlib import suppress
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from samestep.checkpoint.run_folder import (
     ATTESTATION_FILE,
     CHECKPOINT_FOLDER,
     CONTRACT_FILE,
+    FACTS_FILE,
     LEDGER_FILE,
     RESULT_FILE,
     SCRIPT_FILE,
@@ -27,10 +30,11 @@ from samestep.checkpoint.run_folder import (
 )
 from samestep.checkpoint.state import check_captured, rest_of
 from samestep.checkpoint.storage import list_checkpoints, newest_checkpoint
-from samestep.checkpoint.verified_files import MANIFEST_FILE, read_manifest
-from samestep.errors import UsageError
+from samestep.checkpoint.verified_files import MANIFEST_FILE, read_facts, read_manifest
+from samestep.errors import CheckpointError, UsageError
 from samestep.files import MAX_SMALL_BYTES, open_regular, read_lines, write_json
 from samestep.runs.ledger import Ledger, from_line, read_ledger
+from samestep.runs.recorder import starts_of
 
 STATEMENT = "https://in-toto.io/Statement/v1"
 PREDICATE = "urn:samestep:run:1"
@@ -66,7 +70,13 @@ def record_of(folder: Path) -> Mapping[str, Any]:
     rest = rest_of(found.snapshot)
     if not isinstance(rest.get("program"), dict) or not isinstance(rest.get("contract"), dict):
         raise UsageError(f"{found.path} does not say which program wrote it; needed: one of run.save_checkpoint")
-    return {**rest["contract"], **rest["program"]}
+    starts = list[dict[str, Any]]()
+    for path in takewhile(lambda path: path != found.path, (path for _, path in list_checkpoints(folder))):
+        with suppress(CheckpointError, OSError, KeyError, TypeError):  # one that is damaged is a fault of the folder
+            facts = read_facts(path / FACTS_FILE, read_manifest(path).files[FACTS_FILE])
+            starts = starts_of({"earlier_starts": starts, **facts["run"]["rest"]["program"]})
+    earlier = [start for start in starts if start not in starts_of(rest["program"])]
+    return {**rest["contract"], **rest["program"], "earlier_starts": earlier}
 
 
 def statement(folder: Path) -> dict[str, Any]:
