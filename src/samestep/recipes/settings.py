@@ -316,9 +316,9 @@ class JobConfig:
         metavar="N",
     )
     portable: bool | None = _option(
-        "The same bits on every x86-64 CPU with AVX2 and FMA, by kernels that all of them have: a step takes 1.1 to "
-        "1.6 times as long. By default as a resumed run was, else as SAMESTEP_PORTABLE says (1 or 0), else on for CPU "
-        "workers that can, without --compile. GPUs have no such kernels.",
+        "The same bits on every x86-64 CPU with AVX2 and FMA, by kernels that all of them have: a step takes about 1.1 "
+        "to 1.6 times as long. By default as a resumed run was, else as SAMESTEP_PORTABLE says (1 or 0), else on for "
+        "CPU workers that can, without --compile. GPUs have no such kernels.",
         negated=True,
         panel=DEVICES,
     )
