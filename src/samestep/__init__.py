@@ -19,6 +19,7 @@ from samestep.version import __version__
 if TYPE_CHECKING:
     from samestep import metrics, tutorial
     from samestep.checkpoint.digest import state_digest
+    from samestep.checkpoint.foreign import load_weights
     from samestep.comm.communicator import Communicator
     from samestep.data.batch import Batch
     from samestep.data.loader import Loader
@@ -68,6 +69,7 @@ _HOMES = {
     "data_parallel": "samestep.scripts.data_parallel",
     "discover": "samestep.devices.inventory",
     "launch": "samestep.launcher.supervisor",
+    "load_weights": "samestep.checkpoint.foreign",
     "register_backend": "samestep.logical.process_group",
     "select": "samestep.devices.selection",
     "state_digest": "samestep.checkpoint.digest",
@@ -99,6 +101,7 @@ __all__ = [
     "data_parallel",
     "discover",
     "launch",
+    "load_weights",
     "metrics",
     "register_backend",
     "select",

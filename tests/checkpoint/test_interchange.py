@@ -78,7 +78,7 @@ def test_two_ranks_along_tensor_write_what_from_pretrained_reads_and_go_on_alike
 
 def test_weights_beyond_the_size_of_a_file_are_cut_and_indexed_as_from_pretrained_reads_them(tuned, tmp_path):
     place, _, weights = tuned("gpt2")
-    export_weights(place, tmp_path / "cut", format="hf", max_file_bytes=2000)
+    export_weights(place, tmp_path / "cut", format="hf", max_file_gb=2e-6)
     names = sorted(path.name for path in (tmp_path / "cut").iterdir())
     index = json.loads((tmp_path / "cut" / "model.safetensors.index.json").read_text())
     assert len(names) > 4
@@ -119,9 +119,9 @@ def test_torch_and_distributed_checkpoints_hold_weights_and_the_state_of_the_opt
 def test_the_command_has_the_formats_and_the_size_of_files(tuned, tmp_path, monkeypatch, capsys):
     place, _, weights = tuned("gpt2")
     for words, code, message in (
-        (["hub", "--format", "hf", "--max-shard-size", "2KB"], 0, "the weights of"),
+        (["hub", "--format", "hf", "--max-file-gb", "2e-6"], 0, "the weights of"),
         (["both.pt", "--format", "torch", "--optimizer"], 0, "the weights of"),
-        (["x", "--max-shard-size", "5 boxes"], 2, "such as 5GB or 500MB"),
+        (["x", "--max-file-gb", "0"], 2, "(--max-file-gb)"),
         (["x", "--format", "hug"], 2, "(--format)"),
     ):
         monkeypatch.setattr("sys.argv", ["samestep", "export", str(place), str(tmp_path / words[0]), *words[1:]])
@@ -144,7 +144,7 @@ def test_what_a_format_does_not_hold_is_refused_before_anything_is_written(tuned
     for options, message in (
         ({"format": "onnx"}, "safetensors, torch, dcp, hf"),
         ({"format": "hf", "optimizer": True}, "needs --format torch or dcp"),
-        ({"format": "hf", "max_file_bytes": 0}, "max_file_bytes"),
+        ({"format": "hf", "max_file_gb": 0}, "max_file_gb"),
     ):
         with pytest.raises(UsageError, match=message):
             export_weights(place, tmp_path / "out", **options)

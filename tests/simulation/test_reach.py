@@ -45,6 +45,7 @@ REASONS = {  # why no program has something, and what belongs to it
     "is output alone": "__version__ Run(profile) metrics.Metric(name)",
     "is what the head of a program makes or expects": "Communicator SamestepError Run(device)",
     "is for scripts, which have a grammar of their own": "DataParallel data_parallel register_backend tutorial",
+    "reads the files of other programs": "load_weights",
     "looks at the machine before a run": "discover select",
     "needs processes": """
         Pipeline Sharded Run.mesh Run(mesh=pipe) Run(mesh=pipeline) Run(mesh=tensor) Run.train_step(strategy=pipeline)

@@ -1,11 +1,4 @@
-"""Exporting: the weights of a model, and its optimizer's state, in the formats that other programs read.
-
-safetensors  one file, with the names of `state_dict()`, tied tensors once
-torch        one file for `torch.load(weights_only=True)`: the `state_dict()`; with the optimizer's state a dict
-             {"model": …, "optimizer": …, "step": …}
-dcp          the same as a folder of `torch.distributed.checkpoint`
-hf           a folder for `from_pretrained`: model.safetensors, in parts with an index if it is large, config.json
-"""
+"""Exporting: the weights of a model, and the state of its optimizer, in formats that other programs read."""
 
 import json
 import math
@@ -34,7 +27,7 @@ from samestep.files import remove_entry, replacing, sync_folder, temporary_name,
 MODEL = "model"
 FORMATS = ("safetensors", "torch", "dcp", "hf")
 WITH_OPTIMIZER = ("torch", "dcp")
-MAX_FILE_BYTES = 50 * 10**9
+MAX_FILE_GB = 50.0
 _METADATA = {"format": "pt"}
 
 
@@ -45,7 +38,7 @@ def export_weights(
     *,
     format: str = FORMATS[0],
     optimizer: bool = False,
-    max_file_bytes: int = MAX_FILE_BYTES,
+    max_file_gb: float = MAX_FILE_GB,
 ) -> Path:
     """Writes parameters and persistent buffers under the names that `state_dict()` gives them.
 
@@ -57,7 +50,7 @@ def export_weights(
             "hf" (for `from_pretrained`; with config.json if the run's model was one of transformers).
         optimizer: with "torch" and "dcp" the optimizer's `state_dict()` too, a list if there are several: then the
             content is {"model": …, "optimizer": …, "step": …}.
-        max_file_bytes: of tensors in one file of "hf", unless a single one has more.
+        max_file_gb: of tensors in one file of "hf", in 10⁹ bytes, unless a single one has more.
 
     Returns:
         The checkpoint.
@@ -75,7 +68,7 @@ def export_weights(
             f"the format {format} holds weights alone; an optimizer's state (--optimizer) needs --format "
             f"{' or '.join(WITH_OPTIMIZER)}"
         )
-    check_number("max_file_bytes", max_file_bytes, 1)
+    check_number("max_file_gb", max_file_gb, above=0, whole=False)
     if target.exists():
         raise UsageError(f"{target} is there already; name one that is not, or remove it")
     path, snapshot = read_place(Path(place), None if optimizer else model)
@@ -84,9 +77,10 @@ def export_weights(
         with replacing(target) as temporary:
             write_tensors(temporary, weights, _METADATA)
     elif format == "hf":
-        config = snapshot.facts.get("config", {}).get(model)
+        with as_bad_checkpoint(NOT_OURS):
+            config = snapshot.facts.get("config", {}).get(model)
         with _new_folder(target) as folder:
-            _write_hub_files(folder, weights, config, max_file_bytes)
+            _write_hub_files(folder, weights, config, max_file_gb * 1e9)
     else:
         content: dict[str, Any] = {**weights, **tied}
         if optimizer:
@@ -151,7 +145,7 @@ def _save_distributed(target: Path, content: dict[str, Any]) -> None:
 _WRITERS: Mapping[str, Callable[[Path, dict[str, Any]], None]] = {"torch": _save, "dcp": _save_distributed}
 
 
-def _write_hub_files(folder: Path, weights: Mapping[str, Tensor], config: Any, max_file_bytes: int) -> None:
+def _write_hub_files(folder: Path, weights: Mapping[str, Tensor], config: Any, max_file_bytes: float) -> None:
     """Writes model.safetensors, or its parts and their index, and config.json if there is a configuration."""
     parts: list[dict[str, Tensor]] = []
     filled = math.inf
@@ -169,13 +163,10 @@ def _write_hub_files(folder: Path, weights: Mapping[str, Tensor], config: Any, m
         where |= dict.fromkeys(part, name)
     if several:
         size = sum(tensor.nbytes for tensor in weights.values())
-        _write_json(folder / f"model{SUFFIX}.index.json", {"metadata": {"total_size": size}, "weight_map": where})
+        index = {"metadata": {"total_size": size}, "weight_map": where}
+        write_sealed(folder / f"model{SUFFIX}.index.json", json.dumps(index, indent=2).encode())
     if config is not None:
-        _write_json(folder / "config.json", config)
-
-
-def _write_json(path: Path, value: Any) -> None:
-    write_sealed(path, json.dumps(value, indent=2, sort_keys=True).encode() + b"\n")
+        write_sealed(folder / "config.json", str(config).encode())
 
 
 @contextmanager

@@ -5,6 +5,7 @@ Nothing in it depends on the number of devices. Of sharded state each rank captu
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -170,8 +171,8 @@ def _check_parts(parts: _Parts, others: Mapping[str, Any], state: Snapshot) -> N
         sizes, own = ([len(group["params"]) for group in of] for of in (groups, optimizer.param_groups))
         if sizes and sizes != own:
             raise CheckpointError(
-                f"the checkpoint has the state of {type(optimizer).__name__} over {_in_groups(sizes)}, and this "
-                f"program's holds {_in_groups(own)}; give it the same parameters in the same groups, before `fit` also "
+                f"the checkpoint has the state of {type(optimizer).__name__} over {in_groups(sizes)}, and this "
+                f"program's holds {in_groups(own)}; give it the same parameters in the same groups, before `fit` also "
                 "those that were added in training by add_param_group (with --allow-contract-change)"
             )
 
@@ -244,9 +245,9 @@ def check_model(model: nn.Module, tensors: Mapping[str, Stored], sharding: Shard
         parts = [f"{what} {', '.join(names[:4])}" for what, names in (("no", missing), ("also", strange)) if names]
         raise CheckpointError(f"the checkpoint is of another model: it has {' and '.join(parts)}")
     for name, tensor in own.items():
-        if name not in buffers and _form(tensors[name]) != _form(tensor):
+        if name not in buffers and form(tensors[name]) != form(tensor):
             raise CheckpointError(
-                f"the checkpoint is of another model: its {name} is {_form(tensors[name])}, the model's {_form(tensor)}"
+                f"the checkpoint is of another model: its {name} is {form(tensors[name])}, the model's {form(tensor)}"
             )
 
 
@@ -268,7 +269,7 @@ def load_model(
             own[name].view(-1).copy_(local_part(there, shardings[name], rank))
             continue
         assert not isinstance(there, LocalShard), "a tensor that is not sharded here is unsharded in the state"
-        if name in own and there is not None and _form(own[name]) == _form(there):
+        if name in own and there is not None and form(own[name]) == form(there):
             own[name].copy_(there)
         else:
             path, _, key = name.rpartition(".")
@@ -309,13 +310,16 @@ def tied_names(model: nn.Module) -> dict[str, str]:
     return {name: first[id(tensor)] for name, tensor in every if first[id(tensor)] != name}
 
 
-def hub_config(model: nn.Module) -> dict[str, Any] | None:
+def hub_config(model: nn.Module) -> str | None:
     """The content of config.json for a model of transformers; None for other models, and those with adapters."""
     config: Any = getattr(model, "config", None)
     if not hasattr(model, "save_pretrained") or not hasattr(config, "to_json_string") or hasattr(model, "peft_config"):
         return None
-    # FSDP2 has put a subclass in the place of the model's class.
-    return {**json.loads(config.to_json_string()), "architectures": [type(model).__name__.removeprefix("FSDP")]}
+    with suppress(TypeError, ValueError):  # a checkpoint is written all the same
+        # FSDP2 has put a subclass in the place of the model's class.
+        named = {**json.loads(config.to_json_string()), "architectures": [type(model).__name__.removeprefix("FSDP")]}
+        return json.dumps(named, indent=2, sort_keys=True)  # a text, since it may hold infinities
+    return None
 
 
 def _parts(step: Steps) -> _Parts:
@@ -340,7 +344,7 @@ def _others(state: Snapshot) -> dict[str, Any]:
     return others
 
 
-def _in_groups(sizes: Sequence[int]) -> str:
+def in_groups(sizes: Sequence[int]) -> str:
     """Numbers of parameters, for messages: 3 parameters in groups of 1 and 2."""
     groups = f" in groups of {' and '.join(map(str, sizes))}" if len(sizes) > 1 else ""
     return f"{sum(sizes)} parameter{'s' if sum(sizes) != 1 else ''}{groups}"
@@ -364,10 +368,10 @@ def _check_entries(optimizer: Optimizer, entries: Mapping[str, Any], parameter: 
     for key, value in entries.items():
         if key in _LIKE_PARAMETER and isinstance(value, Tensor) and value.shape != parameter.shape:
             raise CheckpointError(
-                f"the checkpoint is of another optimizer: it has a {key} {_form(value)} of a parameter "
-                f"{_form(parameter)}"
+                f"the checkpoint is of another optimizer: it has a {key} {form(value)} of a parameter {form(parameter)}"
             )
 
 
-def _form(tensor: Stored) -> str:
+def form(tensor: Stored) -> str:
+    """The dtype and shape of a tensor, for messages."""
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"

@@ -1,16 +1,12 @@
 """`samestep export`: the weights in a checkpoint, in the formats of other programs."""
 
-import re
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from samestep.cli.options import run_folders
-from samestep.errors import UsageError
 from samestep.text import one_line
-
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 def export(
@@ -37,19 +33,15 @@ def export(
     optimizer: Annotated[
         bool, typer.Option("--optimizer", help="The optimizer's state too, in the formats torch and dcp.")
     ] = False,
-    max_shard_size: Annotated[
-        str, typer.Option(metavar="SIZE", help="hf: cut the weights into files of this size, such as 5GB or 500MB.")
-    ] = "50GB",
+    max_file_gb: Annotated[
+        float, typer.Option(metavar="GB", help="hf: cut the weights into files of at most so many 10⁹ bytes.")
+    ] = 50.0,
 ) -> None:
     """Writes the weights in a checkpoint with the names of the model's state_dict().
 
     Of a run the newest good checkpoint is taken. On how many devices it was written makes no difference.
     """
-    size = re.fullmatch(r"([0-9]+)([KMG]B)?", max_shard_size.strip().upper(), re.ASCII)
-    if size is None:
-        raise UsageError(f"got --max-shard-size {max_shard_size}; needed: a size such as 5GB or 500MB")
     from samestep.checkpoint.export import export_weights
 
-    num_bytes = int(size[1]) * _UNITS[size[2] or ""]
-    path = export_weights(place, target, model, format=format, optimizer=optimizer, max_file_bytes=num_bytes)
+    path = export_weights(place, target, model, format=format, optimizer=optimizer, max_file_gb=max_file_gb)
     print(one_line(f"{target}: the weights of {path}"))
