@@ -55,7 +55,8 @@ MESH = "torch.distributed.device_mesh"  # has some of them, too: a mesh makes th
 NO_DETERMINISTIC = " does not have a deterministic implementation"
 BY_DEFAULT = " defaults to a non-deterministic algorithm"  # of cuDNN's attention, which has no other
 DTENSOR = "torch.distributed.tensor"
-DISPATCH = (f"{DTENSOR}._dispatch",)
+ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 FIRST, GROUP, ENDED = "samestep first process", "made a process group", "made none"
 NEEDS_LESS = "smaller batches, activation checkpointing, or more GPUs: ranks that share one have its memory together"
 LIBRARIES = ("multiprocessing", "concurrent", "torch.utils", "torch.multiprocessing.pool")  # start loaders, pools
@@ -265,18 +266,66 @@ def _name_of(backend: str | None) -> str:
     return (backend or ("nccl" if torch.cuda.is_available() else "gloo")).lower()
 
 
+class _Draws:
+    """The draws of distributed tensors on simulated GPUs, as on GPUs: other ones in each shard, the same in copies."""
+
+    distribute_region_enabled = True
+
+    def __init__(self, mesh: Any, run_state_sync: bool = True) -> None:
+        if run_state_sync:
+            dist.broadcast(state := torch.get_rng_state(), 0)
+            torch.set_rng_state(state)
+
+    @contextmanager
+    def _distribute_region(self, spec: Any, generator: Any = None) -> Iterator[None]:
+        """The generator of the CPU, whose state has no offset to move, is seeded by the shard meanwhile."""
+        own, shard = torch.default_generator, 0
+        seed = int(torch.randint(1 << 62, (), generator=generator or own))
+        for placement, size, at in zip(spec.placements, spec.mesh.shape, spec.mesh.get_coordinate(), strict=True):
+            shard = shard * size + at if placement.is_shard() else shard
+        after = own.get_state()
+        try:
+            own.manual_seed(derive_seed(seed, shard))
+            yield
+        finally:
+            own.set_state(after)
+
+
 def _distributed_tensors() -> list[Patch]:
-    """DTensor on simulated GPUs looks for shapes and draws as on CPUs, whose generator has no offset for each rank."""
+    """DTensor on simulated GPUs looks for shapes as on CPUs, and draws and attends by functions that CPUs have."""
 
     def shaped(spec: Any) -> torch.Tensor:
         return torch.empty_strided(spec.shape, spec.stride, dtype=spec.tensor_meta.dtype)
 
+    def rings(module: Any) -> list[Patch]:
+        known: dict[Any, Any] | None = getattr(module, "custom_ops", None)
+        both = dict.fromkeys([ATTENTION.default, ATTENTION_BACKWARD.default], functools.partial(_ring, module))
+        return [] if known is None else [Patch(module, "custom_ops", {**known, **both})]
+
     return late_patches(
         {
             f"{DTENSOR}._op_schema": lambda module: [Patch(module, "_rebuild_tensor_from_dtensor_meta", shaped)],
-            f"{DTENSOR}._random": lambda module: [Patch(module, "is_rng_supported_mesh", lambda _: False, DISPATCH)],
+            f"{DTENSOR}._random": lambda module: [Patch(module, "OffsetBasedRNGTracker", _Draws)],
+            f"{DTENSOR}.experimental._context_parallel._attention": rings,
         }
     )
+
+
+def _ring(module: Any, operation: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
+    """`context_parallel` by torch's ring, around the attention of CPUs, for which torch has none."""
+    first, make = args[0], module.DTensor
+    local = [value._local_tensor if isinstance(value, make) else value for value in args]
+    group, scale = first.device_mesh.get_group(), kwargs.get("scale")
+    if operation is ATTENTION.default:
+        dropout, is_causal = local[3:] + [0.0, False][len(local) - 3 :]
+        options = {"is_causal": is_causal, "dropout_p": dropout, "scale": scale}
+        found = module._templated_ring_attention(group, 2, ATTENTION, *local[:3], **options)
+    else:
+        *tensors, dropout, is_causal = local
+        options = {"is_causal": is_causal, "dropout_p": dropout, "scale": scale}
+        ring = module._templated_ring_attention_backward
+        found = ring(group, 2, ATTENTION_BACKWARD, tensors[0], "grad_out", *tensors[1:], **options)
+    return tuple(make.from_local(each, first.device_mesh, first.placements, run_check=False) for each in found)
 
 
 def _loaders(world_size: int) -> list[Patch]:

@@ -83,6 +83,8 @@ class DeviceRegistry:
     def where(self, holder: Any) -> int:
         """The index of the device that a tensor is on; -1 is the host."""
         index: int | None = getattr(holder, TAG, None)
+        if index is None and type(holder).__name__ == "DTensor":  # torch makes them where modes are off
+            return self.thread.current if holder.device_mesh.device_type == "cuda" else HOST
         return self.thread.unmarked if index is None else index
 
     def index(self, device: Any) -> int | None:

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.data import dataloader
 
 from samestep.callsite import is_script_file
-from samestep.patch import Patch, applied
+from samestep.patch import Patch, applied, late_patches
 from samestep.scripts.shared_script import MAX_DEVICES
 from samestep.scripts.simulated import cuda
 from samestep.scripts.simulated.cuda import CPU, HOST, TAG, DeviceRegistry, SimulatedMode, mark, marked_like
@@ -66,6 +66,7 @@ def _patches(registry: DeviceRegistry, mode: TorchFunctionMode) -> list[Patch]:
         *_autocast(),
         *_checkpointing(),
         *scattering(),
+        *_distributed(mode),
         Patch(torch, "Stream", cuda.SimulatedStream),
         Patch(torch, "Event", cuda.SimulatedEvent),
     ]
@@ -315,6 +316,27 @@ def _autocast() -> list[Patch]:
         Patch(torch, "get_autocast_gpu_dtype", lambda: autocast_dtype("cuda")),
         Patch(torch, "set_autocast_enabled", set_autocast_enabled),
     ]
+
+
+def _distributed(mode: TorchFunctionMode) -> list[Patch]:
+    """Distributed tensors name the device of their mesh where torch has turned modes off."""
+
+    def with_mode(inner: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(inner)
+        def run(*args: Any, **options: Any) -> Any:
+            with nullcontext() if _len_torch_function_stack() else mode:
+                return inner(*args, **options)
+
+        return run
+
+    def of_tensors(module: Any) -> list[Patch]:
+        dispatcher, tail = module.DTensor._op_dispatcher, "_dispatch_fast_path_python_tail"
+        patches = [Patch(module.DTensor, "from_local", staticmethod(with_mode(module.DTensor.from_local)))]
+        if found := getattr(dispatcher, tail, None):
+            patches.append(Patch(dispatcher, tail, with_mode(found)))
+        return patches
+
+    return late_patches({"torch.distributed.tensor._api": of_tensors})
 
 
 def _checkpointing() -> list[Patch]:
