@@ -52,7 +52,8 @@ def register_backend() -> None:
     if NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(NAME, _make_group, extended_api=True, devices=DEVICES)
         # Calls of other groups than these are recorded, from torch 2.15 on, by a hook that asks C++ for their backend.
-        getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set()).add(NAME)
+        self_recording: set[str] = getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
+        self_recording.add(NAME)
 
 
 def _make_group(options: Any, _: Any) -> "OrderedProcessGroup":
