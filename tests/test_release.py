@@ -1,5 +1,6 @@
 """What is released: the wheel made from the sdist, alone in an environment from which the checkout is not reached."""
 
+import importlib.util
 import re
 import subprocess
 import sys
@@ -13,7 +14,9 @@ from types import SimpleNamespace
 import pytest
 import yaml
 from cli_commands import samestep
+from tiers import SMOKE, SMOKE_ON_GPUS
 
+from samestep.doctor.check_table import PYTHON, TORCHES
 from samestep.version import __version__
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -75,7 +78,7 @@ def test_the_sdist_has_what_develops_and_cites_samestep(released):
         names = {name.partition("/")[2] for name in archive.getnames()}
     needed = """CITATION.cff CODE_OF_CONDUCT.md CONTRIBUTING.md LICENSE Makefile PKG-INFO README.md SECURITY.md
         benchmarks/bench.py constraints.txt docs/installation.md examples/ddp.py mkdocs.yml tests/conftest.py
-        tools/count_lines.py"""
+        tools/versions.py"""
     assert {*needed.split()} - names == set()
 
 
@@ -146,3 +149,79 @@ def test_what_is_published_is_what_was_built_once_and_tested_on_each_python_that
     assert not re.search(r"secrets\.|password|token:(?! write)", text)
     classifiers = re.findall(r"Python :: (3\.\d+)", (ROOT / "pyproject.toml").read_text("utf-8"))
     assert jobs["test"]["strategy"]["matrix"]["python"] == classifiers
+
+
+@pytest.fixture
+def versions():
+    """The tool that tries versions, as a module."""
+    spec = importlib.util.spec_from_file_location("versions", ROOT / "tools" / "versions.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def tried(page):
+    """The pairs of Python and torch of the table of what was tried and of the gate, and how many tests failed."""
+    rows = re.findall(r"^\| (3\.\d+)\.\d+ \| (\d+\.\d+)\.\d+ \| (?:quick|short) \| \d+ \| \d+ \| (\d+) \|", page, re.M)
+    gate = re.findall(r"On Python (3\.\d+) with PyTorch (\d+\.\d+) `\.ci/run` runs", page)
+    return [*gate, *((python, torch) for python, torch, _ in rows)], sum(int(failed) for *_, failed in rows)
+
+
+def named(project):
+    """The Pythons of the classifiers, and the oldest Python and torch that may be installed."""
+    oldest = re.search(r'^requires-python = ">=(.*)"$', project, re.M)[1], re.search(r'"torch>=(.*)"', project)[1]
+    return re.findall(r"Python :: (3\.\d+)", project), *oldest
+
+
+def test_what_the_project_names_was_tried_and_nothing_else_is_named():
+    pairs, failed = tried((ROOT / "docs" / "installation.md").read_text("utf-8"))
+    pythons, torches = ({*each} for each in zip(*pairs, strict=True))
+    project = (ROOT / "pyproject.toml").read_text("utf-8")
+    classifiers, oldest_python, oldest_torch = named(project)
+    assert failed == 0
+    assert {*classifiers} == pythons
+    assert named(project.replace('Python :: 3.12"', 'Python :: 3.10"'))[0] != classifiers
+    ordered = sorted(tuple(map(int, torch.split("."))) for torch in torches)
+    assert oldest_python == min(pythons)
+    assert (tuple(map(int, oldest_torch.split("."))), ordered[-1]) == TORCHES
+    assert max(tuple(map(int, python.split("."))) for python in pythons) == PYTHON
+
+
+def test_a_row_takes_the_place_of_an_earlier_one_in_the_order_of_versions(versions):
+    rows = "| 3.11.7 | 2.9.0 | quick | 5 | 1 | 0 | 2026-01-02 |\n| 3.12.1 | 2.10.0 | short | 3 | 0 | 1 | 2026-01-03 |\n"
+    page = f"above\n{versions.HEAD}{rows}\nbelow\n"
+    assert tried(page) == ([("3.11", "2.9"), ("3.12", "2.10")], 1)
+    again = versions.with_row(page, "3.12.1", "2.10.0", ("quick", 9, 1, 0, "2026-01-04"))
+    assert again == page.replace("short | 3 | 0 | 1 | 2026-01-03", "quick | 9 | 1 | 0 | 2026-01-04")
+    more = versions.with_row(again, "3.11.7", "2.10.0", ("short", 4, 0, 0, "2026-01-04"))
+    assert tried(more)[0] == [("3.11", "2.9"), ("3.11", "2.10"), ("3.12", "2.10")]
+    assert more.endswith("| 2026-01-04 |\n\nbelow\n")
+    with pytest.raises(ValueError, match="no table of versions"):
+        versions.with_row("above\n", "3.12.1", "2.10.0", ("quick",))
+
+
+def test_failures_and_errors_both_count_as_failed(versions):
+    text = (
+        '<testsuites><testsuite name="pytest" errors="1" failures="2" skipped="3" tests="10" time="1.5"/></testsuites>'
+    )
+    assert versions.counts(text) == {"passed": 4, "skipped": 3, "failed": 3}
+
+
+def test_the_constraints_of_another_torch_are_those_of_the_rest(versions):
+    text = versions.unpinned((ROOT / "constraints.txt").read_text("utf-8"))
+    assert not re.search(r"^(torch|numpy)==", text, re.M)
+    assert "torchdata==" in text
+
+
+def test_the_short_tests_exist_and_are_smoke_tests_beside_whole_files(versions):
+    assert {path for path in versions.SHORT if not (ROOT / "tests" / path).exists()} == set()
+    assert {*versions.smoke()} == SMOKE - SMOKE_ON_GPUS
+
+
+def test_an_environment_within_the_checkout_and_a_training_without_a_digest_are_refused(versions, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["versions.py", "2.13.0", "--environment", str(ROOT / "env")])
+    with pytest.raises(SystemExit, match="name a folder outside of it"):
+        versions.main()
+    with pytest.raises(SystemExit, match="printed no digest"):
+        versions.digest_of("loss 0.1")
+    assert versions.digest_of(f"x\ndigest   {'ab' * 32}\n") == "ab" * 32

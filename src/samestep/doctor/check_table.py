@@ -113,8 +113,8 @@ def print_results(results: Sequence[Result], file: TextIO | None = None) -> None
 
 
 NEWER = "newer than those that samestep is tested with"
-PYTHON = (3, 13)
-TORCHES = ((2, 10), (2, 13))
+PYTHON = (3, 14)
+TORCHES = ((2, 10), (2, 15))
 ABORT_BUGS = ((2, 28, 3), (2, 28, 8))
 """NCCL releases in which giving up a communicator may hang."""
 LIBRARIES = ("numpy", "safetensors", "tensorboard", "triton")
