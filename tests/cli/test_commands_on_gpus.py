@@ -71,7 +71,7 @@ PLACES = {
     "one": (("--devices", "cuda:3"), {}, "cuda:3 (Fake GPU)"),
     "visible ones": (("--devices", "auto"), {"CUDA_VISIBLE_DEVICES": "2,0"}, "cuda:0,cuda:1 (Fake GPU)"),
     "without NVML": (("--devices", "1,3"), {"FAKE_CUDA_NVML": "0"}, "cuda:1,cuda:3 (Fake GPU)"),
-    "workers on the CPU": (("--devices", "cpu:3"), {}, "3 CPU workers"),
+    "workers on the CPU": (("--devices", "cpu:3", "--no-portable"), {}, "3 CPU workers"),
 }
 
 
@@ -132,7 +132,8 @@ def test_a_run_goes_on_on_other_gpus_from_its_checkpoint(recorded, folder, tmp_p
 
 
 def test_a_run_goes_on_on_cpus_if_other_kernels_are_allowed(recorded, folder, tmp_path):
-    resume = ("train", "--resume", "a/checkpoints/step-00000004", "--run-dir", tmp_path / "b", "--devices", "cpu:1")
+    resume = ("train", "--resume", "a/checkpoints/step-00000004", "--run-dir", tmp_path / "b")
+    resume += ("--devices", "cpu:1", "--no-portable")
     refused = on(4, *resume, cwd=folder, status=2)
     assert "device_kind: cuda before, cpu now (decides the kernels)" in refused.stderr
     assert "--allow-contract-change" in refused.stderr
@@ -302,7 +303,7 @@ SEGMENTING = """
 """
 
 
-SHORT = """
+SHORT_OF_MEMORY = """
     import os, sys
     import torch
     import torch.distributed as dist
@@ -334,7 +335,7 @@ SHORT = """
 
 @pytest.mark.parametrize(("free", "steps"), [(4, 2), (4, 0), (48, 2)])
 def test_a_rank_for_which_cudnn_got_no_workspace_ends_with_a_sentence(tmp_path, free, steps):
-    (tmp_path / "short.py").write_text(dedent(SHORT))
+    (tmp_path / "short.py").write_text(dedent(SHORT_OF_MEMORY))
     size = {"FAKE_CUDA_MEMORY_MIB": "64", "FAKE_CUDA_WORKSPACE_MIB": "8", "OMP_NUM_THREADS": "1"}
     words = "run", "--logical-devices", 2, "--devices", "cuda:0", "short.py", free, steps
     done = samestep(*words, cwd=tmp_path, **gpus.environment(1, **size))
