@@ -57,6 +57,7 @@ def recorded(tmp_path_factory):
     folder = tmp_path_factory.mktemp("recorded")
     write_table(folder / "table.csv")
     words = ("--epochs", 2, "--devices", "cpu:2", "--run-dir", "a", "--keep", 9, "--checkpoint-steps", 2)
+    words += ("--no-portable",)  # or commands in this process would cap its kernels
     done = samestep("train", "mlp", "--data", folder / "table.csv", *words, cwd=folder)
     assert done.returncode == 0, done.stderr
     (folder / "a" / ".lock").touch()
