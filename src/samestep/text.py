@@ -33,6 +33,12 @@ def readable(text: str) -> str:
     return "\n".join(map(_short, visible(text).split("\n")))
 
 
+def listed(values: Sequence[Any], most: int = 4) -> str:
+    """Some values for a sentence: "3, 5, 5 and 2 more"."""
+    shown = ", ".join(f"{value:.6g}" if isinstance(value, float) else str(value) for value in values[:most])
+    return shown if len(values) <= most else f"{shown} and {len(values) - most} more"
+
+
 def counted(number: Any, noun: str) -> str:
     """`1 device`, `1,200 devices`, `8 microbatches`."""
     text = f"{number:,}" if isinstance(number, int) else str(number)

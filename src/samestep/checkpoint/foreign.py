@@ -25,6 +25,7 @@ from samestep.engine.parameters import held_by
 from samestep.engine.sharded_state import ELEMENTWISE
 from samestep.errors import CheckpointError, UsageError
 from samestep.files import open_regular, read_object
+from samestep.text import listed
 
 Content = tuple[dict[str, Any], list[Any]]  # tensors by name, and states of optimizers
 _INDEX, _METADATA = ".index.json", ".metadata"
@@ -37,7 +38,6 @@ _HARMLESS = re.compile(
     r"pathlib(\._local)?\.\w*Path|argparse\.Namespace|_codecs\.encode|datetime\.\w+|numpy\.(dtype|dtypes\.\w+)"
     r"|numpy\.(_core|core)\.multiarray\.scalar|(lightning|pytorch_lightning|lightning_fabric)\.\w[\w.]*"
 )
-_SHOWN = 4  # names in a message
 
 
 def load_weights(
@@ -83,7 +83,7 @@ def load_weights(
     misfits += [f"{name} as {there}, which is {here} here" for name, (there, here) in forms.items() if there != here]
     if not loaded or (strict and misfits):
         remedy = "; strict=False loads what fits" if loaded else ""
-        raise CheckpointError(f"{source} does not fit the model: it has {_listed(misfits)}{remedy}")
+        raise CheckpointError(f"{source} does not fit the model: it has {listed(misfits)}{remedy}")
     if len(states) < len(optimizers):
         raise CheckpointError(
             f"{source} has the state of {len(states)} optimizers, and {len(optimizers)} are to be loaded; leave "
@@ -205,7 +205,7 @@ def _read_distributed(folder: Path, with_optimizer: bool) -> Content:
         else:
             into[name] = value
     if partial := [f"a part of {name} alone" for name, count in num_left.items() if count]:
-        raise CheckpointError(f"{folder} has {_listed(partial)}")
+        raise CheckpointError(f"{folder} has {listed(partial)}")
     return weights, [states[name] for name in sorted(states)]
 
 
@@ -251,8 +251,8 @@ def _fitted(model: nn.Module, optimizer: Optimizer, saved: Mapping[str, Any], pr
         has = {name for name, value in entries.items() if value is not None}
         if key not in numbers or (kept is not None and has - {"step"} != kept - {"step"}):
             raise CheckpointError(
-                f"the optimizer's state does not fit: it has {_listed(sorted(has)) or 'nothing'} of {key}, and the "
-                f"program's {type(optimizer).__name__} keeps {_listed(sorted(kept or ()))} of {len(places)} parameters"
+                f"the optimizer's state does not fit: it has {listed(sorted(has)) or 'nothing'} of {key}, and the "
+                f"program's {type(optimizer).__name__} keeps {listed(sorted(kept or ()))} of {len(places)} parameters"
             )
         # In memory of their own, not of a mapped file: kernels look at alignment.
         state[numbers[key]] = {name: v.clone() if isinstance(v, Tensor) else v for name, v in entries.items()}
@@ -269,7 +269,3 @@ def _kept(optimizer: Optimizer) -> set[str] | None:
     probe.param_groups = [{**optimizer.param_groups[0], "params": [parameter], "capturable": False}]
     probe.step()
     return {name for name, value in probe.state[parameter].items() if value is not None}
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")

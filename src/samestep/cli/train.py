@@ -137,9 +137,9 @@ def _kept_kernels(own: Mapping[str, Any], source: Path | None) -> dict[str, bool
     """Whether a resumed run has portable kernels: as recorded, perhaps by a default or the variable, unless asked."""
     from samestep.checkpoint.run_folder import recorded
 
-    if source is None or own.get("portable") is not None or recorded(source).get("device_kind") != "cpu":
+    if source is None or own.get("portable") is not None or (before := recorded(source)).get("device_kind") != "cpu":
         return {}
-    return {"portable": recorded(source).get("portable") is not None}
+    return {"portable": before.get("portable") is not None}
 
 
 def _check_kept(asked: Mapping[str, Any], source: Path, resume: Path) -> None:

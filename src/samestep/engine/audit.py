@@ -31,7 +31,7 @@ from samestep.engine.losses import MicrobatchLoss
 from samestep.engine.parameters import PurityCheck
 from samestep.engine.strategy import MicrobatchGradients, StepBuffers, Strategy
 from samestep.errors import AuditError, PeerLostError
-from samestep.text import notify
+from samestep.text import listed, notify
 
 AUDIT_STREAM = 2**35  # distinct from the streams of steps, samples and evaluations
 COLUMNS = 512  # 64-bit words of a row, which have weights of their own
@@ -191,7 +191,7 @@ class Audit:
         wrong = [owner] if owner == auditor else wrong  # alone it is wrong in any case
         self._conclude(
             f"microbatch {self.microbatch} of step {self._step} was computed twice, by rank {owner} and, for the "
-            f"audit, by rank {auditor}, with different bits in {_listed(found)}; {how}",
+            f"audit, by rank {auditor}, with different bits in {listed(found, MOST_NAMES)}; {how}",
             wrong,
             found,
             (owner, auditor),
@@ -207,7 +207,7 @@ class Audit:
         rows = self._membership.communicator.gather_words([int(self._sum_of(of_it)) for of_it in entries.values()])
         found = [name for name, column in zip(entries, zip(*rows, strict=True), strict=True) if len(set(column)) > 1]
         self._conclude(
-            f"the ranks' states differ in step {self._step}, found by the audit: {_listed(found)} of "
+            f"the ranks' states differ in step {self._step}, found by the audit: {listed(found, MOST_NAMES)} of "
             f"{_of_ranks(odd)} is not that of {_of_ranks([r for r in range(len(states)) if r not in odd])}",
             wrong,
             found,
@@ -307,10 +307,6 @@ def _read(value: Any) -> list[Tensor]:
 
 def _device_name(device: torch.device) -> str:
     return f"{torch.cuda.get_device_name(device)}, {device}" if device.type == "cuda" else str(device)
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:MOST_NAMES]) + (f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else "")
 
 
 def _of_ranks(ranks: Sequence[int]) -> str:

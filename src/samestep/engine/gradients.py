@@ -110,7 +110,7 @@ class GradientSum(MicrobatchGradients):
         self._results: list[FlatSum] = []
         self._totals: list[Tensor] = []  # of the buckets that were pushed of this microbatch
         self._microbatch: int | None = None  # whose gradients are on their way
-        self._is_last = False  # of this rank
+        self._is_last = False  # of this rank, with hooks that send
         self._steps_to_observe -= 1
         self._used = [False] * len(self.parameters)
         self.forget()
@@ -131,9 +131,8 @@ class GradientSum(MicrobatchGradients):
 
     def expect(self, microbatch: int, is_last: bool, is_empty: bool = False) -> None:
         """Announces the next microbatch; full buckets are summed during its backward, and leave during the last one."""
-        self._is_last = is_last
         if self._hooks:
-            self._microbatch = microbatch
+            self._microbatch, self._is_last = microbatch, is_last
             self._awaited = [set(bucket.members) for bucket in self._buckets]
 
     def push(self, microbatch: int, loss: Tensor) -> Tensor:
@@ -270,7 +269,7 @@ class GradientSum(MicrobatchGradients):
         self._totals.append(finite_sum(total.flat) if is_read else self._zero)
         # The left sibling's memory takes the sum, so about 1 + log2 of this rank's microbatches are alive at once.
         tree.push(block if left is None else Block(microbatch - 1, 2), total)
-        if self._is_last and self._hooks and self._communicator.world_size > 1:
+        if self._is_last and self._communicator.world_size > 1:
             self._send(number)
 
     def _send(self, number: int) -> None:

@@ -38,13 +38,8 @@ from samestep.runs.recorder import starts_of
 
 STATEMENT = "https://in-toto.io/Statement/v1"
 PREDICATE = "urn:samestep:run:1"
-OF_PROGRAM = (
-    "command",
-    "script_sha256",
-    "code",
-    "packages",
-    "earlier_starts",
-)  # what the run recorded beside its contract
+# What the run recorded beside its contract.
+OF_PROGRAM = ("command", "script_sha256", "code", "packages", "earlier_starts")
 OF_PLACE = ("working_folder", "job")
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, Literal
 
-from samestep.text import counted
+from samestep.text import counted, listed
 from samestep.verify.recording import Line, Recording
 from samestep.verify.summaries import distance
 
@@ -395,10 +395,10 @@ class _RecordingPair:
         parts = [f"{ours} on {self.ours.label}, {theirs} on {self.theirs.label}"] if is_more else []
         for run, own, _ in runs:
             twice = sorted(number for number, count in own.items() if count > 1)
-            parts += [f"more than once on {run}: {_some(twice)}"] if twice else []
+            parts += [f"more than once on {run}: {listed(twice, MAX_NAMED)}"] if twice else []
         for run, own, others in runs:
             only = sorted(own.keys() - others.keys())
-            parts += [f"only on {run}: {_some(only)}"] if only and not is_more else []
+            parts += [f"only on {run}: {listed(only, MAX_NAMED)}"] if only and not is_more else []
         yield self._found(step, "samples", "other samples: " + "; ".join(parts))
 
     def _step(self, step: int, first: Line, second: Line) -> Iterator[Difference]:
@@ -536,9 +536,3 @@ def _percent(apart: float, size: float | None) -> str:
 
 def _size(value: float | None) -> str:
     return "None" if value is None else f"{value:.6g}"
-
-
-def _some(numbers: Sequence[int]) -> str:
-    """A few of many numbers."""
-    shown = ", ".join(map(str, numbers[:MAX_NAMED]))
-    return f"{shown} and {len(numbers) - MAX_NAMED} more" if len(numbers) > MAX_NAMED else shown

@@ -19,7 +19,7 @@ ABSENT = "(nothing)"
 
 
 class GoldenResult(NamedTuple):
-    """What came of a comparison with a golden file."""
+    """The result of a comparison with a golden file."""
 
     exit_code: int  # 0 equal, or written; 1 different; `CANNOT_COMPARE`
     text: str  # a sentence
@@ -44,7 +44,7 @@ def check_golden(
 
 
 def golden_of(runner: ProgramRunner, spec: RunSpec, words: Sequence[str], num_threads: int) -> dict[str, Any]:
-    """The content of a golden file: `contract` decides the bits, `program` is what is tested, `steps` what came out."""
+    """The content of a golden file: `contract` decides the bits, `program` is what is tested, `steps` are compared."""
     from samestep.checkpoint.contract import versions  # with torch, which the workers import meanwhile
 
     run, selection, script = runner.record(spec), runner.selections[spec.devices], runner.program.single_process or {}

@@ -31,8 +31,9 @@ from samestep.data.streams import StreamReader
 from samestep.engine.side_effects import Watch, reachable
 from samestep.patch import Patch, applied
 from samestep.run.run import Run
+from samestep.text import listed
 from samestep.verify.causes import samples as map_style
-from samestep.verify.causes.evidence import Cause, Evidence, Facts, by_step, listed
+from samestep.verify.causes.evidence import Cause, Evidence, Facts, by_step
 from samestep.verify.wraps import Wrap, around_roots, by_script, wrapped
 
 KINDS = ("torch", "numpy", "random", "own")

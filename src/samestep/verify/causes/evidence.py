@@ -2,7 +2,7 @@
 
 import json
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
@@ -170,12 +170,6 @@ def by_step(run: Recording, name: str, value: Callable[[Line], T]) -> dict[int, 
             ranks = steps.setdefault(fact["step"], [[] for _ in range(run.world_size)])
             ranks[rank].append(value(fact))
     return steps
-
-
-def listed(values: Sequence[Any], most: int = 4) -> str:
-    """Some values for a sentence: "3, 5, 5 and 2 more"."""
-    shown = ", ".join(f"{value:.6g}" if isinstance(value, float) else str(value) for value in values[:most])
-    return shown if len(values) <= most else f"{shown} and {len(values) - most} more"
 
 
 def on_devices(run: Recording) -> str:

@@ -16,7 +16,8 @@ from torch.nn import functional as F
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from samestep.comm.environment import read_environment
-from samestep.verify.causes.evidence import Cause, Evidence, Facts, by_step, first_rows, listed, on_devices
+from samestep.text import listed
+from samestep.verify.causes.evidence import Cause, Evidence, Facts, by_step, first_rows, on_devices
 from samestep.verify.recording import Recording
 from samestep.verify.wraps import DISTRIBUTED, Wrap, around_roots, wrapped
 

@@ -16,7 +16,8 @@ from torch.optim import Optimizer
 
 from samestep.callsite import script_line
 from samestep.data.batch import version_of
-from samestep.verify.causes.evidence import Cause, Evidence, Facts, by_step, first_rows, listed, on_devices
+from samestep.text import listed
+from samestep.verify.causes.evidence import Cause, Evidence, Facts, by_step, first_rows, on_devices
 from samestep.verify.summaries import bits
 from samestep.verify.wraps import Wrap, around_roots, by_script, unwrapped, wrapped
 

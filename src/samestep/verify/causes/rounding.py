@@ -22,7 +22,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from samestep.data.nested import map_tensors
 from samestep.patch import Patch, applied
 from samestep.run.run import Run
-from samestep.verify.causes.evidence import Cause, Evidence, Facts, by_step, listed, on_devices
+from samestep.text import listed
+from samestep.verify.causes.evidence import Cause, Evidence, Facts, by_step, on_devices
 from samestep.verify.causes.means import DENSE, LABELLED
 from samestep.verify.causes.updates import before_updates, to_parameters
 from samestep.verify.wraps import DISTRIBUTED, Wrap, wrapped

@@ -20,7 +20,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from samestep.comm.communicator import Communicator, make_communicator
 from samestep.comm.environment import read_environment
-from samestep.verify.causes.evidence import Cause, Evidence, Facts, by_step, listed, on_devices
+from samestep.text import listed
+from samestep.verify.causes.evidence import Cause, Evidence, Facts, by_step, on_devices
 from samestep.verify.comparison import losses_of, ranks_apart
 from samestep.verify.recording import Recording
 from samestep.verify.summaries import norm as norm_of
