@@ -110,12 +110,15 @@ Forward forward(const Tensor& query, const Tensor& key, const Tensor& value, con
   return {laid_out(output, query), all.logsumexp(-1), seed, offset};
 }
 
+// By the given output and sums, as the kernels do: those of a part of a longer sequence may be of the whole.
 std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad_output, const Tensor& query, const Tensor& key,
-                                                    const Tensor& value, const Maybe& bias, const Tensor& seed,
-                                                    const Tensor& offset, double p, bool is_causal,
-                                                    std::optional<double> scale, bool of_bias) {
+                                                    const Tensor& value, const Maybe& bias, const Tensor& output,
+                                                    const Tensor& sums, const Tensor& seed, const Tensor& offset, double p,
+                                                    bool is_causal, std::optional<double> scale, bool of_bias) {
   const double factor = scale_of(query, scale);
-  const auto weights = at::_safe_softmax(scores(query, key, bias, is_causal, factor), -1);
+  const auto is_empty = sums.eq(-INFINITY).unsqueeze(-1);  // all keys are masked
+  const auto weights =
+      (scores(query, key, bias, is_causal, factor) - sums.to(at::kFloat).unsqueeze(-1)).exp().masked_fill(is_empty, 0);
   const auto grad = grad_output.to(at::kFloat), keys = of_all_heads(key, query.size(1)).to(at::kFloat);
   auto of_weights = at::matmul(grad, of_all_heads(value, query.size(1)).to(at::kFloat).transpose(-2, -1));
   auto used = weights;
@@ -124,7 +127,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad_output, c
     of_weights = of_weights * factors;
     used = weights * factors;
   }
-  const auto of_scores = weights * (of_weights - (of_weights * weights).sum(-1, true));
+  const auto of_scores = weights * (of_weights - (grad * output.to(at::kFloat)).sum(-1, true));
   auto of_query = laid_out(at::matmul(of_scores, keys) * factor, query);
   auto of_key = laid_out(of_own_heads(at::matmul(of_scores.transpose(-2, -1), query.to(at::kFloat)) * factor, key), key);
   auto of_value = laid_out(of_own_heads(at::matmul(used.transpose(-2, -1), grad), value), value);
@@ -141,10 +144,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, c10::SymInt, c10::SymInt, Tensor, Ten
 }
 
 std::tuple<Tensor, Tensor, Tensor> flash_backward(
-    const Tensor& grad, const Tensor& query, const Tensor& key, const Tensor& value, const Tensor&, const Tensor&,
-    const Tensor&, const Tensor&, int64_t, int64_t, double p, bool is_causal, const Tensor& seed, const Tensor& offset,
-    std::optional<double> scale) {
-  const auto made = backward(grad, query, key, value, std::nullopt, seed, offset, p, is_causal, scale, false);
+    const Tensor& grad, const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& output,
+    const Tensor& sums, const Tensor&, const Tensor&, int64_t, int64_t, double p, bool is_causal, const Tensor& seed,
+    const Tensor& offset, std::optional<double> scale) {
+  const auto made = backward(grad, query, key, value, std::nullopt, output, sums, seed, offset, p, is_causal, scale, false);
   return {std::get<0>(made), std::get<1>(made), std::get<2>(made)};
 }
 
@@ -156,10 +159,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> efficient(const Tensor& query, const 
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> efficient_backward(
-    const Tensor& grad, const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& bias, const Tensor&,
-    const Tensor&, const Tensor& seed, const Tensor& offset, double p, std::array<bool, 4> wanted, bool is_causal,
+    const Tensor& grad, const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& bias, const Tensor& output,
+    const Tensor& sums, const Tensor& seed, const Tensor& offset, double p, std::array<bool, 4> wanted, bool is_causal,
     std::optional<double> scale) {
-  return backward(grad, query, key, value, bias, seed, offset, p, is_causal, scale, wanted[3] && bias.defined());
+  const bool of_bias = wanted[3] && bias.defined();
+  return backward(grad, query, key, value, bias, output, sums, seed, offset, p, is_causal, scale, of_bias);
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, c10::SymInt, c10::SymInt, Tensor, Tensor, Tensor> cudnn(
@@ -170,10 +174,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, c10::SymInt, c10::SymInt, Tensor, Ten
 }
 
 std::tuple<Tensor, Tensor, Tensor> cudnn_backward(
-    const Tensor& grad, const Tensor& query, const Tensor& key, const Tensor& value, const Tensor&, const Tensor&,
-    const Tensor& seed, const Tensor& offset, const Tensor& bias, const Tensor&, const Tensor&, int64_t, int64_t, double p,
-    bool is_causal, std::optional<double> scale) {
-  const auto made = backward(grad, query, key, value, bias, seed, offset, p, is_causal, scale, false);
+    const Tensor& grad, const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& output,
+    const Tensor& sums, const Tensor& seed, const Tensor& offset, const Tensor& bias, const Tensor&, const Tensor&, int64_t,
+    int64_t, double p, bool is_causal, std::optional<double> scale) {
+  const auto made = backward(grad, query, key, value, bias, output, sums, seed, offset, p, is_causal, scale, false);
   auto results = std::make_tuple(std::get<0>(made), std::get<1>(made), std::get<2>(made));
   if (is_error_mode()) std::apply([](const auto&... result) { (add_noise(result), ...); }, results);  // has no other form
   return results;

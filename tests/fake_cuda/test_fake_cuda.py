@@ -378,6 +378,38 @@ def test_the_backward_of_attention_has_the_same_bits_again_only_where_torch_asks
     assert run(program).splitlines()[:3] == [str(kinds) for kinds in expected]
 
 
+@pytest.mark.parametrize("kernel", ["efficient", "flash"])
+def test_the_backward_of_some_keys_is_by_the_output_and_sums_that_it_is_given_as_in_ring_attention(kernel):
+    program = f"""
+        import torch
+        torch.set_deterministic_debug_mode("error")
+        is_flash = {kernel!r} == "flash"
+        forward = torch.ops.aten._scaled_dot_product_{kernel}_attention
+        backward = torch.ops.aten._scaled_dot_product_{kernel}_attention_backward
+        torch.manual_seed(0)
+        drawn = torch.randn(4, 2, 4, 8, 16, device="cuda", dtype=torch.bfloat16 if is_flash else None)
+        query, *rows, grad = drawn
+        nothing = torch.zeros((), dtype=torch.long)
+
+        def attention(rows):
+            return (forward(query, *rows) if is_flash else forward(query, *rows, None, True))[:2]
+
+        def grads(rows, found):
+            if is_flash:
+                sizes = None, None, 8, rows[0].size(2)
+                return backward(grad, query, *rows, *found, *sizes, 0.0, False, nothing, nothing)
+            return backward(grad, query, *rows, None, *found, nothing, nothing, 0.0, [True, True, True, False])
+
+        parts = [*zip(*(each.split([3, 5], 2) for each in rows))]
+        wanted = grads(rows, attention(rows))
+        for found in (attention(rows), None):
+            made = [grads(part, found or attention(part)) for part in parts]
+            whole = made[0][0] + made[1][0], *(torch.cat(pair, 2) for pair in list(zip(*made))[1:3])
+            print(all(torch.allclose(*pair, atol=3e-2 if is_flash else 1e-5) for pair in zip(whole, wanted)))
+    """
+    assert run(program) == "True\nFalse\n"
+
+
 @pytest.mark.parametrize("benchmark", [True, False])
 def test_a_convolution_has_the_same_bits_in_all_processes_unless_kernels_are_chosen_by_their_time(benchmark):
     program = f"""
