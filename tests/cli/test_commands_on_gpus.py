@@ -161,12 +161,13 @@ def test_a_profile_names_the_phases_and_leaves_a_trace_of_each_rank(recorded, fo
 
 
 def test_an_unchanged_script_prints_the_same_on_gpus_as_on_simulated_ones_of_the_cpu(tmp_path):
-    words = ("--logical-devices", 4, EXAMPLES / "house_prices.py", "--epochs", 20, "--out", "curves")
+    words = ("--logical-devices", 4, EXAMPLES / "house_prices.py", "--epochs", 2, "--out", "curves")
     said = [on(4, "run", "--devices", devices, *words, cwd=tmp_path).stdout for devices in ("cuda:3", "0,1", "cpu:3")]
     assert "test RMSE" in said[0]
     assert said[0] == said[1] == said[2]
 
 
+@pytest.mark.slow
 def test_a_program_is_verified_on_one_to_three_gpus_and_on_chosen_ones(folder):
     recipe = ("mlp", "--data", "table.csv", "--epochs", 1, "--global-batch-size", 32)
     done = on(3, "verify", *recipe, cwd=folder)

@@ -89,7 +89,7 @@ def on_one(tmp_path_factory):
 
 
 @pytest.mark.parametrize("devices", [2, _slow(3), _slow(4)])
-@pytest.mark.parametrize("name", [_slow(name) if name == "trl" else name for name in SCRIPTS])  # "trainer" is its base
+@pytest.mark.parametrize("name", [_slow(name) if name in ("trl", "trainer", "fabric") else name for name in SCRIPTS])
 def test_four_ranks_print_and_save_the_same_on_any_number_of_devices(on_one, name, devices):
     folder, (printed, saved) = on_one(name)
     also_printed, also_saved = outcome(folder, name, SCRIPTS[name], devices)
@@ -123,7 +123,7 @@ def test_a_real_device_in_a_seed_and_sums_device_by_device_are_found_out(tmp_pat
 
 
 @gpus.needs_fake_gpus
-@pytest.mark.parametrize("name", ["fsdp", *map(_slow, ("accelerate", "trainer", "lightning"))])
+@pytest.mark.parametrize("name", map(_slow, ("fsdp", "accelerate", "trainer", "lightning")))
 def test_a_script_for_four_gpus_runs_on_two(tmp_path, name):
     runs = [outcome(tmp_path, name, SCRIPTS[name], each, **gpus.environment(4)) for each in ("0,1", "0,1,2,3")]
     assert runs[0] == runs[1]

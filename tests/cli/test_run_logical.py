@@ -175,7 +175,9 @@ PRINTED = {
 }
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if "process" in name else ()) for name in SCRIPTS]
+)
 def test_a_script_for_several_ranks_prints_and_saves_the_same_bits_on_any_number_of_devices(tmp_path, name):
     source, logical, options, counts = SCRIPTS[name]
     outputs, argument = [], options if isinstance(options, str) else json.dumps(options)

@@ -396,7 +396,7 @@ def test_a_script_that_starts_no_rank_after_all_runs_once_and_says_so(tmp_path):
     assert "train.py has started no rank and made no process group: it ran once" in done.stderr
 
 
-@pytest.mark.parametrize("start", ["spawn", pytest.param("fork", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_ranks_that_a_script_starts_on_cpu_workers_see_simulated_gpus(tmp_path, start):
     runs = [started(tmp_path / each, each, "--nccl", "--start", start) for each in ("cpu:1", "cpu:2")]
     assert runs[0][2] == 0, runs[0][1]
@@ -405,7 +405,7 @@ def test_ranks_that_a_script_starts_on_cpu_workers_see_simulated_gpus(tmp_path, 
 
 
 @gpus.needs_fake_gpus
-@pytest.mark.parametrize("start", ["spawn", "fork"])
+@pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_ranks_that_a_script_starts_share_the_gpus(tmp_path, start):
     own = gpus.environment(4)
     runs = [started(tmp_path / each, each, "--nccl", "--start", start, environment=own) for each in ("0,", "1,3")]

@@ -134,7 +134,8 @@ def test_a_program_of_another_library_prints_the_same_on_one_device_and_on_two(b
     assert run_python(*options, "cpu:2", block.title, folder=tmp_path) == alone
 
 
-@pytest.mark.parametrize("counts", [(1, 2), pytest.param((3, 4), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.slow  # the same programs over processes: cli/test_run_spawning.py
+@pytest.mark.parametrize("counts", [(1, 2), (3, 4)], ids=str)
 @pytest.mark.parametrize("block", RANKS, ids=str)
 def test_a_program_that_starts_its_ranks_prints_the_same_on_any_number_of_devices(block, counts, tmp_path):
     (tmp_path / block.title).write_text(block.text, encoding="utf-8")

@@ -314,8 +314,9 @@ def test_two_cpu_workers_are_proven_from_the_command_line(tmp_path):
 
 
 @gpus.needs_fake_gpus
+@pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("count", [2, *(pytest.param(count, marks=pytest.mark.slow) for count in (1, 4))])
+@pytest.mark.parametrize("count", [1, 2, 4])
 def test_fake_gpus_are_proven_from_start_to_end(count):
     environment = gpus.environment(count)
     command = [sys.executable, str(PROGRAM), "auto"]
