@@ -48,7 +48,7 @@ golden: $(READY)
 golden-write: $(READY)
 	$(BIN)/python tests/golden/golden.py --write
 
-# Portable kernels: the same digests on this CPU and on three that qemu-user emulates, if it is installed.
+# Portable kernels: the same digests on this CPU and on two that qemu-user emulates, if it is installed.
 emulate: $(READY)
 	$(BIN)/python tests/portable/emulated.py
 

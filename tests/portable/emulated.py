@@ -1,7 +1,7 @@
 """Portable digests on this CPU and on emulated ones, by qemu-user: one digest a program, and one a group of operations.
 
     python tests/portable/emulated.py                 README's example and a step of each benchmark, as the gate has it
-    python tests/portable/emulated.py --all           the other programs of `PROGRAMS`, too
+    python tests/portable/emulated.py --all           the other programs of `PROGRAMS`, too, and one CPU more
     python tests/portable/emulated.py --twins         what moves if one cap, or one kernel of samestep's, is left out
 
 Exit code 0: all equal, or there is no qemu, which a line says; 1: a digest differs, or for a twin none does. Debian's
@@ -16,11 +16,13 @@ import re
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-CPUS = ("Haswell", "EPYC", "Skylake-Client")
+GATE_CPUS = ("Haswell", "EPYC")
+CPUS = (*GATE_CPUS, "Skylake-Client")
 EMULATOR = "qemu-x86_64"
 
 
@@ -164,10 +166,11 @@ def differing(one, other):
 def check(names, cpus):
     """Compares this CPU with emulated ones; the exit code."""
     here, code = found(names), 0
-    for cpu in cpus:
-        names_of_others = differing(here, found(names, cpu))
-        code |= bool(names_of_others)
-        print(f"{cpu:16} {', '.join(names_of_others) or 'equal'}{' differ' * bool(names_of_others)}", flush=True)
+    with ThreadPoolExecutor() as pool:  # each waits for a process
+        for cpu, there in zip(cpus, pool.map(lambda cpu: found(names, cpu), cpus), strict=True):
+            names_of_others = differing(here, there)
+            code |= bool(names_of_others)
+            print(f"{cpu:16} {', '.join(names_of_others) or 'equal'}{' differ' * bool(names_of_others)}", flush=True)
     print(*(f"{name:16} {value}" for name, value in here.items()), sep="\n")
     return code
 
@@ -192,7 +195,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--all", action="store_true", help="all programs")
     parser.add_argument("--twins", action="store_true", help="leave one thing out at a time")
-    parser.add_argument("--cpus", default=",".join(CPUS), help="CPUs of qemu")
+    parser.add_argument("--cpus", help=f"CPUs of qemu: {','.join(GATE_CPUS)}, and with --all {CPUS[-1]} by default")
     for name in ("--print", "--without", "--uncapped"):
         parser.add_argument(name, help=argparse.SUPPRESS)
     asked = parser.parse_args()
@@ -203,7 +206,8 @@ def main():
     has_emulator = shutil.which(EMULATOR) is not None
     if not has_emulator:
         print(f"{EMULATOR} is not installed (Debian's package qemu-user): no CPU is emulated")
-    cpus = asked.cpus.split(",") if has_emulator and asked.cpus else []
+    chosen = (CPUS if asked.all else GATE_CPUS) if asked.cpus is None else [cpu for cpu in asked.cpus.split(",") if cpu]
+    cpus = chosen if has_emulator else ()
     if asked.twins:
         return twins(cpus[0] if cpus else None)
     return check(PROGRAMS if asked.all else GATE, cpus) if cpus else 0
