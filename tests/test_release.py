@@ -1,5 +1,6 @@
 """What is released: the wheel made from the sdist, alone in an environment from which the checkout is not reached."""
 
+import ast
 import importlib.util
 import re
 import subprocess
@@ -16,8 +17,8 @@ import yaml
 from cli_commands import samestep
 from tiers import SMOKE, SMOKE_ON_GPUS
 
-from samestep.doctor.check_table import PYTHON, TORCHES
-from samestep.version import __version__
+from samestep.doctor.check_table import PYTHON, TORCH
+from samestep.version import OLDEST_PYTHON, OLDEST_TORCH, __version__
 
 ROOT = Path(__file__).resolve().parents[1]
 WHERE = "import samestep, sys; print(samestep.__file__, *sys.path, sep='\\n')"
@@ -181,10 +182,48 @@ def test_what_the_project_names_was_tried_and_nothing_else_is_named():
     assert failed == 0
     assert {*classifiers} == pythons
     assert named(project.replace('Python :: 3.12"', 'Python :: 3.10"'))[0] != classifiers
-    ordered = sorted(tuple(map(int, torch.split("."))) for torch in torches)
-    assert oldest_python == min(pythons)
-    assert (tuple(map(int, oldest_torch.split("."))), ordered[-1]) == TORCHES
-    assert max(tuple(map(int, python.split("."))) for python in pythons) == PYTHON
+    assert (oldest_python, oldest_torch) == (dotted(OLDEST_PYTHON), dotted(OLDEST_TORCH))
+    assert (oldest_python, dotted(PYTHON)) == (classifiers[0], classifiers[-1])
+    assert torches == {f"2.{minor}" for minor in range(OLDEST_TORCH[1], TORCH[1] + 1)}
+
+
+def dotted(version):
+    return ".".join(map(str, version))
+
+
+@pytest.mark.parametrize(
+    ("python", "torch", "expected"),
+    [
+        ("3.10.13", "2.13.0", "samestep needs Python 3.11 or newer; "),
+        ("3.11.0", "2.9.1+cu128", "samestep needs PyTorch 2.10 or newer; {torch} is 2.9.1+cu128: pip install "),
+        ("3.11.0", "1.13.1", "samestep needs PyTorch 2.10 or newer; {torch} is 1.13.1: pip install "),
+        ("3.11.0", "2.10.0a0+git1", ""),
+        ("4.0.0", "3.0.0", ""),
+    ],
+)
+def test_an_older_python_or_torch_is_refused_at_import_by_a_sentence_and_a_newer_one_is_not(
+    python, torch, expected, tmp_path
+):
+    folder = tmp_path / "torch"
+    folder.mkdir()
+    (folder / "__init__.py").write_text("raise RuntimeError('torch is imported')")
+    (folder / "version.py").write_text(f"from typing import Optional\n__version__ = '{torch}'\ncuda = '12.8'\n")
+    numbers = (*map(int, python.split(".")), "final", 0)
+    code = f"import sys; sys.version_info = {numbers}; sys.path.insert(0, {str(tmp_path)!r}); import samestep"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    error = done.stderr.rpartition("\nImportError: ")[2]
+    assert error.startswith(expected.format(torch=folder)), error
+    assert (done.returncode, done.stderr == "") == ((1, False) if expected else (0, True))
+
+
+def test_what_refuses_an_older_python_can_be_read_by_it():
+    for name in ("__init__", "version"):
+        source = (ROOT / "src" / "samestep" / f"{name}.py").read_text("utf-8")
+        ast.parse(source, feature_version=(3, 8))
+        with pytest.raises(SyntaxError):  # twin
+            ast.parse(source + "\nmatch 1:\n    case 1:\n        pass\n", feature_version=(3, 8))
+    dotted_names = [dotted(OLDEST_PYTHON), dotted(OLDEST_TORCH)]
+    assert re.findall(r"needs \w+ (\d+\.\d+) or newer", source) == dotted_names
 
 
 def test_a_row_takes_the_place_of_an_earlier_one_in_the_order_of_versions(versions):

@@ -14,7 +14,7 @@ import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from samestep.version import __version__
+from samestep.version import __version__, refuse_older
 
 if TYPE_CHECKING:
     from samestep import metrics, tutorial
@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from samestep.run.trainer import Trainer
     from samestep.runs.history import EpochRecord
     from samestep.scripts.data_parallel import DataParallel, data_parallel
+
+refuse_older()
 
 # cuBLAS gives the same bits from call to call only with this, and torch reads it once, at the first matrix product on a
 # GPU: a script may compute one before it makes its run.

@@ -144,7 +144,6 @@ ROOMY, FULL = (on(memory_total=64 * GIB, memory_free=free * GIB) for free in (60
 TWO_NODES = replace(MACHINE, num_nodes=2)
 STATES = {
     "torch": (check_table.check_torch, CPU, {}, "good"),
-    "an old torch": (check_table.check_torch, replace(CPU, version="2.9.1"), {}, "bad"),
     "an unreleased torch": (check_table.check_torch, replace(CPU, version="2.16.0a0+git12"), {}, "note"),
     "torch without gloo": (check_table.check_torch, replace(CPU, gloo=False), {}, "bad"),
     "torch for other GPUs": (check_table.check_torch, replace(CUDA, problem="cuda:0: no kernel image"), {}, "bad"),

@@ -114,7 +114,7 @@ def print_results(results: Sequence[Result], file: TextIO | None = None) -> None
 
 NEWER = "newer than those that samestep is tested with"
 PYTHON = (3, 14)
-TORCHES = ((2, 10), (2, 15))
+TORCH = (2, 15)
 ABORT_BUGS = ((2, 28, 3), (2, 28, 8))
 """NCCL releases in which giving up a communicator may hang."""
 LIBRARIES = ("numpy", "safetensors", "tensorboard", "triton")
@@ -201,9 +201,7 @@ def check_torch(torch: TorchFacts) -> Result:
         advice = "install a torch built for these GPUs and this driver, a newer driver, or use other --devices"
         return bad("torch", f"{found}: {torch.problem}", advice)
     version = tuple(int(number) for number in torch.version.split(".")[:2])
-    if version < TORCHES[0]:
-        return bad("torch", found, f"needed: {_dotted(TORCHES[0])} or newer")
-    return note("torch", found, NEWER) if version > TORCHES[1] else good("torch", found)
+    return note("torch", found, NEWER) if version > TORCH else good("torch", found)
 
 
 def check_libraries(torch: TorchFacts) -> Iterator[Result]:

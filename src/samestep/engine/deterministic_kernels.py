@@ -24,9 +24,9 @@ def register_kernels() -> torch.library.Library | None:
         return None
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns of the first kernel that takes another's place
+        warnings.simplefilter("ignore")  # torch warns of the first kernel in another's place; 2.10 refuses others
         for name, (key, kernel) in KERNELS.items():
-            library.impl(name, _replacing(name, key, kernel), key, with_keyset=True)
+            library.impl(name, _replacing(name, key, kernel), key, with_keyset=True, allow_override=True)
     return library  # the cache keeps it, and with it the kernels
 
 

@@ -92,10 +92,10 @@ def _registered(kernels: dict[str, Kernel]) -> torch.library.Library:
     """Kernels in the place of torch's for CPUs, by the name of the operator; each gets the one that it replaces."""
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns of the first kernel that takes another's place
+        warnings.simplefilter("ignore")  # torch warns of the first kernel in another's place; 2.10 refuses others
         for name, kernel in kernels.items():
             for key in ("CPU", "AutogradCPU") if name in COMPOSITE else ("CPU",):
-                library.impl(name, _replacing(name, kernel), key, with_keyset=True)
+                library.impl(name, _replacing(name, kernel), key, with_keyset=True, allow_override=True)
     return library
 
 
