@@ -355,6 +355,7 @@ class JobConfig:
         panel=RUN_FOLDER,
         metavar="N",
     )
+    hash_data: bool = _option("Hash all samples of the first epoch, for samestep attest.", False, panel=RUN_FOLDER)
     profile: str | None = None
     command: Sequence[str] = ()
     job: Mapping[str, Any] = field(default_factory=dict)

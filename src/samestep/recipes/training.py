@@ -86,6 +86,7 @@ def train(**options: Any) -> dict[str, Any]:
             contract=facts,
             epoch_line=(recipe.headline, recipe.headline_label),
             **config.given("checkpoint_steps", "checkpoint_minutes", "checkpoint_retries", "keep", "digest_every"),
+            hash_data=config.hash_data,
             resume_command=f"samestep train {recipe.name} --resume {config.run_dir}",
             best=tuple(best.split(":", 1)) if best and ":" in best else best,
             patience=config.patience,

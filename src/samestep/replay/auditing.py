@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -30,6 +30,7 @@ from samestep.engine.step import TrainStep
 from samestep.errors import ContractError, DataError, UsageError
 from samestep.files import read_object, read_small, reason
 from samestep.replay.replaying import Finished, ProgramRerun, announce, compute_as_recorded, num_threads_of, program_of
+from samestep.run.data_hash import summary
 from samestep.run.trainer import Trainer
 from samestep.runs.attestation import checkpoints_of, record_of, statement
 from samestep.runs.ledger import Ledger, field_name, gaps, ledger_value, read_ledger
@@ -120,6 +121,7 @@ def audit(
     seed = secrets.randbits(32) if seed is None else seed
     notes += check_code(record, folder, trust) if trust else []
     drawn = Random(seed).sample(plan, min(segments or len(plan), len(plan)))
+    notes += _hash_notes(ledger, plan, drawn)
     if take is None:
         take = partial(audit_segments, folder, trust=trust, program=program, tell=tell, progress=progress)
     done = list(take(sorted(drawn, key=lambda segment: segment.first)))
@@ -163,6 +165,22 @@ def segments_of(
     return found
 
 
+def _hash_notes(ledger: Ledger, plan: Sequence[Segment], drawn: Sequence[Segment]) -> Iterator[str]:
+    """A note if the run has a hash of the data, and not all steps that it is of are taken again."""
+    hashed = ([None] + [event.get("data") for event in ledger.events if event["event"] == "end"])[-1]
+    samples = hashed.get("samples") if isinstance(hashed, dict) else None
+    if not isinstance(samples, int):
+        return
+    read = zip(ledger.steps, accumulate(entry.get("num_samples", 0) for entry in ledger.steps.values()), strict=True)
+    last = max((step for step, count in read if count < samples), default=-1) + 1
+    of_first = [segment for segment in plan if segment.first <= last]
+    if left := [segment for segment in of_first if segment not in drawn]:
+        yield (
+            f"the hash of the data is not checked whole: {len(left)} of {counted(len(of_first), 'segment')} of the "
+            "first epoch are not taken again; --all takes all"
+        )
+
+
 def attestation_faults(folder: Path, notes: list[str]) -> Iterator[str]:
     """How a folder differs from its attestation; a note if it has none."""
     if not (folder / ATTESTATION_FILE).exists():
@@ -196,6 +214,9 @@ def _faults(
     for change in differences(record, newest.rest[CONTRACT]):
         if change.breaks:
             yield f"run.json and {newest.name} have another {change.field}: {change.before} and {change.after}"
+    ends = [each.get("data") for each in ledger.events if each["event"] == "end" and each["step"] == places[-1][0]]
+    if ends and ends[-1] != (hashed := summary(newest.rest.get("data"))):
+        yield f"the ledger and {newest.name} have another hash of the data: {ends[-1]} and {hashed}"
     names = newest.snapshot.files["model"]
     try:
         held = load(read_small(folder / WEIGHTS_FILE, MAX_HEADER_BYTES + sum(each.nbytes for each in names.values())))

@@ -74,8 +74,8 @@ _OWNERS: dict[str, tuple[str, ...]] = {}  # the arguments of each function that 
 TRAINER = {
     "Trainer": (
         *("self", "run", "model", "optimizer", "loss_fn", "run_dir", "loggers", "name", "contract", "epoch_line"),
-        *("checkpoint_steps", "checkpoint_minutes", "checkpoint_retries", "keep", "digest_every", "resume_command"),
-        *("hooks", "state", "best", "patience"),
+        *("checkpoint_steps", "checkpoint_minutes", "checkpoint_retries", "keep", "digest_every", "hash_data"),
+        *("resume_command", "hooks", "state", "best", "patience"),
     ),
     "Trainer.fit": (
         *("self", "dataset", "epochs", "max_steps", "eval_data", "metrics", "forward", "eval_every", "num_workers"),

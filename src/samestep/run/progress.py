@@ -21,6 +21,7 @@ from samestep.data.randomness import GENERATORS, Generators
 from samestep.engine.determinism import check_alike, generator_states, restore_generators, restore_state, state_of
 from samestep.engine.step import TrainStep
 from samestep.errors import CheckpointError, UsageError
+from samestep.run.data_hash import DataHash
 from samestep.run.run import Run
 from samestep.runs.history import EpochRecord, EpochSoFar
 from samestep.text import counted
@@ -95,9 +96,10 @@ class Progress:
     epoch began, draws the same order again, and the batches that are done are skipped (`batches`).
     """
 
-    def __init__(self, run: Run, step: TrainStep) -> None:
+    def __init__(self, run: Run, step: TrainStep, data: DataHash | None = None) -> None:
         self.history: list[EpochRecord] = []
         self.epoch = EpochSoFar()
+        self.data = data
         self._run, self._step = run, step
         self._waiting: dict[str, Any] | None = None
         self._before_batch: dict[str, Any] = {}  # generators, before a loader of the user's own made the last batch
@@ -178,6 +180,8 @@ class Progress:
         }
         if self._step.extra_state:
             rest["state"] = {name: value.state_dict() for name, value in self._step.extra_state.items()}
+        if self.data is not None and (hashes := self.data.state()) is not None:
+            rest["data"] = hashes
         return capture(self._step, rest)
 
     def give(
@@ -234,6 +238,8 @@ class Progress:
                 # The state of an object that is gone is left out: the change of the contract was allowed.
                 if name in self._step.extra_state:
                     self._step.extra_state[name].load_state_dict(state)
+            if self.data is not None:
+                self.data.load(rest.get("data"), has_begun=bool(history or epoch.num_batches))
 
     def go_on(self, loader: Loader | DataLoader[Any]) -> None:
         """Restores cursor, generators and epoch, if a state is waiting; else begins an epoch.
@@ -288,6 +294,8 @@ class Progress:
 
     def add(self, record: EpochRecord) -> None:
         """Ends the epoch under way."""
+        if self.data is not None:
+            self.data.end_epoch()
         self.history.append(record)
         self.epoch = EpochSoFar()
 

@@ -25,6 +25,7 @@ from samestep.engine.losses import LossFn
 from samestep.errors import UsageError
 from samestep.files import CHECKPOINT_RETRIES
 from samestep.run.arguments import StepOptions, answers_unknown, current_rerun
+from samestep.run.data_hash import DataHash, summary
 from samestep.run.hooks import Hooks
 from samestep.run.progress import Progress, enter_training_mode, is_end_of, make_loader, num_batches
 from samestep.run.run import Run
@@ -66,6 +67,9 @@ class Trainer:
         keep: how many checkpoints are kept.
         digest_every: the ledger has a checksum of the whole state every so many steps. The ranks compare theirs then,
             before each checkpoint and at the end: if one differs the run ends with an error that names the difference.
+        hash_data: hash every sample of the first epoch as its step reads it. The ledger's `end` event, and
+            `samestep attest`, have one SHA-256 over all of them in order of their ids, whatever order, devices and
+            workers read them.
         resume_command: the command that goes on with this run, shown when it is stopped.
         hooks: objects that are called at fixed points, such as `samestep.EMA()`; see `samestep.Hook`.
         state: further objects by name with `state_dict()` and `load_state_dict(state)`, alike on all ranks: saved in
@@ -99,6 +103,7 @@ class Trainer:
         checkpoint_retries: int = CHECKPOINT_RETRIES,
         keep: int = 3,
         digest_every: int = DIGEST_EVERY,
+        hash_data: bool = False,
         resume_command: str | None = None,
         hooks: Iterable[Any] = (),
         state: Mapping[str, Any] | None = None,
@@ -113,7 +118,9 @@ class Trainer:
         self.model = model
         self._hooks = Hooks(self, hooks, state)
         watching = self._hooks.watching(loss_fn, run_dir is not None)
-        step_options["observers"] = (*step_options.get("observers", ()), *watching)
+        data = DataHash(run.membership) if hash_data else None
+        hashing = [] if data is None else [data]
+        step_options["observers"] = (*step_options.get("observers", ()), *watching, *hashing)
         self.step = run.train_step(model, optimizer, loss_fn, **step_options)
         self.step.extra_state = self._hooks.state
         self._precision = step_options.get("precision", "32-true")
@@ -126,7 +133,7 @@ class Trainer:
             **self._hooks.contract(),
             **(contract or {}),
         }
-        self._progress = Progress(run, self.step)
+        self._progress = Progress(run, self.step, data)
         check_counts(patience=patience)
         self._best_metric = BestMetric.of(best, patience)
         self._log = RunLog(
@@ -587,7 +594,9 @@ class Trainer:
             if log.is_writer:
                 log.finish_checkpoints()
                 log.draw(self.history, self._name)
-                log.event("end", digest=digest)  # after all else is written
+                hashed = None if self._progress.data is None else summary(self._progress.data.state())
+                # After all else is written.
+                log.event("end", digest=digest, **({} if hashed is None else {"data": hashed}))
 
         def end_on_main() -> None:
             if not log.is_writer or self._ended_at == self.step.num_steps:
