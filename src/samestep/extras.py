@@ -8,6 +8,9 @@ EXTRAS: Final = {
     "matplotlib": ("matplotlib", "plots"),
     "pynvml": ("nvidia-ml-py", "nvidia"),
     "sklearn": ("scikit-learn", "recipes"),
+    "wandb": ("wandb", "wandb"),
+    "mlflow": ("mlflow", "mlflow"),
+    "trackio": ("trackio", "trackio"),
 }
 """By import name: the package's name and the extra of samestep that installs it (pyproject.toml)."""
 

@@ -11,6 +11,7 @@ from samestep.devices.device import Device
 from samestep.devices.nvidia import NvmlReading
 from samestep.errors import UsageError
 from samestep.extras import EXTRAS, is_installed, missing
+from samestep.runs.mirrors import MlflowLogger, TrackioLogger, WandbLogger
 from samestep.runs.recorder import TensorBoardLogger
 
 HIDE = f"""
@@ -73,8 +74,12 @@ def test_without_nvml_the_driver_lists_the_gpus_and_a_note_says_what_is_missing(
     assert "pip install 'samestep[nvidia]'" in found.notes[0]
 
 
-def test_a_logger_of_events_is_refused_with_the_extra_that_brings_it(monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, "tensorboard", None)
-    assert not is_installed("tensorboard")
-    with pytest.raises(UsageError, match=r"pip install 'samestep\[tensorboard\]'"):
-        TensorBoardLogger(tmp_path)
+@pytest.mark.parametrize(
+    ("module", "logger"),
+    [("tensorboard", TensorBoardLogger), ("wandb", WandbLogger), ("mlflow", MlflowLogger), ("trackio", TrackioLogger)],
+)
+def test_a_logger_is_refused_with_the_extra_that_brings_its_package(monkeypatch, tmp_path, module, logger):
+    monkeypatch.setitem(sys.modules, module, None)
+    assert not is_installed(module)
+    with pytest.raises(UsageError, match=rf"pip install 'samestep\[{module}\]'"):
+        logger(tmp_path)

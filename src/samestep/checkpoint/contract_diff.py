@@ -75,7 +75,7 @@ def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Con
     A field that only one side has breaks if it is in the table and both were written by one version of samestep, since
     newer versions may record more; if the table does not have it, it is left out.
     """
-    old, new = dict(_flat(before)), dict(_flat(after))
+    old, new = dict(flat(before)), dict(flat(after))
     same_writer = old.get("versions.samestep") == new.get("versions.samestep")
     changes = []
     for name in dict.fromkeys((*old, *new)):
@@ -126,12 +126,12 @@ def shown(value: Any) -> str:
     return value if isinstance(value, str) else repr(value)
 
 
-def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """The leaves of nested mappings with their names; lists are leaves."""
     for key, item in value.items():
         name = f"{prefix}{key}"
         if isinstance(item, Mapping):
-            yield from _flat(item, f"{name}.")
+            yield from flat(item, f"{name}.")
         else:
             yield name, item
 

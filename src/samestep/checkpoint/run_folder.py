@@ -24,6 +24,7 @@ CONTRACT_FILE = "run.json"
 SCRIPT_FILE = "script.json"  # in its place, of a script that keeps its own checkpoints
 LEDGER_FILE = "ledger.jsonl"
 METRICS_FILE = "metrics.jsonl"
+LOGGERS_FILE = "loggers.json"
 RESULT_FILE = "result.json"
 ATTESTATION_FILE = "attestation.json"
 WEIGHTS_FILE = "weights.safetensors"
@@ -37,7 +38,7 @@ LOCK_FILE = ".lock"
 TENSORBOARD_FOLDER = "tensorboard"
 OWN_NAMES = (
     *(CONTRACT_FILE, SCRIPT_FILE, LEDGER_FILE, METRICS_FILE, RESULT_FILE, WEIGHTS_FILE),
-    *(ATTESTATION_FILE, PICTURE_FILE, LOCK_FILE),
+    *(LOGGERS_FILE, ATTESTATION_FILE, PICTURE_FILE, LOCK_FILE),
     *(CHECKPOINT_FOLDER, LOG_FOLDER, PROFILE_FOLDER, TENSORBOARD_FOLDER),
 )
 RUNS_FOLDER = Path("runs")

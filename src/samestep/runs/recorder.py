@@ -1,21 +1,7 @@
 """The recorder: writes contract, ledger, metrics and loggers' scalars of a run, on the rank that is rank 0.
 
 A logger is any object with the two methods of `Logger`; there is no base class. Every rank makes one, and only rank 0
-calls it, so it opens what it writes to at its first call. Weights & Biases, for example:
-
-    class WandbLogger:
-        def __init__(self, **options):
-            self.options, self.run = options, None
-
-        def log(self, step, scalars):
-            if self.run is None:
-                import wandb
-                self.run = wandb.init(**self.options)
-            self.run.log(dict(scalars), step=step)
-
-        def close(self):
-            if self.run is not None:
-                self.run.finish()
+calls it, so it opens what it writes to at its first call. Those for other tools are in `mirrors`.
 
 Tags are those of TensorBoard, `loss/train`, `loss/eval`, `accuracy/eval`. Both loggers here write each call to the
 file at once and from the calling thread, so that a full disk is an error of the step that met it.
