@@ -13,7 +13,9 @@ from pathlib import Path
 
 import gpus
 import pytest
+import torch
 from cli_commands import samestep
+from safetensors.torch import load
 
 PROGRAMS = Path(__file__).parent / "frameworks"
 OTHERS = {"accelerate": PROGRAMS.parents[2] / "examples" / "ddp_accelerate.py"}
@@ -27,10 +29,13 @@ SCRIPTS = {
     "trl": (),
 }
 PACKAGES = {"accelerate": ("accelerate",), "trainer": ("transformers", "datasets"), "trl": ("trl",)}
+PACKAGES |= dict.fromkeys(("pretrained", "pretrained_alone"), ("transformers", "peft", "accelerate"))
 PACKAGES |= dict.fromkeys(("lightning", "fabric"), ("lightning", "torchmetrics"))
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4")
-AS_OURS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}  # what samestep run sets
+# What samestep run sets.
+AS_OURS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONHASHSEED": "0", "ACCELERATE_USE_CPU": "true"}
 CLOCKS = re.compile(r"""['"]?\w+_(runtime|per_second)['"]?: ['"]?[\d.e+-]+['"]?,?\s*""")
+SAVED = {"pretrained": ("ddp", "lora", "merged", "fsdp", "accelerate"), "pretrained_alone": ("tuned", "lora", "merged")}
 UNIQUE = (".metadata", "README.md")  # a checkpoint's identity; a page with versions
 
 
@@ -38,8 +43,15 @@ def _slow(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-def outcome(folder, name, arguments, devices, *options, **variables):
-    """What four ranks print and save: on so many CPU workers, on GPUs ("0,1"), or under torchrun (None).
+def _digest(path):
+    content = path.read_bytes()
+    if path.suffix in (".json", ".csv"):
+        content = CLOCKS.sub("", content.decode()).encode()
+    return hashlib.sha256(content).hexdigest()
+
+
+def outcome(folder, name, arguments, devices, *options, command=TORCHRUN, read=_digest, **variables):
+    """What four ranks print and save: on so many CPU workers, on GPUs ("0,1"), or under torchrun or python (None).
 
     Runs that are compared have the same folder, whose name may be in a checkpoint.
     """
@@ -51,7 +63,7 @@ def outcome(folder, name, arguments, devices, *options, **variables):
     program = (OTHERS.get(name, PROGRAMS / f"with_{name}.py"), *arguments)
     if devices is None:
         for _ in range(3):
-            done = samestep(*program, cwd=folder, command=TORCHRUN, **AS_OURS)
+            done = samestep(*program, cwd=folder, command=command, **AS_OURS)
             if "terminate called without an active exception" not in done.stderr:  # of gloo's threads, at torch's end
                 break
     else:
@@ -61,17 +73,10 @@ def outcome(folder, name, arguments, devices, *options, **variables):
     assert done.returncode == 0, done.stderr
     assert "trains on its own" not in done.stderr
     paths = [path for path in folder.rglob("*") if path.is_file() and path.name not in UNIQUE]
-    saved = {str(path.relative_to(folder)): _digest(path) for path in paths}
+    saved = {str(path.relative_to(folder)): read(path) for path in paths}
     assert saved
     shutil.rmtree(folder)
     return CLOCKS.sub("", done.stdout), saved
-
-
-def _digest(path):
-    content = path.read_bytes()
-    if path.suffix in (".json", ".csv"):
-        content = CLOCKS.sub("", content.decode()).encode()
-    return hashlib.sha256(content).hexdigest()
 
 
 @pytest.fixture(scope="module")
@@ -120,6 +125,28 @@ def test_a_real_device_in_a_seed_and_sums_device_by_device_are_found_out(tmp_pat
     one, two = (outcome(tmp_path, "ddp", twins, count, NUM_DEVICES=str(count)) for count in (1, 2))
     assert one[1].keys() == two[1].keys() == {"leak.pt", "hook.pt"}
     assert all(one[1][path] != two[1][path] for path in one[1])
+
+
+@pytest.mark.slow  # each rank imports transformers
+@pytest.mark.parametrize(
+    ("name", "variants", "command"),
+    [
+        ("pretrained", ("ddp", "lora", "fsdp", "accelerate", "leak"), TORCHRUN),
+        ("pretrained_alone", (), (sys.executable,)),
+    ],
+)
+def test_models_that_are_loaded_and_saved_by_their_library_have_the_same_bits(tmp_path, name, variants, command):
+    options = {"command": command, "read": Path.read_bytes}
+    one, *others, theirs = (outcome(tmp_path, name, variants, each, **options) for each in (1, 2, 3, None))
+    for printed, saved in others:
+        assert saved.keys() == one[1].keys() == theirs[1].keys()
+        different = {Path(path).parts[0] for path in saved if saved[path] != one[1][path]}
+        assert different == ({"leaked"} if variants else set()), "the twin alone"
+        assert variants or printed == one[0]
+    rounded = {path for path in theirs[1] if theirs[1][path] != one[1][path] and not path.startswith("leaked")}
+    assert {Path(path).parts[0] for path in rounded} == {*SAVED[name]}, "what is trained is added in another order"
+    for path in rounded:
+        torch.testing.assert_close(load(one[1][path]), load(theirs[1][path]), rtol=1e-4, atol=1e-6)
 
 
 @gpus.needs_fake_gpus
