@@ -6,9 +6,8 @@ that takes over, or a run that is resumed, first sends what the lost process cou
 
 import os
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
 from itertools import islice
@@ -85,12 +84,9 @@ class Mirror:
 
     @contextmanager
     def _shielded(self) -> Iterator[None]:
-        """What a tool prints goes to stderr, and so does its error, after which the training goes on without it."""
+        """Turns an error of the tool into a line on stderr, after which the training goes on without it."""
         try:
-            with redirect_stdout(sys.stderr):
-                yield
-        except UsageError:
-            raise
+            yield
         except Exception as error:
             text = re.sub(r"//[^/@\s]*@", "//", f"{type(error).__name__}: {error}")  # an address may hold a password
             notify(f"{type(self).__name__}: {text}. What it misses from here on is sent when the run is resumed")
@@ -108,7 +104,7 @@ class WandbLogger(Mirror):
         options = {"name": name, "settings": wandb.Settings(console="off"), **self._options}
         self._run = wandb.init(id=known or uuid4().hex[:8], resume="allow", config=dict(contract), **options)
         # A killed process has written less than it logged. Online it is W&B that leaves out earlier steps.
-        for path in Path(self._run.dir).parents[1].glob(f"offline-run-*-{self._run.id}/*.wandb"):
+        for path in Path(self._run.dir).parents[1].glob(f"offline-run-*/run-{self._run.id}.wandb"):
             for record in wandb_records(path.read_bytes()):
                 row = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
                 self._last |= {tag: max(int(row["_step"]), self._last.get(tag, -1)) for tag in row}
@@ -139,25 +135,20 @@ class MlflowLogger(Mirror):
 
     def _start(self, known: str | None, name: str, contract: Mapping[str, Any]) -> str:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # which asks a server of its makers
-        import mlflow
-
-        run = mlflow.start_run(known, **{"run_name": name, **self._options})
-        if known is None:
-            for field, value in flat(contract):
-                mlflow.log_param(self._tag(field), str(value)[:500])
+        self._run = import_module("mlflow")
+        run, client = self._run.start_run(known, **{"run_name": name, **self._options}), self._run.MlflowClient()
+        for field, value in flat(contract) if known is None else ():
+            self._run.log_param(self._tag(field), str(value)[:500])
         for tag in run.data.metrics:
-            history = mlflow.MlflowClient().get_metric_history(run.info.run_id, tag)
-            self._last[tag] = max(value.step for value in history)
+            self._last[tag] = max(value.step for value in client.get_metric_history(run.info.run_id, tag))
         return str(run.info.run_id)
 
     def _send(self, step: int, scalars: Mapping[str, float]) -> None:
-        import_module("mlflow").log_metrics(scalars, step, run_id=self._id)
+        self._run.log_metrics(scalars, step, run_id=self._id)
 
     def _end(self, digest: str | None) -> None:
-        import mlflow
-
-        mlflow.set_tag("digest", digest)
-        mlflow.end_run("FAILED" if digest is None else "FINISHED")
+        self._run.set_tag("digest", digest or "")  # none again, as above
+        self._run.end_run("FAILED" if digest is None else "FINISHED")
 
 
 class TrackioLogger(Mirror):
@@ -166,16 +157,12 @@ class TrackioLogger(Mirror):
     _module = "trackio"
 
     def _start(self, known: str | None, name: str, contract: Mapping[str, Any]) -> str:
-        import trackio
-        from trackio.sqlite_storage import SQLiteStorage
-
+        self._run = import_module("trackio")
         name = known or f"{name}-{uuid4().hex[:8]}"
-        self._run = trackio.init(name=name, resume="allow", config=dict(contract), **self._options)
-        if self._run.url is not None:  # of which it does not tell what has arrived
-            raise UsageError(
-                "got a place for trackio that is not this machine: leave it out, and use trackio sync later"
-            )
-        for row in SQLiteStorage.get_logs(self._run.project, name, run_id=self._run.id):
+        run = self._run.init(name=name, resume="allow", config=dict(contract), **self._options)
+        if run.url is not None:  # which does not tell what has arrived
+            raise UsageError("trackio is to write elsewhere than on this machine: leave that to trackio sync")
+        for row in import_module("trackio.sqlite_storage").SQLiteStorage.get_logs(run.project, name, run_id=run.id):
             self._last |= {tag: max(row["step"], self._last.get(tag, -1)) for tag in row}
         return name
 
@@ -183,4 +170,4 @@ class TrackioLogger(Mirror):
         last = max(self._last.values(), default=0)
         if digest is not None and last > self._last.get("digest", -1):
             self._run.log({"digest": digest}, step=last)
-        import_module("trackio").finish()
+        self._run.finish()
