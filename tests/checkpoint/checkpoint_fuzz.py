@@ -32,6 +32,7 @@ from samestep.checkpoint.verified_files import MANIFEST_FILE, part_name, write_p
 from samestep.engine.determinism import generator_states
 from samestep.engine.sharded_state import LocalShard, by_rows
 from samestep.errors import SamestepError
+from samestep.run.data_hash import DataHash
 from samestep.run.progress import Progress
 from samestep.run.run import Run
 
@@ -58,7 +59,7 @@ class Program:
         generator = torch.Generator().manual_seed(1)
         data = torch.randn(40, 4, generator=generator), torch.randint(2, (40,), generator=generator)
         self.loader = self.run.loader(data, shuffle=True)
-        self.progress = Progress(self.run, self.step)
+        self.progress = Progress(self.run, self.step, DataHash(self.run.membership, reads=False))
         self.contract = {**self.run.contract.as_json(), **step_contract(self.step), **loader_contract(self.loader)}
 
     def train(self, num_steps):

@@ -175,7 +175,7 @@ def test_of_a_part_of_the_epoch_the_hash_says_so_and_of_one_begun_without_it_the
     capsys.readouterr()
     assert hashed(tmp_path / "late", fit={"max_steps": 2}, hash_data=False) is None
     assert hashed(tmp_path / "late", fit={"resume": "auto"}) is None
-    assert "the first epoch was begun without hash_data=True (--hash-data)" in capsys.readouterr().err
+    assert "the run was begun without hash_data=True (--hash-data)" in capsys.readouterr().err
 
 
 def test_twin_hashes_that_are_left_out_of_a_checkpoint_are_missed(tmp_path, monkeypatch):
@@ -193,7 +193,6 @@ BATCHES = {
     "samples in a list": lambda ids: [(torch.ones(2, 1 + place), place) for place in ids.tolist()],
     "a value for all": lambda ids: (ids, torch.tensor(3.0), 7, None, torch.ones(11)),
     "bfloat16, strides": lambda ids: torch.arange(40.0).view(4, 10).t()[ids].bfloat16(),
-    "objects": lambda ids: np.array([str(place) for place in ids.tolist()] + [0], dtype=object)[:-1],
 }
 
 
@@ -202,7 +201,7 @@ def test_a_sample_has_its_hash_in_whatever_microbatch_it_is(name):
     make = BATCHES[name]
     rows = hash_samples(make(torch.arange(10)), 10)
     assert len({row.tobytes() for row in rows}) == 10
-    for ids in ([4, 3, 9, 0, 6], [8, 5, 1]):
+    for ids in ([4, 3, 9, 0, 6], [8, 5, 1], [7]):
         assert (hash_samples(make(torch.tensor(ids)), len(ids)) == rows[ids]).all()
 
 
@@ -217,7 +216,11 @@ def test_twin_places_types_and_shapes_are_part_of_a_hash():
 
 @pytest.mark.parametrize(
     ("value", "said"),
-    [(object(), r"a object at \[1\], of which"), (torch.eye(4).to_sparse(), r"a tensor at \[1\] .*sparse")],
+    [
+        (object(), r"a object at \[1\] that"),
+        (torch.eye(4).to_sparse(), "a Tensor at"),
+        (np.array([None]), "a ndarray at"),
+    ],
 )
 def test_what_has_no_bytes_is_refused_by_a_sentence(value, said):
     with pytest.raises(UsageError, match=said):

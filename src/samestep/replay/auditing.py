@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -121,7 +121,10 @@ def audit(
     seed = secrets.randbits(32) if seed is None else seed
     notes += check_code(record, folder, trust) if trust else []
     drawn = Random(seed).sample(plan, min(segments or len(plan), len(plan)))
-    notes += _hash_notes(ledger, plan, drawn)
+    left = [one for one in plan if one not in drawn and ledger.steps.get(one.first, {}).get("epoch") in (0, None)]
+    if left and any(event.get("data") for event in ledger.events):
+        unchecked = counted(len(left), "segment")
+        notes.append(f"the hash of the data is not checked whole: {unchecked} of the first epoch left out (--all)")
     if take is None:
         take = partial(audit_segments, folder, trust=trust, program=program, tell=tell, progress=progress)
     done = list(take(sorted(drawn, key=lambda segment: segment.first)))
@@ -163,22 +166,6 @@ def segments_of(
             "more of them, by Trainer(…, checkpoint_steps=100, keep=1000) (--checkpoint-steps, --keep)"
         )
     return found
-
-
-def _hash_notes(ledger: Ledger, plan: Sequence[Segment], drawn: Sequence[Segment]) -> Iterator[str]:
-    """A note if the run has a hash of the data, and not all steps that it is of are taken again."""
-    hashed = ([None] + [event.get("data") for event in ledger.events if event["event"] == "end"])[-1]
-    samples = hashed.get("samples") if isinstance(hashed, dict) else None
-    if not isinstance(samples, int):
-        return
-    read = zip(ledger.steps, accumulate(entry.get("num_samples", 0) for entry in ledger.steps.values()), strict=True)
-    last = max((step for step, count in read if count < samples), default=-1) + 1
-    of_first = [segment for segment in plan if segment.first <= last]
-    if left := [segment for segment in of_first if segment not in drawn]:
-        yield (
-            f"the hash of the data is not checked whole: {len(left)} of {counted(len(of_first), 'segment')} of the "
-            "first epoch are not taken again; --all takes all"
-        )
 
 
 def attestation_faults(folder: Path, notes: list[str]) -> Iterator[str]:

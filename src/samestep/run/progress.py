@@ -96,7 +96,7 @@ class Progress:
     epoch began, draws the same order again, and the batches that are done are skipped (`batches`).
     """
 
-    def __init__(self, run: Run, step: TrainStep, data: DataHash | None = None) -> None:
+    def __init__(self, run: Run, step: TrainStep, data: DataHash) -> None:
         self.history: list[EpochRecord] = []
         self.epoch = EpochSoFar()
         self.data = data
@@ -180,7 +180,7 @@ class Progress:
         }
         if self._step.extra_state:
             rest["state"] = {name: value.state_dict() for name, value in self._step.extra_state.items()}
-        if self.data is not None and (hashes := self.data.state()) is not None:
+        if (hashes := self.data.state()) is not None:
             rest["data"] = hashes
         return capture(self._step, rest)
 
@@ -238,8 +238,7 @@ class Progress:
                 # The state of an object that is gone is left out: the change of the contract was allowed.
                 if name in self._step.extra_state:
                     self._step.extra_state[name].load_state_dict(state)
-            if self.data is not None:
-                self.data.load(rest.get("data"), has_begun=bool(history or epoch.num_batches))
+            self.data.load(rest.get("data"), has_begun=bool(history or epoch.num_batches))
 
     def go_on(self, loader: Loader | DataLoader[Any]) -> None:
         """Restores cursor, generators and epoch, if a state is waiting; else begins an epoch.
@@ -294,8 +293,7 @@ class Progress:
 
     def add(self, record: EpochRecord) -> None:
         """Ends the epoch under way."""
-        if self.data is not None:
-            self.data.end_epoch()
+        self.data.end_epoch()
         self.history.append(record)
         self.epoch = EpochSoFar()
 

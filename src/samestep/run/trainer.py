@@ -67,9 +67,8 @@ class Trainer:
         keep: how many checkpoints are kept.
         digest_every: the ledger has a checksum of the whole state every so many steps. The ranks compare theirs then,
             before each checkpoint and at the end: if one differs the run ends with an error that names the difference.
-        hash_data: hash every sample of the first epoch as its step reads it. The ledger's `end` event, and
-            `samestep attest`, have one SHA-256 over all of them in order of their ids, whatever order, devices and
-            workers read them.
+        hash_data: hash the samples of the first epoch as the steps read them; the ledger's event `end`, and
+            `samestep attest`, have the SHA-256 over all of them by id.
         resume_command: the command that goes on with this run, shown when it is stopped.
         hooks: objects that are called at fixed points, such as `samestep.EMA()`; see `samestep.Hook`.
         state: further objects by name with `state_dict()` and `load_state_dict(state)`, alike on all ranks: saved in
@@ -118,9 +117,8 @@ class Trainer:
         self.model = model
         self._hooks = Hooks(self, hooks, state)
         watching = self._hooks.watching(loss_fn, run_dir is not None)
-        data = DataHash(run.membership) if hash_data else None
-        hashing = [] if data is None else [data]
-        step_options["observers"] = (*step_options.get("observers", ()), *watching, *hashing)
+        data = DataHash(run.membership, reads=hash_data)
+        step_options["observers"] = (*step_options.get("observers", ()), *watching, *([data] if hash_data else []))
         self.step = run.train_step(model, optimizer, loss_fn, **step_options)
         self.step.extra_state = self._hooks.state
         self._precision = step_options.get("precision", "32-true")
@@ -594,9 +592,8 @@ class Trainer:
             if log.is_writer:
                 log.finish_checkpoints()
                 log.draw(self.history, self._name)
-                hashed = None if self._progress.data is None else summary(self._progress.data.state())
-                # After all else is written.
-                log.event("end", digest=digest, **({} if hashed is None else {"data": hashed}))
+                hashed = summary(self._progress.data.state())
+                log.event("end", digest=digest, **({"data": hashed} if hashed else {}))  # after all else is written
 
         def end_on_main() -> None:
             if not log.is_writer or self._ended_at == self.step.num_steps:
