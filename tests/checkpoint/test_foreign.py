@@ -6,6 +6,7 @@ import pickle
 import subprocess
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -225,6 +226,39 @@ def test_another_optimizer_is_refused_before_anything_is_changed(tmp_path):
     with pytest.raises(UsageError, match="parameters that the model does not have"):
         samestep.load_weights(model, source, torch.optim.AdamW(net().parameters()))
     assert torch.equal(model[0].weight, before)
+
+
+@pytest.mark.parametrize("kind", ["torch.save", "distributed, by name"])
+def test_an_optimizer_gets_what_fits_if_it_is_asked_and_the_rest_is_named(tmp_path, kind):
+    source, _, saved = SOURCES[kind](tmp_path)
+    ours = net(seed=5)
+    ours[2] = nn.Linear(4, 5)  # another head, as in fine-tuning
+    own = torch.optim.AdamW(ours.parameters(), lr=0.1)
+    misfits = samestep.load_weights(ours, source, own, strict=False)
+    assert [text for text in misfits if "optimizer" in text] == [
+        f"the optimizer's exp_avg float32[{size}] of a parameter float32[{new}]"
+        for size, new in (("2, 4", "5, 4"), ("2", "5"))
+    ]
+    theirs, state = saved.state_dict()["state"], own.state_dict()["state"]
+    assert [*state] == [0, 1, 2, 3] != [*theirs]
+    assert all(torch.equal(state[n]["exp_avg"], theirs[n]["exp_avg"]) for n in state)
+    loss_fn(ours, (X, Y)).backward()
+    own.step()
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "RMSprop"])
+def test_parameters_in_another_order_than_the_state_s_are_refused_before_anything_is_changed(tmp_path, kind):
+    make, model, ours = partial(getattr(torch.optim, kind), lr=0.1), net(), net(seed=5)
+    optimizer = make(model.parameters())
+    loss_fn(model, (X, Y)).backward()
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "last.pt")
+    before = ours[0].weight.clone()
+    with pytest.raises(CheckpointError, match=r"avg float32\[4, 3\] of a parameter float32\[2\]"):
+        samestep.load_weights(ours, tmp_path / "last.pt", make([*ours.parameters()][::-1]))
+    assert torch.equal(ours[0].weight, before)
+    samestep.load_weights(ours, tmp_path / "last.pt", make(ours.parameters()))
+    assert torch.equal(ours[0].weight, model[0].weight)
 
 
 class Harm:

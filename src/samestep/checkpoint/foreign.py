@@ -18,7 +18,7 @@ from samestep.checkpoint.export import MODEL, model_weights, optimizer_states, r
 from samestep.checkpoint.packing import as_bad_checkpoint
 from samestep.checkpoint.resume import names_checkpoint
 from samestep.checkpoint.run_folder import holds_run
-from samestep.checkpoint.state import form, in_groups, load_optimizer, tied_names
+from samestep.checkpoint.state import form, in_groups, load_optimizer, misfit, tied_names
 from samestep.checkpoint.storage import list_checkpoints
 from samestep.checkpoint.verified_files import SUFFIX
 from samestep.engine.parameters import held_by
@@ -60,7 +60,8 @@ def load_weights(
         optimizer: over parameters of the model; several in the order of the source. What it keeps of each parameter is
             loaded (moments, counts of steps); settings such as the learning rate stay the program's.
         strict: whether a tensor that is missing, unexpected, or of another shape or dtype is an error. Else what fits
-            is loaded, and other dtypes are converted.
+            is loaded, of the optimizer's state too, whose groups must have as many parameters; other dtypes of the
+            model's tensors are converted.
 
     Returns:
         A text on each tensor that did not fit.
@@ -90,10 +91,13 @@ def load_weights(
             "optimizer=… out to load the weights alone"
         )
     taken = [_fitted(model, each, saved, prefix) for each, saved in zip(optimizers, states, strict=False)]
+    unfit = [f"the optimizer's {text}" for _, texts in taken for text in texts]
+    if strict and unfit:
+        raise CheckpointError(f"{source} does not fit the optimizer: it has {unfit[0]}; strict=False loads what fits")
     model.load_state_dict({name: v for name, v in fitting.items() if v.shape == own[name].shape}, strict=False)
-    for each, state in zip(optimizers, taken, strict=True):
+    for each, (state, _) in zip(optimizers, taken, strict=True):
         load_optimizer(each, {**each.state_dict(), "state": state})
-    return misfits
+    return misfits + unfit
 
 
 def _read(path: Path, with_optimizer: bool) -> Content:
@@ -224,8 +228,10 @@ def _prefix(ours: Iterable[str], theirs: Iterable[str]) -> str:
     return min(options, key=lambda prefix: (-sum(f"{prefix}{name}" in there for name in names), len(prefix), prefix))
 
 
-def _fitted(model: nn.Module, optimizer: Optimizer, saved: Mapping[str, Any], prefix: str) -> dict[int, dict[str, Any]]:
-    """A saved state by the numbers of this optimizer's parameters, which are numbered or named there."""
+def _fitted(
+    model: nn.Module, optimizer: Optimizer, saved: Mapping[str, Any], prefix: str
+) -> tuple[dict[int, dict[str, Any]], list[str]]:
+    """A saved state by the numbers of this optimizer's parameters, numbered or named there, and what does not fit."""
     places = {id(parameter): number for number, parameter in enumerate(held_by(optimizer))}
     named = list(model.named_parameters(remove_duplicate=False))
     if not places.keys() <= {id(parameter) for _, parameter in named}:
@@ -246,17 +252,20 @@ def _fitted(model: nn.Module, optimizer: Optimizer, saved: Mapping[str, Any], pr
                 "the same parameters in the same groups"
             )
         numbers |= {key: number for number, key in enumerate(keys)}
-    kept, state = _kept(optimizer), {}
+    kept, state, misfits, held = _kept(optimizer), {}, list[str](), held_by(optimizer)
     for key, entries in saved.get("state", {}).items():
         has = {name for name, value in entries.items() if value is not None}
         if key not in numbers or (kept is not None and has - {"step"} != kept - {"step"}):
-            raise CheckpointError(
-                f"the optimizer's state does not fit: it has {listed(sorted(has)) or 'nothing'} of {key}, and the "
-                f"program's {type(optimizer).__name__} keeps {listed(sorted(kept or ()))} of {len(places)} parameters"
+            misfits.append(
+                f"{listed(sorted(has)) or 'nothing'} of {key}, and the program's {type(optimizer).__name__} keeps "
+                f"{listed(sorted(kept or ()))} of {len(places)} parameters"
             )
-        # In memory of their own, not of a mapped file: kernels look at alignment.
-        state[numbers[key]] = {name: v.clone() if isinstance(v, Tensor) else v for name, v in entries.items()}
-    return state
+        elif unlike := misfit(optimizer, entries, held[numbers[key]]):
+            misfits.append(unlike)
+        else:
+            # In memory of their own, not of a mapped file: kernels look at alignment.
+            state[numbers[key]] = {name: v.clone() if isinstance(v, Tensor) else v for name, v in entries.items()}
+    return state, misfits
 
 
 def _kept(optimizer: Optimizer) -> set[str] | None:

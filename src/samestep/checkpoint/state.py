@@ -30,7 +30,7 @@ from samestep.checkpoint.storage import Snapshot
 from samestep.engine.config import Settings, apply_new_settings
 from samestep.engine.determinism import check_generators, generator_states, restore_generators
 from samestep.engine.parameters import held_by, restore_dtypes
-from samestep.engine.sharded_state import LocalShard, ShardedState, Sharding
+from samestep.engine.sharded_state import ELEMENTWISE, LocalShard, ShardedState, Sharding
 from samestep.engine.step import TrainStep
 from samestep.errors import CheckpointError
 
@@ -286,7 +286,8 @@ def load_optimizer(
     indices = [index for group in state["param_groups"] for index in group["params"]]
     # Torch raises if their numbers differ.
     for index, parameter in zip(indices, parameters, strict=False):
-        _check_entries(optimizer, state["state"].get(index, {}), parameter)
+        if unlike := misfit(optimizer, state["state"].get(index, {}), parameter):
+            raise CheckpointError(f"the checkpoint is of another optimizer: it has {unlike}")
     try:
         optimizer.load_state_dict(state)
     except ValueError as error:
@@ -358,18 +359,18 @@ def _schedulers(settings: Mapping[str, Any] | None) -> str:
     return f"{settings['class']} of {' and '.join(inner)}" if inner else str(settings["class"])
 
 
-def _check_entries(optimizer: Optimizer, entries: Mapping[str, Any], parameter: Tensor) -> None:
-    """Checks the sizes of a parameter's state, which torch's fused kernels do not check: they would reach other memory.
+def misfit(optimizer: Optimizer, entries: Mapping[str, Any], parameter: Tensor) -> str:
+    """What of a parameter's state has another size, which torch's fused kernels do not check: they reach other memory.
 
     Any saved state may have `fused` switched on, whether this program has it or not.
     """
-    if not isinstance(optimizer, torch.optim.SGD | torch.optim.Adam | torch.optim.Adagrad):
-        return
+    is_own = type(optimizer).__name__ in ELEMENTWISE and type(optimizer).__module__.startswith("torch.optim.")
+    names = _LIKE_PARAMETER if isinstance(optimizer, torch.optim.SGD | torch.optim.Adam | torch.optim.Adagrad) else ()
     for key, value in entries.items():
-        if key in _LIKE_PARAMETER and isinstance(value, Tensor) and value.shape != parameter.shape:
-            raise CheckpointError(
-                f"the checkpoint is of another optimizer: it has a {key} {form(value)} of a parameter {form(parameter)}"
-            )
+        is_like = isinstance(value, Tensor) and (key in names or (is_own and value.ndim > 0 and key != "step"))
+        if is_like and value.shape != parameter.shape:
+            return f"{key} {form(value)} of a parameter {form(parameter)}"
+    return ""
 
 
 def form(tensor: Stored) -> str:
