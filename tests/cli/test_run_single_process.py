@@ -144,6 +144,7 @@ ASKS = "the script runs as one for a single process, without these variables; if
         ("def rank(): return int(os.environ['RANK'])", "asking.rank()", "KeyError: 'RANK'\nsamestep: ", 1),
         ("RANK = os.environ.get('RANK')", "asking.RANK", "", 0),  # as libraries do to know who prints
         ("def home(): return os.environ['PATH']", "asking.home()", "", 0),
+        ("__name__ = 'transformers.loading'\ndef size(): return os.getenv('WORLD_SIZE')", "asking.size()", "", 0),
     ],
 )
 def test_a_library_that_asks_for_ranks_when_it_is_called_is_named_once(tmp_path, library, call, said, code):

@@ -32,6 +32,7 @@ from samestep.scripts.split_forward import forward, regions
 
 DELAY_SECONDS = 0.2
 READ_BY_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+START_NONE = ("torch", "transformers")  # libraries that ask for ranks, as for a message, and start them by others alone
 DEALS_WITH_RANKS = (
     "the script runs as one for a single process, without these variables; if it deals with ranks, or a library of its "
     "does, give --multi-process"
@@ -132,16 +133,17 @@ def _process_group(script: SharedScript) -> list[Patch]:
 
 def _environment(script: SharedScript) -> Patch:
     """Has a line name the first library that asks for ranks when it is called: it may be one that starts them."""
-    owner, torch_files = type(os.environ), f"{Path(dist.__file__).parents[1]}{os.sep}"
+    owner = type(os.environ)
     read, readers = owner.__getitem__, list[str]()
 
     def getitem(environment: Any, name: str) -> str:
         if name in READ_BY_RANKS and not readers:
-            lines = [(frame.f_code.co_filename, line) for frame, line in walk_stack(sys._getframe(1))]
-            file, line = next(each for each in lines if not each[0].startswith("<frozen "))
+            lines = [(frame, frame.f_code.co_filename, line) for frame, line in walk_stack(sys._getframe(1))]
+            frame, file, line = next(each for each in lines if not each[1].startswith("<frozen "))
             # Many libraries ask while they are imported, to know whose messages to show.
-            is_import = any("importlib" in each for each, _ in lines)
-            if not (is_import or is_own_file(file) or file.startswith(torch_files)):
+            is_import = any("importlib" in each for _, each, _ in lines)
+            library = str(frame.f_globals.get("__name__")).partition(".")[0]
+            if not (is_import or is_own_file(file) or library in START_NONE):
                 readers.append(file)
                 script.notice(f"{file}, line {line}, reads {name}: {DEALS_WITH_RANKS}")
         return read(environment, name)
