@@ -30,7 +30,7 @@ LATE_NUMPY = (
 )
 UMATH = ("numpy._core._multiarray_umath", "numpy.core._multiarray_umath")  # of NumPy 2 and 1
 LARGE = 2**20  # multiplications from which a call of Python costs less than oneDNN saves
-ONEDNN_LINEAR: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)  # private to torch; 2.10 to 2.13 have it
+ONEDNN_LINEAR: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)  # private to torch; 2.10 to 2.15 have it
 WIDE = (torch.float32, torch.float64)
 Kernel = Callable[..., Any]
 _libraries: list[torch.library.Library] = []
