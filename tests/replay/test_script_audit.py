@@ -6,6 +6,7 @@ import os
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from cli_commands import samestep
 from safetensors.torch import save_file
 from typer.testing import CliRunner
@@ -52,6 +53,75 @@ for epoch in range(first, 3):
     if os.environ.get("STOPS_AFTER") == str(epoch):
         sys.exit(3)
 dist.destroy_process_group()
+"""
+FSDP = """
+import torch, torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_state_dict
+from torch.distributed.fsdp import fully_shard
+from parts import make_model
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+torch.manual_seed(0)
+model = make_model()
+for layer in model:
+    fully_shard(layer)
+fully_shard(model)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+data = torch.load("data/x.pt", weights_only=True)
+torch.manual_seed(rank)
+for x in data[rank :: dist.get_world_size()].split(4):
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    optimizer.step()
+weights, state = get_state_dict(model, optimizer)
+dcp.save({"model": weights, "optimizer": state}, checkpoint_id="sharded")
+whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+if rank == 0:
+    torch.save(whole, "whole.pt")
+dist.destroy_process_group()
+"""
+ACCELERATE = """
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from torch.utils.data import DataLoader, TensorDataset
+from parts import make_model
+
+accelerator = Accelerator(gradient_accumulation_steps=2)
+set_seed(0)
+model = make_model()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+loader = DataLoader(TensorDataset(torch.load("data/x.pt", weights_only=True)), batch_size=4, shuffle=True)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for epoch in range(1):
+    for (x,) in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(x).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+    accelerator.save_state("state")
+accelerator.save_model(model, "weights")
+accelerator.end_training()
+"""
+DATA_PARALLEL = """
+import torch
+from torch import nn
+from parts import make_model
+
+torch.manual_seed(0)
+device = "cuda" if torch.cuda.is_available() else "cpu"
+model = nn.DataParallel(make_model().to(device))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+data = torch.load("data/x.pt", weights_only=True)
+for epoch in range(2):
+    for x in data.split(8):
+        optimizer.zero_grad()
+        model(x.to(device)).square().mean().backward()
+        optimizer.step()
+    torch.save({"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}, f"epoch-{epoch}.pth")
+    print(epoch, file=open("log.txt", "a"))
 """
 PLAIN = """
 import sys
@@ -185,6 +255,44 @@ def test_a_plain_script_is_audited_too_and_names_what_was_there_before(tmp_path)
         recorded(tmp_path, lr="0.2")
 
 
+OTHERS = {  # the script, what it writes, and which of these a twin edits
+    "fsdp": (FSDP, {"whole.pt", "sharded/.metadata", "sharded/__0_0.distcp", "sharded/__1_0.distcp"}, "whole.pt"),
+    "accelerate": (
+        ACCELERATE,
+        {"weights/model.safetensors"}
+        | {f"state/{name}" for name in ("model.safetensors", "optimizer.bin")}
+        | {f"state/random_states_{rank}.pkl" for rank in range(2)},
+        "state/optimizer.bin",
+    ),
+    "data parallel": (DATA_PARALLEL, {"epoch-0.pth", "epoch-1.pth", "log.txt"}, "epoch-0.pth"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", OTHERS)
+def test_scripts_of_other_kinds_are_audited_and_an_edited_file_or_script_is_found(tmp_path, kind):
+    if kind == "accelerate":
+        pytest.importorskip("accelerate")
+    script, files, edited = OTHERS[kind]
+    attest(recorded(prepare(tmp_path, script)))
+    found = audited(tmp_path, *(("--devices", "cpu:2") if kind == "data parallel" else ()))
+    assert (found["holds"], found["files"]) == (True, dict.fromkeys(files)), found
+    assert (found["faults"], found["notes"], found["not_compared"]) == ([], [], [])
+
+    # The twins: a value with the record made good again, and another script.
+    state = torch.load(tmp_path / edited, weights_only=True)
+    tensor = next(leaf for leaf in torch.utils._pytree.tree_leaves(state) if isinstance(leaf, torch.Tensor))
+    tensor.view(-1)[0] += 1e-6
+    torch.save(state, tmp_path / edited)
+    claim(tmp_path, edited)
+    found = audited(tmp_path)
+    assert [name for name, said in found["files"].items() if said is not None] == [edited]
+    assert found["faults"][0].startswith("attestation.json does not fit the folder: subject.")
+    (tmp_path / "train.py").write_text(script.replace("lr=0.1", "lr=0.2"))
+    refused = CliRunner().invoke(app, ["audit", str(tmp_path / "runs/a")])
+    assert "train.py is not the script that made the run" in str(refused.exception)
+
+
 def test_what_a_run_cannot_record_is_refused_before_a_device_is_used(tmp_path, monkeypatch):
     monkeypatch.chdir(prepare(tmp_path, PLAIN))
     done = CliRunner().invoke(app, ["run", "--devices", "cpu:2", "--run-dir", "runs/a", "train.py"])
@@ -217,6 +325,19 @@ def test_files_below_a_folder_are_found_behind_links_to_others_but_not_twice(tmp
     assert [name for name, entry in entries_below(here, [here / "runs"]).items() if entry != found[name]] == [
         "linked/file"
     ]
+
+
+def test_the_number_that_torch_draws_for_a_distributed_checkpoint_is_no_difference(tmp_path, monkeypatch):
+    files = []
+    for number, value in enumerate((1.0, 1.0, 2.0)):
+        (tmp_path / str(number)).mkdir()
+        monkeypatch.chdir(tmp_path / str(number))
+        tensors = {"w": torch.full((3 if value == 1.0 else 4,), value)}
+        dcp.save(tensors, checkpoint_id="saved", no_dist=True)
+        files.append(tmp_path / str(number) / "saved" / ".metadata")
+    assert files[0].read_bytes() != files[1].read_bytes()
+    assert first_difference_of(*files[:2]) is None
+    assert "byte" in first_difference_of(*files[1:])
 
 
 def test_two_files_differ_in_a_tensor_a_value_a_line_or_a_byte(tmp_path):
