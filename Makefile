@@ -77,6 +77,7 @@ docs: $(READY)
 bench: $(READY) bench-packages
 	$(BIN)/python benchmarks/bench.py
 	$(BIN)/python benchmarks/startup.py
+	$(BIN)/python benchmarks/ranks.py
 	$(BIN)/python benchmarks/growth.py
 	$(BIN)/python benchmarks/strategies.py
 	$(BIN)/python benchmarks/estimate.py

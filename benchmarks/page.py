@@ -14,7 +14,7 @@ from typing import Any
 
 from roster import BY_NAME, PLAIN, ROSTER
 from scores import of_workload, ratio
-from tables import Table, default_table, equal_table, growth_tables, markdown, slope_table, startup_table
+from tables import Table, default_table, equal_table, growth_tables, markdown, ranks_table, slope_table, startup_table
 
 PICTURE = "benchmarks.png"
 HEAD = """# Benchmarks
@@ -62,6 +62,13 @@ The time from the command to the end of the first step on all workers, of a firs
 nothing else, or of the import of torch; and the memory of all processes then (PSS: each shared page is divided by the
 number of processes that share it). {rounds}, in turns; measured on {date}.
 """
+RANKS = """## A script for V devices on few
+
+The whole of `examples/ddp.py`, from the command to its end, as V ranks on one and on two workers, and by torchrun with
+V processes; on the same two cores, with one thread a process, in turns. CPU seconds are those of all processes, and say
+more than seconds where the machine has other work: the load was {load} at the start. Memory is the greatest of samples
+of the PSS of all processes. Measured on {date}: {rounds}.
+"""
 GROWTH = """## How the cost grows
 
 The time of a step, or of loading a batch, as one quantity grows, beside that of plain PyTorch: with as many
@@ -93,7 +100,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--results", type=Path, default=root / "results", metavar="FOLDER")
     parser.add_argument("--docs", type=Path, default=root.parent / "docs", metavar="FOLDER")
     options = parser.parse_args(arguments)
-    results = {name: read(options.results / f"{name}.json") for name in ("steps", "startup", "growth", "invariance")}
+    results = {
+        name: read(options.results / f"{name}.json") for name in ("steps", "startup", "ranks", "growth", "invariance")
+    }
     if results["steps"]:
         draw(results["steps"], options.docs / PICTURE)
     (options.docs / "benchmarks.md").write_text(page(results), encoding="utf-8")
@@ -122,6 +131,10 @@ def page(results: Mapping[str, Mapping[str, Any]]) -> str:
             STARTUP.format(rounds=rounds, date=startup["facts"]["date"]),
             markdown(startup_table(startup["variants"])),
         ]
+    if found := results.get("ranks"):
+        counts = [f"V = {count} {rounds_of(len(ways['cpu:1']['seconds']))}" for count, ways in found["ranks"].items()]
+        told = {"rounds": ", ".join(counts), "load": found["facts"]["load_at_start"], "date": found["facts"]["date"]}
+        parts += [RANKS.format(**told), markdown(ranks_table(found["ranks"]))]
     if growth := results.get("growth"):
         rounds, cores = rounds_of(growth["rounds"]).capitalize(), f"{growth['facts']['cores']} cores"
         parts += [

@@ -70,6 +70,28 @@ def startup_table(variants: Mapping[str, Any]) -> Table:
     return ["to the first step or all-reduce", "seconds", "least to greatest", "MB"], rows
 
 
+def ranks_table(ranks: Mapping[str, Mapping[str, Any]]) -> Table:
+    """Time and peak of memory of a script by torchrun and on one and two devices; ratios of times round by round."""
+    rows = []
+    for count, ways in ranks.items():
+        theirs = ways.get("torchrun")
+        if theirs is None:
+            rows.append([f"torchrun, {count} processes", "not run: no memory", *[""] * 6])
+        for way, found in ways.items():
+            is_theirs = found is theirs
+            row = [f"torchrun, {count} processes" if is_theirs else f"**{count} logical devices, {way}**"]
+            for unit, digits in (("seconds", 1), ("cpu_seconds", 0), ("megabytes", 0)):
+                values, others = (
+                    [max(each[unit])] if each and unit == "megabytes" else each and each[unit]
+                    for each in (found, theirs)
+                )
+                times = None if is_theirs or not others else ratio(values, others)
+                row += [f"{spread(values).median:,.{digits}f}", "" if times is None else f"{times.median:.2f}"]
+                row += [] if unit != "seconds" else ["" if times is None else times.span]
+            rows.append(row)
+    return ["examples/ddp.py", "seconds", "ratio", "least to greatest", "CPU seconds", "ratio", "MB", "ratio"], rows
+
+
 def growth_tables(measured: Mapping[str, Mapping[str, Any]]) -> list[Table]:
     """One dimension of growth: the medians of PyTorch and samestep at each size; tables of equal sizes are joined."""
     tables: dict[tuple[str, ...], Table] = {}

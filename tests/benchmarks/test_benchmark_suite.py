@@ -318,6 +318,25 @@ def test_the_memory_of_a_loader_does_not_depend_on_how_many_samples_there_are():
     assert growth.VirtualSamples(1 << 40)[1 << 39].shape == (13,)
 
 
+@pytest.mark.slow  # three starts of a script
+def test_a_script_is_measured_as_two_ranks_on_one_and_two_devices(tmp_path):
+    command = [sys.executable, str(BENCHMARKS / "ranks.py"), "--ranks", "2", "--rounds", "1", "--output", str(tmp_path)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert run.returncode == 0, run.stdout + run.stderr
+    ways = json.loads((tmp_path / "ranks.json").read_text())["ranks"]["2"]
+    assert all(value > 0 for found in ways.values() for values in found.values() for value in values)
+    assert {*ways} >= {"cpu:1", "cpu:2"}
+
+
+def test_the_documentation_has_the_published_figures_of_ranks():
+    published = json.loads((BENCHMARKS / "results" / "ranks.json").read_text())["ranks"]
+    table = tables.markdown(tables.ranks_table(published))
+    for name in ("benchmarks.md", "eight-gpus.md"):
+        assert table in (BENCHMARKS.parent / "docs" / name).read_text()
+    del published["64"]["torchrun"]
+    assert "| torchrun, 64 processes | not run: no memory |" in tables.markdown(tables.ranks_table(published))
+
+
 def test_a_page_without_measurements_says_so(tmp_path):
     assert page.main(["--results", str(tmp_path), "--docs", str(tmp_path)]) == 0
     assert "Nothing has been measured yet." in (tmp_path / "benchmarks.md").read_text()
