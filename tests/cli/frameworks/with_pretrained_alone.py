@@ -27,7 +27,7 @@ torch.manual_seed(3)
 config = LlamaConfig(**WIDTHS, vocab_size=50, max_position_embeddings=16, bos_token_id=0, eos_token_id=0)
 AutoModelForCausalLM.from_config(config).save_pretrained("start", max_shard_size="20KB")
 
-model = AutoModelForCausalLM.from_pretrained("start", device_map="auto")
+model = AutoModelForCausalLM.from_pretrained("start")
 train(model)
 model.save_pretrained("tuned")
 
