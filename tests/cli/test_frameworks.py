@@ -29,12 +29,13 @@ SCRIPTS = {
     "trl": (),
 }
 PACKAGES = {"accelerate": ("accelerate",), "trainer": ("transformers", "datasets"), "trl": ("trl",)}
-PACKAGES |= {"pretrained": ("transformers", "peft", "accelerate")}
+PACKAGES |= dict.fromkeys(("pretrained", "pretrained_alone"), ("transformers", "peft", "accelerate"))
 PACKAGES |= dict.fromkeys(("lightning", "fabric"), ("lightning", "torchmetrics"))
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4")
 # What samestep run sets.
 AS_OURS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONHASHSEED": "0", "ACCELERATE_USE_CPU": "true"}
 CLOCKS = re.compile(r"""['"]?\w+_(runtime|per_second)['"]?: ['"]?[\d.e+-]+['"]?,?\s*""")
+SAVED = {"pretrained": ("ddp", "lora", "merged", "fsdp", "accelerate"), "pretrained_alone": ("tuned", "lora", "merged")}
 UNIQUE = (".metadata", "README.md")  # a checkpoint's identity; a page with versions
 
 
@@ -49,8 +50,8 @@ def _digest(path):
     return hashlib.sha256(content).hexdigest()
 
 
-def outcome(folder, name, arguments, devices, *options, read=_digest, **variables):
-    """What four ranks print and save: on so many CPU workers, on GPUs ("0,1"), or under torchrun (None).
+def outcome(folder, name, arguments, devices, *options, command=TORCHRUN, read=_digest, **variables):
+    """What four ranks print and save: on so many CPU workers, on GPUs ("0,1"), or under torchrun or python (None).
 
     Runs that are compared have the same folder, whose name may be in a checkpoint.
     """
@@ -62,7 +63,7 @@ def outcome(folder, name, arguments, devices, *options, read=_digest, **variable
     program = (OTHERS.get(name, PROGRAMS / f"with_{name}.py"), *arguments)
     if devices is None:
         for _ in range(3):
-            done = samestep(*program, cwd=folder, command=TORCHRUN, **AS_OURS)
+            done = samestep(*program, cwd=folder, command=command, **AS_OURS)
             if "terminate called without an active exception" not in done.stderr:  # of gloo's threads, at torch's end
                 break
     else:
@@ -127,22 +128,29 @@ def test_a_real_device_in_a_seed_and_sums_device_by_device_are_found_out(tmp_pat
 
 
 @pytest.mark.slow  # each rank imports transformers
-def test_models_that_are_loaded_and_saved_by_their_library_have_the_same_bits(tmp_path):
-    name, variants = "pretrained", ("ddp", "lora", "fsdp", "accelerate", "leak")
-    one, *others, theirs = (outcome(tmp_path, name, variants, each, read=Path.read_bytes) for each in (1, 2, 3, None))
-    for _, saved in others:
+@pytest.mark.parametrize(
+    ("name", "variants", "command"),
+    [
+        ("pretrained", ("ddp", "lora", "fsdp", "accelerate", "leak"), TORCHRUN),
+        ("pretrained_alone", (), (sys.executable,)),
+    ],
+)
+def test_models_that_are_loaded_and_saved_by_their_library_have_the_same_bits(tmp_path, name, variants, command):
+    options = {"command": command, "read": Path.read_bytes}
+    one, *others, theirs = (outcome(tmp_path, name, variants, each, **options) for each in (1, 2, 3, None))
+    for printed, saved in others:
         assert saved.keys() == one[1].keys() == theirs[1].keys()
-        assert {Path(path).parts[0] for path in saved if saved[path] != one[1][path]} == {"leaked"}, "the twin alone"
+        different = {Path(path).parts[0] for path in saved if saved[path] != one[1][path]}
+        assert different == ({"leaked"} if variants else set()), "the twin alone"
+        assert variants or printed == one[0]
     rounded = {path for path in theirs[1] if theirs[1][path] != one[1][path] and not path.startswith("leaked")}
-    assert {Path(path).parts[0] for path in rounded} == {"ddp", "lora", "merged", "fsdp", "accelerate"}, (
-        "what is trained"
-    )
+    assert {Path(path).parts[0] for path in rounded} == {*SAVED[name]}, "what is trained is added in another order"
     for path in rounded:
         torch.testing.assert_close(load(one[1][path]), load(theirs[1][path]), rtol=1e-4, atol=1e-6)
 
 
 @gpus.needs_fake_gpus
-@pytest.mark.parametrize("name", map(_slow, ("fsdp", "accelerate", "trainer", "lightning")))
+@pytest.mark.parametrize("name", [*map(_slow, ("fsdp", "accelerate", "trainer", "lightning"))])
 def test_a_script_for_four_gpus_runs_on_two(tmp_path, name):
     runs = [outcome(tmp_path, name, SCRIPTS[name], each, **gpus.environment(4)) for each in ("0,1", "0,1,2,3")]
     assert runs[0] == runs[1]

@@ -196,7 +196,7 @@ def test_an_optimizers_tensor_of_another_size_than_its_parameter_is_refused():
     optimizer.step()
     saved = optimizer.state_dict()
     saved["state"][0]["exp_avg"] = saved["state"][0]["step"]
-    with pytest.raises(CheckpointError, match=r"it has a exp_avg float32\[\] of a parameter float32\[8, 2\]"):
+    with pytest.raises(CheckpointError, match=r"it has exp_avg float32\[\] of a parameter float32\[8, 2\]"):
         state.load_optimizer(optimizer, saved)
 
 

@@ -32,7 +32,7 @@ from samestep.scripts.files import patches as file_patches
 from samestep.scripts.shared_script import SharedScript
 
 LIBRARY = """
-import os, shutil, tempfile, time, urllib.request, torch, threading, numpy, random
+import glob, os, pathlib, shutil, tempfile, time, urllib.request, torch, threading, numpy, random
 
 def write(path, text, mode="w"):
     with open(path, mode) as file:
@@ -51,6 +51,20 @@ def listed(folder, text):
     with open(folder + "/file", "w") as file:
         file.write(text)
     return found
+
+def changed(folder, text):
+    os.remove(folder + "/state")
+    found = [os.path.exists(folder + "/state")]
+    with open(folder + "/file", "w") as file:
+        file.write(text)
+    found += [os.path.isfile(folder + "/file"), pathlib.Path(folder, "file").exists()]
+    paths = [*pathlib.Path(folder).iterdir()]
+    found += [os.listdir(folder), [path.name for path in paths], len(glob.glob(folder + "/f*"))]
+    os.makedirs(folder + "/old")
+    with open(folder + "/old/file", "w") as file:
+        file.write(text)
+    shutil.rmtree(folder + "/old")
+    return *found, os.path.exists(folder + "/old/file"), os.path.getsize(folder + "/file")
 
 def copy(source, target):
     shutil.copytree(source, target)
@@ -315,6 +329,12 @@ def listed_by_library(communicator, folder):
     if communicator.rank > 0:
         communicator.barrier()
     return found, Path(folder, "made", "file").read_text()
+
+
+def changed_by_library(communicator, folder):
+    """A library that removes and writes files and asks for them, on rank 0 later than on the others."""
+    time.sleep(0.3 * (communicator.rank == 0))
+    return library()["changed"](folder, "text")
 
 
 def commands(communicator, folder):

@@ -80,6 +80,7 @@ FOUND = {  # by a program of so many ranks, on each of them
     "threads_of_its_own": (2, True),
     "by_library": (2, ("rank 0", False, "rank 0")),
     "listed_by_library": (2, ((True, []), "rank 0")),
+    "changed_by_library": (2, (False, True, True, ["file"], ["file"], 1, False, 4)),
     "asked": (2, "yes"),
 }
 

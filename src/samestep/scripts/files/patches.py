@@ -43,7 +43,7 @@ QUERIES = (
 )
 LISTINGS = ((Path, "glob"), (Path, "rglob"), (Path, "iterdir"), (glob, "iglob"))
 LOADERS = ((torch, "load"), (torch.jit, "load"), (np, "load"), (os, "chdir"))
-MAKERS, REMOVERS = ("mkdir", "makedirs"), ("rmdir", "rmtree")  # of folders
+MAKERS, REMOVERS = ("mkdir", "makedirs"), ("remove", "unlink", "rmdir", "rmtree")
 PATH_NAMES = ("f", "file", "path", "filename")  # of the first argument of a loader
 COMMANDS = (
     *((subprocess, name) for name in ("run", "call", "check_call", "check_output", "getoutput", "getstatusoutput")),
@@ -184,6 +184,8 @@ def _writing(rank0_files: Rank0Files, write: Write) -> Patch:
         if write.leaves:
             for suffix in ("", *write.suffixes):
                 rank0_files.mark_unfinished(paths[-1] and paths[-1] + suffix)
+        if write.name in REMOVERS or (write.moves and paths[0] is not None and not rank0_files.is_private(paths[0])):
+            rank0_files.mark_unfinished(paths[0])
         if rank0_files.script.rank == 0:
             with rank0_files.unshared():
                 return original(*args, **kwargs)

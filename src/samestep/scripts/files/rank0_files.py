@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import re
 import sysconfig
 import threading
 import zlib
@@ -37,7 +38,7 @@ class Caller(Enum):
     THROUGH = 4  # thin layers over files, such as `pathlib`: their caller counts
 
 
-_THROUGH = {"pathlib", "codecs", "gzip", "bz2", "lzma", "zipfile", "tarfile"}
+_THROUGH = {"pathlib", "glob", "codecs", "gzip", "bz2", "lzma", "zipfile", "tarfile"}
 _PYTHON_MACHINERY = {"multiprocessing", "concurrent", "importlib", "asyncio"}
 _INSTALLED_MACHINERY = {"triton", "numba", "filelock", "samestep"}
 _TORCH_MACHINERY = ("_inductor", "_dynamo", "_functorch", "multiprocessing", "distributed", "hub", "utils")
@@ -111,7 +112,7 @@ class Rank0Files:
     """The state of the script's files on one rank. Paths are absolute."""
 
     script: SharedScript
-    unfinished: set[str] = field(default_factory=set)  # rank 0 may still be writing these: readers wait
+    unfinished: set[str] = field(default_factory=set)  # rank 0 may still be changing these: who reads or asks waits
     rank0_paths: dict[str, str] = field(default_factory=dict)  # by this rank's path, rank 0's other one (a clock in it)
     private: set[str] = field(default_factory=set)  # made by a library for this process
     made: set[str] = field(default_factory=set)  # folders that rank 0 makes for a library: they may not be there yet
@@ -141,14 +142,19 @@ class Rank0Files:
         return bool(self.local_threads) and threading.get_ident() in self.local_threads
 
     def may_query(self, frame: FrameType | None, path: str | None) -> bool:
-        """Whether rank 0 answers a query: one of the script's own, and not one of very many of its line."""
+        """Whether rank 0 answers a query: about what it may still be changing, or one of the script's own.
+
+        Those are no more than `BURST` of a line.
+        """
         if not self.script.may_meet() or self.is_local() or (path is not None and self._is_own(path)):
             return False
         caller, asking = origin(frame)
-        if caller is not Caller.SCRIPT or asking is None:
+        if caller is Caller.MACHINERY or asking is None:
             return False
-        if path in self.unfinished:
+        if path is not None and self.is_unfinished(path):
             return True
+        if caller is not Caller.SCRIPT:
+            return False
         line = (asking.f_code.co_filename, asking.f_lineno)
         forwards = self.script.num_forwards
         since, count = self.queries.get(line, (forwards, 0))
@@ -227,6 +233,16 @@ class Rank0Files:
         """Remembers that rank 0 begins to write a file, if all ranks reach this call."""
         if path is not None and self.script.may_meet():
             self.unfinished.add(path)
+
+    def is_unfinished(self, path: str) -> bool:
+        """Whether rank 0 may still be changing a path or pattern, a folder that it lies in, or something in it."""
+        if not self.unfinished:
+            return False
+        begin, *magic = re.split(r"[*?[]", path, maxsplit=1)
+        begin = begin if magic else os.path.join(path, "")
+        if path in self.unfinished or any(name.startswith(begin) for name in self.unfinished):
+            return True
+        return any(str(folder) in self.unfinished for folder in Path(path).parents)
 
     def add_private(self, path: Any) -> None:
         """Remembers a file or folder that a library made for this process."""
