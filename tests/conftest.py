@@ -27,7 +27,7 @@ sys.path.append(str(Path(__file__).parent / "fake_cuda" / "site"))
 
 import fake_cuda
 import gpus
-from tiers import LONG_FILES, SLOW_ON_GPUS, SMOKE, name_of, starts_processes, watch
+from tiers import LONG_FILES, SLOW, SLOW_ON_GPUS, SMOKE, name_of, starts_processes, watch
 from worlds import DEVICE, World, close_mesh
 
 hypothesis.settings.register_profile("samestep", deadline=None)  # no test asserts a time
@@ -61,6 +61,8 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if item.get_closest_marker("fake_gpus") and reason:
             item.add_marker(pytest.mark.skip(reason=reason))
+        if name_of(item) in SLOW:
+            item.add_marker("slow")
         if starts_processes(item):
             files[item.path] += 100 if name_of(item).partition("::")[0] in LONG_FILES else 1
             if name_of(item) in SMOKE:

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 from tiers import (
     LONG_FILES,
+    SLOW,
     SLOW_ON_GPUS,
     SMOKE,
     SMOKE_ON_GPUS,
@@ -72,7 +73,7 @@ def test_every_test_that_is_named_exists():
     assert done.returncode == 0, done.stdout + done.stderr
     assert (
         sorted(
-            (SMOKE | SMOKE_ON_GPUS | SLOW_ON_GPUS | STARTING_TESTS)
+            (SMOKE | SMOKE_ON_GPUS | SLOW | SLOW_ON_GPUS | STARTING_TESTS)
             - {line.removeprefix("tests/") for line in done.stdout.splitlines()}
         )
         == []

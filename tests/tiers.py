@@ -85,6 +85,53 @@ LONG_FILES = {  # whose tests take ten times as long as others: they come first,
     "simulation/test_simulated_processes.py",
     "verify/test_verify.py",
 }
+SLOW = {  # more than ten seconds each, of a kind that a shorter one of the gate shows: for `make test-all` alone
+    "cli/test_commands_on_gpus.py::test_an_unchanged_script_prints_the_same_on_gpus_as_on_simulated_ones_of_the_cpu",
+    "cli/test_commands_on_gpus.py::test_ranks_of_another_launcher_find_their_gpus[torchrun]",
+    "cli/test_commands_on_gpus.py::test_the_doctor_finds_nothing_bad[cuda:3-one, on cuda: there is no other]",
+    "cli/test_foreign_folders.py::"
+    "test_a_run_whose_file_is_endless_is_gone_on_with_or_refused_in_a_sentence[checkpoints/step-00000004/state.json]",
+    "cli/test_frameworks.py::test_as_scripts_for_one_process_they_are_shared_out_with_the_same_bits[accelerate]",
+    "cli/test_frameworks.py::test_four_ranks_print_and_save_the_same_on_any_number_of_devices[ddp-2]",
+    "cli/test_frameworks.py::test_four_ranks_print_and_save_the_same_on_any_number_of_devices[fsdp-2]",
+    "cli/test_frameworks.py::test_four_ranks_print_and_save_the_same_on_any_number_of_devices[lightning-2]",
+    "cli/test_frameworks.py::test_sync_batch_norm_sees_the_batches_of_all_ranks",
+    "cli/test_run_logical.py::test_a_rank_that_polls_for_another_of_its_device_does_not_hang",
+    "cli/test_run_logical.py::test_a_script_for_four_gpus_runs_on_one_and_on_two",
+    "cli/test_run_logical.py::"
+    "test_a_script_for_several_ranks_prints_and_saves_the_same_bits_on_any_number_of_devices"
+    "[a group that was destroyed is made again]",
+    "cli/test_run_logical.py::test_a_script_that_insists_on_gpus_is_told_what_gives_it_simulated_ones_and_that_does",
+    "cli/test_run_logical.py::test_what_a_script_leaves_unseeded_has_a_seed_by_rank_on_any_devices",
+    "cli/test_run_spawning.py::test_exact_sums_end_in_the_bits_of_python[fork]",
+    "cli/test_train_resume.py::test_a_run_of_an_options_file_goes_on_with_its_schedule_its_metric_and_its_end",
+    "comm/test_nccl_errors.py::"
+    "test_an_error_in_the_first_exchange_is_found_before_the_model_and_raised_on_every_rank"
+    "[memory, while others connect]",
+    "engine/test_compiled.py::test_the_time_of_compiling_is_told_once",
+    "engine/test_gpu_memory.py::"
+    "test_a_step_holds_the_sums_of_the_tree_and_its_update_one_gradient[2-{'overlap': False}-3.2-1.1-1.3]",
+    "engine/test_gpu_memory.py::test_a_step_holds_the_sums_of_the_tree_and_its_update_one_gradient[2-{}-2.4-1.1-1.3]",
+    "engine/test_gpu_steps.py::test_a_run_that_may_not_heal_asks_no_event_whether_the_exchange_is_there",
+    "examples/test_examples_on_devices.py::test_a_transformer_divided_over_two_devices_learns_to_the_same_bits_on_four",
+    "launcher/test_hangs.py::test_rank_0_may_use_files_for_longer_than_the_timeouts[samestep-end of fit]",
+    "launcher/test_hangs.py::test_rank_0_may_use_files_for_longer_than_the_timeouts[torchrun-end of fit]",
+    "launcher/test_hangs.py::test_rank_0_may_use_files_for_longer_than_the_timeouts[torchrun-own loop]",
+    "launcher/test_hangs.py::test_rank_0_may_use_files_for_longer_than_the_timeouts[torchrun-sharded]",
+    "launcher/test_preloading.py::"
+    "test_a_single_process_script_has_the_same_bits_whenever_torch_dynamo_is_imported[cpu:2]",
+    "launcher/test_run.py::test_garbage_at_the_port_of_the_store_is_survived_without_a_word[spawn]",
+    "nodes/test_torchrun.py::test_a_machine_whose_host_has_ended_says_so_and_ends_with_1",
+    "nodes/test_torchrun.py::test_a_machine_with_a_number_that_has_gone_is_named_and_waited_for_once",
+    "nodes/test_torchrun.py::"
+    "test_a_worker_killed_while_both_agents_live_restarts_all_with_the_digest_of_an_undisturbed_run[rank 1]",
+    "nodes/test_torchrun.py::test_the_first_machine_says_what_it_waits_for_and_goes_on_when_the_second_is_there[True]",
+    "simulation/test_simulated_processes.py::"
+    "test_a_defect_over_processes_fails_the_program_that_shows_it"
+    "[going on after a loss draws from the generators of the program]",
+    "simulation/test_simulation.py::"
+    "test_a_defect_fails_the_script_that_shows_it[sums have another order where ranks share a device]",
+}
 SLOW_ON_GPUS = {"run/test_trainer.py::test_mlp_learns_the_prices_of_houses"}  # a minute on fake ones, seconds on CPUs
 if DEVICE == "cuda":
     SMOKE |= SMOKE_ON_GPUS
