@@ -131,6 +131,11 @@ SLOW = {  # more than ten seconds each, of a kind that a shorter one of the gate
     "[going on after a loss draws from the generators of the program]",
     "simulation/test_simulation.py::"
     "test_a_defect_fails_the_script_that_shows_it[sums have another order where ranks share a device]",
+    "launcher/test_portable.py::test_a_run_without_portable_kernels_goes_on_without_them_unless_they_are_asked_for",
+    "replay/test_script_audit.py::test_a_plain_script_is_audited_too_and_names_what_was_there_before",
+    "replay/test_script_audit.py::test_a_script_that_went_on_is_audited_from_its_beginning_by_the_code_of_each_start",
+    "runs/test_mirrors.py::test_a_run_that_raises_and_then_is_killed_is_resumed_under_its_id",
+    "runs/test_mirrors.py::test_tools_that_fail_leave_the_training_as_it_is_and_the_run_can_be_mirrored_later",
 }
 SLOW_ON_GPUS = {"run/test_trainer.py::test_mlp_learns_the_prices_of_houses"}  # a minute on fake ones, seconds on CPUs
 if DEVICE == "cuda":
