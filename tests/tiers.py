@@ -86,6 +86,10 @@ LONG_FILES = {  # whose tests take ten times as long as others: they come first,
     "verify/test_verify.py",
 }
 SLOW = {  # more than ten seconds each, of a kind that a shorter one of the gate shows: for `make test-all` alone
+    "benchmarks/test_benchmark_suite.py::test_the_benchmark_runs_and_its_page_shows_the_numbers_of_its_json",
+    "benchmarks/test_invariance_benchmark.py::"
+    "test_two_processes_change_the_samples_and_parameters_of_ddp_and_no_bit_of_samestep",
+    "checkpoint/test_adapters.py::test_adapters_of_a_sharded_model_end_in_the_same_bits_too[3]",
     "cli/test_commands_on_gpus.py::test_an_unchanged_script_prints_the_same_on_gpus_as_on_simulated_ones_of_the_cpu",
     "cli/test_commands_on_gpus.py::test_ranks_of_another_launcher_find_their_gpus[torchrun]",
     "cli/test_commands_on_gpus.py::test_the_doctor_finds_nothing_bad[cuda:3-one, on cuda: there is no other]",
@@ -96,6 +100,7 @@ SLOW = {  # more than ten seconds each, of a kind that a shorter one of the gate
     "cli/test_frameworks.py::test_four_ranks_print_and_save_the_same_on_any_number_of_devices[fsdp-2]",
     "cli/test_frameworks.py::test_four_ranks_print_and_save_the_same_on_any_number_of_devices[lightning-2]",
     "cli/test_frameworks.py::test_sync_batch_norm_sees_the_batches_of_all_ranks",
+    "cli/test_layouts.py::test_layouts_on_cpus_have_the_same_bits_on_any_number_of_devices_and_torchrun_s_numbers",
     "cli/test_run_logical.py::test_a_rank_that_polls_for_another_of_its_device_does_not_hang",
     "cli/test_run_logical.py::test_a_script_for_four_gpus_runs_on_one_and_on_two",
     "cli/test_run_logical.py::"
@@ -108,34 +113,75 @@ SLOW = {  # more than ten seconds each, of a kind that a shorter one of the gate
     "comm/test_nccl_errors.py::"
     "test_an_error_in_the_first_exchange_is_found_before_the_model_and_raised_on_every_rank"
     "[memory, while others connect]",
+    "devices/test_host_memory.py::test_twin_malloc_as_the_environment_sets_it_up_is_left_alone",
+    "docs/test_documentation.py::"
+    "test_a_command_prints_what_its_page_shows"
+    "[tutorials.md:samestep run --devices cpu:2 --logical-devices 4 examples/simple_gpu.py --epochs 3]",
+    "docs/test_documentation.py::"
+    "test_a_command_prints_what_its_page_shows"
+    "[tutorials.md:samestep run --devices cpu:2 examples/model_parallel.py --pipeline --epochs 2]",
+    "docs/test_documentation.py::"
+    "test_a_command_prints_what_its_page_shows"
+    "[tutorials.md:samestep run --devices cpu:2 examples/vgg_parts.py --samples 200 --epochs 2]",
+    "docs/test_documentation.py::test_a_program_prints_the_same_on_one_device_and_on_three[detection.md:detection.py]",
+    "docs/test_documentation.py::test_a_program_prints_the_same_on_one_device_and_on_three[gans.md:gan.py]",
+    "docs/test_documentation.py::test_a_program_prints_the_same_on_one_device_and_on_three[vision.md:vision.py]",
     "engine/test_compiled.py::test_the_time_of_compiling_is_told_once",
     "engine/test_gpu_memory.py::"
     "test_a_step_holds_the_sums_of_the_tree_and_its_update_one_gradient[2-{'overlap': False}-3.2-1.1-1.3]",
     "engine/test_gpu_memory.py::test_a_step_holds_the_sums_of_the_tree_and_its_update_one_gradient[2-{}-2.4-1.1-1.3]",
     "engine/test_gpu_steps.py::test_a_run_that_may_not_heal_asks_no_event_whether_the_exchange_is_there",
     "examples/test_examples_on_devices.py::test_a_transformer_divided_over_two_devices_learns_to_the_same_bits_on_four",
+    "healing/test_sharded_hangs.py::test_of_two_ranks_that_share_a_model_the_one_that_hangs_is_named[tensor]",
+    "launcher/test_hangs.py::"
+    "test_a_process_that_stops_or_hangs_is_found_from_its_start_on"
+    "[restarted-134-rank 1 on CPU worker 1 showed no sign of life for]",
+    "launcher/test_hangs.py::"
+    "test_a_process_that_stops_or_hangs_is_found_from_its_start_on"
+    "[starter-1-the starter of the workers was stopped by a signal]",
     "launcher/test_hangs.py::test_rank_0_may_use_files_for_longer_than_the_timeouts[samestep-end of fit]",
+    "launcher/test_hangs.py::test_rank_0_may_use_files_for_longer_than_the_timeouts[samestep-own loop]",
+    "launcher/test_hangs.py::test_rank_0_may_use_files_for_longer_than_the_timeouts[samestep-sharded]",
     "launcher/test_hangs.py::test_rank_0_may_use_files_for_longer_than_the_timeouts[torchrun-end of fit]",
+    "launcher/test_hangs.py::test_rank_0_may_use_files_for_longer_than_the_timeouts[torchrun-main first]",
     "launcher/test_hangs.py::test_rank_0_may_use_files_for_longer_than_the_timeouts[torchrun-own loop]",
     "launcher/test_hangs.py::test_rank_0_may_use_files_for_longer_than_the_timeouts[torchrun-sharded]",
+    "launcher/test_notebook.py::test_a_function_of_the_main_program_is_called_with_its_arguments[spawn]",
+    "launcher/test_portable.py::test_a_recipe_is_portable_by_its_option_and_stays_so",
+    "launcher/test_portable.py::test_a_run_is_not_resumed_in_the_other_mode_and_is_replayed_in_its_own",
+    "launcher/test_portable.py::test_a_run_without_portable_kernels_goes_on_without_them_unless_they_are_asked_for",
     "launcher/test_preloading.py::"
     "test_a_single_process_script_has_the_same_bits_whenever_torch_dynamo_is_imported[cpu:2]",
+    "launcher/test_run.py::test_a_script_sees_what_python_would_show_it[spawn]",
     "launcher/test_run.py::test_garbage_at_the_port_of_the_store_is_survived_without_a_word[spawn]",
     "nodes/test_torchrun.py::test_a_machine_whose_host_has_ended_says_so_and_ends_with_1",
     "nodes/test_torchrun.py::test_a_machine_with_a_number_that_has_gone_is_named_and_waited_for_once",
     "nodes/test_torchrun.py::"
     "test_a_worker_killed_while_both_agents_live_restarts_all_with_the_digest_of_an_undisturbed_run[rank 1]",
     "nodes/test_torchrun.py::test_the_first_machine_says_what_it_waits_for_and_goes_on_when_the_second_is_there[True]",
+    "profile/test_profile.py::test_training_with_a_profile_ends_with_the_table_and_the_same_bits",
+    "replay/test_auditing.py::test_a_run_on_several_devices_is_audited_by_several_workers",
+    "replay/test_auditing.py::"
+    "test_a_run_with_a_model_over_several_ranks_is_audited_where_its_bits_are_the_same[tensor-good0]",
+    "replay/test_script_audit.py::test_a_plain_script_is_audited_too_and_names_what_was_there_before",
+    "replay/test_script_audit.py::test_a_script_that_went_on_is_audited_from_its_beginning_by_the_code_of_each_start",
+    "run/test_evaluation.py::test_a_loader_with_workers_is_measured_so_too[False]",
+    "run/test_stopping_alone.py::"
+    "test_of_several_ranks_one_that_is_asked_is_enough_and_one_speaks_and_all_stop_after_the_same_step[asked1]",
+    "runs/test_mirrors.py::test_a_resume_under_another_contract_is_a_run_of_its_own_from_that_step_on",
+    "runs/test_mirrors.py::test_a_run_that_raises_and_then_is_killed_is_resumed_under_its_id",
+    "runs/test_mirrors.py::test_the_programs_of_the_page_run",
+    "runs/test_mirrors.py::test_tools_that_fail_leave_the_training_as_it_is_and_the_run_can_be_mirrored_later",
+    "sharding/test_sharded_memory.py::test_a_model_that_does_not_fit_a_workers_memory_trains_if_it_is_sharded",
     "simulation/test_simulated_processes.py::"
     "test_a_defect_over_processes_fails_the_program_that_shows_it"
     "[going on after a loss draws from the generators of the program]",
     "simulation/test_simulation.py::"
     "test_a_defect_fails_the_script_that_shows_it[sums have another order where ranks share a device]",
-    "launcher/test_portable.py::test_a_run_without_portable_kernels_goes_on_without_them_unless_they_are_asked_for",
-    "replay/test_script_audit.py::test_a_plain_script_is_audited_too_and_names_what_was_there_before",
-    "replay/test_script_audit.py::test_a_script_that_went_on_is_audited_from_its_beginning_by_the_code_of_each_start",
-    "runs/test_mirrors.py::test_a_run_that_raises_and_then_is_killed_is_resumed_under_its_id",
-    "runs/test_mirrors.py::test_tools_that_fail_leave_the_training_as_it_is_and_the_run_can_be_mirrored_later",
+    "simulation/test_simulation.py::test_a_defect_fails_the_script_that_shows_it[the epoch of a sampler is lost]",
+    "verify/test_golden_files.py::test_the_bits_of_a_script_of_ranks_are_those_of_its_devices_or_of_its_logical_ones",
+    "verify/test_golden_files.py::"
+    "test_the_step_of_the_workflow_passes_with_its_golden_file_and_fails_with_that_of_another_seed",
 }
 SLOW_ON_GPUS = {"run/test_trainer.py::test_mlp_learns_the_prices_of_houses"}  # a minute on fake ones, seconds on CPUs
 if DEVICE == "cuda":
