@@ -81,15 +81,17 @@ def ranks_table(ranks: Mapping[str, Mapping[str, Any]]) -> Table:
             is_theirs = found is theirs
             row = [f"torchrun, {count} processes" if is_theirs else f"**{count} logical devices, {way}**"]
             for unit, digits in (("seconds", 1), ("cpu_seconds", 0), ("megabytes", 0)):
-                values, others = (
-                    [max(each[unit])] if each and unit == "megabytes" else each and each[unit]
-                    for each in (found, theirs)
-                )
-                times = None if is_theirs or not others else ratio(values, others)
+                values = _of_rounds(found, unit)
+                times = None if is_theirs or theirs is None else ratio(values, _of_rounds(theirs, unit))
                 row += [f"{spread(values).median:,.{digits}f}", "" if times is None else f"{times.median:.2f}"]
                 row += [] if unit != "seconds" else ["" if times is None else times.span]
             rows.append(row)
     return ["examples/ddp.py", "seconds", "ratio", "least to greatest", "CPU seconds", "ratio", "MB", "ratio"], rows
+
+
+def _of_rounds(way: Mapping[str, Any], unit: str) -> list[float]:
+    """What was measured in each round; of memory the peak of all, since samples may miss it."""
+    return [max(way[unit])] if unit == "megabytes" else way[unit]
 
 
 def growth_tables(measured: Mapping[str, Mapping[str, Any]]) -> list[Table]:

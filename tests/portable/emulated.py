@@ -56,7 +56,7 @@ def stepped(make_model, batch, loss_of, make_optimizer, steps=2):
 
 
 def benchmark(name):
-    """One microbatch of 32 of a workload of the benchmarks: a CPU is emulated fifty times slower than it computes."""
+    """One microbatch of 32 of a workload of the benchmarks, since an emulated CPU is slow."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
     from workloads import WORKLOADS
 

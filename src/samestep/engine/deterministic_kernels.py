@@ -5,7 +5,7 @@ take the place of CUDA's while deterministic algorithms are on, in mode "error" 
 """
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache, lru_cache, partial
 from itertools import product
 from typing import Any
@@ -22,12 +22,18 @@ def register_kernels() -> torch.library.Library | None:
     """Registers the kernels of the table in this process, once; does nothing for a build of torch without CUDA."""
     if torch.version.cuda is None:
         return None
+    # The cache keeps the library, and with it the kernels.
+    return registered((name, key, _replacing(name, key, kernel)) for name, (key, kernel) in KERNELS.items())
+
+
+def registered(kernels: Iterable[tuple[str, str, Kernel]]) -> torch.library.Library:
+    """Kernels by operator and dispatch key in the place of torch's, while the library that is returned is held."""
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns of the first kernel in another's place; 2.10 refuses others
-        for name, (key, kernel) in KERNELS.items():
-            library.impl(name, _replacing(name, key, kernel), key, with_keyset=True, allow_override=True)
-    return library  # the cache keeps it, and with it the kernels
+        for name, key, kernel in kernels:
+            library.impl(name, kernel, key, with_keyset=True, allow_override=True)
+    return library
 
 
 def _replacing(name: str, key: str, kernel: Kernel) -> Kernel:

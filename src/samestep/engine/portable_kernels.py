@@ -8,7 +8,6 @@ registered with torch's dispatcher, so that optimizers and autograd in C++ get t
 import ctypes
 import os
 import sys
-import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 
 from samestep.devices.portable import CAPS, PORTABLE_VARIABLE, check_portable
+from samestep.engine.deterministic_kernels import registered
 from samestep.errors import DeterminismError, UsageError
 
 COMPATIBLE = 3  # MKL_CBWR_COMPATIBLE of mkl_types.h
@@ -90,13 +90,11 @@ def _mkl_has_chosen() -> bool:
 
 def _registered(kernels: dict[str, Kernel]) -> torch.library.Library:
     """Kernels in the place of torch's for CPUs, by the name of the operator; each gets the one that it replaces."""
-    library = torch.library.Library("aten", "IMPL")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns of the first kernel in another's place; 2.10 refuses others
-        for name, kernel in kernels.items():
-            for key in ("CPU", "AutogradCPU") if name in COMPOSITE else ("CPU",):
-                library.impl(name, _replacing(name, kernel), key, with_keyset=True, allow_override=True)
-    return library
+    return registered(
+        (name, key, _replacing(name, kernel))
+        for name, kernel in kernels.items()
+        for key in (("CPU", "AutogradCPU") if name in COMPOSITE else ("CPU",))
+    )
 
 
 def _replacing(name: str, kernel: Kernel) -> Kernel:

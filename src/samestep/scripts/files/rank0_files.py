@@ -142,10 +142,7 @@ class Rank0Files:
         return bool(self.local_threads) and threading.get_ident() in self.local_threads
 
     def may_query(self, frame: FrameType | None, path: str | None) -> bool:
-        """Whether rank 0 answers a query: about what it may still be changing, or one of the script's own.
-
-        Those are no more than `BURST` of a line.
-        """
+        """Whether rank 0 answers: about what it may still be changing; the script, unless a line asks very often."""
         if not self.script.may_meet() or self.is_local() or (path is not None and self._is_own(path)):
             return False
         caller, asking = origin(frame)
