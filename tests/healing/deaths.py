@@ -70,7 +70,7 @@ def run_one(told):
         replace = told.get("replace", 0)
         policy = Policy(hang_seconds=20.0, replace=replace > 0, max_restarts=max(1, replace))
         told_to_workers = {"faults": [], "resume": "auto", **told, "folder": str(folder / "run")}
-        outcome = run_script(SCRIPT, told["devices"], told_to_workers, policy, forks=True)
+        outcome = run_script(SCRIPT, told["devices"], told_to_workers, policy)
     finally:
         killer.stop()
     run = Told(folder, outcome)

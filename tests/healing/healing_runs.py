@@ -6,12 +6,11 @@ import os
 import time
 from pathlib import Path
 
-import torch
 from worlds import DEVICE
 
 from samestep.devices.selection import select
 from samestep.launcher.job import Job, Policy, process_variables, run_program
-from samestep.launcher.supervisor import supervise
+from samestep.launcher.supervisor import forks_break, supervise
 from samestep.launcher.worker_pool import ServerPool
 from samestep.runs.ledger import from_line
 
@@ -41,18 +40,17 @@ SHARED_SECONDS = 30
 IMPORTED_LATE = ("torch._dynamo", "matplotlib.pyplot", "torch.utils.tensorboard")  # by every run, for seconds
 
 
-def run_script(script, devices, told, policy=None, start_method=None, forks=None):
+def run_script(script, devices, told, policy=None, start_method=None):
     """Runs a script with an argument on CPU workers; nothing stays in shared memory.
 
-    Without a start method they are forks of this process, which imports once what each would import. Where there are
-    GPUs a backward in it may have started threads, and no fork of it could do one: there they are forks of a clean one,
-    unless `forks` says that this process has used none.
+    Without a start method they are forks of this process, which imports once what each would import, or of a clean one
+    where forks of this one break.
     """
     policy = Policy(hang_seconds=5.0) if policy is None else policy
     before = shared_memory()
     job = Job("script", script, (json.dumps(told),), quiet=True, start_method=start_method, policy=policy)
     selection = select(f"cpu:{devices}" if DEVICE == "cpu" else f"{DEVICE}:" + ",".join(map(str, range(devices))))
-    if start_method is None and (forks or not torch.cuda.is_available()):
+    if start_method is None and not forks_break(selection.kind):
         for name in IMPORTED_LATE:
             importlib.import_module(name)
         variables = process_variables(selection, 1)

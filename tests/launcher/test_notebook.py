@@ -124,13 +124,36 @@ CELLS = """
 """
 
 
+AFTER_BACKWARD = """
+    import torch, samestep
+
+    weight = torch.ones(2, requires_grad=True)
+    weight.sum().backward()  # beside GPUs it starts threads of autograd, though it uses none
+
+    def train(device):
+        (weight.detach().to(device).requires_grad_() * 2).sum().backward()
+        return samestep.Run(8).world_size
+
+    print(torch.cuda.is_initialized(), samestep.launch(train, ("cpu",), devices="cpu:2"))
+    print(torch.cuda.is_initialized(), samestep.launch(train, ("cuda",), devices="1,3"))
+"""
+
+
 @needs_fake_gpus
-def test_a_notebook_that_has_asked_for_gpus_or_used_one_launches_on_them():
-    """torch has no public name for a process whose forks cannot use GPUs, so a fork is asked."""
-    command = [sys.executable, "-c", textwrap.dedent(CELLS)]
+@pytest.mark.parametrize(
+    ("cells", "printed"),
+    [
+        (CELLS, ["True False", "(2, 'cuda:0', 12.0)", "(1, 'cuda:0', 18.0)"]),
+        (AFTER_BACKWARD, ["False 2", "False 2"]),
+    ],
+    ids=["asked for GPUs", "backward on the CPU"],
+)
+def test_a_notebook_whose_forks_would_break_launches(cells, printed):
+    """torch has no public name for a process whose forks cannot use GPUs or autograd, so a fork is asked."""
+    command = [sys.executable, "-c", textwrap.dedent(cells)]
     done = subprocess.run(command, env=environment(4), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.splitlines() == ["True False", "(2, 'cuda:0', 12.0)", "(1, 'cuda:0', 18.0)"]
+    assert done.stdout.splitlines() == printed
 
 
 def test_the_quickstart_notebook_runs_from_top_to_bottom(tmp_path):

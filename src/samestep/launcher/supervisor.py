@@ -203,8 +203,8 @@ def launch(
 
     A function that can be imported by name runs in clean processes. A closure, or a function of a notebook's cell or
     of the program itself, runs in forks of this process, which share its memory. Where it cannot be forked (not on
-    Linux, or once it has used a GPU or asked for one), clean processes get the function by value, with copies of what
-    it uses.
+    Linux; once it has used a GPU or asked for one; after a backward beside GPUs), clean processes get the function by
+    value, with copies of what it uses.
 
     Args:
         fn: the function; every worker calls it.
@@ -240,8 +240,8 @@ def launch(
     content = _pickle_by_name(call)
     if content is None and method == "spawn":
         content = _pickle_by_value(call, name, "with start_method='spawn'")
-    elif content is None and _forks_break(selection.kind):
-        content = _pickle_by_value(call, name, "from a process that has used a GPU or asked for one")
+    elif content is None and forks_break(selection.kind):
+        content = _pickle_by_value(call, name, "from a process that has used a GPU, asked for one or called backward()")
     with tempfile.TemporaryFile() as payload, tempfile.TemporaryFile() as answer:
         fds = {"answer": answer.fileno()}
         open_pool: Callable[[], WorkerPool] = partial(ServerPool.forked, call, variables, TRAINING)
@@ -311,21 +311,23 @@ def _is_importable(module: str) -> bool:
     return any(finder.find_spec(top, None) is not None for finder in sys.meta_path)
 
 
-def _forks_break(kind: str) -> bool:
-    """Whether forks of this process break, or cannot use devices of a kind."""
+def forks_break(kind: str) -> bool:
+    """Whether forks of this process break, or cannot use autograd or devices of a kind."""
     torch = sys.modules.get("torch")
     if torch is None:
         return False
     if torch.cuda.is_initialized():
         return True
-    # `torch.cuda.is_available()` starts the driver too, without which forks could not do. torch has no public name for
-    # that, and only a fork can tell.
-    is_broken = getattr(getattr(torch, kind, None), "_is_in_bad_fork", None)
-    if is_broken is None:
-        return False
+    # Neither has a public name, so a fork is asked: `torch.cuda.is_available()` starts the driver too, and a backward
+    # starts threads of autograd beside GPUs, or after torch.compile in torch's builds for CUDA.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12's about threads, which notebooks always have
         pid = os.fork()
     if pid == 0:
-        os._exit(is_broken())
+        broken = True
+        try:
+            torch.zeros((), device="cpu", requires_grad=True).backward()
+            broken = getattr(getattr(torch, kind, None), "_is_in_bad_fork", bool)()
+        finally:
+            os._exit(broken)
     return os.waitpid(pid, 0)[1] != 0
