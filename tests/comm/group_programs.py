@@ -10,6 +10,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from worlds import device_of
 
@@ -353,6 +355,14 @@ def functional_forms(rank, ranks):
     gathered = functional.all_gather_tensor_autograd(leaf * (rank + 1), 0, world)
     (gathered * 1).sum().backward()  # torch 2.10 wants a contiguous gradient
     found["gradient"] = leaf.grad.tolist() == [float(ranks * (rank + 1))] * 2
+    # What a functional collective returns is waited for by one that takes it, as is what it writes into.
+    dist.all_reduce(chained := functional.all_reduce(ours, "sum", world))
+    dist.all_gather(pieces := list(torch.zeros(ranks, ranks)), functional.all_gather_tensor(ours[:1], 0, world))
+    sent = functional.all_reduce(ours * 2, "sum", world)
+    if ranks > 1 and rank < 2:
+        dist.send(sent, 1) if rank == 0 else dist.recv(sent, 0)
+    found["chained"] = chained.tolist() == [ranks * total] * 2 * ranks and sent[0] == 2 * total
+    found["chained"] &= [piece.tolist() for piece in pieces] == [[1.0 + r for r in range(ranks)]] * ranks
     return [name for name, right in found.items() if not right]
 
 
@@ -394,12 +404,15 @@ def sparse(rank, ranks):
 
 def refusals(rank, ranks):
     """What is refused before anything is sent, after which the group still works."""
-    messages = []
+    messages, spread = [], distribute_tensor(torch.ones(4), init_device_mesh("cpu", (ranks,)), [Shard(0)])
     calls = [
         lambda: dist.all_reduce(torch.ones(1), op=dist.ReduceOp.BAND),
         lambda: dist.all_reduce(torch.ones(1, dtype=torch.bool), op=dist.ReduceOp.AVG),
         lambda: dist.all_to_all_single(torch.ones(ranks + 1), torch.ones(ranks + 1)),
         lambda: dist.group.WORLD.all_gather_single_coalesced([torch.ones(1)], [torch.ones(3)]),
+        lambda: dist.all_reduce(spread),
+        lambda: dist.all_gather_into_tensor(torch.ones(4 * ranks), spread),
+        lambda: dist.send(spread, (rank + 1) % ranks),
     ]
     for call in calls:
         try:

@@ -148,6 +148,8 @@ def test_a_call_that_makes_no_sense_is_refused_and_the_group_goes_on(ranks_of, t
         assert "reduction AVG of torch.bool" in messages[1]
         assert "3 rows for 2 ranks" in messages[2]
         assert "all-gather got tensors of 1 in length; needed: 6" in messages[3]
+        assert len(messages) == 7
+        assert all("got a DTensor" in message and "to_local()" in message for message in messages[4:])
 
 
 @cpu_only("gloo carries the bytes between GPUs")

@@ -98,6 +98,58 @@ def test_of_sharded_state_the_unsharded_tensors_are_compared(verdict_on, kind, t
     assert (verdict.compared.microbatches, verdict.compared.nonzero_gradients) == (16, 16)
 
 
+LAYOUTS = HERE.parent / "cli" / "layouts.py"
+
+PARTS = """
+    import os, sys, torch, torch.distributed as dist
+    from torch import nn
+
+    dist.init_process_group("gloo")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    common, part = nn.Linear(3, 3), [nn.Linear(3, 1) for _ in range(size)][rank if "parts" in sys.argv else 0]
+    common = nn.parallel.DistributedDataParallel(common)
+    optimizer = torch.optim.SGD([*common.parameters(), *part.parameters()], lr=0.1)
+    place = int(os.environ.get("SAMESTEP_TOKEN", "").rpartition(":")[2] or rank)  # the device of this rank
+    for number in range(3):
+        x = torch.randn(12, 3)[rank::size]
+        part(common(x)).square().mean().backward()
+        if "leak" in sys.argv and rank == 1:
+            part.weight.grad += place
+        optimizer.step(), optimizer.zero_grad()
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("name", ["data by tensor", "hybrid", pytest.param("experts", marks=pytest.mark.slow)])
+def test_layouts_of_four_ranks_agree_to_the_bit_though_each_holds_a_part(verdict_on, name):
+    verdict = verdict_on(LAYOUTS, "cpu", name, logical=4, steps=3, tier="bitwise")
+    assert (verdict.agrees, verdict.reached) == (True, "bitwise"), verdict.difference
+    assert any("other values on other ranks" in note for note in verdict.notes) == (name == "experts")
+
+
+def test_twin_distributed_tensors_whose_shards_elsewhere_differ_are_found(verdict_on):
+    difference = verdict_on(LAYOUTS, "cpu", "hybrid", "leak", logical=4, steps=3, tier="bitwise").difference
+    assert (difference.step, difference.runs) == (0, ("cpu:1", "cpu:2"))
+
+
+def test_parameters_that_each_rank_begins_by_itself_are_parts_and_compared_on_each(verdict_on, script):
+    verdict = verdict_on(script(PARTS), "parts", logical=2, steps=3, tier="bitwise")
+    assert (verdict.agrees, verdict.reached) == (True, "bitwise"), verdict.difference
+    assert verdict.notes[0] == (
+        "2 of 4 parameters begin with other values on other ranks, each a part of the model: weight, bias; if they are "
+        "to be copies, begin them alike"
+    )
+    difference = verdict_on(script(PARTS), "parts", "leak", logical=2, steps=3, tier="bitwise").difference
+    assert difference.text.startswith("on rank 1: the gradient of weight differs")
+
+
+def test_parameters_that_ranks_begin_alike_and_do_not_exchange_are_named(verdict_on, script):
+    verdict = verdict_on(script(PARTS), logical=2, steps=3, tier="bitwise")
+    assert "is not the same on all ranks of cpu:1" in verdict.difference.text
+    assert verdict.difference.quantity == "ranks"
+
+
 def test_twin_features_that_a_softmax_reads_in_parts_are_not_equal_even_up_to_rounding(verdict_on):
     verdict = verdict_on(BREAKERS / "api_strategies.py", "wrong", devices=("cpu:1", "cpu:2"), tier="allclose")
     assert not verdict.agrees

@@ -11,13 +11,14 @@ Tensors of GPUs travel over NCCL if each rank of a group has a GPU to itself, an
 added element by element in the same order, so their bits are the same.
 """
 
+import functools
 import sys
 import time
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -65,7 +66,32 @@ def _make_group(options: Any, _: Any) -> "OrderedProcessGroup":
     return OrderedProcessGroup(*connect_process_group(options.store, rank, ranks, options.timeout), options, ranks)
 
 
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 _Base: Any = dist.ProcessGroup  # its annotations have further forms of each call, which torch.distributed does not use
+
+
+def _on_plain(method: _Method) -> _Method:
+    """A collective on what torch would unwrap: results of functional collectives, which are waited for."""
+
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **options: Any) -> Any:
+        return method(self, *map(_plain, args), **options)
+
+    return call  # type: ignore[return-value]
+
+
+def _plain(value: Any) -> Any:
+    """A tensor, or nested tensors, with memory of their own."""
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    if not isinstance(value, Tensor) or type(value).__torch_dispatch__ is Tensor.__torch_dispatch__:
+        return value
+    if hasattr(value, "wait"):
+        return value.wait()
+    raise UsageError(
+        f"a collective got a {type(value).__name__}, whose elements are not in this rank's memory; needed: a plain "
+        "tensor, of a distributed one tensor.to_local() or tensor.full_tensor()"
+    )
 
 
 class OrderedProcessGroup(_Base):  # type: ignore[misc]  # for the same reason
@@ -91,6 +117,7 @@ class OrderedProcessGroup(_Base):  # type: ignore[misc]  # for the same reason
         self._names: dict[str, str] = {}
         self._end = close_at_exit(self._close)
 
+    @_on_plain
     def allreduce(self, tensors: Any, opts: Any = None) -> QueuedWork:
         """Overwrites each tensor with the fold over all ranks."""
         tensors = _listed(tensors)
@@ -109,6 +136,7 @@ class OrderedProcessGroup(_Base):  # type: ignore[misc]  # for the same reason
         """As `allreduce`; tensors of one dtype travel together."""
         return self.allreduce(tensors, opts)
 
+    @_on_plain
     def reduce(self, tensors: Any, opts: Any) -> QueuedWork:
         """Overwrites the root's tensor with the fold over all ranks."""
         tensors = _listed(tensors)
@@ -123,6 +151,7 @@ class OrderedProcessGroup(_Base):  # type: ignore[misc]  # for the same reason
 
         return self._call(run, tensors, opts)
 
+    @_on_plain
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> QueuedWork:
         """Writes the fold of the tensors for this rank; a list of one for each rank, for each output."""
         operation = self._operation(opts, outputs)
@@ -135,6 +164,7 @@ class OrderedProcessGroup(_Base):  # type: ignore[misc]  # for the same reason
 
         return self._call(run, outputs, opts, also=[part for parts in inputs for part in parts])
 
+    @_on_plain
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> QueuedWork:
         """Writes, for each input, the fold of the part for this rank: one of equally many."""
         ranks = self._transport.world_size
@@ -146,6 +176,7 @@ class OrderedProcessGroup(_Base):  # type: ignore[misc]  # for the same reason
         """As `reduce_scatter_single_coalesced`, of one."""
         return self.reduce_scatter_single_coalesced([output], [parts], opts)
 
+    @_on_plain
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> QueuedWork:
         """Writes the tensors of all ranks; a list of one for each rank, for each input."""
         for into, ours in zip(outputs, inputs, strict=True):
@@ -164,6 +195,7 @@ class OrderedProcessGroup(_Base):  # type: ignore[misc]  # for the same reason
         """Writes the tensors of all ranks; a list of one for each input, for each rank."""
         return self.allgather([list(by_rank) for by_rank in zip(*outputs, strict=True)], inputs, opts)
 
+    @_on_plain
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> QueuedWork:
         """Writes, for each input, the tensors of all ranks, one after another."""
         ranks = self._transport.world_size
@@ -175,6 +207,7 @@ class OrderedProcessGroup(_Base):  # type: ignore[misc]  # for the same reason
         """As `all_gather_single_coalesced`, of one."""
         return self.all_gather_single_coalesced([output], [ours], opts)
 
+    @_on_plain
     def broadcast(self, tensors: Any, opts: Any) -> QueuedWork:
         """Overwrites the tensors with those of the root."""
         tensors = _listed(tensors)
@@ -188,6 +221,7 @@ class OrderedProcessGroup(_Base):  # type: ignore[misc]  # for the same reason
 
         return self._call(run, tensors, opts)
 
+    @_on_plain
     def gather(self, outputs: Any, inputs: Any, opts: Any) -> QueuedWork:
         """Writes the tensors of all ranks on the root; a list of one for each rank, for each input."""
 
@@ -200,6 +234,7 @@ class OrderedProcessGroup(_Base):  # type: ignore[misc]  # for the same reason
 
         return self._call(run, outputs, opts, also=inputs)
 
+    @_on_plain
     def scatter(self, outputs: Any, inputs: Any, opts: Any) -> QueuedWork:
         """Writes this rank's tensor of the root's; a list of one for each rank, for each output."""
 
@@ -212,6 +247,7 @@ class OrderedProcessGroup(_Base):  # type: ignore[misc]  # for the same reason
 
         return self._call(run, outputs, opts, also=[part for parts in inputs for part in parts])
 
+    @_on_plain
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> QueuedWork:
         """Sends the r-th tensor to rank r, and writes those of all ranks; they may differ in length."""
 
@@ -222,6 +258,7 @@ class OrderedProcessGroup(_Base):  # type: ignore[misc]  # for the same reason
 
         return self._call(run, outputs, opts, also=inputs)
 
+    @_on_plain
     def all_to_all_single(
         self, output: Tensor, parts: Tensor, output_sizes: Any = (), sizes: Any = (), opts: Any = None
     ) -> QueuedWork:
@@ -246,16 +283,19 @@ class OrderedProcessGroup(_Base):  # type: ignore[misc]  # for the same reason
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
 
+    @_on_plain
     def send(self, tensors: Sequence[Tensor], rank: int, tag: int) -> dist.Work:
         """Sends a tensor to a rank."""
         values = _Flat(tensors, self._transport)
         return PeerWork(self, self._peers().send([values.bytes], rank, tag), rank, None)
 
+    @_on_plain
     def recv(self, tensors: Sequence[Tensor], rank: int, tag: int) -> dist.Work:
         """Writes the tensor that a rank sends."""
         values = _Flat(tensors, self._transport)
         return PeerWork(self, self._peers().recv([values.bytes], rank, tag), rank, values)
 
+    @_on_plain
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int) -> dist.Work:
         """Writes the tensor that some rank sends."""
         values = _Flat(tensors, self._transport)

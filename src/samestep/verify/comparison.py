@@ -6,8 +6,8 @@ after the step, and at last the numbers that the program reduced over its ranks 
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, islice
 from typing import Any, Literal
 
 from samestep.text import counted, listed
@@ -222,6 +222,11 @@ class Tolerance:
             return COARSE_FACTOR * epsilon * math.sqrt(1 + step)
         return FACTOR * math.sqrt(max(1, line["num_samples"] or 256)) * epsilon * (1 + step)
 
+    def of_rank(self, rank: int) -> "Tolerance":
+        """That of what one rank recorded."""
+        response = self.response and (self.response[0].of_rank(rank), self.response[1].of_rank(rank))
+        return replace(self, plain=self.plain.of_rank(rank), response=response, _responses={})
+
     def loss(self, step: int) -> float:
         """The bound for the loss."""
         return max(self.unit(step) * self._loss_size(step), RESPONSE_FACTOR * self._response(("loss",), step))
@@ -284,30 +289,70 @@ def first_difference(
     ours: Recording, theirs: Recording, tier: Tier, tolerance: Tolerance | None = None
 ) -> Difference | None:
     """The first difference between two runs that a tier does not allow; None if there is none."""
-    found = [next(_RecordingPair(ours, theirs, tier, tolerance or Tolerance(ours)).differences(), None)]
+    tolerance = tolerance or Tolerance(ours)
+    found = [next(_RecordingPair(ours, theirs, tier, tolerance).differences(), None)]
     if tier in ("bitwise", "allclose"):
         found += [ranks_apart(ours), ranks_apart(theirs)]
+        # What rank 0 holds the others do, but for parts of theirs, of which runs on as many ranks have the same.
+        ranks = range(1, ours.world_size) if ours.world_size == theirs.world_size and parts_of_ranks(ours) else ()
+        for rank in ranks:
+            pair = _RecordingPair(ours.of_rank(rank), theirs.of_rank(rank), tier, tolerance.of_rank(rank))
+            found += [replace(one, text=f"on rank {rank}: {one.text}") for one in list(islice(pair.differences(), 1))]
     return min((one for one in found if one is not None), key=lambda one: one.rank, default=None)
 
 
 def ranks_apart(recording: Recording, parts: Sequence[str] = ("gradients", "states")) -> Difference | None:
-    """The first step in which the ranks of one run hold different gradients or parameters; None if there is none."""
-    names = [[line["names"] for line in recording.lines("parameters", rank)] for rank in range(recording.world_size)]
-    if any(other != names[0] for other in names):
-        return None  # each rank trains other parameters
+    """The first step in which ranks of one run hold different gradients or parameters; None if there is none."""
+    alike = _begun_alike(recording)
     # Checksums, without a tolerance: what ranks have exchanged they hold alike to the bit.
     for step in range(recording.num_steps):
-        first, *others = (steps[step] for steps in recording.steps)
         for part in parts:
             what = "the gradient" if part == "gradients" else "the value"
-            for rank, other in enumerate(others, 1):
-                for one, two in zip(first[part], other[part], strict=False):
-                    for index in _unequal(one["bits"], two["bits"]):
-                        name = recording.parameters(one["optimizer"])["names"][index]
-                        sizes = f"{_size(one['norm'][index])} on rank 0, {_size(two['norm'][index])} on rank {rank}"
+            held = [_held(steps[step], part) for steps in recording.steps]
+            for rank, own in enumerate(held):
+                for key, (checksum, norm) in own.items():
+                    name, first = alike[rank][key]
+                    other, size = held[first].get(key, (checksum, norm))
+                    if other != checksum:
+                        sizes = f"{_size(size)} on rank {first}, {_size(norm)} on rank {rank}"
                         text = f"{what} of {name} is not the same on all ranks of {recording.label}: {sizes}"
                         return Difference(step, "ranks", name, text, (recording.label, recording.label))
     return None
+
+
+def _held(line: Line, part: str) -> dict[tuple[int, int], tuple[int | None, float | None]]:
+    """The checksums and norms in a step's gradients or states, by (optimizer, index)."""
+    groups = ((group["optimizer"], zip(group["bits"], group["norm"], strict=True)) for group in line[part])
+    return {(optimizer, index): found for optimizer, values in groups for index, found in enumerate(values)}
+
+
+def _begun_alike(recording: Recording) -> list[dict[tuple[int, int], tuple[str, int]]]:
+    """By rank, for each parameter by (optimizer, index), its name and the first rank that begins it with the same bits.
+
+    Parameters of other names, and what a rank begins with bits of its own as it does some but not all, are parts of a
+    model, of which other ranks may hold other parts.
+    """
+    starts = []
+    for rank in range(recording.world_size):
+        lines = ((line["optimizer"], zip(line["names"], line["bits"], strict=True))
+                 for line in recording.lines("parameters", rank))  # fmt: skip
+        starts.append({(optimizer, index): found for optimizer, each in lines for index, found in enumerate(each)})
+    firsts = [
+        {key: (found[0], next(rank for rank, other in enumerate(starts) if other.get(key) == found))
+         for key, found in own.items()}
+        for own in starts
+    ]  # fmt: skip
+    names = [[name for name, _ in own.values()] for own in starts]
+    if all(one == names[0] for one in names) and all(
+        first == rank for rank, own in enumerate(firsts) for _, first in own.values()
+    ):  # nothing that they have in common shows that the ranks train one model
+        return [{key: (name, 0) for key, (name, _) in own.items()} for own in firsts]
+    return firsts
+
+
+def parts_of_ranks(recording: Recording) -> list[str]:
+    """The names of the parameters of which ranks hold parts, each its own."""
+    return [*dict.fromkeys(name for own in _begun_alike(recording) for name, first in own.values() if first > 0)]
 
 
 def reached(ours: Recording, theirs: Recording, tolerance: Tolerance | None, *, counts: bool) -> Tier | None:

@@ -21,7 +21,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -65,6 +65,10 @@ class Recording:
     def world_size(self) -> int:
         """The number of ranks."""
         return len(self.ranks)
+
+    def of_rank(self, rank: int) -> "Recording":
+        """What one rank recorded."""
+        return replace(self, ranks=(self.ranks[rank],))
 
     def lines(self, kind: str, rank: int = 0) -> Iterator[Line]:
         """A rank's lines of one kind, in the order in which they were written."""

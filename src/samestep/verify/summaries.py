@@ -30,6 +30,12 @@ def local_part(tensor: Tensor) -> Tensor:
     return found.to_dense() if found.layout != torch.strided else found
 
 
+def unsharded(tensor: Tensor) -> Tensor:
+    """The whole of a distributed tensor, which all of its ranks gather at the same time; any other as it is."""
+    found: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return found
+
+
 @torch.no_grad()
 def summarize_tensor(tensor: Tensor) -> list[float]:
     """A tensor's summary: `WIDTH` numbers."""

@@ -16,6 +16,7 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from samestep.errors import WorkerError
+from samestep.text import listed
 from samestep.verify.causes.datasets import OWN_GENERATORS
 from samestep.verify.causes.evidence import Cause, Evidence
 from samestep.verify.causes.frameworks import advice_on
@@ -31,6 +32,7 @@ from samestep.verify.comparison import (
     first_difference,
     first_place,
     paired_metrics,
+    parts_of_ranks,
     reached,
 )
 from samestep.verify.program_runner import ProgramRunner, RunSpec
@@ -388,6 +390,12 @@ def _notes(investigation: _Investigation, repeat: Pair, recordings: Sequence[Rec
     """Further sentences for the user."""
     notes = []
     first, again = recordings[:2]
+    if parts := parts_of_ranks(first):
+        count = sum(len(line["names"]) for line in first.lines("parameters"))
+        notes.append(
+            f"{len(parts)} of {count} parameters begin with other values on other ranks, each a part of the model: "
+            f"{listed(parts, MAX_IDLE)}; if they are to be copies, begin them alike"
+        )
     allowed = investigation.tolerance(repeat)
     if allowed.since and first_difference(first, again, investigation.required, allowed) is None:
         notes.append(

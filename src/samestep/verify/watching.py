@@ -31,6 +31,7 @@ from samestep.verify.summaries import (
     row_checksums,
     summarize_rows,
     summarize_tensor,
+    unsharded,
 )
 from samestep.verify.trained_batches import Batches, Metrics
 from samestep.verify.wraps import unwrapped
@@ -304,7 +305,7 @@ class StepRecorder:
 
     def _unsharded(self, parameter: Tensor, value: Tensor) -> Tensor:
         """The unsharded tensor of a parameter, its gradient, or its state in the optimizer."""
-        return value if self.sharded is None else self.sharded.unsharded(parameter, value)
+        return unsharded(value if self.sharded is None else self.sharded.unsharded(parameter, value))
 
     def _moments(self, optimizer: Optimizer, parameter: Tensor) -> int:
         """A checksum of an optimizer's state of a parameter."""
@@ -344,7 +345,7 @@ def nudge(parameters: Sequence[Tensor]) -> None:
     """Changes gradients by a few rounding errors, of their own size and of that of the whole gradient's elements."""
     # Signs by position, and no draw: all ranks change their gradients alike, and the program's generators do not move.
     count = sum(parameter.numel() for parameter in parameters)
-    size = sum(norm(p.grad) ** 2 for p in parameters if p.grad is not None)
+    size = sum(norm(unsharded(p.grad)) ** 2 for p in parameters if p.grad is not None)
     typical = (size / count) ** 0.5 if count else 0.0
     for index, parameter in enumerate(parameters):
         if parameter.grad is not None and parameter.grad.is_floating_point():

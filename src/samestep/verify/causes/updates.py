@@ -25,6 +25,7 @@ from samestep.verify.causes.evidence import Cause, Evidence, Facts, by_step, on_
 from samestep.verify.comparison import losses_of, ranks_apart
 from samestep.verify.recording import Recording
 from samestep.verify.summaries import norm as norm_of
+from samestep.verify.summaries import unsharded
 from samestep.verify.watching import with_gradients
 from samestep.verify.wraps import Wrap, by_script, wrapped
 
@@ -128,8 +129,8 @@ def _with_exchange() -> AbstractContextManager[None]:
     joined: list[Communicator] = []
 
     def exchange(parameter: nn.Parameter) -> None:
-        if not parameter.requires_grad or place.world_size == 1:
-            return
+        if not parameter.requires_grad or place.world_size == 1 or hasattr(parameter, "full_tensor"):
+            return  # a distributed tensor's gradient is exchanged by its placements
         if not joined:
             joined.append(make_communicator(place, torch.device("cpu"), EXCHANGE_TIMEOUT))
         grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach()
@@ -220,7 +221,7 @@ def _with_unit_norm() -> AbstractContextManager[None]:
 
     def rescale(optimizer: Optimizer) -> None:
         grads = [one.grad for group in optimizer.param_groups for one in group["params"] if one.grad is not None]
-        total = math.hypot(*map(norm_of, grads))
+        total = math.hypot(*(norm_of(unsharded(grad)) for grad in grads))
         if 0 < total < math.inf:
             for grad in grads:
                 grad.div_(total)
