@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 
 import pytest
 from rich.console import Console
@@ -19,10 +20,13 @@ LONG = "a" * 300
         *(("replay", LONG, "--step", "1"), ("train", "--resume", LONG), ("train", "mlp", "--run-dir", LONG)),
         *(("train", "mlp", "--data", LONG), ("train", "lenet", "--data-dir", LONG), ("run", LONG), ("verify", LONG)),
     ],
-    ids=" ".join,
+    ids=lambda words: " ".join(words).replace(LONG, "…"),
 )
 def test_a_name_that_is_too_long_for_a_file_is_a_sentence(refused, words):
-    assert "File name too long; name another file or folder" in refused(*words)
+    said = refused(*words)
+    # Since Python 3.14 `Path.exists` answers no.
+    assert re.search("File name too long|there is no|is not there|no folder", said)
+    assert said.count("\n") == 1
 
 
 def test_a_name_with_a_nul_character_is_a_sentence(refused):

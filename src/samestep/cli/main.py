@@ -87,13 +87,13 @@ def main(server: EarlyServer | None = None) -> None:
         sys.exit(130)
     except SamestepError as error:
         notify(f"error: {error}")
-        sys.exit(error.exit_code)
+        sys.exit(2 if _is_too_long(error.__cause__) else error.exit_code)
     except OSError as error:
         if error.filename is None:
             raise
         reason = f"{os.fsdecode(error.filename)}: {error.strerror}; name another file or folder"
         notify(f"error: {readable(reason)}")
-        sys.exit(2 if error.errno == errno.ENAMETOOLONG else 1)
+        sys.exit(2 if _is_too_long(error) else 1)
     except Exception as error:
         # A usage error of click, or of the copy of it inside newer versions of typer: it is recognised by its methods.
         if not hasattr(error, "show") or not hasattr(error, "exit_code"):
@@ -103,3 +103,8 @@ def main(server: EarlyServer | None = None) -> None:
         error.show()
         sys.exit(error.exit_code)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _is_too_long(error: BaseException | None) -> bool:
+    """Whether a name is longer than the file system takes, so that the user is to give another."""
+    return isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG
