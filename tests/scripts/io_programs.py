@@ -42,6 +42,9 @@ def read(path):
     with open(path) as file:
         return file.read()
 
+def save(path, values):
+    numpy.save(path, values)
+
 def make(path):
     os.makedirs(path)
 
@@ -68,6 +71,14 @@ def changed(folder, text):
 
 def copy(source, target):
     shutil.copytree(source, target)
+
+def moved(folder, text):
+    os.makedirs(folder + "/new")
+    with open(folder + "/new/file", "w") as file:
+        file.write(text)
+    shutil.move(folder + "/new", folder + "/moved")
+    shutil.copytree(folder + "/moved", folder + "/copied")
+    return read(folder + "/copied/file"), read(folder + "/moved/file")
 
 def replace(path, text):
     with tempfile.NamedTemporaryFile("w", delete=False) as file:
@@ -335,6 +346,35 @@ def changed_by_library(communicator, folder):
     """A library that removes and writes files and asks for them, on rank 0 later than on the others."""
     time.sleep(0.3 * (communicator.rank == 0))
     return library()["changed"](folder, "text")
+
+
+def in_a_folder_moved_by_library(communicator, folder):
+    """A library that moves a folder into place, on rank 0 later than on the others, and reads a file in it."""
+    time.sleep(0.3 * (communicator.rank == 0))
+    return library()["moved"](folder, "text")
+
+
+def appended_and_read(communicator, folder):
+    """A log that stays open: rank 0 is late to append, and it is read after each line."""
+    read = []
+    with open(f"{folder}/log", "a", buffering=1) as log:
+        for line in range(3):
+            time.sleep(0.2 * (communicator.rank == 0))
+            log.write(f"{line}")
+            log.flush()
+            read.append(Path(folder, "log").read_text())
+    return read
+
+
+def saved_again_by_library(communicator, folder):
+    """A library that overwrites what is read twice, slowly on ranks above 0."""
+    read = []
+    for number in range(2):
+        library()["save"](f"{folder}/saved.npy", number)
+        for _ in range(2):
+            time.sleep(0.2 * (communicator.rank > 0))
+            read.append(int(np.load(f"{folder}/saved.npy")))
+    return read
 
 
 def commands(communicator, folder):

@@ -81,6 +81,9 @@ FOUND = {  # by a program of so many ranks, on each of them
     "by_library": (2, ("rank 0", False, "rank 0")),
     "listed_by_library": (2, ((True, []), "rank 0")),
     "changed_by_library": (2, (False, True, True, ["file"], ["file"], 1, False, 4)),
+    "in_a_folder_moved_by_library": (2, ("text", "text")),
+    "appended_and_read": (2, ["0", "01", "012"]),
+    "saved_again_by_library": (2, [0, 0, 1, 1]),
     "asked": (2, "yes"),
 }
 

@@ -45,6 +45,7 @@ LISTINGS = ((Path, "glob"), (Path, "rglob"), (Path, "iterdir"), (glob, "iglob"))
 LOADERS = ((torch, "load"), (torch.jit, "load"), (np, "load"), (os, "chdir"))
 MAKERS, REMOVERS = ("mkdir", "makedirs"), ("remove", "unlink", "rmdir", "rmtree")
 PATH_NAMES = ("f", "file", "path", "filename")  # of the first argument of a loader
+ARCHIVES = (".zip", ".tar", ".tar.gz", ".tar.bz2", ".tar.xz", ".tar.zst")
 COMMANDS = (
     *((subprocess, name) for name in ("run", "call", "check_call", "check_output", "getoutput", "getstatusoutput")),
     *((os, "system"), (os, "get_terminal_size"), (builtins, "input")),
@@ -61,7 +62,7 @@ class Write:
     targets: tuple[tuple[int, str], ...]  # the path arguments that it changes: position and name of each
     # The result of a call by a library on a rank above 0, from its arguments.
     result: Callable[[tuple[Any, ...], dict[str, Any]], Any] = lambda args, kwargs: None
-    leaves: bool = False  # it leaves a file at the last target
+    leaves: bool = False  # it leaves a file, or a folder with files, at the last target
     suffixes: tuple[str, ...] = ()  # that it may add to a path
     moves: bool = False  # it moves the first target to the last
     is_optional: bool = False  # the path may be left out, and is the current folder then
@@ -137,19 +138,19 @@ def _table() -> Iterable[Write]:
         yield Write(os, name, ((0, "src"), (1, "dst")), leaves=True, moves=True)
     yield Write(os, "renames", ((0, "old"), (1, "new")), leaves=True)
     for name in ("symlink", "link"):
-        yield Write(os, name, ((1, "dst"),))
+        yield Write(os, name, ((1, "dst"),), leaves=True)
     yield Write(shutil, "rmtree", ((0, "path"),))
     for name in ("copy", "copy2", "copyfile"):
         yield Write(shutil, name, ((1, "dst"),), _destination, leaves=True)
-    yield Write(shutil, "copytree", ((1, "dst"),), _destination)
+    yield Write(shutil, "copytree", ((1, "dst"),), _destination, leaves=True)
     for name in ("copymode", "copystat"):
         yield Write(shutil, name, ((1, "dst"),))
     yield Write(shutil, "move", ((0, "src"), (1, "dst")), _destination, leaves=True, moves=True)
-    yield Write(shutil, "make_archive", ((0, "base_name"),), _archive)
-    yield Write(shutil, "unpack_archive", ((1, "extract_dir"),), is_optional=True)
+    yield Write(shutil, "make_archive", ((0, "base_name"),), _archive, leaves=True, suffixes=ARCHIVES)
+    yield Write(shutil, "unpack_archive", ((1, "extract_dir"),), leaves=True, is_optional=True)
     for position, name in ((1, "extractall"), (2, "extract")):
-        yield Write(zipfile.ZipFile, name, ((position, "path"),), is_optional=True)
-        yield Write(tarfile.TarFile, name, ((position, "path"),), is_optional=True)
+        yield Write(zipfile.ZipFile, name, ((position, "path"),), leaves=True, is_optional=True)
+        yield Write(tarfile.TarFile, name, ((position, "path"),), leaves=True, is_optional=True)
     yield Write(torch, "save", ((1, "f"),), leaves=True)
     yield Write(torch.jit, "save", ((1, "f"),), leaves=True)
     yield Write(np, "save", ((0, "file"),), leaves=True, suffixes=(".npy",))

@@ -112,7 +112,9 @@ class Rank0Files:
     """The state of the script's files on one rank. Paths are absolute."""
 
     script: SharedScript
-    unfinished: set[str] = field(default_factory=set)  # rank 0 may still be changing these: who reads or asks waits
+    # What rank 0 has changed while the others went on, and may change again: who reads or asks waits, each time.
+    unfinished: set[str] = field(default_factory=set)
+    holders: set[str] = field(default_factory=set)  # the folders above these
     rank0_paths: dict[str, str] = field(default_factory=dict)  # by this rank's path, rank 0's other one (a clock in it)
     private: set[str] = field(default_factory=set)  # made by a library for this process
     made: set[str] = field(default_factory=set)  # folders that rank 0 makes for a library: they may not be there yet
@@ -212,34 +214,33 @@ class Rank0Files:
     @contextmanager
     def reading(self, path: str, frame: FrameType | None) -> Iterator[str]:
         """Yields rank 0's path of a file to read, after rank 0 has written it."""
-        if path not in self.unfinished or self.is_local() or not self.script.may_meet():
+        if not self.is_unfinished(path) or self.is_local() or not self.script.may_meet():
             yield self.rank0_path(path)
             return
         if origin(frame)[0] is Caller.MACHINERY:
             yield path
             return
         where = self.script.share("a read of a file that the script wrote", path)
-        self.unfinished.discard(path)
         self.learn_path(path, where)
         try:
             yield where
         finally:
-            self.script.meet("the end of a read")  # from now on the file may be removed
+            self.script.meet("the end of a read")  # from now on the file may be changed again, or removed
 
     def mark_unfinished(self, path: str | None) -> None:
         """Remembers that rank 0 begins to write a file, if all ranks reach this call."""
         if path is not None and self.script.may_meet():
             self.unfinished.add(path)
+            self.holders.update(_folders(path))
 
     def is_unfinished(self, path: str) -> bool:
         """Whether rank 0 may still be changing a path or pattern, a folder that it lies in, or something in it."""
         if not self.unfinished:
             return False
-        begin, *magic = re.split(r"[*?[]", path, maxsplit=1)
-        begin = begin if magic else os.path.join(path, "")
-        if path in self.unfinished or any(name.startswith(begin) for name in self.unfinished):
+        if path in self.unfinished or path in self.holders or not self.unfinished.isdisjoint(_folders(path)):
             return True
-        return any(str(folder) in self.unfinished for folder in Path(path).parents)
+        begin, *magic = re.split(r"[*?[]", path, maxsplit=1)
+        return bool(magic) and any(name.startswith(begin) for name in self.unfinished)
 
     def add_private(self, path: Any) -> None:
         """Remembers a file or folder that a library made for this process."""
@@ -272,6 +273,12 @@ class Rank0Files:
 
     def _is_own(self, path: str) -> bool:
         return path.startswith(SPECIAL_FOLDERS) or self.is_private(path)
+
+
+def _folders(path: str) -> Iterator[str]:
+    """The folders above an absolute path."""
+    while (folder := os.path.dirname(path)) != path:
+        yield (path := folder)
 
 
 def path_of(value: Any) -> str | None:
