@@ -219,7 +219,7 @@ def test_another_optimizer_is_refused_before_anything_is_changed(tmp_path):
         (torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), "SGD keeps momentum_buffer"),
         (torch.optim.AdamW(model.parameters(), amsgrad=True), "max_exp_avg_sq"),
         (torch.optim.AdamW(groups), "groups of 2 and 4"),
-        ([torch.optim.AdamW(model.parameters())] * 2, "state of 1 optimizers, and 2"),
+        ([torch.optim.AdamW(model.parameters())] * 2, "state of 1 optimizer, and 2"),
     ):
         with pytest.raises(CheckpointError, match=message):
             samestep.load_weights(model, source, optimizer)
@@ -259,6 +259,95 @@ def test_parameters_in_another_order_than_the_state_s_are_refused_before_anythin
     assert torch.equal(ours[0].weight, before)
     samestep.load_weights(ours, tmp_path / "last.pt", make(ours.parameters()))
     assert torch.equal(ours[0].weight, model[0].weight)
+
+
+@pytest.mark.parametrize("entry", [None, "adamw", ["adamw"], {"generator": {"state": {}, "param_groups": []}}, {}])
+def test_what_is_no_state_of_an_optimizer_is_left_alone_and_none_is_loaded_from_it(tmp_path, entry):
+    torch.save({"model": net().state_dict(), "optimizer": entry}, tmp_path / "last.pt")
+    model = net(seed=5)
+    assert samestep.load_weights(model, tmp_path / "last.pt") == []
+    with pytest.raises(CheckpointError, match="state of 0 optimizers, and 1"):
+        samestep.load_weights(model, tmp_path / "last.pt", torch.optim.AdamW(model.parameters()))
+
+
+def test_a_file_without_names_is_refused_by_what_it_holds(tmp_path):
+    torch.save([net().state_dict()], tmp_path / "list.pt")
+    with pytest.raises(CheckpointError, match=r"list\.pt holds .*list.*; needed: tensors by the names"):
+        samestep.load_weights(net(), tmp_path / "list.pt")
+
+
+def by_rank(model, momenta):
+    """SGD with a momentum for biases, and another one for matrices."""
+    groups = [[p for p in model.parameters() if (p.ndim > 1) == is_matrix] for is_matrix in (False, True)]
+    return torch.optim.SGD(
+        [{"params": group, "momentum": momentum} for group, momentum in zip(groups, momenta, strict=True)], lr=0.1
+    )
+
+
+@pytest.mark.parametrize("momenta", [(0.0, 0.9), (0.9, 0.0)])
+def test_each_group_of_an_optimizer_keeps_what_its_own_settings_need(tmp_path, momenta):
+    model, ours = net(), net(seed=5)
+    optimizer, own = by_rank(model, momenta), by_rank(ours, momenta)
+    loss_fn(model, (X, Y)).backward()
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "last.pt")
+    assert samestep.load_weights(ours, tmp_path / "last.pt", own) == []
+    for one, other in zip(model.parameters(), ours.parameters(), strict=True):
+        buffers = [state.get("momentum_buffer") for state in (optimizer.state[one], own.state.get(other, {}))]
+        assert buffers == [None, None] or torch.equal(*buffers)
+    with pytest.raises(CheckpointError, match=r"momentum_buffer of \d, and the program's SGD keeps nothing of"):
+        samestep.load_weights(ours, tmp_path / "last.pt", by_rank(ours, (0.0, 0.0)))
+
+
+class Scaled(nn.Linear):
+    """A layer with a number that is kept as extra state: a dict, or a tensor."""
+
+    def __init__(self, kind, scale):
+        super().__init__(3, 2)
+        self.kind, self.scale = kind, scale
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+    def get_extra_state(self):
+        return self.kind(self.scale)
+
+    def set_extra_state(self, state):
+        self.scale = float(state["scale"] if isinstance(state, dict) else state)
+
+
+def as_dict(scale):
+    return {"scale": scale}
+
+
+@pytest.mark.parametrize("kind", [as_dict, torch.tensor])
+def test_extra_state_of_modules_is_loaded_and_missed_where_there_is_none(tmp_path, kind):
+    source = nn.Sequential(Scaled(kind, 3.0))
+    torch.save(source.state_dict(), tmp_path / "last.pt")
+    (run,) = in_turns(1, saved_run, source, tmp_path / "own")
+    for place in (tmp_path / "last.pt", run):
+        ours = nn.Sequential(Scaled(kind, 1.0))
+        assert samestep.load_weights(ours, place) == []
+        assert ours[0].scale == 3.0
+    torch.save(dict(source.named_parameters()), tmp_path / "parameters.pt")
+    with pytest.raises(CheckpointError, match=r"no 0\._extra_state"):
+        samestep.load_weights(nn.Sequential(Scaled(kind, 1.0)), tmp_path / "parameters.pt")
+
+
+def saved_run(communicator, model, folder):
+    run = samestep.Run(16, 4, 0, communicator=communicator)
+    run.save_checkpoint(folder, run.train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn))
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["lazy", "meta"])
+def test_a_model_without_memory_is_refused_rather_than_left_as_it_is(tmp_path, kind):
+    source, *_ = plain(tmp_path)
+    model = net().to("meta") if kind == "meta" else nn.Sequential(nn.LazyLinear(4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    with pytest.raises(UsageError, match=r"no memory yet for 0\.bias, 0\.weight"):
+        samestep.load_weights(model, source)
+    model.to_empty(device="cpu") if kind == "meta" else model(X)
+    assert samestep.load_weights(model, source) == []
 
 
 class Harm:

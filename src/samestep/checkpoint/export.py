@@ -23,6 +23,7 @@ from samestep.comm.exceptions import on_main
 from samestep.engine.step import TrainStep
 from samestep.errors import UsageError
 from samestep.files import remove_entry, replacing, sync_folder, temporary_name, writing
+from samestep.text import notify
 
 MODEL = "model"
 FORMATS = ("safetensors", "torch", "dcp", "hf")
@@ -101,6 +102,8 @@ def read_place(place: Path, only: str | None) -> tuple[Path, Snapshot]:
     if found is None:
         why = "; ".join(skipped) or "there is none"
         raise UsageError(f"{place} has no good checkpoint ({why}); give the folder of a run, or a checkpoint in one")
+    for sentence in skipped:
+        notify(f"{sentence}; {found.path.name} is taken in its place")
     return found.path, found.snapshot
 
 

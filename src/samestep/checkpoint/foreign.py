@@ -12,20 +12,30 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from samestep.checkpoint.export import MODEL, model_weights, optimizer_states, read_place
 from samestep.checkpoint.packing import as_bad_checkpoint
 from samestep.checkpoint.resume import names_checkpoint
 from samestep.checkpoint.run_folder import holds_run
-from samestep.checkpoint.state import form, in_groups, load_optimizer, misfit, tied_names
+from samestep.checkpoint.state import (
+    EXTRA_STATE,
+    form,
+    in_groups,
+    load_optimizer,
+    misfit,
+    saved_extra_states,
+    tied_names,
+)
 from samestep.checkpoint.storage import list_checkpoints
 from samestep.checkpoint.verified_files import SUFFIX
+from samestep.engine.losses import describe
 from samestep.engine.parameters import held_by
 from samestep.engine.sharded_state import ELEMENTWISE
 from samestep.errors import CheckpointError, UsageError
 from samestep.files import open_regular, read_object
-from samestep.text import listed
+from samestep.text import counted, listed
 
 Content = tuple[dict[str, Any], list[Any]]  # tensors by name, and states of optimizers
 _INDEX, _METADATA = ".index.json", ".metadata"
@@ -71,41 +81,56 @@ def load_weights(
         CheckpointError: it does not fit, or is not read without running code in it; nothing is changed then.
     """
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
-    weights, states = _read(Path(source), bool(optimizers))
-    own: dict[str, Any] = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    state: dict[str, Any] = model.state_dict()
+    # Of modules with `get_extra_state`, whose values may be of any type and size.
+    extra = {name for name in state if name.rpartition(".")[2] == EXTRA_STATE}
+    own = {name: value for name, value in state.items() if name in extra or isinstance(value, Tensor)}
+    if empty := [name for name in own.keys() - extra if is_lazy(own[name]) or own[name].is_meta]:
+        raise UsageError(
+            f"the model has no memory yet for {listed(sorted(empty))}; before weights are loaded call it on a batch if "
+            "its modules are lazy, or model.to_empty(device='cpu') if it was made on the device meta"
+        )
+    weights, states = _read(Path(source), bool(optimizers), bool(extra))
     prefix = _prefix(own, weights)
     cut = {name: name.removeprefix(prefix) if name.startswith(prefix) else "" for name in weights}
-    fitting = {cut[name]: v for name, v in weights.items() if cut[name] in own and isinstance(v, Tensor)}
+    fitting = {
+        cut[name]: value
+        for name, value in weights.items()
+        if cut[name] in extra or (cut[name] in own and isinstance(value, Tensor))
+    }
     first = tied_names(model)
     loaded = {first.get(name, name) for name in fitting}
     misfits = [f"no {name}" for name in own if first.get(name, name) not in loaded]
     misfits += [f"also {name}" for name in weights if cut[name] not in fitting]
-    forms = {name: (form(value), form(own[name])) for name, value in fitting.items()}
+    forms = {name: (form(value), form(own[name])) for name, value in fitting.items() if name not in extra}
     misfits += [f"{name} as {there}, which is {here} here" for name, (there, here) in forms.items() if there != here]
     if not loaded or (strict and misfits):
         remedy = "; strict=False loads what fits" if loaded else ""
         raise CheckpointError(f"{source} does not fit the model: it has {listed(misfits)}{remedy}")
     if len(states) < len(optimizers):
         raise CheckpointError(
-            f"{source} has the state of {len(states)} optimizers, and {len(optimizers)} are to be loaded; leave "
-            "optimizer=… out to load the weights alone"
+            f"{source} has the state of {counted(len(states), 'optimizer')}, and {len(optimizers)} are to be loaded; "
+            "leave optimizer=… out to load the weights alone"
         )
     taken = [_fitted(model, each, saved, prefix) for each, saved in zip(optimizers, states, strict=False)]
     unfit = [f"the optimizer's {text}" for _, texts in taken for text in texts]
     if strict and unfit:
         raise CheckpointError(f"{source} does not fit the optimizer: it has {unfit[0]}; strict=False loads what fits")
-    model.load_state_dict({name: v for name, v in fitting.items() if v.shape == own[name].shape}, strict=False)
-    for each, (state, _) in zip(optimizers, taken, strict=True):
-        load_optimizer(each, {**each.state_dict(), "state": state})
+    model.load_state_dict(
+        {name: v for name, v in fitting.items() if name in extra or v.shape == own[name].shape}, strict=False
+    )
+    for each, (kept, _) in zip(optimizers, taken, strict=True):
+        load_optimizer(each, {**each.state_dict(), "state": kept})
     return misfits + unfit
 
 
-def _read(path: Path, with_optimizer: bool) -> Content:
-    """The tensors in files of any library, and the states of optimizers if they are asked for."""
+def _read(path: Path, with_optimizer: bool, with_extra: bool) -> Content:
+    """The tensors in files of any library, and what is asked for of optimizers and of the extra state of modules."""
     if names_checkpoint(path) or holds_run(path) or list_checkpoints(path):
-        place, snapshot = read_place(path, None if with_optimizer else MODEL)
+        place, snapshot = read_place(path, None if with_optimizer or with_extra else MODEL)
         weights, tied = model_weights(place, snapshot, MODEL)
-        return {**weights, **tied}, optimizer_states(snapshot) if with_optimizer else []
+        extra = saved_extra_states(snapshot, MODEL) if with_extra else {}
+        return {**weights, **tied, **extra}, optimizer_states(snapshot) if with_optimizer else []
     with as_bad_checkpoint(f"{path} cannot be read"):
         if (path / _METADATA).is_file():
             return _read_distributed(path, with_optimizer)
@@ -116,7 +141,7 @@ def _read(path: Path, with_optimizer: bool) -> Content:
             raise UsageError(f"{path} has no weights; needed in it: {', '.join(_FILES)} or {_METADATA}")
         numbered = sorted(path.glob("optimizer*.bin"), key=lambda file: (len(file.name), file.name))
         beside = [*numbered, *path.glob("optimizer.pt")] if with_optimizer else []
-        return _read_file(path / name)[0], [_read_pickle(file) for file in beside]
+        return _read_file(path / name)[0], _as_states([_read_pickle(file) for file in beside])
 
 
 def _read_file(path: Path) -> Content:
@@ -128,9 +153,17 @@ def _read_file(path: Path) -> Content:
     if path.suffix == SUFFIX:
         return load_file(path), []
     content = _read_pickle(path)
+    if not isinstance(content, Mapping):
+        raise CheckpointError(f"{path} holds {describe(content)}; needed: tensors by the names of a state_dict()")
     weights = next((content[key] for key in _MODELS if isinstance(content.get(key), Mapping)), content)
-    saved: Any = next((content[key] for key in _OPTIMIZERS if key in content), [])
-    return dict(weights), [saved] if isinstance(saved, Mapping) else saved
+    return dict(weights), next(filter(None, (_as_states(content[key]) for key in _OPTIMIZERS if key in content)), [])
+
+
+def _as_states(saved: Any) -> list[Any]:
+    """The states of optimizers that stand in an entry of a file; none if it holds anything else, such as a name."""
+    states = list(saved) if isinstance(saved, list | tuple) else [saved]
+    are_states = (isinstance(each, Mapping) and isinstance(each.get("state"), Mapping) for each in states)
+    return states if all(are_states) else []
 
 
 class _Inert:
@@ -252,13 +285,15 @@ def _fitted(
                 "the same parameters in the same groups"
             )
         numbers |= {key: number for number, key in enumerate(keys)}
-    kept, state, misfits, held = _kept(optimizer), {}, list[str](), held_by(optimizer)
+    state, misfits, held = {}, list[str](), held_by(optimizer)
+    keeps = [names for group in optimizer.param_groups for names in [_kept(optimizer, group)] * len(group["params"])]
     for key, entries in saved.get("state", {}).items():
         has = {name for name, value in entries.items() if value is not None}
+        kept = keeps[numbers.get(key, 0)]
         if key not in numbers or (kept is not None and has - {"step"} != kept - {"step"}):
             misfits.append(
                 f"{listed(sorted(has)) or 'nothing'} of {key}, and the program's {type(optimizer).__name__} keeps "
-                f"{listed(sorted(kept or ()))} of {len(places)} parameters"
+                f"{listed(sorted(kept or ())) or 'nothing'} of {len(places)} parameters"
             )
         elif unlike := misfit(optimizer, entries, held[numbers[key]]):
             misfits.append(unlike)
@@ -268,13 +303,13 @@ def _fitted(
     return state, misfits
 
 
-def _kept(optimizer: Optimizer) -> set[str] | None:
-    """What an elementwise optimizer of torch keeps of a parameter, found by a step of a copy; None for others."""
+def _kept(optimizer: Optimizer, group: Mapping[str, Any]) -> set[str] | None:
+    """What an elementwise optimizer of torch keeps of a group's parameters, by a step of a copy; None for others."""
     if type(optimizer).__name__ not in ELEMENTWISE or not type(optimizer).__module__.startswith("torch.optim."):
         return None
     probe, parameter = copy(optimizer), nn.Parameter(torch.zeros(1, 1))
     parameter.grad = torch.zeros(1, 1)
     probe.state = type(optimizer.state)(dict)
-    probe.param_groups = [{**optimizer.param_groups[0], "params": [parameter], "capturable": False}]
+    probe.param_groups = [{**group, "params": [parameter], "capturable": False}]
     probe.step()
     return {name for name, value in probe.state[parameter].items() if value is not None}

@@ -36,6 +36,7 @@ from samestep.errors import CheckpointError
 
 FORMAT = 2
 NOT_OURS = "another checkpoint is needed: the state in this one cannot be taken up"
+EXTRA_STATE = "_extra_state"  # the last word of its name in a `state_dict()`
 _LIKE_PARAMETER = ("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "sum")
 
 Steps = TrainStep | Sequence[TrainStep]
@@ -110,6 +111,13 @@ def rest_of(state: Snapshot) -> dict[str, Any]:
     """The `rest` that was given to `capture`; raises a `CheckpointError` if the state is of another format."""
     rest: dict[str, Any] = _others(state)["rest"]
     return rest
+
+
+def saved_extra_states(state: Snapshot, model: str) -> dict[str, Any]:
+    """The extra state of a model's modules, by the names of its `state_dict()`."""
+    with as_bad_checkpoint(NOT_OURS):
+        extra = _others(state).get("extra", {}).get(model, {})
+        return {f"{path}.{EXTRA_STATE}" if path else EXTRA_STATE: value for path, value in extra.items()}
 
 
 def check_captured(state: Snapshot) -> None:
