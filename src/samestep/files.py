@@ -63,7 +63,7 @@ MAX_LEVELS = 200
 """Levels of lists and objects within each other in a file of JSON."""
 # No link is followed, and a pipe without a writer is opened without waiting.
 IN_PLACE = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
-_NO_SPACE = {errno.ENOSPC, errno.EFBIG} | {getattr(errno, name) for name in ("EDQUOT",) if hasattr(errno, name)}
+NO_SPACE = {errno.ENOSPC, errno.EFBIG} | {getattr(errno, name) for name in ("EDQUOT",) if hasattr(errno, name)}
 _TEMPORARY = re.compile(r"\.tmp-.*-(?P<pid>\d+)-(?P<began>\d+)-(?P<host>[0-9a-f]{8})-[0-9a-f]{8}")
 _MAX_WHAT = 200  # bytes
 _FOREIGN_SECONDS = 24 * 60 * 60.0  # of another machine's processes, whose life cannot be checked
@@ -77,7 +77,7 @@ def writing(path: Path) -> Iterator[None]:
     except RunFolderError:
         raise
     except OSError as error:
-        remedy = "free some space, or choose" if error.errno in _NO_SPACE else "choose"
+        remedy = "free some space, or choose" if error.errno in NO_SPACE else "choose"
         raise RunFolderError(
             f"cannot write {path}: {reason(error)}; {remedy} another folder by run_dir (--run-dir)"
         ) from error

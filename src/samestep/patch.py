@@ -19,10 +19,12 @@ patched:
 
 `late_dynamo` is applied with them, so that all see the same torch._dynamo, whenever it is imported.
 `spawning` and `logical` patch multiprocessing and torch.distributed, for scripts that deal with ranks themselves, and
-`logical` counts torch's errors of memory.
+`logical` counts torch's errors of memory. Replays, audits and runs of `verify` patch os._exit, by `exits_raised`.
 """
 
+import os
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -30,7 +32,7 @@ from dataclasses import dataclass
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 DYNAMO = "torch._dynamo"
 """800 modules, which torch imports at the first optimizer: before the fork, instead of in every worker."""
@@ -66,6 +68,22 @@ def applied(patches: Iterable[Patch]) -> Iterator[None]:
         for each in reversed(undo):
             del _ACTIVE[id(each)]
             _put(*each)
+
+
+@contextmanager
+def exits_raised() -> Iterator[None]:
+    """Makes an exception of `os._exit`, which would end this process with the program's code, and no result."""
+    own, leave = os.getpid(), os._exit
+
+    def raise_exit(code: int) -> NoReturn:
+        if os.getpid() != own:  # a child that the program forked
+            leave(code)
+        if threading.current_thread() is not threading.main_thread():  # an exception would end the thread alone
+            leave(code or 1)
+        raise SystemExit(code)
+
+    with applied([Patch(os, "_exit", raise_exit)]):
+        yield
 
 
 def _put(owner: Any, name: str, value: Any) -> None:

@@ -1,6 +1,8 @@
 """Text for people: names, values and messages of a readable length, without control characters, and showing them."""
 
 import errno
+import json
+import math
 import os
 import re
 import sys
@@ -43,6 +45,22 @@ def counted(number: Any, noun: str) -> str:
     """`1 device`, `1,200 devices`, `8 microbatches`."""
     text = f"{number:,}" if isinstance(number, int) else str(number)
     return f"{text} {noun}{'' if number == 1 else 'es' if noun.endswith('tch') else 's'}"
+
+
+def json_text(value: Any, **options: Any) -> str:
+    """A value as JSON, which has finite numbers alone: others are strings, such as "nan"."""
+    try:
+        return json.dumps(value, allow_nan=False, **options)
+    except ValueError:
+        return json.dumps(_finite(value), allow_nan=False, **options)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [*map(_finite, value)]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from cli_commands import samestep, write_table
 
 from samestep.cli.main import main
 from samestep.files import write_json
-from samestep.runs.ledger import to_line
+from samestep.runs.ledger import TIMED_KINDS, to_line
 from samestep.runs.recorder import file_sha256
 
 CHECKPOINT = "checkpoints/step-00000004"
@@ -209,7 +209,34 @@ def test_control_characters_of_names_and_values_are_shown_and_never_sent(folder,
     assert "�" in text or r"\x1b" in text
 
 
+def test_what_is_printed_as_json_is_json_whatever_a_folder_holds(folder, monkeypatch, capsys):
+    def refused(constant):
+        raise AssertionError(constant)
+
+    record = json.loads((folder / "a" / "run.json").read_text())
+    write_json(folder / "a" / "run.json", {**record, "momentum": float("inf")})
+    with (folder / "a" / "ledger.jsonl").open("ab") as file:
+        for event in ({"event": "audit", "step": 4, "found": float("nan")}, {"event": "checkpoint", "step": {}}):
+            file.write(to_line(event))
+        file.write(to_line({"event": "checkpoint", "step": 2**64}))
+        for number, seconds in enumerate((None, {}, {"data": 1.0}, dict.fromkeys(TIMED_KINDS, "1"))):
+            step = {"step": 6 + number, "loss": "0x1p+0", "grad_norm": "0x1p+0", "lr": []}
+            file.write(to_line({**step, "seconds": seconds}))
+    for words, shown in (
+        (("ledger", "show", "a", "--last", 99), '"found": "nan"'),
+        (("report", "a", "--output", "out"), '"inf"'),
+        (("profile", "a"), '"num_steps"'),
+        (("runs", "a"), '"steps": 10'),
+    ):
+        code, text = said((*words, "--json"), monkeypatch, capsys)
+        assert code == 0
+        assert shown in text
+        json.loads(text, parse_constant=refused)
+    assert said(("attest", "a"), monkeypatch, capsys) == (0, "a/attestation.json\n")
+
+
 MARK = "import pathlib\npathlib.Path({!r}).touch()\n"
+OWN = importlib.util.find_spec("samestep.__main__").origin
 PIP = importlib.util.find_spec("pip.__main__").origin
 PROGRAMS = {  # case: working folder and command, the recorded hash, and why it is not run, "" for a script that is
     "the script that made the run": (".", ["python", "train.py"], "own", ""),
@@ -225,6 +252,7 @@ PROGRAMS = {  # case: working folder and command, the recorded hash, and why it 
     "a module that is not there": (".", ["python", "-m", "nowhere.train"], "own", "None is not the script"),
     "an argument that is code": (".", ["python", "-m", "timeit", "CODE"], timeit.__file__, "belongs to the installed"),
     "by its file": (".", ["python", timeit.__file__, "CODE"], timeit.__file__, "belongs to the installed"),
+    "samestep's own": (".", ["python", "-m", "samestep", "run", "CODE"], OWN, "belongs to the installed"),
     "of a package": (".", ["python", "-m", "pip", "CODE"], PIP, "belongs to the installed"),
 }
 FOREIGN = {"zipfile", "nowhere.train", "CODE"}

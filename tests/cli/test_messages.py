@@ -3,8 +3,10 @@
 import io
 import os
 import re
+import subprocess
 
 import pytest
+from cli_commands import SAMESTEP
 from rich.console import Console
 
 from samestep.errors import RunFolderError, UsageError
@@ -48,6 +50,23 @@ def test_a_number_of_threads_that_no_machine_has_is_a_sentence(refused, words):
     said = refused(words[0], "--num-threads", "9" * 20, *words[1:])
     assert "--num-threads" in said
     assert "1024" in said
+
+
+def test_values_that_mean_nothing_to_a_command_are_refused_before_it_begins(refused, tmp_path):
+    for seconds in ("0", "-1", "nan", "inf"):
+        assert "got --hang-seconds" in refused("verify", "--hang-seconds", seconds, "mlp")
+    for words in (("--input-shape", "3,-1"), ("--target-dtype", "float32")):
+        for model in ("lenet", "gpt2"):
+            assert f"{model} has samples of its own" in refused("estimate", model, "--devices", "2xH100", *words)
+    assert "no ledger at" in refused("profile", tmp_path)
+
+
+@pytest.mark.parametrize("words", [["explain"], ["devices"], ["devices", "--json"]], ids=" ".join)
+def test_output_that_a_full_disk_refuses_is_an_error(words):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([*SAMESTEP, *words], stdout=full, stderr=subprocess.PIPE, text=True)
+    said = "samestep: error: what is printed cannot be written: No space left on device; name another file or folder\n"
+    assert (done.returncode, done.stderr) == (1, said)
 
 
 def test_a_script_whose_steps_are_its_own_cannot_be_audited(refused, tmp_path):

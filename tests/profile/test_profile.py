@@ -14,7 +14,7 @@ from profile_programs import NUM_STEPS, traced
 from samestep.cli.profile import step_times
 from samestep.comm.environment import PROFILE_VARIABLE, Environment, chosen_profile
 from samestep.comm.heartbeat import Heartbeat
-from samestep.errors import DataError, UsageError
+from samestep.errors import UsageError
 from samestep.run.profile import NUM_STEPS as TRACED_STEPS
 from samestep.run.profile import SKIPPED_STEPS, keep_profile
 from samestep.runs.ledger import to_line
@@ -100,7 +100,7 @@ def test_the_table_is_of_the_ledger_s_last_steps_without_the_first(tmp_path):
     ledger.write_bytes(to_line({"step": 0, **base}))
     with pytest.raises(UsageError, match="holds no step with its times"):
         step_times(tmp_path)
-    with pytest.raises(DataError, match="no ledger"):
+    with pytest.raises(UsageError, match="no ledger"):
         step_times(tmp_path / "none")
 
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,8 @@ from safetensors.torch import load_file, save_file
 from test_replay import alter, contents, copied, next_up
 from typer.testing import CliRunner
 
+from samestep.checkpoint.state import rest_of
+from samestep.checkpoint.storage import newest_checkpoint
 from samestep.checkpoint.verified_files import MANIFEST_FILE, Manifest, manifest_bytes, read_manifest, seal
 from samestep.cli.main import app
 from samestep.errors import ContractError, UsageError
@@ -149,6 +152,42 @@ def test_the_digest_of_the_end_is_compared(run, tmp_path):
 
     lines_changed(folder, change)
     assert "the final digest: 0000" in audited(folder).segments[3].difference
+
+
+def test_the_result_of_a_recipe_fits_the_rest_of_its_folder(run, tmp_path):
+    folder = copied(run, tmp_path)
+    contract = json.loads((folder / "run.json").read_text())
+    history = rest_of(newest_checkpoint(folder / "checkpoints").snapshot)["history"]
+    names = ("global_batch_size", "num_microbatches", "seed")
+    result = {"digest": end_of(folder)["digest"], "epochs": history, **{name: contract[name] for name in names}}
+    forged = [*({**history[0], "train_loss": loss} for loss in (0.0, None)), {**history[0], "seconds": 0.0}]
+    for change, said in (
+        ({}, None),
+        ({"epochs": [forged[2], *history[1:]]}, None),
+        ({"epochs": [forged[0], *history[1:]]}, "epochs.0.train_loss: 0.0, now 0."),
+        ({"epochs": [forged[1], *history[1:]]}, "epochs.0.train_loss: None, now 0."),
+        ({"epochs": history[1:]}, "epochs: "),
+        ({"digest": "0" * 64}, "digest: 0000"),
+        ({"seed": 4}, "seed: 4, now 3"),
+    ):
+        (folder / "result.json").write_text(json.dumps({**result, **change}))
+        faults = audited(folder, 1).faults
+        assert (faults == []) if said is None else faults[0].startswith(f"result.json does not fit the folder: {said}")
+    (folder / "result.json").write_text("{")
+    assert audited(folder, 1).faults[0].startswith("result.json cannot be read: ")
+
+
+@pytest.mark.parametrize("leave", [lambda: os._exit(0), lambda: sys.exit(0)], ids=["_exit", "exit"])
+def test_a_program_that_ends_its_process_ends_no_audit(run, leave):
+    def program():
+        try:
+            train(None, run, **OPTIONS)
+        finally:
+            leave()
+
+    assert audit(run, 0, program=program).holds
+    with pytest.raises(UsageError, match="ended with the exit code 0 before a Trainer of its own"):
+        audit(run, 0, program=leave)
 
 
 def test_a_run_without_checkpoints_between_is_one_segment_and_says_what_to_record(run, tmp_path):

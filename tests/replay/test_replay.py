@@ -415,6 +415,19 @@ def test_a_command_that_leads_to_no_program_is_refused(tmp_path, words, sentence
         program_of({"working_folder": str(tmp_path), "command": words.split()}, Path("run"))
 
 
+def test_the_file_of_a_module_is_the_one_that_python_runs(tmp_path):
+    def file_of(name):
+        return program_of({"working_folder": str(tmp_path), "command": ["python", "-m", name]}, Path("run")).file
+
+    for file in ("part/__main__.py", "part.py", "whole/inner/__main__.py"):
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text("")
+    assert [file_of("part"), file_of("whole.inner")] == [tmp_path / "part.py", tmp_path / "whole/inner/__main__.py"]
+    assert [file_of(name) for name in ("nothing", "part.inner", "whole", "sys")] == [None] * 4
+    (tmp_path / "part/__init__.py").write_text("")
+    assert file_of("part") == tmp_path / "part/__main__.py"
+
+
 @pytest.mark.parametrize("starter", ["script", "module"])
 def test_what_a_run_records_of_its_program_leads_back_to_it(tmp_path, monkeypatch, capsys, starter):
     (tmp_path / "origins.py").write_text(

@@ -3,11 +3,16 @@
 import hashlib
 import json
 import os
+import subprocess
+import sys
+import time
+from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from cli_commands import samestep
+from cli_commands import SAMESTEP, samestep
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
@@ -124,6 +129,7 @@ for epoch in range(2):
     print(epoch, file=open("log.txt", "a"))
 """
 PLAIN = """
+import os
 import sys
 import torch
 from parts import make_model
@@ -137,6 +143,8 @@ for x in data.split(8):
     model(x).square().mean().backward()
     optimizer.step()
 save_file(model.state_dict(), "model.safetensors", {"format": "pt", "lr": sys.argv[1], "samples": str(len(data))})
+torch.save(model.state_dict(), "runs/a/model.pt")
+os.symlink("runs", "last")  # as the newest of a script's checkpoints is named
 """
 PARTS = """
 from torch import nn
@@ -238,9 +246,12 @@ def test_a_script_that_went_on_is_audited_from_its_beginning_by_the_code_of_each
 def test_a_plain_script_is_audited_too_and_names_what_was_there_before(tmp_path):
     prepare(tmp_path, PLAIN)
     (tmp_path / "model.safetensors").write_text("of an earlier run")
-    recorded(tmp_path, "cpu:1")
-    found = audited(tmp_path, "--devices", "cpu:2")
-    assert (found["holds"], found["files"]) == (True, {"model.safetensors": None}), found
+    run = recorded(tmp_path, "cpu:1")
+    (tmp_path / "typer.py").write_text("raise SystemExit('this is no module of the command')")
+    words, safe = ("audit", "runs/a", "--json", "--devices", "cpu:2"), (sys.executable, "-P", *SAMESTEP[1:])
+    found = json.loads(samestep(*words, cwd=tmp_path, command=safe).stdout)
+    (tmp_path / "typer.py").unlink()
+    assert (found["holds"], found["files"]) == (True, {"model.safetensors": None, "runs/a/model.pt": None}), found
     assert ["there is no attestation" in note for note in found["notes"]] == [True]
 
     (tmp_path / "model.safetensors").write_text("forged")
@@ -251,6 +262,11 @@ def test_a_plain_script_is_audited_too_and_names_what_was_there_before(tmp_path)
     found = audited(tmp_path)
     assert found["files"]["model.safetensors"].startswith("its SHA-256 is another")
     assert "model.safetensors is not there any more: what is missing is compared by its SHA-256 alone" in found["notes"]
+    for words, said in (
+        (["--except", "*.safetensors", "--except", "m*.pt"], "of 2 files that its script wrote below"),
+        (["--devices", "cpu:0"], "asked for cpu:0"),
+    ):
+        assert said in str(CliRunner().invoke(app, ["audit", str(run), *words]).exception)
     with pytest.raises(AssertionError, match=r"(?s)already holds the run of another script, or one with other options"):
         recorded(tmp_path, lr="0.2")
 
@@ -293,6 +309,24 @@ def test_scripts_of_other_kinds_are_audited_and_an_edited_file_or_script_is_foun
     assert "train.py is not the script that made the run" in str(refused.exception)
 
 
+@pytest.mark.slow
+def test_what_repeats_a_run_ends_with_an_audit_that_is_killed(tmp_path):
+    text = (
+        "if os.path.exists('wait'):\n    print(os.getpid(), file=open('wait', 'w'), flush=True)\n    time.sleep(999)\n"
+    )
+    recorded(prepare(tmp_path, f"import os, time\n{text}{PLAIN}"), "cpu:1")
+    (tmp_path / "wait").touch()  # there is a link to it in the temporary folder
+    audit = subprocess.Popen([*SAMESTEP, "audit", "runs/a"], cwd=tmp_path, env={**os.environ, "TMPDIR": str(tmp_path)})
+    while not (content := (tmp_path / "wait").read_text()).endswith("\n"):
+        assert audit.poll() is None
+        time.sleep(0.1)
+    worker = psutil.Process(int(content))
+    audit.kill()
+    audit.wait()
+    _, alive = psutil.wait_procs([worker], timeout=30)
+    assert alive == []
+
+
 def test_what_a_run_cannot_record_is_refused_before_a_device_is_used(tmp_path, monkeypatch):
     monkeypatch.chdir(prepare(tmp_path, PLAIN))
     done = CliRunner().invoke(app, ["run", "--devices", "cpu:2", "--run-dir", "runs/a", "train.py"])
@@ -303,6 +337,15 @@ def test_what_a_run_cannot_record_is_refused_before_a_device_is_used(tmp_path, m
     for command in ("audit", "attest"):
         refused = CliRunner().invoke(app, [command, "runs/a"])
         assert str(refused.exception).endswith("is no record of a script's run: see ../x")
+    for other in ("run.json", "step-00000002/state.json"):
+        (tmp_path / "runs/a" / other).parent.mkdir(exist_ok=True)
+        (tmp_path / "runs/a" / other).write_text("{}")
+        for command in ("audit", "attest"):
+            refused = CliRunner().invoke(app, [command, "runs/a"])
+            assert f"runs/a holds script.json and {Path(other).parts[0]}, which are of two runs" in str(
+                refused.exception
+            )
+        (tmp_path / "runs/a" / other).unlink()
     (tmp_path / "runs/a/script.json").unlink()
     (tmp_path / "runs/a/script.json").symlink_to(tmp_path / "train.py")
     with pytest.raises(UsageError, match="it is a symbolic link"):
@@ -319,7 +362,7 @@ def test_files_below_a_folder_are_found_behind_links_to_others_but_not_twice(tmp
     (here / "above").symlink_to(tmp_path / "gone")
     os.symlink(here / "a/file", here / "file")
     found = entries_below(here, [here / "runs"])
-    assert {name for name, entry in found.items() if entry is None} == {"a", "linked"}
+    assert {name for name, entry in found.items() if entry is None} == {"a", "linked", "again", "above"}
     assert {name for name, entry in found.items() if entry} == {"a/file", "linked/file", "file"}
     (other / "file").write_text("yy")
     assert [name for name, entry in entries_below(here, [here / "runs"]).items() if entry != found[name]] == [

@@ -98,6 +98,7 @@ GARBAGE = {
     b"[1, 2]": NO_CHECKSUM,
     raw({"loss": "0x1.0p+0"}): "has no number of a step, but None",
     raw({"step": -1}): "has no number of a step, but -1",
+    raw({"step": 2**53}): f"has no number of a step, but {2**53}",
     raw({"step": True}): "has no number of a step, but True",
     raw({"step": "1"}): "has no number of a step, but '1'",
     raw({"step": 1, "event": 5}): "has the event 5",

@@ -74,8 +74,20 @@ def holds_script(path: Path) -> bool:
     return (path / SCRIPT_FILE).exists()
 
 
+def check_one_run(folder: Path) -> None:
+    """Raises a `UsageError` for a folder that holds runs of two kinds, of which only one would be looked at."""
+    found = [folder / name for name in (SCRIPT_FILE, CONTRACT_FILE) if (folder / name).exists()]
+    found += [path.parent for path in sorted(folder.glob(f"step-*/{FACTS_FILE}"))[:1]]  # of a loop of the user's own
+    if len(found) > 1:
+        raise UsageError(
+            f"{folder} holds {found[0].name} and {found[1].name}, which are of two runs; needed: a folder for each, so "
+            "move one of them away"
+        )
+
+
 def script_of(folder: Path) -> dict[str, Any]:
-    """The content of script.json; a `UsageError` if it is no record of a script's run."""
+    """The content of script.json; a `UsageError` if it is no record of a script's run, or not the only run there."""
+    check_one_run(folder)
     kinds = {"command": list, "contract": dict, "options": dict, "files": dict, "folders": list, "changed": list}
     try:
         record = read_object(folder / SCRIPT_FILE)

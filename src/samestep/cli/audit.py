@@ -1,6 +1,5 @@
 """`samestep audit`: drawn segments of a recorded run, taken again and compared to the bit."""
 
-import json
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
@@ -12,7 +11,7 @@ import typer
 
 from samestep.checkpoint.run_folder import holds_script
 from samestep.cli.options import Devices, cap_as_recorded, run_folders
-from samestep.text import make_console, make_table, notify, one_line
+from samestep.text import json_text, make_console, make_table, notify, one_line
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -52,6 +51,12 @@ def audit(
     if holds_script(run):
         _audit_script(run, devices, trust, excepted or [], as_json)
         return
+    if excepted:
+        from samestep.errors import UsageError
+
+        raise UsageError(
+            f"got --except {excepted[0]} for {run}, which is no run of a script with files of its own; leave it out"
+        )
     cap_as_recorded(run)
     from samestep.replay.auditing import audit as audit_run
 
@@ -68,7 +73,7 @@ def audit(
         options["progress"] = lambda done, of: bar.update(task, completed=done, total=of)
         found = audit_run(run, 0 if everything else segments, seed=seed, **options)
     if as_json:
-        print(json.dumps(found.as_json()))
+        print(json_text(found.as_json()))
     else:
         _print(found)
     if not found.holds:
@@ -83,7 +88,7 @@ def _audit_script(run: Path, devices: str | None, trust: bool, excepted: list[st
 
     found = audit_script(run, devices=devices, trust=trust, excepted=excepted, tell=notify)
     if as_json:
-        print(json.dumps(found.as_json()))
+        print(json_text(found.as_json()))
     else:
         table = make_table("file", "the same")
         for name, difference in found.files.items():
@@ -106,9 +111,9 @@ def _on_devices(run: Path, segments: "Sequence[Segment]", trust: bool, devices: 
     target = "samestep.replay.auditing:audit_as_rank"
     job = Job("function", target, kwargs=kwargs, lines_to="stderr", relay=True, policy=Policy(heal=False))
     outcome = supervise(job, select(devices))
-    if outcome.exit_code:
-        notify(f"error: {outcome.failure}")
-        raise typer.Exit(outcome.exit_code)
+    if outcome.exit_code or outcome.result is None:
+        notify(f"error: {outcome.failure or 'the workers ended without a result'}")
+        raise typer.Exit(outcome.exit_code or 1)
     return [AuditedSegment(**each) for each in outcome.result]
 
 

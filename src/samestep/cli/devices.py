@@ -1,12 +1,11 @@
 """`samestep devices`: what hardware is there."""
 
-import json
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from samestep.devices.device import gib
-from samestep.text import counted, make_console, make_table
+from samestep.text import counted, json_text, make_console, make_table
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -32,7 +31,7 @@ def devices(
     if free is not None:
         _print_free(free, inventory, as_json)
     elif as_json:
-        print(json.dumps(_as_dict(inventory)))
+        print(json_text(_as_dict(inventory)))
     else:
         _print_table(inventory)
 
@@ -43,7 +42,7 @@ def _print_free(count: int, inventory: "Inventory", as_json: bool) -> None:
 
     selection = select(f"free:{count}", inventory)
     if as_json:
-        print(json.dumps({"indices": selection.indices, "environment": selection.environment}))
+        print(json_text({"indices": selection.indices, "environment": selection.environment}))
         return
     if not selection.environment:
         raise DeviceError(f"no variable limits what a process sees of {selection.describe()}; leave out --free")

@@ -1,12 +1,12 @@
 """`samestep doctor`: is this machine sane?"""
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from samestep.cli.options import Devices
+from samestep.text import json_text
 
 if TYPE_CHECKING:
     from samestep.doctor.check_table import Result
@@ -48,7 +48,7 @@ def doctor(
 
         content = proof.prove(devices or "auto", output or Path(), quick, timeout_seconds)
         if as_json:
-            print(json.dumps(content), flush=True)
+            print(json_text(content), flush=True)
         else:
             print_results(from_objects(content["rows"]))
             print(proof.verdict(content), flush=True)
@@ -69,6 +69,6 @@ def _show(results: "list[Result]", as_json: bool) -> None:
     from samestep.doctor.check_table import as_object, print_results
 
     if as_json:
-        print(json.dumps(as_object(results)), flush=True)
+        print(json_text(as_object(results)), flush=True)
     else:
         print_results(results)

@@ -1,6 +1,5 @@
 """`samestep estimate`: memory, step time and the recommended layout, before any device is rented."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Annotated
@@ -11,7 +10,7 @@ from samestep.cli.options import one_of, option, with_options
 from samestep.core.mesh import REST
 from samestep.recipes.catalog import NAMES
 from samestep.recipes.settings import mesh_sizes, own_options_in_words, pairs
-from samestep.text import notify
+from samestep.text import json_text, notify
 
 MODEL = {"panel": "The model"}
 LAYOUT = {"panel": "The layout; options that are left out are searched"}
@@ -119,6 +118,9 @@ def estimate(
     from samestep.recipes.estimating import recipe_workload
 
     cluster = read_cluster(devices, nnodes, node_gbits)
+    shapes = (about.input_shape, about.input_dtype, about.target_shape, about.target_dtype)
+    if model in (*NAMES, *DECODERS) and shapes != (None, "float32", None, "int64"):
+        raise UsageError(f"got the shape or dtype of a sample, and {model} has samples of its own; leave it out")
     if model in NAMES:
         workload = recipe_workload(model, about.data, pairs(about.own or []))
     elif about.own or about.data:
@@ -126,7 +128,6 @@ def estimate(
     elif model in DECODERS:
         workload = published(model)
     else:
-        shapes = (about.input_shape, about.input_dtype, about.target_shape, about.target_dtype)
         workload = load_workload(model, (*NAMES, *DECODERS), *shapes)
     if about.optimizer is not None:
         check_choice("--optimizer", about.optimizer, OPTIMIZERS)
@@ -142,7 +143,7 @@ def estimate(
     notify(f"tracing {workload.name}; large models take a minute")
     found = make_estimate(workload, cluster, request)
     if as_json:
-        print(json.dumps(found.as_json()))
+        print(json_text(found.as_json()))
     else:
         print_estimate(found)
     if not found.chosen.fits:

@@ -1,13 +1,12 @@
 """`samestep explain`: the documentation's section on a cause that `samestep verify` names."""
 
 import re
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from samestep.text import make_console, show
+from samestep.text import make_console
 
 PACKAGE = Path(__file__).parents[1]
 FOLDERS = [root / "docs" / "causes" for root in (PACKAGE, PACKAGE.parents[1])]  # of a wheel, of a checkout
@@ -34,4 +33,4 @@ def explain(
     if console.is_terminal:
         console.print(Markdown(text))
     else:
-        show(text.rstrip("\n"), sys.stdout)  # the console prints a text as one line
+        print(text.rstrip("\n"), flush=True)  # the console prints a text as one line

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from samestep.cli.options import Command, run_folders
-from samestep.text import counted, make_console, make_table, print_table
+from samestep.text import counted, json_text, make_console, make_table, print_table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -51,7 +51,7 @@ def diff(
     from samestep.runs.ledger import compare, extent
     from samestep.runs.run_list import read_contract
 
-    ledgers = _read(a), _read(b)
+    ledgers = read_or_refuse(a), read_or_refuse(b)
     reach = extent(*ledgers)
     if reach.common == 0:
         counts = " and ".join(f"{len(ledger.steps)} in {path}" for ledger, path in zip(ledgers, (a, b), strict=True))
@@ -60,7 +60,7 @@ def diff(
     changes = None if before is None or after is None else differences(before, after)
     found = _LedgerComparison((a, b), ledgers, reach, compare(*ledgers), changes)
     if as_json:
-        print(json.dumps(_as_json(found)))
+        print(json_text(_as_json(found)))
     else:
         _print_comparison(found)
     if found.difference is not None:
@@ -75,13 +75,13 @@ def show(
     as_json: _Json = False,
 ) -> None:
     """Shows the last steps of a run with the events meanwhile, or its last events."""
-    ledger = _read(run)
+    ledger = read_or_refuse(run)
     steps = [] if events else list(ledger.steps.values())[-last:]
     begin = steps[0]["step"] if steps else 0
     shown = [event for event in ledger.events if event["step"] >= begin][-last:]
     if as_json:
         facts = {"num_steps": len(ledger.steps), "num_events": len(ledger.events)}
-        print(json.dumps({**facts, "steps": steps, "events": shown, "notes": _notes(ledger)}))
+        print(json_text({**facts, "steps": steps, "events": shown, "notes": _notes(ledger)}))
         return
     console = make_console()
     if steps:
@@ -94,7 +94,7 @@ def show(
         console.print(f"note: {note}", markup=False)
 
 
-def _read(path: Path) -> "Ledger":
+def read_or_refuse(path: Path) -> "Ledger":
     """A ledger; raises a `UsageError` for a file that is none."""
     from samestep.errors import DataError, UsageError
     from samestep.runs.ledger import read_ledger

@@ -12,6 +12,7 @@ from typer.core import TyperGroup
 
 from samestep.cli.options import SPELLINGS, Command, without_types
 from samestep.errors import SamestepError, UsageError
+from samestep.files import NO_SPACE
 from samestep.launcher.os_processes import EarlyServer
 from samestep.text import notify, readable
 from samestep.version import __version__
@@ -89,9 +90,10 @@ def main(server: EarlyServer | None = None) -> None:
         notify(f"error: {error}")
         sys.exit(2 if _is_too_long(error.__cause__) else error.exit_code)
     except OSError as error:
-        if error.filename is None:
+        if error.filename is None and error.errno not in NO_SPACE:
             raise
-        reason = f"{os.fsdecode(error.filename)}: {error.strerror}; name another file or folder"
+        place = "what is printed cannot be written" if error.filename is None else os.fsdecode(error.filename)
+        reason = f"{place}: {error.strerror}; name another file or folder"
         notify(f"error: {readable(reason)}")
         sys.exit(2 if _is_too_long(error) else 1)
     except Exception as error:

@@ -1,6 +1,5 @@
 """`samestep profile` and the option that asks for a profile: the time of a step's phases, and traces to look at."""
 
-import json
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
@@ -9,7 +8,7 @@ import typer
 
 from samestep.cli.options import run_folders
 from samestep.errors import UsageError
-from samestep.text import counted, notify
+from samestep.text import counted, json_text, notify
 
 if TYPE_CHECKING:
     from samestep.devices.selection import Selection
@@ -40,10 +39,11 @@ def profile(
 
     found = {**step_times(folder), "traces": traces(folder / PROFILE_FOLDER)}
     if as_json:
-        print(json.dumps(found))
+        print(json_text(found))
     else:
         print_times(found)
-        print_traces(folder / PROFILE_FOLDER)
+        if (folder / PROFILE_FOLDER).is_dir():  # else none was asked for
+            print_traces(folder / PROFILE_FOLDER)
 
 
 def profiled(selection: "Selection", folder: Path) -> "Selection":
@@ -67,13 +67,18 @@ def traces(folder: Path) -> list[str]:
 
 def step_times(folder: Path) -> dict[str, Any]:
     """Median milliseconds and shares of a step's phases on the rank that wrote the ledger."""
-    from samestep.runs.ledger import read_ledger
+    from samestep.cli.ledger import read_or_refuse
+    from samestep.runs.ledger import TIMED_KINDS
 
-    steps = [entry["seconds"] for entry in read_ledger(folder).steps.values() if "seconds" in entry]
+    def is_timed(seconds: Any) -> bool:
+        times = [seconds.get(kind) for kind in TIMED_KINDS] if isinstance(seconds, dict) else [None]
+        return all(isinstance(time, int | float) and 0 <= time < 2**53 for time in times)
+
+    steps = [entry["seconds"] for entry in read_or_refuse(folder).steps.values() if is_timed(entry.get("seconds"))]
     if not steps:
         raise UsageError(f"{folder} holds no step with its times; needed: a run that ended one")
     steps = steps[min(SKIPPED_STEPS, len(steps) // 2) :][-NUM_STEPS:]
-    totals = {kind: sum(step[kind] for step in steps) for kind in steps[0]}
+    totals = {kind: sum(step[kind] for step in steps) for kind in TIMED_KINDS}
     total = sum(totals.values())
     return {
         "num_steps": len(steps),

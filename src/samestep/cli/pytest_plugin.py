@@ -23,7 +23,7 @@ def samestep_verify() -> Callable[..., str]:
         if devices is not None:
             options["devices"] = devices if isinstance(devices, str) else ",".join(map(str, devices))
         words = [word for name, value in options.items() for word in _option(name.replace("_", "-"), value)]
-        command = [sys.executable, "-m", "samestep", "verify", *words, *map(str, program)]
+        command = [sys.executable, "-P", "-m", "samestep", "verify", *words, *map(str, program)]
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
         if done.returncode != 0:
             text = f"samestep verify {' '.join(command[4:])}: exit code {done.returncode}"

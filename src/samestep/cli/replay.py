@@ -1,6 +1,5 @@
 """`samestep replay`: one step of a recorded run, taken again on one device."""
 
-import json
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from samestep.cli.options import cap_as_recorded, run_folders
-from samestep.text import make_console, notify
+from samestep.text import json_text, make_console, notify
 
 
 def replay(
@@ -51,7 +50,7 @@ def replay(
     except BdbQuit:  # the user left the debugger at a breakpoint() of the program
         raise typer.Exit from None
     if as_json:
-        print(json.dumps(found.as_json()))
+        print(json_text(found.as_json()))
     else:
         from samestep.replay.views import print_replay
 

@@ -1,6 +1,5 @@
 """`samestep report`: runs in the terminal, as a page, and their losses as a picture."""
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -9,7 +8,7 @@ import typer
 from samestep.checkpoint.run_folder import PICTURE_FILE
 from samestep.cli.options import run_folders
 from samestep.extras import is_installed, missing
-from samestep.text import make_console, notify
+from samestep.text import json_text, make_console, notify
 
 PAGE_FILE = "report.html"
 
@@ -56,7 +55,7 @@ def report(
         raise RunFolderError(f"cannot write to {folder}: {reason}; choose another folder with --output") from error
     if as_json:
         files = {"page": str(page), "picture": str(picture) if picture in written else None}
-        print(json.dumps(found.as_json() | files, allow_nan=False, default=str))
+        print(json_text(found.as_json() | files, default=str))
     else:
         from samestep.report.terminal import print_report
 

@@ -1,6 +1,5 @@
 """`samestep runs`: the runs below a folder, newest first."""
 
-import json
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -8,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from samestep.recipes.catalog import NAMES
-from samestep.text import make_console, make_table, print_table
+from samestep.text import json_text, make_console, make_table, print_table
 
 if TYPE_CHECKING:
     from samestep.runs.run_list import RunStatus
@@ -33,7 +32,7 @@ def runs(
     except DataError as error:
         raise UsageError(str(error)) from error
     if as_json:
-        print(json.dumps([_as_dict(run) for run in found]))
+        print(json_text([_as_dict(run) for run in found]))
     elif not found:
         make_console().print(f"no runs in {folder}", markup=False)
     else:
@@ -46,8 +45,6 @@ def _as_dict(run: "RunStatus") -> dict[str, Any]:
     facts = asdict(run)
     if run.metric is not None:
         facts["metric"] = {"name": run.metric[0], "best": run.metric[1]}
-    if run.loss is not None and run.loss - run.loss != 0:
-        facts["loss"] = str(run.loss)  # JSON has no NaN and no infinity
     return {**facts, "path": str(run.path)}
 
 

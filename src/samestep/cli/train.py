@@ -1,6 +1,5 @@
 """`samestep train`: a ready model on real data, over all devices."""
 
-import json
 import os
 import re
 import sys
@@ -28,7 +27,7 @@ from samestep.launcher.job import Job, Policy, Torchrun
 from samestep.patch import DYNAMO
 from samestep.recipes.catalog import NAMES
 from samestep.recipes.settings import COMPARED, JobConfig, checked_options, read_file
-from samestep.text import notify
+from samestep.text import json_text, notify
 
 if TYPE_CHECKING:
     from samestep.core.mesh import Mesh
@@ -298,7 +297,7 @@ def train_as_rank(as_json: bool, **job: Any) -> None:
             os.dup2(2, 1)
             result = train_recipe(**job)
             if rank == 0:
-                print(json.dumps(result), file=stdout, flush=True)
+                print(json_text(result), file=stdout, flush=True)
         return
     result = train_recipe(**job)
     if rank == 0:
@@ -309,7 +308,7 @@ def train_as_rank(as_json: bool, **job: Any) -> None:
 def _show(result: dict[str, Any], devices: str, as_json: bool) -> None:
     """Prints the devices, the run's folder and the digest of the final state; on a terminal also what can follow."""
     if as_json:
-        print(json.dumps(result), flush=True)
+        print(json_text(result), flush=True)
         return
     lines = [("devices", devices), ("run", result["run"]), ("digest", result["digest"])]
     if sys.stdout.isatty():

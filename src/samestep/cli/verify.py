@@ -1,7 +1,6 @@
 """`samestep verify`: compares runs of a program on several device counts; names the first difference and its cause."""
 
 import glob
-import json
 import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,7 +13,7 @@ import typer
 from samestep.cli.options import COMPARED, NumThreads, ScriptOptions, made_portable, one_of, with_options
 from samestep.recipes.catalog import NAMES
 from samestep.recipes.settings import DEVICES
-from samestep.text import counted, notify
+from samestep.text import counted, json_text, notify
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -116,7 +115,7 @@ def verify(
     before SCRIPT. Exit code 0: they agree as required; 1: they do not, or agreeing proves nothing; 4: the golden FILE
     is of another contract.
     """
-    from samestep.checks import check_choice
+    from samestep.checks import check_choice, check_number
     from samestep.comm.environment import read_environment
     from samestep.errors import UsageError
     from samestep.verify.program_runner import ProgramRunner, Stopped
@@ -125,11 +124,14 @@ def verify(
         raise UsageError("there is nothing to verify; give a script or a recipe: samestep verify train.py")
     if tier is not None:
         check_choice("--tier", tier, TIERS)
+    check_number("--hang-seconds", hang_seconds, above=0, high=1e9, whole=False)
     if read_environment().launcher != "none":
         raise UsageError("verify starts processes itself; call it without torchrun, srun or mpirun")
     _check_order(context, program, script.module)
     if write and golden is None:
         raise UsageError("got --write without --golden; needed: the file to write, --golden FILE --write")
+    if golden is not None and write and not golden.resolve().parent.is_dir():
+        raise UsageError(f"{golden} cannot be written: there is no folder {golden.parent}; make it, or choose another")
     kept = None
     if golden is not None and not write:
         from samestep.verify.golden import read_golden
@@ -161,7 +163,7 @@ def verify(
 
     if as_json:
         more = {} if result is None else {"golden": result._asdict()}
-        print(json.dumps({"agrees": verdict.agrees, **asdict(verdict), **more}))
+        print(json_text({"agrees": verdict.agrees, **asdict(verdict), **more}))
     else:
         show(verdict)
         if result is not None:

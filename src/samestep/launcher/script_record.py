@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from samestep.checkpoint.run_folder import SCRIPT_FILE, create_folder, holds_script, script_of
+from samestep.checkpoint.run_folder import ATTESTATION_FILE, SCRIPT_FILE, create_folder, holds_script, script_of
 from samestep.comm.environment import read_environment
 from samestep.comm.heartbeat import Channel
 from samestep.errors import UsageError
@@ -50,9 +50,9 @@ def _facts() -> dict[str, Any]:
 
 
 def entries_below(folder: Path, without: Sequence[Path] = ()) -> dict[str, tuple[int, ...] | None]:
-    """All files below a folder by their names, each with what tells a change, and all folders, with None.
+    """All files below a folder by their names, each with what tells a change; folders and other links with None.
 
-    Links to folders elsewhere are followed; files of git, compiled ones and the folders `without` are left out.
+    Links to folders elsewhere are followed, once; files of git, compiled ones and the entries `without` are left out.
     """
     found, top = dict[str, tuple[int, ...] | None](), folder.resolve()
     known, waiting = {each.resolve() for each in without}, [top]
@@ -62,16 +62,19 @@ def entries_below(folder: Path, without: Sequence[Path] = ()) -> dict[str, tuple
             entries = sorted(os.scandir(waiting.pop()), key=lambda entry: entry.name)
         for entry in entries:
             path, real = Path(entry.path), Path(entry.path).resolve()
-            if entry.name in SKIPPED or real in known:
+            name = path.relative_to(top).as_posix()
+            if entry.name in SKIPPED or (real in known and not entry.is_symlink()):
                 continue
-            if entry.is_dir() and not (entry.is_symlink() and real.is_relative_to(top)):
-                found[path.relative_to(top).as_posix()] = None
+            if real not in known and entry.is_dir() and not (entry.is_symlink() and real.is_relative_to(top)):
+                found[name] = None
                 known.add(real)
                 waiting.append(path)
             elif entry.is_file():
                 with suppress(OSError):  # it may be gone by now
                     stat = path.stat()
-                    found[path.relative_to(top).as_posix()] = (stat.st_mtime_ns, stat.st_size, stat.st_ino)
+                    found[name] = (stat.st_mtime_ns, stat.st_size, stat.st_ino)
+            elif entry.is_symlink():
+                found[name] = None
     return found
 
 
@@ -80,7 +83,9 @@ class ScriptRecord:
 
     def __init__(self, folder: Path, options: Mapping[str, Any], without: Sequence[Path]) -> None:
         """Takes down what there is before the script starts; `options` are those of `samestep run`."""
-        self._folder, self._options, self._without = folder, dict(options), (folder, *without)
+        # The script may write to the same folder.
+        own = [folder / name for name in (SCRIPT_FILE, ATTESTATION_FILE)]
+        self._folder, self._options, self._without = folder, dict(options), (*own, *without)
         self._earlier = script_of(folder) if holds_script(folder) else {}
         if self._earlier and self._earlier["options"] != self._options:
             raise UsageError(

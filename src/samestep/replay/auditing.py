@@ -18,7 +18,7 @@ from samestep.checkpoint.contract_diff import ContractChange, differences, expla
 from samestep.checkpoint.digest import state_digest
 from samestep.checkpoint.local_shards import gathered
 from samestep.checkpoint.resume import read_state
-from samestep.checkpoint.run_folder import ATTESTATION_FILE, WEIGHTS_FILE, holds_run
+from samestep.checkpoint.run_folder import ATTESTATION_FILE, RESULT_FILE, WEIGHTS_FILE, holds_run
 from samestep.checkpoint.state import rest_of
 from samestep.checkpoint.storage import Snapshot, checkpoint_name, list_checkpoints, verify_checkpoint
 from samestep.checks import check_number
@@ -204,6 +204,7 @@ def _faults(
     ends = [each.get("data") for each in ledger.events if each["event"] == "end" and each["step"] == places[-1][0]]
     if ends and ends[-1] != (hashed := summary(newest.rest.get("data"))):
         yield f"the ledger and {newest.name} have another hash of the data: {ends[-1]} and {hashed}"
+    yield from _result_faults(folder, record, ledger, newest.rest.get("history"))
     names = newest.snapshot.files["model"]
     try:
         held = load(read_small(folder / WEIGHTS_FILE, MAX_HEADER_BYTES + sum(each.nbytes for each in names.values())))
@@ -214,6 +215,22 @@ def _faults(
         return
     for name in [name for name in held if name not in names or not _same(held[name], names[name])][:1]:
         yield f"{WEIGHTS_FILE} and {newest.name} have another {name}"
+
+
+def _result_faults(folder: Path, record: Mapping[str, Any], ledger: Ledger, history: Any) -> Iterator[str]:
+    """How result.json, which samestep train writes at the end, differs from what else the run left."""
+    try:
+        result = read_object(folder / RESULT_FILE)
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError) as error:
+        yield f"{RESULT_FILE} cannot be read: {reason(error)}"
+        return
+    ends = [each for each in ledger.events if each["event"] == "end"]
+    known = {name: record.get(name) for name in ("global_batch_size", "num_microbatches", "seed", "data")}
+    known |= {"digest": ends[-1].get("digest") if ends else None, "epochs": history}
+    if (found := differing({name: result.get(name) for name in known}, known, "")) is not None:
+        yield f"{RESULT_FILE} does not fit the folder: {found}"
 
 
 def audit_segments(

@@ -1,5 +1,6 @@
 """Replays one step of a recorded run on one device, by its own program from a checkpoint."""
 
+import importlib
 import math
 import os
 import shlex
@@ -9,6 +10,7 @@ from abc import ABC, abstractmethod
 from bdb import BdbQuit
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from samestep.engine.result import StepResult
 from samestep.engine.step import TrainStep
 from samestep.errors import DataError, NonFiniteError, RunFolderError, SamestepError, UsageError, WorkerError
 from samestep.launcher.job import Job, run_program
+from samestep.patch import exits_raised
 from samestep.replay.observed_step import ObservedStep, Saver, check_folder, describe_error
 from samestep.replay.views import Check, Replay, StepView, Tier
 from samestep.run.arguments import StepOptions, rerunning
@@ -99,15 +102,22 @@ def announce(
 def _is_installed(file: Path) -> bool:
     """Whether a file is of Python's library, or of a package that was installed."""
     homes = (sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib", "scripts"))
-    return "dist-packages" in file.parts or any(file.resolve().is_relative_to(Path(home).resolve()) for home in homes)
+    places = [Path(__file__).parents[1], *map(Path, homes)]  # samestep may be used from a checkout
+    return "dist-packages" in file.parts or any(file.resolve().is_relative_to(place.resolve()) for place in places)
 
 
 def _file_of(module: str, folder: Path) -> Path | None:
     """The file that `python -m MODULE` runs in a folder, found without importing anything."""
-    ends = (f"{module.replace('.', '/')}{end}" for end in ("/__main__.py", ".py"))
-    return next(
-        (file for end in ends for place in (str(folder), *sys.path) if (file := Path(place, end)).is_file()), None
-    )
+    importlib.invalidate_caches()
+    parts, places = module.split("."), [str(folder), *sys.path]
+    for place, part in enumerate([*parts, "__main__"], 1):
+        # By its last part alone: of a dotted name Python would look for the package among the imported ones.
+        if (spec := PathFinder.find_spec(part, places)) is None:
+            return None
+        if spec.submodule_search_locations is None:
+            return Path(spec.origin) if place >= len(parts) and spec.origin is not None else None
+        places = [*spec.submodule_search_locations]
+    return None
 
 
 def program_of(record: Mapping[str, Any], run: Path) -> ReplayedProgram:
@@ -204,7 +214,7 @@ class ProgramRerun(StepObserver, ABC):
     def run(self, program: Callable[[], object], *others: StepObserver) -> None:
         """Runs the program, with other observers, until it has come as far as it was to."""
         try:
-            with rerunning(self), observed_by(self, *others):
+            with rerunning(self), observed_by(self, *others), exits_raised():
                 program()
         except Finished:
             pass
@@ -213,7 +223,8 @@ class ProgramRerun(StepObserver, ABC):
         except SystemExit as stop:
             if isinstance(stop.code, int) and stop.code > 128:  # by a signal
                 raise
-            raise UsageError(self._why_not_reached(f"ended with the exit code {stop.code}")) from stop
+            if not self.has_reached():
+                raise UsageError(self._why_not_reached(f"ended with the exit code {stop.code}")) from stop
         except Exception as error:
             raise WorkerError(f"{self._why_not_reached('failed')}\n{describe_error(error)}") from error
         if not self.has_reached():

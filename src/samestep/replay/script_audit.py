@@ -4,6 +4,7 @@ import filecmp
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -20,14 +21,16 @@ import torch
 from safetensors import safe_open
 
 from samestep.checkpoint.contract_diff import differences, explain
-from samestep.checkpoint.run_folder import script_of
+from samestep.checkpoint.run_folder import ATTESTATION_FILE, SCRIPT_FILE, script_of
+from samestep.devices.selection import select
 from samestep.errors import ContractError, UsageError, WorkerError
 from samestep.files import MAX_SMALL_BYTES
+from samestep.launcher.os_processes import end_with_parent
 from samestep.launcher.script_record import SKIPPED
 from samestep.replay.auditing import attestation_faults, check_code, differing
 from samestep.replay.replaying import announce, program_of
 from samestep.runs.recorder import file_sha256
-from samestep.text import one_line
+from samestep.text import counted, one_line
 
 BY_NATURE = ("events.out.tfevents.*",)  # in their names and records are times and a process id
 OF_TORCH = (".pt", ".pth", ".bin", ".ckpt", ".tar")
@@ -74,6 +77,8 @@ def audit_script(
         WorkerError: the program failed.
     """
     folder, began = Path(run).resolve(), time.perf_counter()
+    if devices is not None:
+        select(devices)  # raises for what are none
     record = script_of(folder)
     if record.get("exit_code") != 0:
         raise UsageError(
@@ -84,13 +89,22 @@ def audit_script(
     announce(program, record, folder, trust, tell)
     notes = check_code(record, folder, trust)
     home = (program.folder or Path()).resolve()
+    left_out = partial(_is_left_out, (*BY_NATURE, *excepted))
+    if all(map(left_out, record["files"])):
+        raise UsageError(
+            f"{run} cannot be audited: of {counted(len(record['files']), 'file')} that its script wrote below "
+            f"{home} none would be compared; needed: one that holds no times, and that --except does not name"
+        )
     faults = list(attestation_faults(folder, notes))
     with TemporaryDirectory(prefix="samestep-") as name:
         place, again = Path(name).resolve() / "work", Path(name).resolve() / "run"
         _mirror(home, place, record, folder)
-        words = [sys.executable, "-m", "samestep", "run", "--run-dir", str(again), *_options(record, devices)]
+        # -P: a file of the folder may have the name of a module that the command imports.
+        words = [sys.executable, "-P", "-m", "samestep", "run", "--run-dir", str(again), *_options(record, devices)]
         # What the script prints goes to stderr, as in audits of other runs.
-        code = subprocess.run([*words, *_arguments(record, home, place)], cwd=place, stdout=2).returncode
+        dies = partial(end_with_parent, os.getpid(), signal.SIGKILL) if sys.platform == "linux" else None
+        words += _arguments(record, home, place)
+        code = subprocess.run(words, cwd=place, stdout=2, preexec_fn=dies).returncode
         if code:
             raise WorkerError(f"{run} cannot be audited: when it was repeated, its script ended with exit code {code}")
         now = script_of(again)
@@ -100,13 +114,18 @@ def audit_script(
                 "go back to its values, or audit it where they hold"
             )
         names = sorted({*record["files"], *now["files"]})
-        left = [name for name in names if any(map(partial(fnmatch, Path(name).name), (*BY_NATURE, *excepted)))]
+        left = [*filter(left_out, names)]
         found = {name: _compared(name, record, now, home, place) for name in names if name not in left}
     for name in [name for name in record["files"] if not (home / name).is_file()][:1]:
         notes.append(f"{name} is not there any more: what is missing is compared by its SHA-256 alone")
     for name in [name for name in found if file_sha256(home / name) not in (None, record["files"].get(name))][:1]:
         faults.append(f"{name} is not as the run left it")
     return ScriptAudit(str(run), time.perf_counter() - began, found, [*dict.fromkeys(left)], faults, notes)
+
+
+def _is_left_out(patterns: Sequence[str], name: str) -> bool:
+    """Whether a file is not compared, by the patterns of such names."""
+    return any(fnmatch(Path(name).name, pattern) for pattern in patterns)
 
 
 def _options(record: Mapping[str, Any], devices: str | None) -> list[str]:
@@ -130,6 +149,7 @@ def _arguments(record: Mapping[str, Any], home: Path, place: Path) -> list[str]:
 def _mirror(home: Path, place: Path, record: Mapping[str, Any], run: Path) -> None:
     """Fills a new folder with links to what is in another, but for what the run wrote and where; its code is copied."""
     code, gone = record.get("code") or {}, {*record["files"], *record["folders"]}
+    own = {run / name for name in (SCRIPT_FILE, ATTESTATION_FILE)}
     below = Path(os.path.relpath(code.get("folder", ""), str(record.get("working_folder", ""))))
     copied = {(below / name).as_posix() for name in code.get("files", ())}
     opened = {above.as_posix() for name in (*gone, *copied) for above in Path(name).parents}
@@ -138,9 +158,10 @@ def _mirror(home: Path, place: Path, record: Mapping[str, Any], run: Path) -> No
         (place / name).mkdir()
         for entry in os.scandir(home / name):
             inner = (Path(name) / entry.name).as_posix()
-            if inner in gone or entry.name in SKIPPED or Path(entry.path).resolve() == run:
+            real = Path(entry.path).resolve()
+            if inner in gone or entry.name in SKIPPED or real in own:
                 continue
-            if inner in opened:
+            if inner in opened or real == run:
                 fill(inner)
             elif inner in copied:
                 shutil.copy2(entry.path, place / inner)

@@ -18,7 +18,7 @@ import numpy as np
 from samestep.checkpoint.run_folder import CONTRACT_FILE, LEDGER_FILE
 from samestep.errors import DataError, UsageError
 from samestep.runs.curves import Curve
-from samestep.runs.ledger import Ledger, number, read_ledger
+from samestep.runs.ledger import Ledger, is_step, number, read_ledger
 from samestep.runs.run_list import is_run, read_objects
 from samestep.text import counted
 
@@ -73,11 +73,6 @@ def ledger_curves(steps: Mapping[int, Mapping[str, Any]]) -> dict[str, Curve]:
             if (found := as_number(value)) is not None:
                 values.setdefault(tag, {})[step + 1] = found
     return {tag: Curve.of(by_step) for tag, by_step in values.items()}
-
-
-def is_step(value: Any) -> bool:
-    """Whether a value of a file is a number of steps."""
-    return type(value) is int and 0 <= value < 2**53
 
 
 def as_number(value: Any) -> float | None:
@@ -160,7 +155,7 @@ class Event:
 def as_event(entry: Mapping[str, Any]) -> Event | None:
     """The event of a line of the ledger; None if it is not readable."""
     name, step = entry.get("event"), entry.get("step")
-    if not isinstance(name, str) or not isinstance(step, int) or not is_step(step):
+    if not isinstance(name, str) or not is_step(step):
         return None
     fields = {key: value for key, value in entry.items() if key not in ("event", "step", "time", "text")}
     try:

@@ -22,6 +22,7 @@ from samestep.checkpoint.run_folder import (
     RESULT_FILE,
     SCRIPT_FILE,
     WEIGHTS_FILE,
+    check_one_run,
     holds_run,
     holds_script,
     is_locked,
@@ -33,7 +34,7 @@ from samestep.checkpoint.storage import list_checkpoints, newest_checkpoint
 from samestep.checkpoint.verified_files import MANIFEST_FILE, read_facts, read_manifest
 from samestep.errors import CheckpointError, UsageError
 from samestep.files import MAX_SMALL_BYTES, open_regular, read_lines, write_json
-from samestep.runs.ledger import Ledger, from_line, read_ledger
+from samestep.runs.ledger import Ledger, from_line, is_step, read_ledger
 from samestep.runs.recorder import starts_of
 
 STATEMENT = "https://in-toto.io/Statement/v1"
@@ -59,6 +60,7 @@ def checkpoints_of(folder: Path) -> Path:
 
 def record_of(folder: Path) -> Mapping[str, Any]:
     """The contract and the program of a run: its run.json, or what its newest good checkpoint says."""
+    check_one_run(folder)
     found = None if holds_run(folder) else newest_checkpoint(folder, check=check_captured)
     if found is None:
         return recorded(folder)
@@ -121,9 +123,10 @@ def _chain(folder: Path, manifests: dict[int, str]) -> list[dict[str, Any]]:
     head, shown, left = hashlib.sha256(PREDICATE.encode()).digest(), list[dict[str, Any]](), dict(manifests)
     for line in read_lines(folder / LEDGER_FILE) if holds_run(folder) else ():
         head, entry = hashlib.sha256(head + line).digest(), from_line(line.removesuffix(b"\n")) or {}
-        if entry.get("event") == "checkpoint" and (manifest := left.pop(entry.get("step", -1), None)):
+        step = entry.get("step") if entry.get("event") == "checkpoint" else None
+        if is_step(step) and (manifest := left.pop(step, None)):
             head = hashlib.sha256(head + bytes.fromhex(manifest)).digest()
-            shown.append({"step": entry["step"], "sha256": head.hex()})
+            shown.append({"step": step, "sha256": head.hex()})
     for step, manifest in left.items():  # whose writer ended before it recorded them
         head = hashlib.sha256(head + bytes.fromhex(manifest)).digest()
         shown.append({"step": step, "sha256": head.hex()})

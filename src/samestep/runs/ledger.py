@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
-from typing import IO, TYPE_CHECKING, Any, Final
+from typing import IO, TYPE_CHECKING, Any, Final, TypeGuard
 
 from samestep.checkpoint.contract_diff import ContractChange, decides, shown
 from samestep.checkpoint.run_folder import LEDGER_FILE
@@ -480,13 +480,18 @@ def number(value: Any) -> float | None:
     return None
 
 
+def is_step(value: Any) -> TypeGuard[int]:
+    """Whether a value of a file is a number of steps."""
+    return type(value) is int and 0 <= value < 2**53
+
+
 def _parse(line: bytes) -> tuple[dict[str, Any], str]:
     """A line's entry, and its fault, or ""."""
     entry = from_line(line)
     if entry is None:
         return {}, fault(line)
     step, digest, rates = entry.get("step"), entry.get("digest"), entry.get("lr", [])
-    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+    if not is_step(step):
         return {}, f"has no number of a step, but {step!r}"
     if "event" in entry:
         return (entry, "") if isinstance(entry["event"], str) else ({}, f"has the event {entry['event']!r}")

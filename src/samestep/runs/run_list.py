@@ -24,7 +24,7 @@ from samestep.checkpoint.run_folder import (
 )
 from samestep.errors import DataError
 from samestep.files import load_json, read_lines, read_object, read_small, reason
-from samestep.runs.ledger import from_line, is_whole, number
+from samestep.runs.ledger import from_line, is_step, is_whole, number
 
 RECENT_SECONDS = 120.0
 _SMALLER_IS_BETTER = ("loss", "error", "perplexity", "wrong", "mse", "mae", "rmse", "nll", "bpb", "ppl")
@@ -164,7 +164,7 @@ def _read_ledger(path: Path, run: RunStatus) -> tuple[Any, list[int], list[str]]
         sizes = [entry.get("world_size") for entry in (from_line(first) or {}, step)]
     sizes = [size for size in sizes if isinstance(size, int)]
     run.world_sizes = tuple(size for index, size in enumerate(sizes) if index == 0 or size != sizes[index - 1])
-    if isinstance(step.get("step"), int):
+    if is_step(step.get("step")):
         run.steps, run.loss = step["step"] + 1, number(step.get("loss"))
     return last_event, damaged, found
 
