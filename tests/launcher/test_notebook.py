@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -49,6 +50,14 @@ def test_a_closure_runs_in_forks_of_this_process(capsys):
     assert torch.equal(launch(total, (2.0,), devices="cpu:2"), torch.full((2,), 6.0))
     assert capsys.readouterr().out == "rank 0 of 2 parent True\n"
     assert "RANK" not in os.environ
+
+
+def test_a_process_that_ignores_the_end_of_its_children_launches_a_closure():
+    here, before = os.getpid(), signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        assert launch(lambda: os.getpid() != here, devices="cpu:1")
+    finally:
+        signal.signal(signal.SIGCHLD, before)
 
 
 def test_the_workers_failure_is_raised_here():

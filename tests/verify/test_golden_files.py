@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ from typer.testing import CliRunner
 
 from samestep.cli.main import app
 from samestep.errors import UsageError
-from samestep.verify.golden import CANNOT_COMPARE, check_golden, read_golden
+from samestep.verify.golden import CANNOT_COMPARE, check_golden, read_golden, write_golden
 
 WORKFLOW = Path(__file__).resolve().parents[2] / "examples" / "ci" / "samestep.yml"
 API = """
@@ -123,6 +124,21 @@ def test_a_golden_file_has_a_step_a_line(golden, tmp_path):
     lines = (tmp_path / "golden.json").read_text(encoding="utf-8").splitlines()
     assert sum('"loss"' in line for line in lines) == 3
     assert len(lines) < 30
+
+
+def test_a_file_that_cannot_be_written_is_as_before_and_without_a_folder_nothing_runs(tmp_path):
+    path = tmp_path / "golden.json"
+    path.write_text("of before")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))  # as a full disk
+    try:
+        with pytest.raises(UsageError, match=r"golden.json cannot be written: File too large; choose another"):
+            write_golden(path, {"contract": {}, "program": {}, "steps": []})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [(each.name, each.read_text()) for each in tmp_path.iterdir()] == [("golden.json", "of before")]
+    nowhere = CliRunner().invoke(app, ["verify", "--golden", str(tmp_path / "no/golden.json"), "--write", "mlp"])
+    assert "cannot be written: there is no folder" in str(nowhere.exception)
 
 
 def test_a_file_that_is_none_is_refused_before_anything_runs(tmp_path):

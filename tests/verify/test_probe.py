@@ -84,6 +84,27 @@ def test_a_program_that_catches_its_own_failures_ends_after_the_last_step(runner
     assert [line["reason"] for rank in (0, 1) for line in recording.lines("end", rank)] == ["steps", "steps"]
 
 
+LEAVING = """
+    import os, torch, samestep
+    run = samestep.Run(12, 3, seed=0)
+    model = torch.nn.Linear(3, 1)
+    step = run.train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m, batch: m(batch[0]).mean())
+    for batch in run.loader((torch.randn(60, 3),)):
+        try:
+            step(batch)
+        except:
+            pass
+    os._exit(0)
+"""
+
+
+@pytest.mark.parametrize(("steps", "reason"), [(9, "program"), (2, "steps")])
+def test_a_program_that_ends_its_process_or_catches_everything_has_a_whole_recording(runner_of, script, steps, reason):
+    recording = runner_of(script(LEAVING)).record(RunSpec("cpu:2", steps))
+    assert (recording.failure, recording.family, recording.num_steps) == (None, "api", min(steps, 5))
+    assert [line["reason"] for rank in (0, 1) for line in recording.lines("end", rank)] == [reason, reason]
+
+
 def test_a_program_computes_the_same_bits_with_and_without_a_probe(runner_of, program, tmp_path):
     alone, seen = tmp_path / "alone.pt", tmp_path / "seen.pt"
     recording = runner_of(program, 0, seen).record(RunSpec("cpu:1", 100, detail=2))

@@ -322,12 +322,18 @@ def forks_break(kind: str) -> bool:
     # starts threads of autograd beside GPUs, or after torch.compile in torch's builds for CUDA.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12's about threads, which notebooks always have
+        reader, writer = os.pipe()
         pid = os.fork()
     if pid == 0:
-        broken = True
         try:
             torch.zeros((), device="cpu", requires_grad=True).backward()
-            broken = getattr(getattr(torch, kind, None), "_is_in_bad_fork", bool)()
+            if not getattr(getattr(torch, kind, None), "_is_in_bad_fork", bool)():
+                os.write(writer, b"1")
         finally:
-            os._exit(broken)
-    return os.waitpid(pid, 0)[1] != 0
+            os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as answer:
+        broken = not answer.read()
+    with contextlib.suppress(ChildProcessError):  # the exit status is lost in a process that ignores SIGCHLD
+        os.waitpid(pid, 0)
+    return broken

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from samestep.devices.inventory import discover
 from samestep.devices.portable import NEEDED
-from samestep.errors import UsageError
-from samestep.files import load_json, reason
+from samestep.errors import RunFolderError, UsageError
+from samestep.files import load_json, reason, replacing
 from samestep.verify.program_runner import ProgramRunner, RunSpec
 from samestep.verify.recording import Recording
 
@@ -102,9 +102,11 @@ def write_golden(path: Path, golden: Mapping[str, Any]) -> GoldenResult:
     steps = ",\n".join(f"    {json.dumps(step)}" for step in golden["steps"])
     text = json.dumps(head, indent=2, ensure_ascii=False).removesuffix("\n}")
     try:
-        path.write_text(f'{text},\n  "steps": [\n{steps}\n  ]\n}}\n', encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"{path} cannot be written: {reason(error)}; choose another file by --golden") from error
+        with replacing(path.resolve()) as temporary:  # on a full disk the file before stays
+            temporary.write_text(f'{text},\n  "steps": [\n{steps}\n  ]\n}}\n', encoding="utf-8")
+    except RunFolderError as error:
+        why = reason(error.__cause__ if isinstance(error.__cause__, OSError) else error)
+        raise UsageError(f"{path} cannot be written: {why}; choose another file by --golden") from error
     return GoldenResult(0, f"{path} is written: {len(golden['steps'])} steps")
 
 

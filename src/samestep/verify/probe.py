@@ -10,7 +10,7 @@ import importlib
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from samestep.engine.result import StepResult
 from samestep.engine.step import TrainStep
 from samestep.errors import UsageError
 from samestep.logical.ranks import run_logical
-from samestep.patch import applied
+from samestep.patch import applied, exits_raised
 from samestep.scripts import data_parallel
 from samestep.scripts.shared_script import SharedScript
 from samestep.scripts.single_process import run_single_process
@@ -53,10 +53,10 @@ class WatchedEnough(BaseException):
 class EndBarrier:
     """Ends this rank once all ranks are there: an earlier end would break an exchange that is still under way."""
 
-    def __init__(self, folder: str, rank: int, world_size: int, writer: JsonlWriter) -> None:
+    def __init__(self, folder: str, rank: int, world_size: int, finish: Callable[[str], None]) -> None:
         self._marks = [str(Path(folder) / f"rank-{other}.done") for other in range(world_size)]
         self._rank = rank
-        self._writer = writer
+        self._finish = finish
         self._num_tries = 0
 
     def mark(self) -> None:
@@ -72,7 +72,7 @@ class EndBarrier:
             while not all(_exists(mark) for mark in self._marks) and time.monotonic() < deadline:
                 _sleep(0.01)
         if self._num_tries > 2:
-            self._writer.close()
+            self._finish("steps")
             _exit(0)
         raise WatchedEnough
 
@@ -97,7 +97,13 @@ def run_probed(
         _redirect(str(Path(folder) / "rank-0.out"))
     recorder = FactRecorder()
     writer = JsonlWriter(str(Path(folder) / f"rank-{rank}.jsonl"))
-    end_barrier = EndBarrier(folder, rank, world_size, writer)
+
+    def finish(reason: str) -> None:
+        watch.write_rest()
+        writer.write("end", step=watch.number, reason=reason, family=watcher.family, portable=portable_form())
+        writer.close()
+
+    end_barrier = EndBarrier(folder, rank, world_size, finish)
     modules = ModuleRecorder(writer, in_microbatches=single_process is not None, world_size=world_size)
     watch = StepRecorder(
         writer, Batches(), Metrics(), modules, recorder.facts, end_barrier.end, steps, detail=detail, nudge=nudge
@@ -109,6 +115,7 @@ def run_probed(
     # recorder of causes what the program did, and an antidote changes a call before either of them.
     with ExitStack() as stack:
         stack.enter_context(_one_of_many_runs(number))
+        stack.enter_context(exits_raised())
         stack.enter_context(_watched(watch, hang_seconds))
         stack.enter_context(observed_by(watcher))
         stack.enter_context(applied(recorder.patches()))
@@ -127,10 +134,7 @@ def run_probed(
         finally:
             if reason == "program":
                 end_barrier.mark()
-            watch.write_rest()
-            about = {"family": watcher.family, "portable": portable_form()}
-            writer.write("end", step=watch.number, reason=reason, **about)
-            writer.close()
+            finish(reason)
 
 
 @contextmanager
