@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from samestep.checkpoint.run_folder import script_of
 from samestep.cli.main import app
 from samestep.errors import UsageError
-from samestep.launcher.script_record import entries_below
+from samestep.launcher.script_record import ScriptRecord, entries_below
 from samestep.replay.script_audit import first_difference_of
 from samestep.runs.attestation import attest
 
@@ -350,6 +350,24 @@ def test_what_a_run_cannot_record_is_refused_before_a_device_is_used(tmp_path, m
     (tmp_path / "runs/a/script.json").symlink_to(tmp_path / "train.py")
     with pytest.raises(UsageError, match="it is a symbolic link"):
         script_of(tmp_path / "runs/a")
+
+
+def test_what_a_start_that_was_killed_wrote_is_of_the_run_too(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("before.txt").write_text("x")
+    time.sleep(0.1)  # file systems count time in some milliseconds
+    options = {"module": False, "program": ["train.py"]}
+    for number in range(2):
+        ScriptRecord(Path("runs/a"), options, [])
+        Path(f"{number}.txt").write_text("x")
+    for command, said in (("attest", "when it has ended"), ("audit", "its script runs, or was killed; go on with it")):
+        assert said in str(CliRunner().invoke(app, [command, "runs/a"]).exception)
+    record = ScriptRecord(Path("runs/a"), options, [])
+    Path("2.txt").write_text("x")
+    record.end(0, None)
+    assert script_of(Path("runs/a"))["files"].keys() == {"0.txt", "1.txt", "2.txt"}
+    ScriptRecord(Path("runs/a"), options, []).end(0, None)
+    assert script_of(Path("runs/a"))["files"].keys() == {"0.txt", "1.txt", "2.txt"}
 
 
 def test_files_below_a_folder_are_found_behind_links_to_others_but_not_twice(tmp_path):

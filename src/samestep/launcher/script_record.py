@@ -94,6 +94,20 @@ class ScriptRecord:
             )
         make_folder(folder) if self._earlier else create_folder(folder)
         self._before = entries_below(Path.cwd(), self._without)
+        if self._earlier and self._earlier.get("exit_code") is None:
+            # That start was killed, and recorded no file: all that is newer than its record is its own.
+            began = (folder / SCRIPT_FILE).stat().st_mtime_ns
+            self._before = {name: each for name, each in self._before.items() if each is None or _ctime(name) < began}
+        else:
+            nothing: dict[str, Any] = {"contract": {}, "files": {}, "folders": [], "changed": []}
+            write_json(folder / SCRIPT_FILE, {**nothing, **self._earlier, **self._command(), "exit_code": None})
+
+    def _command(self) -> dict[str, Any]:
+        return {
+            "command": ["python", *(["-m"] if self._options["module"] else []), *self._options["program"]],
+            "options": self._options,
+            "working_folder": str(Path.cwd()),
+        }
 
     def end(self, exit_code: int, facts: Mapping[str, Any] | None) -> None:
         """Writes the record; `facts` are those of `run_recorded`, None if the script was killed."""
@@ -105,9 +119,7 @@ class ScriptRecord:
         folders = {*self._earlier.get("folders", ()), *(name for name in new if after[name] is None)}
         changed = {name for name in hashes if name in self._before and name not in known}
         record = {
-            "command": ["python", *(["-m"] if self._options["module"] else []), *self._options["program"]],
-            "options": self._options,
-            "working_folder": str(Path.cwd()),
+            **self._command(),
             **(facts or {"contract": {}}),
             "exit_code": exit_code,
             "earlier_starts": starts_of(self._earlier),
@@ -116,3 +128,11 @@ class ScriptRecord:
             "changed": sorted({*self._earlier.get("changed", ()), *changed} & after.keys()),
         }
         write_json(self._folder / SCRIPT_FILE, record)
+
+
+def _ctime(name: str) -> int:
+    """When a file, its name or its rights were last changed, in nanoseconds by the file system's clock."""
+    try:
+        return Path(name).stat().st_ctime_ns
+    except OSError:  # it is gone
+        return 0

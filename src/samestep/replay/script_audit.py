@@ -80,11 +80,9 @@ def audit_script(
     if devices is not None:
         select(devices)  # raises for what are none
     record = script_of(folder)
-    if record.get("exit_code") != 0:
-        raise UsageError(
-            f"{run} cannot be audited: its script ended with the exit code {record.get('exit_code')}; go on with it by "
-            f"the same command, with --run-dir {run}"
-        )
+    if (code := record.get("exit_code")) != 0:
+        how = "its script runs, or was killed" if code is None else f"its script ended with the exit code {code}"
+        raise UsageError(f"{run} cannot be audited: {how}; go on with it by the same command, with --run-dir {run}")
     program = program_of(record, folder)
     announce(program, record, folder, trust, tell)
     notes = check_code(record, folder, trust)

@@ -47,7 +47,7 @@ OF_PLACE = ("working_folder", "job")
 def attest(folder: Path) -> Path:
     """Writes attestation.json into the folder of a run that does not go on; returns its path."""
     value = statement(folder)
-    if is_locked(folder):
+    if is_locked(folder) or (holds_script(folder) and script_of(folder).get("exit_code") is None):
         raise UsageError(f"a run is writing to {folder}; attest it when it has ended")
     write_json(folder / ATTESTATION_FILE, value)
     return folder / ATTESTATION_FILE
