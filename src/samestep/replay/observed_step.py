@@ -374,13 +374,11 @@ class ObservedStep(StepObserver):
         assert self._hooks is not None, "the microbatch has run"
         assert self._loss is not None, "its loss is there"
         assert self._batch is not None, "it is one of the batch's"
-        norm = _norm(self._hooks.check_gradients(gradients))
         total, count = float(self._loss.value.detach()) * self._loss.weight, float(self._loss.count)
         # the gradient is that of the sum, but for a batch of one microbatch, whose gradient is that of the mean
         is_mean = self._step.compute.is_only(self._batch)
-        norm = _norm(map(measure, gradients.values())) / (
-            float(self._step.loss_scale) * (1.0 if is_mean else count or 1.0)
-        )
+        scale = float(self._step.loss_scale) * (1.0 if is_mean else count or 1.0)
+        norm = _norm(self._hooks.check_gradients(gradients)) / scale
         for name, gradient in gradients.items() if self._is_shown(index) else ():
             self._save_parameter(self._file, f"{name}.gradient", name, gradient)
         self._end_microbatch(total, count, norm)
