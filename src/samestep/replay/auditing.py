@@ -329,9 +329,6 @@ class SegmentRerun(ProgramRerun):
         # At the end of training a program may end before a state is found that is the recorded one.
         return self._is_done or (self.difference is not None and self._taken == self.step)
 
-    def found(self, trainer: Trainer) -> None:
-        pass
-
     def begins(self, step: TrainStep) -> None:
         """Compares the contracts; ends the program before the step that follows the segment."""
         if step.num_steps > self.step:

@@ -6,7 +6,7 @@ import os
 import shlex
 import sys
 import sysconfig
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from bdb import BdbQuit
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -33,7 +33,7 @@ from samestep.launcher.job import Job, run_program
 from samestep.patch import exits_raised
 from samestep.replay.observed_step import ObservedStep, Saver, check_folder, describe_error
 from samestep.replay.views import Check, Replay, StepView, Tier
-from samestep.run.arguments import StepOptions, rerunning
+from samestep.run.arguments import Rerun, StepOptions, rerunning
 from samestep.run.trainer import Trainer
 from samestep.runs.ledger import (
     FieldDifference,
@@ -163,8 +163,8 @@ class ComparedStep:
 
 
 @dataclass(eq=False)
-class ProgramRerun(StepObserver, ABC):
-    """Decides for the program's Run and Trainer (as `run.arguments.Rerun`), and compares the trainer's steps."""
+class ProgramRerun(StepObserver, Rerun):
+    """Decides for the program's Run and Trainer, and compares the trainer's steps."""
 
     run_folder: Path
     record: Mapping[str, Any]  # the run's run.json
@@ -186,22 +186,6 @@ class ProgramRerun(StepObserver, ABC):
     @abstractmethod
     def has_reached(self) -> bool:
         """Whether the program has come as far as it was to."""
-
-    @abstractmethod
-    def found(self, trainer: Trainer) -> None:
-        """The trainer that made the run begins to fit."""
-
-    @abstractmethod
-    def at_boundary(self, trainer: Trainer, capture: Callable[[], Snapshot]) -> None:
-        """A trainer is where it may write a checkpoint."""
-
-    @abstractmethod
-    def at_load(self, place: Path) -> Path | None:
-        """A loop of the user's own loads a checkpoint."""
-
-    @abstractmethod
-    def at_save(self, place: Path, capture: Callable[[], Snapshot]) -> Path | None:
-        """A loop of the user's own saves one."""
 
     @abstractmethod
     def begins(self, step: TrainStep) -> None:
@@ -253,7 +237,6 @@ class ProgramRerun(StepObserver, ABC):
         if self.trainer is not None or not self._made_the_run(trainer):
             return None
         self.trainer = trainer
-        self.found(trainer)
         return self.start
 
     def _made_the_run(self, trainer: Trainer) -> bool:
@@ -318,12 +301,15 @@ class StepReplay(ProgramRerun):
     def has_reached(self) -> bool:
         return self.view is not None
 
-    def found(self, trainer: Trainer) -> None:
-        """Checks that the run has the microbatch and the module that were asked for."""
-        microbatch, num_microbatches = self.observed.microbatch, trainer.run.contract.num_microbatches
-        if microbatch is not None and not 0 <= microbatch < num_microbatches:
-            raise UsageError(f"got --microbatch {microbatch}; the run has microbatches 0 to {num_microbatches - 1}")
-        self.observed.check_module(trainer.model)
+    def checkpoint(self, trainer: Trainer) -> Path | None:
+        """Checks, too, that the run has the microbatch and the module that were asked for."""
+        start = super().checkpoint(trainer)
+        if trainer is self.trainer:
+            microbatch, num_microbatches = self.observed.microbatch, trainer.run.contract.num_microbatches
+            if microbatch is not None and not 0 <= microbatch < num_microbatches:
+                raise UsageError(f"got --microbatch {microbatch}; the run has microbatches 0 to {num_microbatches - 1}")
+            self.observed.check_module(trainer.model)
+        return start
 
     def at_boundary(self, trainer: Trainer, capture: Callable[[], Snapshot]) -> None:
         pass
