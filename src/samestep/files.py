@@ -62,8 +62,8 @@ MAX_LINE_BYTES = 16 << 20
 MAX_LEVELS = 200
 """Levels of lists and objects within each other in a file of JSON."""
 # No link is followed, and a pipe without a writer is opened without waiting.
-IN_PLACE = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
-NO_SPACE = {errno.ENOSPC, errno.EFBIG} | {getattr(errno, name) for name in ("EDQUOT",) if hasattr(errno, name)}
+IN_PLACE = os.O_NOFOLLOW | os.O_NONBLOCK
+NO_SPACE = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
 _TEMPORARY = re.compile(r"\.tmp-.*-(?P<pid>\d+)-(?P<began>\d+)-(?P<host>[0-9a-f]{8})-[0-9a-f]{8}")
 _MAX_WHAT = 200  # bytes
 _FOREIGN_SECONDS = 24 * 60 * 60.0  # of another machine's processes, whose life cannot be checked

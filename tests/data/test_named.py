@@ -3,7 +3,6 @@
 import gzip
 import hashlib
 import struct
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -194,7 +193,6 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path):
         fetch(["http://127.0.0.1:1/"], tmp_path / "taken" / "file", MD5)
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="each process downloads on its own there")
 def test_of_several_that_want_a_file_one_downloads_it(server, tmp_path):
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda _: fetch([f"{server.url}/whole"], tmp_path / "file", MD5), range(8)))

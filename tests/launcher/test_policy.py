@@ -75,7 +75,6 @@ os.execv(sys.argv[2], sys.argv[2:])
 """
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="has no limit on open files")
 def test_a_limit_on_open_files_that_is_too_low_is_refused_before_anything_starts(starter):
     starter.script("ok.py", "import samestep\nprint(samestep.Run(8, 4).world_size)\nopen('ran', 'w')")
     needed = 56

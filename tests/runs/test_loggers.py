@@ -132,7 +132,6 @@ logger.close()
 """
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="needs a limit on the size of files")
 def test_a_file_that_cannot_grow_ends_with_a_whole_record_and_one_clear_error(logger_class, tmp_path):
     place = tmp_path / "place"
     script = LIMITED.format(logger=logger_class.__name__)

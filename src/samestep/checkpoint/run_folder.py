@@ -5,6 +5,7 @@ ends with the process in any case. The file names its holder for the message to 
 lock is given back, and stays behind, unlocked, if the process is killed.
 """
 
+import fcntl
 import json
 import os
 import platform
@@ -253,25 +254,19 @@ def is_locked(folder: Path) -> bool | None:
     The lock can be tested only by taking it: it is taken shared, for a moment; a run that starts meanwhile tries again.
     """
     try:
-        import fcntl
-
         with open_regular(folder / LOCK_FILE) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
     except FileNotFoundError:
         return False
-    except (ImportError, OSError):
+    except OSError:
         return None
     return False
 
 
 def _try_to_lock(file: IO[bytes]) -> tuple[bool, str]:
     """Whether this process has locked the file, and the reason if this file system has no locks."""
-    try:
-        import fcntl
-    except ImportError:
-        return False, "this system has no flock"
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -319,6 +314,5 @@ def _refusal(folder: Path, file: IO[bytes]) -> str:
 def _held() -> "weakref.WeakSet[FolderLock]":
     held: weakref.WeakSet[FolderLock] = weakref.WeakSet()
     # A forked child shares the open file, and with it the lock: one that outlives us would keep others waiting.
-    if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=lambda: [lock._file.close() for lock in held])
+    os.register_at_fork(after_in_child=lambda: [lock._file.close() for lock in held])
     return held

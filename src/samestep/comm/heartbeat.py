@@ -46,7 +46,6 @@ MAX_OPEN_PARTS = 64
 MAX_READS = 64
 
 _DROPPABLE = frozenset({"progress", "beat"})
-_PIPE_BUF = getattr(select, "PIPE_BUF", 512)
 _ENVELOPE_SIZE = 120
 
 Event = dict[str, Any]
@@ -149,11 +148,11 @@ def read_events(fd: int, parser: EventParser) -> list[Event] | None:
 def _lines(event: Event) -> list[bytes]:
     """The lines, each at most PIPE_BUF bytes, that carry an event."""
     text = json.dumps(event)
-    if len(text) < _PIPE_BUF:
+    if len(text) < select.PIPE_BUF:
         return [text.encode() + b"\n"]
     # Unique among the writers of the pipe, whose parts may lie between each other.
     name = f"{threading.get_native_id():x}.{time.monotonic_ns():x}"
-    size = (_PIPE_BUF - _ENVELOPE_SIZE) // 2  # JSON within JSON: quotes and backslashes double
+    size = (select.PIPE_BUF - _ENVELOPE_SIZE) // 2  # JSON within JSON: quotes and backslashes double
     pieces = [text[start : start + size] for start in range(0, len(text), size)]
     last = len(pieces) - 1
     return [

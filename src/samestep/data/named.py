@@ -8,6 +8,7 @@ thread pools and sets environment variables.
 Addresses and md5 sums are those of the data sets' authors and of `torchvision.datasets.MNIST` and `FashionMNIST`.
 """
 
+import fcntl
 import hashlib
 import http.client
 import importlib.util
@@ -229,11 +230,6 @@ def _write(path: Path, content: bytes) -> None:
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """Excludes other processes that download to a folder, if its file system has locks."""
-    try:
-        import fcntl
-    except ImportError:  # Windows: each process downloads
-        yield
-        return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with suppress(OSError):

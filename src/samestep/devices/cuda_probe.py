@@ -14,7 +14,7 @@ from typing import Any
 def load_driver() -> Any:
     """The CUDA driver's library, which starts nothing before it is initialised; None if there is none."""
     try:
-        return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+        return ctypes.CDLL("libcuda.so.1")
     except OSError:
         return None
 

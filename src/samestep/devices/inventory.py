@@ -259,8 +259,6 @@ def _cpu_name() -> str:
 
 def _cpu_load() -> float | None:
     """The load of the last minute in percent of all cores."""
-    if not hasattr(os, "getloadavg"):
-        return None
     try:
         return min(100.0, round(100.0 * os.getloadavg()[0] / (os.cpu_count() or 1), 1))
     except OSError:

@@ -10,6 +10,7 @@ import mmap
 import os
 import pickle
 import re
+import resource
 import socket
 import sys
 import types
@@ -142,10 +143,6 @@ class Job:
 
 def soft_limit(name: str) -> float:
     """A limit of this process by its name in `ulimit -a`, in bytes or as a number; infinite if there is none."""
-    try:
-        import resource
-    except ImportError:  # Windows has none
-        return math.inf
     soft = resource.getrlimit(getattr(resource, f"RLIMIT_{name.upper()}"))[0]
     return math.inf if soft == resource.RLIM_INFINITY else soft
 

@@ -8,6 +8,7 @@ Linux has this in the kernel (prctl(2): PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER
 import contextlib
 import ctypes
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -20,9 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from samestep.devices.portable import CAPS
-
-if sys.platform != "win32":
-    import resource
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36

@@ -148,8 +148,6 @@ def _token_file(job: Job) -> Iterator[dict[str, int]]:
 def resolve_start_method(start_method: str | None, num_threads: int) -> StartMethod:
     """The start method to use."""
     check_number("num_threads", num_threads, 1)
-    if sys.platform == "win32":
-        raise UsageError("several processes can be started on Linux and macOS; on Windows use WSL")
     if start_method is not None:
         check_choice("start_method", start_method, ("fork", "spawn"))
     if start_method == "fork" and sys.platform != "linux":

@@ -13,8 +13,6 @@ from samestep.comm.environment import read_environment
 from samestep.comm.heartbeat import STOPS_ON_REQUEST
 from samestep.comm.membership import Membership
 
-HANGUP = getattr(signal, "SIGHUP", None)  # Windows has none
-
 
 @contextmanager
 def stopping_on_request(membership: Membership) -> Iterator[None]:
@@ -36,14 +34,14 @@ def stopping_on_request(membership: Membership) -> Iterator[None]:
         yield
         return
     ends: Any = signal.SIG_DFL
-    defaults = ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, ends), (HANGUP, ends))
-    ours = {signum: old for signum, old in defaults if signum is not None and signal.getsignal(signum) == old}
+    defaults = ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, ends), (signal.SIGHUP, ends))
+    ours: dict[int, Any] = {signum: old for signum, old in defaults if signal.getsignal(signum) == old}
     # One of all ranks that a terminal's Ctrl-C reaches.
     speaks = read_environment().local_rank == 0
 
     def request(signum: int, _frame: FrameType | None) -> None:
         # The system's, which also ends what hangs; but of a terminal that is closed come two: the shell's and its own.
-        signal.signal(signum, signal.SIG_IGN if signum == HANGUP else ours[signum])
+        signal.signal(signum, signal.SIG_IGN if signum == signal.SIGHUP else ours[signum])
         heartbeat.ask_to_stop(signum)
         # Without it descriptor 2 was closed, and is that of another file by now.
         if speaks and sys.__stderr__ is not None:

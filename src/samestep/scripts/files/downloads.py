@@ -1,5 +1,6 @@
 """Patches of downloads: a file that the script or a library fetches is fetched once on each machine."""
 
+import fcntl
 import functools
 import inspect
 import json
@@ -21,24 +22,20 @@ import torch.hub
 from samestep.patch import Patch
 from samestep.scripts.files.rank0_files import Mode, Rank0Files, path_of
 
-if sys.platform != "win32":
-    import fcntl
-
 TORCHVISION_FETCHES = ("download_url", "download_and_extract_archive", "download_file_from_google_drive")
 
 
 class MachineLock:
-    """A lock shared by the ranks of one machine, with a list of the tasks done under it; None: no lock at all."""
+    """A lock shared by the ranks of one machine, with a list of the tasks done under it."""
 
     # A rank may come late, find the file complete and never ask for it, so no rank waits for all others. The first to
     # ask fetches, behind this lock; a rank that asks meanwhile waits for it, and finds the file. Functions that would
     # fetch again all the same, such as `urlretrieve`, are skipped then, by the list. The lock is a file without a name,
-    # so nothing is left behind; on Windows there are no such locks, and each rank fetches for itself.
+    # so nothing is left behind.
 
-    def __init__(self, descriptor: int | None) -> None:
+    def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
-        if descriptor is not None:
-            weakref.finalize(self, os.close, descriptor)
+        weakref.finalize(self, os.close, descriptor)
         self._depth = 0
         self._threads = threading.RLock()
 
@@ -57,28 +54,22 @@ class MachineLock:
                     self._lock(False)
 
     def _lock(self, is_taken: bool) -> None:
-        if sys.platform != "win32" and self._descriptor is not None:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX if is_taken else fcntl.LOCK_UN)
+        fcntl.flock(self._descriptor, fcntl.LOCK_EX if is_taken else fcntl.LOCK_UN)
 
     def is_done(self, task: str) -> bool:
         """Whether a rank has noted this task; call it with the lock held."""
-        if sys.platform == "win32" or self._descriptor is None:
-            return False
         size = os.fstat(self._descriptor).st_size
         return task in os.pread(self._descriptor, size, 0).decode().splitlines()
 
     def mark_done(self, task: str) -> None:
         """Notes a task, one line of text, as done; call it with the lock held."""
-        if self._descriptor is not None:
-            os.write(self._descriptor, f"{task}\n".encode())
+        os.write(self._descriptor, f"{task}\n".encode())
 
 
 def make_lock(rank0_files: Rank0Files) -> MachineLock:
     """Creates the lock of each machine; all ranks call it."""
     script = rank0_files.script
     name = script.share("a name for a lock", f"samestep-{uuid.uuid4().hex}")
-    if sys.platform == "win32":
-        return MachineLock(None)
     path = os.path.join(tempfile.gettempdir(), name)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
     script.meet("a lock that all have open")
