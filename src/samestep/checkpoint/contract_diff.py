@@ -114,7 +114,6 @@ def decides(field: str) -> str | None:
 
 
 def _line(change: ContractChange) -> str:
-    """The line of a change."""
     reason = f" (decides {decides(change.field)})" if change.breaks else ""
     return f"  {change.field}: {shown(change.before)} before, {shown(change.after)} now{reason}"
 

@@ -65,7 +65,6 @@ def doctor(
 
 
 def _show(results: "list[Result]", as_json: bool) -> None:
-    """Prints the results."""
     from samestep.doctor.check_table import as_object, print_results
 
     if as_json:

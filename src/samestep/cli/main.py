@@ -34,7 +34,6 @@ class Commands(TyperGroup):
         return list(COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """The command of a name; None if there is none."""
         if cmd_name not in COMMANDS:
             self.commands.update({name: self.get_command(ctx, name) for name in COMMANDS})  # to be suggested
         elif cmd_name not in self.commands:

@@ -147,7 +147,6 @@ def run(
 def _recorded(
     job: Job, script: ScriptOptions, program: Sequence[str], run_dir: Path, others: Sequence[Path], is_local: bool
 ) -> "tuple[Job, ScriptRecord]":
-    """The job whose run is recorded, and its record."""
     from samestep.errors import UsageError
     from samestep.launcher.script_record import ScriptRecord
 
@@ -177,7 +176,6 @@ def _audited(selection: "Selection", audit: int, action: str, name: str, reading
 
 
 def _as_read(job: Job, script: ScriptOptions, reading: "Reading", simulated: bool, places: Any) -> Job:
-    """The job that runs a script as it was read."""
     from samestep.errors import UsageError
 
     logical = script.logical_devices

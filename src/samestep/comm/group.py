@@ -56,7 +56,6 @@ class GroupTransport(Connection):
         self.latency_bytes = LATENCY_BYTES.get(name, 0)
 
     def exchange(self, parts: Tensor, sizes: Sequence[int], receive_sizes: Sequence[int]) -> Pending:
-        """Starts an all-to-all."""
         device = parts.device
         if self.through_host:
             parts = parts.cpu()  # waits for the kernels that compute them; gloo reads host memory at once
@@ -72,7 +71,6 @@ class GroupTransport(Connection):
         return GroupPending(self, work, received, parts, device)
 
     def gather(self, part: Tensor, sizes: Sequence[int] = (), into: Tensor | None = None) -> Pending:
-        """Starts an all-gather."""
         if self.through_host or sizes or self._backend is not None:
             # gloo's all-gather passes the parts around a ring, one rank after another; its all-to-all sends them all at
             # once, and was faster at every measured size.

@@ -300,7 +300,6 @@ class HeartbeatPage:
         return quorum
 
     def quorum(self) -> Quorum:
-        """The quorum in force."""
         # A lock could be held by a process that was killed; a checksum cannot.
         for _ in range(WRITING_LOOKS):
             length, checksum = _LENGTH.unpack_from(self._memory, 24)

@@ -436,7 +436,6 @@ class Membership:
         return quorum
 
     def _exchange_reports(self, quorum: Quorum, own: RankReport) -> dict[int, RankReport]:
-        """The reports of all slots of a quorum."""
         store = self._call_roll(quorum, f"words {self._round}", quorum.slots, " ".join(map(str, own)))
         return {slot: RankReport(*map(int, store.get(str(rank)).split())) for rank, slot in enumerate(quorum.slots)}
 

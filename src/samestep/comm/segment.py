@@ -422,7 +422,6 @@ class Peers:
         return bool(poll.poll(0))
 
     def close(self) -> None:
-        """Closes the descriptors."""
         for fd in self._fds.values():
             if fd is not None:
                 os.close(fd)

@@ -91,7 +91,6 @@ class SharedTransport(Connection):
         self.spins = world_size <= usable_cores()
 
     def exchange(self, parts: Tensor, sizes: Sequence[int], receive_sizes: Sequence[int]) -> "SharedParts":
-        """Starts an all-to-all."""
         parts = parts.contiguous()
         offsets = exchange_offsets(tuple(sizes), parts.element_size(), self.rank)
         return SharedParts(self, self._post(offsets, parts).number, parts, offsets.own_start, receive_sizes)

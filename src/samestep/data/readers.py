@@ -237,7 +237,6 @@ def _parse_row(place: str, cells: Sequence[str], columns: Sequence[str]) -> list
 
 
 def _column(path: str | PathLike[str], columns: Sequence[str], target: str | int | None) -> int:
-    """The index of the target column."""
     if target is None:
         return len(columns) - 1
     named = [index for index, name in enumerate(columns) if name == target]

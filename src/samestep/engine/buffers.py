@@ -174,7 +174,6 @@ class BufferMerge(StepBuffers):
                 target.copy_(end if ok is None else torch.where(ok, end.to(target.device), target))
 
     def _now(self) -> list[Tensor | None]:
-        """The buffers as they are now."""
         return [place.module._buffers[place.key] for place in self._places]
 
     def _find_changed(self, now: Sequence[Tensor | None], first: int = 0) -> list[int]:

@@ -411,7 +411,6 @@ class TrainStep:
             scale(flats, factor)
 
     def _step_optimizers(self) -> None:
-        """Steps the optimizers."""
         self.strategy.before_update()
         for optimizer in self.optimizers:
             try:

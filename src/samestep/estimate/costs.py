@@ -176,7 +176,6 @@ class ParallelPlan:
 
     @property
     def num_devices(self) -> int:
-        """Of the whole mesh."""
         return self.data * self.pipe
 
     @property

@@ -225,7 +225,6 @@ class Healing:
         return next(alike, None)
 
     def _report_healed(self, quorum: int) -> None:
-        """Reports the healings up to this quorum."""
         while self._healed and self._healed[0].quorum <= quorum:
             healed = self._healed.pop(0)
             seconds = self._recorded.get(healed.quorum, healed.seconds)

@@ -237,7 +237,6 @@ class Monitor:
         self.watch_descriptor(fd, stop, own=False)
 
     def start(self, place: Assignment) -> None:
-        """Starts one worker."""
         # Each worker has pipes of its own: what arrives is its own, and at the end of a pipe all of it has arrived. So
         # the write ends are closed here as soon as the pool has them: a pipe ends with the last process that has one.
         path = None if self._job.log_dir is None else str(Path(self._job.log_dir) / f"rank-{place.rank}.log")
@@ -407,7 +406,6 @@ class Monitor:
             self._pool.signal(worker.slot, signal.SIGKILL)
 
     def _worker_ended(self, worker: Worker, code: int | None) -> None:
-        """Records the end of a worker."""
         worker.ended, worker.code = True, code
         if code != 0 and worker.report is None and not worker.is_lost:
             self._add_failure(worker)

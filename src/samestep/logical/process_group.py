@@ -285,7 +285,6 @@ class OrderedProcessGroup(_Base):  # type: ignore[misc]  # for the same reason
 
     @_on_plain
     def send(self, tensors: Sequence[Tensor], rank: int, tag: int) -> dist.Work:
-        """Sends a tensor to a rank."""
         values = _Flat(tensors, self._transport)
         return PeerWork(self, self._peers().send([values.bytes], rank, tag), rank, None)
 

@@ -180,7 +180,6 @@ class WorkQueue:
                 pass
 
     def stream(self, device: torch.device) -> torch.cuda.Stream:
-        """The stream of the queue on a device."""
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)
         return self._streams[device]

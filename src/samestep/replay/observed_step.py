@@ -142,7 +142,6 @@ class ModuleHooks:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Installs the hooks."""
         with ExitStack() as stack:
             for module in self._model.modules():
                 stack.callback(module.register_forward_pre_hook(self._enter, with_kwargs=True).remove)

@@ -115,7 +115,6 @@ def _each_step(runs: Sequence[RunSummary], tag: str, title: str, bins: int) -> C
 
 
 def _lines(runs: Sequence[RunSummary], tag: str, title: str, unit: Unit, bins: int, note: str = "") -> Chart:
-    """A line a run."""
     return _from_each(runs, Chart(tag, title, note, unit), lambda curve: thinned(curve, bins))
 
 

@@ -115,7 +115,6 @@ class Event:
 
     @property
     def sentence(self) -> str:
-        """The event in a sentence."""
         fields = self.fields
         devices = counted(fields["world_size"], "device") if "world_size" in fields else "an unknown number of devices"
         match self.name:

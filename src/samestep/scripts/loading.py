@@ -262,7 +262,6 @@ class Rank0Iterator:
         self._run_on_rank0("the start of a loader", self._begin)
 
     def __iter__(self) -> "Rank0Iterator":
-        """Itself."""
         return self
 
     def __len__(self) -> int:
@@ -270,7 +269,6 @@ class Rank0Iterator:
         return len(self._loader._index_sampler)
 
     def __next__(self) -> Any:
-        """The next batch."""
         if self._is_on_all_ranks:
             return self._next()
         check_place(self._script)

@@ -228,7 +228,6 @@ class Tolerance:
         return replace(self, plain=self.plain.of_rank(rank), response=response, _responses={})
 
     def loss(self, step: int) -> float:
-        """The bound for the loss."""
         return max(self.unit(step) * self._loss_size(step), RESPONSE_FACTOR * self._response(("loss",), step))
 
     def bound(self, part: str, step: int, group: int, index: int) -> float:

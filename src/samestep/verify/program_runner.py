@@ -79,7 +79,6 @@ class KeptPool(ServerPool):
         return self._lost or self._broken or self._wait(0)
 
     def start(self, instruction: Instruction) -> None:
-        """Starts one worker."""
         self.num_runs += not self._running
         super().start(instruction)
 
@@ -118,7 +117,6 @@ class ProgramRunner(AbstractContextManager["ProgramRunner"]):
         self._folder = tempfile.TemporaryDirectory(prefix="samestep-verify-")
 
     def __enter__(self) -> Self:
-        """The runner itself."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:

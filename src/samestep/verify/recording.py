@@ -37,13 +37,11 @@ class JsonlWriter:
         self._fd = _open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
 
     def write(self, kind: str, **fields: Any) -> None:
-        """Writes a line."""
         data = json.dumps({"kind": kind, **fields}).encode() + b"\n"
         while data:
             data = data[_write(self._fd, data) :]
 
     def close(self) -> None:
-        """Closes the file."""
         _close(self._fd)
 
 
@@ -63,7 +61,6 @@ class Recording:
 
     @property
     def world_size(self) -> int:
-        """The number of ranks."""
         return len(self.ranks)
 
     def of_rank(self, rank: int) -> "Recording":
@@ -75,7 +72,6 @@ class Recording:
         return (line for line in self.ranks[rank] if line["kind"] == kind)
 
     def facts(self, name: str, rank: int) -> Iterator[Line]:
-        """A rank's facts of one name."""
         return (line for line in self.lines("fact", rank) if line["name"] == name)
 
     @cached_property

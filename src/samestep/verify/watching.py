@@ -65,7 +65,6 @@ class ModuleRecorder:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """A context in which the hooks are in place."""
         with ExitStack() as stack:
             stack.callback(hooks.register_module_forward_pre_hook(self._enter).remove)
             stack.callback(hooks.register_module_forward_hook(self._leave, always_call=True).remove)
@@ -75,7 +74,6 @@ class ModuleRecorder:
         return self.step is not None and self._num_lines < MAX_CALLS
 
     def _enter(self, module: nn.Module, args: Any) -> None:
-        """A module is called."""
         if not self._is_on() or not torch.is_grad_enabled():
             return
         if not self._stack or self._root is None:
@@ -235,7 +233,6 @@ class StepRecorder:
                 self._gradients.append({"optimizer": known.number, **_summary(grads)})
 
     def after(self, optimizer: Optimizer) -> None:
-        """An optimizer has stepped."""
         with torch._C.DisableTorchFunction(), torch.no_grad():
             known = self._known[optimizer]
             moments = [self._moments(optimizer, parameter) for parameter in known.parameters]

@@ -213,7 +213,6 @@ def _check_parts(model: nn.Module, parts: Parts) -> None:
 
 
 def _named_starts(parts: Parts, split: Sequence[str], num_stages: int) -> list[int]:
-    """The starts of the stages that `split` names."""
     if len(split) != num_stages - 1:
         raise UsageError(
             f'got split={list(split)}, which makes {len(split) + 1} stages for {num_stages} ranks along "pipe": name '

@@ -101,7 +101,6 @@ class DeviceRegistry:
         return self.checked(self.thread.current if found.index is None else found.index)
 
     def checked(self, index: int) -> int:
-        """The index, if there is such a device."""
         if self.count == 0:
             raise RuntimeError(f"No CUDA GPUs are available: cuda:{index} was asked for and the script hides them all")
         if 0 <= index < MAX_DEVICES:
@@ -259,7 +258,6 @@ class SimulatedStream:
     synchronize = wait_stream = wait_event = _nothing
 
     def record_event(self, event: "SimulatedEvent | None" = None) -> "SimulatedEvent":
-        """Records now."""
         event = SimulatedEvent(enable_timing=True) if event is None else event
         event.record(self)
         return event

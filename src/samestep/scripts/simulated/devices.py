@@ -52,7 +52,6 @@ def simulated_devices(count: Callable[[], int], notice: Callable[[str], None]) -
 
 
 def _patches(registry: DeviceRegistry, mode: TorchFunctionMode) -> list[Patch]:
-    """All patches of this module."""
     return [
         _threads(mode),
         *_autograd(registry, mode),

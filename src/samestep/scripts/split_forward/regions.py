@@ -60,7 +60,6 @@ class Item:
     is_sparse: bool = False
 
     def piece_shape(self, chunk: int) -> tuple[int, ...]:
-        """The shape of a chunk's piece."""
         if self.kind == "stacked":
             return ()
         if self.kind == "copied":
@@ -120,7 +119,6 @@ class Region:
         return PieceSums(self.script.communicator, self.ranges, self.likes, self.buckets)
 
     def select(self, present: Sequence[bool]) -> "Region":
-        """The region of some of the items."""
         items = tuple(item for item, here in zip(self.items, present, strict=True) if here)
         return Region(self.script, self.ranges, items, self.device, self.guard)
 
@@ -407,7 +405,6 @@ class Results:
         self._device = device
 
     def add(self, result: Any) -> None:
-        """Adds the result of a chunk."""
         leaves, template = take_apart(result, is_tensor, dataclasses=True)
         for leaf in leaves:
             if leaf.layout != torch.strided or leaf.is_quantized:

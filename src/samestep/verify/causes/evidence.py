@@ -66,7 +66,6 @@ class Facts:
         self._known: set[str] = set()
 
     def add(self, name: str, **fields: Any) -> None:
-        """Records a fact."""
         self._facts.append({"name": name, **fields})
 
     def add_once(self, name: str, **fields: Any) -> None:
