@@ -157,6 +157,7 @@ def _commands(group: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 def recipe_table() -> str:
     """Every recipe with its defaults, as a Markdown table."""
     from samestep.recipes.catalog import NAMES, load
+    from samestep.recipes.settings import OWN_OPTIONS
 
     rows = ["| recipe | what | optimizer | batch | epochs | own options |", "|---|---|---|---|---|---|"]
     for recipe in map(load, NAMES):
@@ -164,7 +165,8 @@ def recipe_table() -> str:
         optimizer += f", momentum {recipe.momentum:g}" if recipe.momentum else ""
         optimizer += f", weight decay {recipe.weight_decay:g}" if recipe.weight_decay else ""
         optimizer += f", clipped at {recipe.max_grad_norm:g}" if recipe.max_grad_norm else ""
-        options = ", ".join(f"`{name}={_shown(default)}`" for name, default in recipe.options.items()) or "none"
+        own = OWN_OPTIONS.get(recipe.name, {})
+        options = ", ".join(f"`{name}={_shown(default)}`" for name, default in own.items()) or "none"
         cells = (f"`{recipe.name}`", recipe.summary, optimizer, recipe.global_batch_size, recipe.epochs, options)
         rows.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(rows)

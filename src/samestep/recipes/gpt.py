@@ -15,7 +15,7 @@ from samestep.engine.losses import Mean
 from samestep.errors import DataError
 from samestep.metrics import cross_entropy_with, perplexity
 from samestep.recipes.recipe import DataOptions, Recipe, RecipeData
-from samestep.recipes.settings import OWN_OPTIONS, check_source, own_options
+from samestep.recipes.settings import check_source, own_options
 
 NUM_BYTES = 256
 EVAL_PART = 10
@@ -192,5 +192,4 @@ RECIPE = Recipe(
     max_grad_norm=1.0,
     global_batch_size=64,
     epochs=3,
-    options=OWN_OPTIONS["gpt"],
 )

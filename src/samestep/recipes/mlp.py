@@ -7,7 +7,7 @@ from samestep.data.readers import mean_and_scale, read_csv, standardize
 from samestep.data.tensors import TensorData, shuffled_split
 from samestep.metrics import mean_absolute_error, root_mean_squared_error
 from samestep.recipes.recipe import DataOptions, Recipe, RecipeData
-from samestep.recipes.settings import OWN_OPTIONS, check_source, own_options
+from samestep.recipes.settings import check_source, own_options
 
 TRAIN_FRACTION = 0.8
 
@@ -86,5 +86,4 @@ RECIPE = Recipe(
     lr=0.01,
     global_batch_size=128,
     epochs=100,
-    options=OWN_OPTIONS["mlp"],
 )

@@ -69,7 +69,6 @@ class Recipe:
         global_batch_size: samples of a step.
         epochs: passes through the data.
         max_grad_norm: gradients are clipped to this norm; None for no clipping.
-        options: the recipe's own options and their defaults.
     """
 
     name: str
@@ -87,4 +86,3 @@ class Recipe:
     momentum: float = 0.0
     weight_decay: float = 0.0
     max_grad_norm: float | None = None
-    options: Mapping[str, Option] = field(default_factory=dict)

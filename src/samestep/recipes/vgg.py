@@ -10,7 +10,7 @@ from torch.nn import functional
 from samestep.data.named import bytes_to_unit
 from samestep.recipes.images import METRICS, NUM_CLASSES, classification_loss, read_images
 from samestep.recipes.recipe import DataOptions, Recipe, RecipeData
-from samestep.recipes.settings import OWN_OPTIONS, own_options
+from samestep.recipes.settings import own_options
 
 SIDE = 32
 STAGES = ((64,), (128,), (256, 256), (512, 512), (512, 512))
@@ -77,5 +77,4 @@ RECIPE = Recipe(
     weight_decay=5e-4,
     global_batch_size=128,
     epochs=10,
-    options=OWN_OPTIONS["vgg"],
 )
