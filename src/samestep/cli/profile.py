@@ -87,7 +87,7 @@ def step_times(folder: Path) -> dict[str, Any]:
     }
 
 
-def print_times(times: dict[str, Any], *, to_stderr: bool = False) -> None:
+def print_times(times: dict[str, Any]) -> None:
     """Prints the table of `step_times`."""
     from rich.console import Console
     from rich.table import Table
@@ -97,7 +97,7 @@ def print_times(times: dict[str, Any], *, to_stderr: bool = False) -> None:
         table.add_column(name, justify="right", overflow="fold")
     for kind, milliseconds in times["milliseconds"].items():
         table.add_row(kind, f"{milliseconds:.3f}", f"{100 * times['shares'][kind]:.1f} %")
-    Console(stderr=to_stderr, highlight=False).print(table)
+    Console(highlight=False).print(table)
 
 
 def print_traces(folder: Path, *, to_stderr: bool = False) -> None:

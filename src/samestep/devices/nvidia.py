@@ -39,7 +39,6 @@ class NvmlReading:
     """The answers of NVML."""
 
     gpus: tuple[Device, ...] = ()  # by PCI bus id; their indices and their links' peers are NVML's
-    driver: str | None = None  # its version; None if NVML does not run
     problems: tuple[str, ...] = ()  # sentences about errors of NVML
     is_installed: bool = True  # whether its Python package is; otherwise the CUDA driver is asked for the GPUs' names
 
@@ -95,7 +94,7 @@ def _read_started(nvml: Any) -> NvmlReading:
         handles.append(handle)
     gpus = _with_links(nvml, gpus, handles)
     gpus.sort(key=lambda gpu: (gpu.pci_bus_id or "", gpu.index))
-    return NvmlReading(tuple(gpus), _ask(nvml, None, nvml.nvmlSystemGetDriverVersion), tuple(problems))
+    return NvmlReading(tuple(gpus), tuple(problems))
 
 
 def _ask(nvml: Any, default: T, question: Callable[..., T], *arguments: Any) -> T:
