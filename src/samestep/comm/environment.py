@@ -130,7 +130,7 @@ def _checked(env: Mapping[str, str], names: Sequence[str], launcher: str) -> Env
         joins=env.get("SAMESTEP_JOINS") == "1",
         transport=chosen_transport(env),
         heals=env.get(HEAL_VARIABLE) != "0",
-        nodes=chosen_nodes(env),
+        nodes=_choice(env, NODES_VARIABLE, NODES),  # "auto" sums within each node first, then between nodes
     )
 
 
@@ -141,11 +141,6 @@ def chosen_transport(variables: Mapping[str, str] | None = None) -> str:
     else.
     """
     return _choice(variables, TRANSPORT_VARIABLE, TRANSPORTS)
-
-
-def chosen_nodes(variables: Mapping[str, str] | None = None) -> str:
-    """The value of SAMESTEP_NODES: "auto" sums within each node first, then between nodes, if possible; "flat" not."""
-    return _choice(variables, NODES_VARIABLE, NODES)
 
 
 def chosen_profile(variables: Mapping[str, str] | None = None) -> str | None:

@@ -1,7 +1,5 @@
 """The checks of one machine and their results: versions, devices, system, and its ranks, in the order of the table.
 
-The checks of one machine: versions, devices and system; run one by one, in the order of the table.
-
 torch is asked in a child process: if it cannot be imported, or crashes, that is a result like any other;
 nothing here imports it.
 `torch.utils.collect_env` has fewer of these facts, as text, and takes seconds.

@@ -172,12 +172,6 @@ MAX_EPOCHS = 1000
 ALL = range(99)  # columns
 
 
-def make_sections(report: RunReport) -> dict[str, str]:
-    """The sections by their names in page.html."""
-    makers: tuple[Callable[[RunReport], str], ...] = (_header, _summary, _proof, _time, _epochs, _events, _contract)
-    return {maker.__name__.removeprefix("_"): maker(report) for maker in (*makers, _footer)}
-
-
 def _header(report: RunReport) -> str:
     runs = report.runs
     first = runs[0]
@@ -399,11 +393,12 @@ def make_page(report: RunReport) -> str:
     """
     script = '(() => {\n"use strict";\n' + "\n".join(map(_template, SCRIPTS)) + "})();\n"
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    makers = (_header, _summary, _proof, _time, _epochs, _events, _contract, _footer)
     parts = {
         "title": escape(f"{', '.join(run.name for run in report.runs)} · samestep report"),
         "script_hash": f"'sha256-{digest}'",
         "style": _template("page.css"),
-        **make_sections(report),
+        **{maker.__name__.removeprefix("_"): maker(report) for maker in makers},
         "data": _safe_json(_data(report)),
         "script": script,
     }

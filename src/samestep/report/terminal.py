@@ -64,7 +64,7 @@ def sparkline(curve: Curve, width: int) -> str:
 def _print_run(run: RunSummary, console: "Console") -> None:
     from rich.text import Text
 
-    console.print(Text.assemble((run.name, "bold"), "  ", (run.state, _state_style(run.state))))
+    console.print(Text.assemble((run.name, "bold"), "  ", (run.state, STATE_STYLES.get(run.state, "yellow"))))
     console.print(run.title, markup=False)
     if run.terms:
         console.print(run.terms, markup=False, style="dim")
@@ -103,7 +103,7 @@ def _print_runs(report: RunReport, console: "Console") -> None:
     for run in report.runs:
         table.add_row(
             Text(run.name, "bold"),
-            Text(run.state, _state_style(run.state)),
+            Text(run.state, STATE_STYLES.get(run.state, "yellow")),
             f"{run.num_steps:,}",
             number(run.train_loss),
             Text(f"{run.metric[0]} {number(run.metric[1])}" if run.metric else "-"),
@@ -181,7 +181,3 @@ def _finding(finding: Finding, before: str = "") -> "Text":
     sign, style = SIGNS[finding.verdict]
     name = f"{before}: " if before else ""
     return Text.assemble((f"{sign} ", style), (name, "bold"), finding.text)
-
-
-def _state_style(state: str) -> str:
-    return STATE_STYLES.get(state, "yellow")
