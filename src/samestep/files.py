@@ -23,7 +23,6 @@ from typing import IO, Any, TypeVar
 
 import psutil
 
-from samestep.checks import check_number
 from samestep.errors import DataError, RunFolderError
 
 
@@ -104,11 +103,6 @@ def retrying(attempt: Callable[[], T], retries: int, tell: Callable[[str], None]
             )
             time.sleep(seconds)
     return attempt()
-
-
-def check_retries(retries: int) -> None:
-    """Raises a `UsageError` unless `retries` is a whole number from 0 on."""
-    check_number("checkpoint_retries", retries, 0)
 
 
 def make_folder(path: Path) -> None:

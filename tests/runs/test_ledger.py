@@ -1,6 +1,7 @@
 """The ledger: a line a step that parses, loses no bit, and is whole or not there."""
 
 import math
+from contextlib import closing
 from datetime import UTC, datetime
 
 import numpy as np
@@ -31,7 +32,7 @@ def result_of(total, norm, batch, skipped=0.0):
 def test_floats_come_back_to_the_bit(tmp_path, value):
     batch = Batch(2, {}, 1, 4, lambda: np.array([5, 3]))
     entry = ledger_entry(result_of(value, value, batch), batch, [value], 2)
-    with LedgerWriter(tmp_path / "ledger.jsonl") as ledger:
+    with closing(LedgerWriter(tmp_path / "ledger.jsonl")) as ledger:
         ledger.write(entry)
     (line,) = read(tmp_path / "ledger.jsonl")
     for text in (line["loss"], line["grad_norm"], line["lr"][0]):
@@ -122,7 +123,7 @@ def test_a_file_cut_anywhere_is_repaired_when_it_is_opened(tmp_path):
     path = tmp_path / "ledger.jsonl"
     for cut in range(len(WHOLE) + 1):
         path.write_bytes(WHOLE[:cut])
-        with LedgerWriter(path) as ledger:
+        with closing(LedgerWriter(path)) as ledger:
             ledger.write({"step": 7})
         whole = [line for line in LINES if to_line(line).rstrip() in WHOLE[:cut]]
         assert read(path) == [*whole, {"step": 7}], cut
@@ -144,7 +145,7 @@ def test_a_torn_line_of_any_length_is_removed_and_a_whole_one_kept(tmp_path, len
     assert path.read_bytes() == WHOLE
     line = to_line({"step": 5, "note": "x" * length}).rstrip()
     path.write_bytes(WHOLE + line)
-    with LedgerWriter(path) as ledger:
+    with closing(LedgerWriter(path)) as ledger:
         assert ledger.last_step() == 5
     assert path.read_bytes() == WHOLE + line + b"\n"
 
@@ -152,7 +153,7 @@ def test_a_torn_line_of_any_length_is_removed_and_a_whole_one_kept(tmp_path, len
 def test_an_event_is_in_the_file_at_once_and_behind_what_gathered(tmp_path):
     path = tmp_path / "ledger.jsonl"
     before = datetime.now(UTC)
-    with LedgerWriter(path) as ledger:
+    with closing(LedgerWriter(path)) as ledger:
         ledger.write({"step": 0})
         assert read(path) == []
         ledger.write_event("death", 1, rank=2, cause="SIGKILL")
@@ -164,7 +165,7 @@ def test_an_event_is_in_the_file_at_once_and_behind_what_gathered(tmp_path):
 
 
 def test_the_last_step_is_that_of_the_file_and_events_are_none(tmp_path):
-    with LedgerWriter(tmp_path / "ledger.jsonl") as ledger:
+    with closing(LedgerWriter(tmp_path / "ledger.jsonl")) as ledger:
         assert ledger.last_step() is None
         ledger.write_event("start", 0)
         assert ledger.last_step() is None
@@ -182,7 +183,7 @@ def test_the_last_step_is_that_of_the_file_and_events_are_none(tmp_path):
 def test_garbage_in_the_middle_hides_no_step(tmp_path):
     path = tmp_path / "ledger.jsonl"
     path.write_bytes(to_line({"step": 3}) + b'{"step\n\xff\xff\n')
-    with LedgerWriter(path) as ledger:
+    with closing(LedgerWriter(path)) as ledger:
         assert ledger.last_step() == 3
 
 
@@ -200,7 +201,7 @@ def test_a_ledger_that_was_removed_meanwhile_is_an_error_and_not_written_to_in_v
 def test_a_ledger_that_was_moved_or_replaced_meanwhile_gets_its_lines_and_is_an_error(tmp_path):
     (tmp_path / "run").mkdir()
     path = tmp_path / "run" / "ledger.jsonl"
-    with LedgerWriter(path) as ledger:
+    with closing(LedgerWriter(path)) as ledger:
         (tmp_path / "run").rename(tmp_path / "moved")
         for _ in range(2):
             with pytest.raises(RunFolderError, match=r"it was moved or replaced meanwhile.*--resume FOLDER"):

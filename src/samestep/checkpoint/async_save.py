@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from samestep.checkpoint.local_shards import split_files, unsharded
-from samestep.checkpoint.storage import Snapshot, begin_checkpoint, check_keep, complete_checkpoint, write_checkpoint
+from samestep.checkpoint.storage import Snapshot, begin_checkpoint, complete_checkpoint, write_checkpoint
 from samestep.checkpoint.verified_files import Written, part_name, write_part
 from samestep.comm.buckets import dense_strides
 from samestep.comm.communicator import Communicator
@@ -48,7 +48,6 @@ class CheckpointSaver:
     """
 
     def __init__(self, folder: Path, keep: int = 3, retries: int = 0) -> None:
-        check_keep(keep)
         self._folder, self._keep, self._retries = folder, keep, retries
         self._parent = _identity(folder.parent)
         self._failures: deque[str] = deque()
@@ -213,7 +212,6 @@ def write_sharded(
     replaces: bool = False,
 ) -> Path:
     """Writes a checkpoint in a collective call, which returns when it is complete."""
-    check_keep(keep)
     state = with_rows(state, over, communicator.rank == 0)
     whole, shards = split_files(state.files)
     # Every rank has to know the temporary folder. None if a good checkpoint of this step is kept: no rank writes then.

@@ -102,7 +102,7 @@ def write_checkpoint(folder: Path, snapshot: Snapshot, keep: int = 3, replace: b
     A good one of the same step is kept unless `replace` says that other content takes its place, such as the record of
     an evaluation. Other good ones are removed only when the new one is complete, and only if they are older.
     """
-    check_keep(keep)
+    check_number("keep", keep, 1)
     temporary = begin_checkpoint(folder, snapshot.step, replace)
     try:
         return complete_checkpoint(folder, snapshot, temporary, {}, keep, replace)
@@ -149,11 +149,6 @@ def complete_checkpoint(
             point_to(folder, BEST_FILE, target.name)
         _remove_older(folder, snapshot.step, keep)
     return target
-
-
-def check_keep(keep: int) -> None:
-    """Raises a `UsageError` unless at least one checkpoint is to be kept."""
-    check_number("keep", keep, 1)
 
 
 def verify_checkpoint(path: Path) -> str | None:

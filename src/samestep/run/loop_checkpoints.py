@@ -15,7 +15,8 @@ from samestep.checkpoint.digest import Drift
 from samestep.checkpoint.local_shards import gathered, is_sharded, whole_tensors
 from samestep.checkpoint.resume import check_state, find_checkpoint, names_checkpoint, receive_state
 from samestep.checkpoint.state import Steps, capture, restore
-from samestep.checkpoint.storage import Snapshot, check_keep, list_checkpoints, write_checkpoint
+from samestep.checkpoint.storage import Snapshot, list_checkpoints, write_checkpoint
+from samestep.checks import check_number
 from samestep.comm.exceptions import on_main
 from samestep.comm.membership import Membership
 from samestep.data.loader import Loader
@@ -41,7 +42,7 @@ def save(
     `is_ours` says whether checkpoints that are in the folder already are of this run; `attempts` calls the function
     that writes, once or several times, on all ranks alike; `program` says which one is running.
     """
-    check_keep(keep)
+    check_number("keep", keep, 1)
     folder = Path(place)
     if names_checkpoint(folder):
         raise UsageError(f"got {place}, which names one checkpoint; needed: the folder for all of them")

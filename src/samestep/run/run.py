@@ -55,7 +55,7 @@ from samestep.engine.portable_kernels import describe_late_caps, make_portable, 
 from samestep.engine.step import TrainStep
 from samestep.engine.strategy import Strategy
 from samestep.errors import SamestepError, UsageError
-from samestep.files import CHECKPOINT_RETRIES, check_retries, retrying
+from samestep.files import CHECKPOINT_RETRIES, retrying
 from samestep.run.arguments import answers_unknown, current_rerun
 from samestep.run.fixed_cost import FixedCost
 from samestep.run.signals import stopping_on_request
@@ -642,7 +642,7 @@ class Run:
             if known is not None:
                 return known
         is_ours = Path(folder).resolve() in self._folders
-        check_retries(checkpoint_retries)
+        check_number("checkpoint_retries", checkpoint_retries, 0)
         self._program = self._program or relaunch()
         attempts = partial(retrying, retries=checkpoint_retries, tell=self.print)
         path = save(self.membership, contract, folder, step, loader, rest, keep, is_ours, attempts, self._program)

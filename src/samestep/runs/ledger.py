@@ -16,7 +16,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any, Final, TypeGuard
 
 from samestep.checkpoint.contract_diff import ContractChange, decides, shown
@@ -147,12 +146,6 @@ class LedgerWriter:
                 entry = from_line(line) if having in line else None
                 if entry is not None:
                     yield entry
-
-    def __enter__(self) -> "LedgerWriter":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
 
 
 def ledger_entry(

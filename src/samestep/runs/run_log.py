@@ -35,7 +35,7 @@ from samestep.data.randomness import Generators
 from samestep.engine.result import StepResult
 from samestep.engine.step import TrainStep
 from samestep.errors import NonFiniteError, RunFolderError
-from samestep.files import check_retries, remove_leftovers, retrying
+from samestep.files import remove_leftovers, retrying
 from samestep.runs.history import EpochRecord, EpochSoFar
 from samestep.runs.ledger import lacking
 from samestep.runs.recorder import IsolatedLoggers, Logger, Recorder, StepNote
@@ -126,7 +126,7 @@ class RunLog:
         checkpoint_retries: int,
     ) -> None:
         check_counts(checkpoint_steps=checkpoint_steps, keep=keep, digest_every=digest_every)
-        check_retries(checkpoint_retries)
+        check_number("checkpoint_retries", checkpoint_retries, 0)
         if checkpoint_minutes is not None:
             check_number("checkpoint_minutes", checkpoint_minutes, above=0, whole=False)
         self.folder = folder
