@@ -32,7 +32,7 @@ from samestep.comm.heartbeat import MAX_SLOTS, STOPS_ON_REQUEST, Beat, Event, He
 from samestep.launcher.hang_detector import HangDetector
 from samestep.launcher.healing import LINGER_SECONDS, Healing
 from samestep.launcher.job import Assignment, Instruction, Job, Outcome
-from samestep.launcher.worker_pool import STARTER, WorkerPool
+from samestep.launcher.worker_pool import STARTER, ServerPool
 from samestep.launcher.worker_states import (
     Failure,
     Restarts,
@@ -161,7 +161,7 @@ class Monitor:
     def __init__(
         self,
         job: Job,
-        pool: WorkerPool,
+        pool: ServerPool,
         page: HeartbeatPage,
         display: Display,
         restarts: Restarts,

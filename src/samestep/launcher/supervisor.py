@@ -46,7 +46,7 @@ from samestep.launcher.job import (
 )
 from samestep.launcher.monitor import Display, Monitor, make_event
 from samestep.launcher.os_processes import EarlyServer
-from samestep.launcher.worker_pool import ServerPool, WorkerPool
+from samestep.launcher.worker_pool import ServerPool
 from samestep.launcher.worker_states import Restarts, make_log_dir
 from samestep.text import counted
 
@@ -56,7 +56,7 @@ StartMethod = Literal["fork", "spawn"]
 def supervise(
     job: Job,
     selection: Selection,
-    open_pool: Callable[[], WorkerPool] | None = None,
+    open_pool: Callable[[], ServerPool] | None = None,
     early: EarlyServer | None = None,
     fds: Mapping[str, int] | None = None,
 ) -> Outcome:
@@ -242,7 +242,7 @@ def launch(
         content = _pickle_by_value(call, name, "from a process that has used a GPU, asked for one or called backward()")
     with tempfile.TemporaryFile() as payload, tempfile.TemporaryFile() as answer:
         fds = {"answer": answer.fileno()}
-        open_pool: Callable[[], WorkerPool] = partial(ServerPool.forked, call, variables, TRAINING)
+        open_pool: Callable[[], ServerPool] = partial(ServerPool.forked, call, variables, TRAINING)
         if content is not None:
             write_payload(payload, content)
             fds["payload"] = payload.fileno()

@@ -8,7 +8,7 @@ import socket
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -38,33 +38,8 @@ class WorkerEvent:
     text: str = ""
 
 
-class WorkerPool(Protocol):
-    """Starts and ends the workers of a run, by their slots."""
-
-    def start(self, instruction: Instruction) -> None:
-        """Starts one worker; the caller may close its descriptors afterwards."""
-
-    def fileno(self) -> int:
-        """A descriptor that is readable while `poll_events` has events to return."""
-
-    def poll_events(self) -> list[WorkerEvent]:
-        """The events since the last call, without waiting."""
-
-    def signal(self, slot: int, signum: int) -> None:
-        """Signals a worker; SIGABRT also wakes a stopped one, so that it writes its stacks and ends."""
-
-    def groups(self) -> dict[int, Group]:
-        """The process group of each worker, by slot, and of `STARTER`."""
-
-    def kill(self) -> None:
-        """Kills every worker at once."""
-
-    def close(self) -> None:
-        """Ends all remaining processes, with their descendants, and waits for them."""
-
-
 class ServerPool:
-    """The workers of a fork server, which leads a session of its own and is reached by a socket."""
+    """The workers of a fork server, by their slots; it leads a session of its own and is reached by a socket."""
 
     def __init__(self, pid: int, control: socket.socket, preload: Sequence[str] = ()) -> None:
         # psutil knows when the process began, so it is not mistaken for a later one with the same id.
@@ -109,16 +84,17 @@ class ServerPool:
         return cls(pid, ours, preload)
 
     def start(self, instruction: Instruction) -> None:
-        """Sends the instruction and its descriptors to the fork server."""
+        """Starts one worker by the fork server; the caller may close the instruction's descriptors afterwards."""
         self._running.add(instruction.assignment.slot)
         names, fds = list(instruction.fds), list(instruction.fds.values())
         self._send({"command": "start", "instruction": asdict(instruction), "names": names}, fds)
 
     def fileno(self) -> int:
+        """A descriptor that is readable while `poll_events` has events to return."""
         return self._control.fileno()
 
     def poll_events(self) -> list[WorkerEvent]:
-        """Reads the fork server's messages."""
+        """The events since the last call, without waiting."""
         if self._lost:
             return []
         data = read_available(self._control.fileno())
@@ -141,7 +117,7 @@ class ServerPool:
             self.kill()  # it still imports torch, and no worker has been started
 
     def groups(self) -> dict[int, Group]:
-        """The process groups, found by a look at all processes of the machine."""
+        """The process group of each worker, by slot, and of `STARTER`, by a look at all processes of the machine."""
         slots = {self._server.pid: STARTER, **{pid: slot for slot, pid in self._pids.items()}}
         found: dict[int, Group] = {}
         for pid in psutil.pids():
