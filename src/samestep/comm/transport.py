@@ -36,7 +36,6 @@ class Pending(Protocol):
         Raises:
             PeerLostError: a rank died or did not answer in time.
         """
-        ...
 
 
 Blocks = Sequence[Sequence[Block]]
@@ -50,15 +49,12 @@ class NodeReduction(Protocol):
 
     def reduce(self, blocks_by_rank: Blocks, sums: Sequence[Tensor], like: Tensor, total: Tensor | None) -> Stages:
         """The sum over all microbatches; arguments as those of `reduction.ordered`."""
-        ...
 
     def close(self) -> None:
         """Closes the connections within and between nodes."""
-        ...
 
     def abandon(self) -> None:
         """Drops these connections after a failure."""
-        ...
 
 
 class Transport(Protocol):
@@ -74,7 +70,6 @@ class Transport(Protocol):
     @property
     def nodes(self) -> "NodeReduction | None":
         """The reduction by nodes; None for a flat one."""
-        ...
 
     @property
     def stream(self) -> torch.cuda.Stream | None:
@@ -82,36 +77,30 @@ class Transport(Protocol):
         # NCCL's `wait` lets the current stream wait for the transfer and returns at once. On a stream of its own an
         # exchange, with the folds between its messages, runs beside the backward that the caller's stream computes.
         # Whatever crosses from one stream to the other needs `wait_stream`, and is held until then (`Reduction`).
-        ...
 
     def exchange(self, parts: Tensor, sizes: Sequence[int], receive_sizes: Sequence[int]) -> Pending:
         """Starts an all-to-all of the parts for rank 0, 1, …, concatenated; the result may alias `parts`.
 
         Both sizes are in elements: of the part for each rank, and of the part from each rank.
         """
-        ...
 
     def gather(self, part: Tensor, sizes: Sequence[int] = (), into: Tensor | None = None) -> Pending:
         """Starts an all-gather of parts, whose numbers of elements are `sizes` if they differ.
 
         The result may alias `part`, and take the memory of `into`, of which `part` may be this rank's place.
         """
-        ...
 
     def add(self, tensor: Tensor) -> Pending:
         """Starts a sum of equally long tensors in an order that the backend chooses: tier `allclose`.
 
         It may overwrite `tensor`.
         """
-        ...
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Overwrites `tensor` on all ranks with that of rank `source`."""
-        ...
 
     def close(self) -> None:
         """Closes connections and frees threads."""
-        ...
 
 
 class Connection(Transport):

@@ -217,8 +217,7 @@ def compile_loss(loss_fn: LossFn) -> LossFn:
     """The loss function by torch.compile, with settings under which all ranks generate the same code."""
     import torch._inductor.config  # takes a second
 
-    if hasattr(torch._inductor.config, "deterministic"):  # torch 2.10 and later
-        torch._inductor.config.deterministic = True
+    torch._inductor.config.deterministic = True
     compiled: LossFn = torch.compile(loss_fn, dynamic=False)
     return compiled
 

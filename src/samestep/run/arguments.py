@@ -130,23 +130,18 @@ class Rerun(Protocol):
 
     def change_options(self, trainer: Any, run_dir: str | Path | None, options: StepOptions) -> StepOptions:
         """The options of the training step of a trainer that is being made, in place of its own."""
-        ...
 
     def checkpoint(self, trainer: Any) -> Path | None:
         """The checkpoint that a trainer which begins to fit resumes from; None for the beginning."""
-        ...
 
     def at_boundary(self, trainer: Any, capture: "Callable[[], Snapshot]") -> None:
         """A trainer is where it may write a checkpoint, and would capture this state."""
-        ...
 
     def at_load(self, place: Path) -> Path | None:
         """The checkpoint to load in place of the one that a loop of the user's own names; None for the beginning."""
-        ...
 
     def at_save(self, place: Path, capture: "Callable[[], Snapshot]") -> Path | None:
         """A loop of the user's own saves a state; the checkpoint that it takes for written, None to write it."""
-        ...
 
 
 _CURRENT: ContextVar[Rerun | None] = ContextVar("rerun", default=None)
