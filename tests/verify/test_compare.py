@@ -42,7 +42,7 @@ def recording(world_size, family="ddp", batch=4):
     ranks = []
     for rank in range(world_size):
         lines = [
-            {"kind": "start", "rank": rank, "world_size": world_size, "family": family},
+            {"kind": "start", "rank": rank, "world_size": world_size, "family": family, "logical": False},
             {"kind": "parameters", "optimizer": 0, "names": ["0.weight"], "numel": [8], **summary(3.0)},
         ]
         for number in range(NUM_STEPS):

@@ -109,7 +109,8 @@ PARTS = """
     torch.manual_seed(0)
     common, part = nn.Linear(3, 3), [nn.Linear(3, 1) for _ in range(size)][rank if "parts" in sys.argv else 0]
     common = nn.parallel.DistributedDataParallel(common)
-    optimizer = torch.optim.SGD([*common.parameters(), *part.parameters()], lr=0.1)
+    trained = part.parameters() if "alone" in sys.argv else [*common.parameters(), *part.parameters()]
+    optimizer = torch.optim.SGD(trained, lr=0.1)
     place = int(os.environ.get("SAMESTEP_TOKEN", "").rpartition(":")[2] or rank)  # the device of this rank
     for number in range(3):
         x = torch.randn(12, 3)[rank::size]
@@ -140,6 +141,9 @@ def test_parameters_that_each_rank_begins_by_itself_are_parts_and_compared_on_ea
         "2 of 4 parameters begin with other values on other ranks, each a part of the model: weight, bias; if they are "
         "to be copies, begin them alike"
     )
+    verdict = verdict_on(script(PARTS), "parts", "alone", logical=2, steps=3, tier="bitwise")
+    assert verdict.notes[0].startswith("2 of 2 parameters begin with other values")
+    assert "same on all ranks" in verdict_on(script(PARTS), "parts", "alone", steps=3).difference.text
     difference = verdict_on(script(PARTS), "parts", "leak", logical=2, steps=3, tier="bitwise").difference
     assert difference.text.startswith("on rank 1: the gradient of weight differs")
 

@@ -328,8 +328,8 @@ def _held(line: Line, part: str) -> dict[tuple[int, int], tuple[int | None, floa
 def _begun_alike(recording: Recording) -> list[dict[tuple[int, int], tuple[str, int]]]:
     """By rank, for each parameter by (optimizer, index), its name and the first rank that begins it with the same bits.
 
-    Parameters of other names, and what a rank begins with bits of its own as it does some but not all, are parts of a
-    model, of which other ranks may hold other parts.
+    What a rank begins with bits of its own, or by another name, is a part of a model, of which others hold other parts:
+    with as many ranks on any devices in any case, else if there are parameters that ranks begin alike.
     """
     starts = []
     for rank in range(recording.world_size):
@@ -342,16 +342,17 @@ def _begun_alike(recording: Recording) -> list[dict[tuple[int, int], tuple[str, 
         for own in starts
     ]  # fmt: skip
     names = [[name for name, _ in own.values()] for own in starts]
-    if all(one == names[0] for one in names) and all(
-        first == rank for rank, own in enumerate(firsts) for _, first in own.values()
-    ):  # nothing that they have in common shows that the ranks train one model
+    own_alone = all(first == rank for rank, own in enumerate(firsts) for _, first in own.values())
+    if own_alone and not recording.is_logical and all(one == names[0] for one in names):
+        # Nothing shows that they train one model: ranks that are to hold the same would be unseen if these were parts.
         return [{key: (name, 0) for key, (name, _) in own.items()} for own in firsts]
     return firsts
 
 
 def parts_of_ranks(recording: Recording) -> list[str]:
     """The names of the parameters of which ranks hold parts, each its own."""
-    return [*dict.fromkeys(name for own in _begun_alike(recording) for name, first in own.values() if first > 0)]
+    keys = {key: name for own in _begun_alike(recording) for key, (name, first) in own.items() if first > 0}
+    return [name for _, name in sorted(keys.items())]
 
 
 def reached(ours: Recording, theirs: Recording, tolerance: Tolerance | None, *, counts: bool) -> Tier | None:

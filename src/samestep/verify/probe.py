@@ -109,7 +109,8 @@ def run_probed(
         writer, Batches(), Metrics(), modules, recorder.facts, end_barrier.end, steps, detail=detail, nudge=nudge
     )
     watcher = StepWatcher(watch, "ddp" if single_process is None else "single-process")
-    writer.write("start", rank=rank, world_size=world_size, family=watcher.family, threads=torch.get_num_threads())
+    about = {"family": watcher.family, "logical": logical is not None, "threads": torch.get_num_threads()}
+    writer.write("start", rank=rank, world_size=world_size, **about)
     reason = "program"
     # A context that is entered later encloses those before it. So the probe records what the optimizer gets, the
     # recorder of causes what the program did, and an antidote changes a call before either of them.

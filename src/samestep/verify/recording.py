@@ -2,7 +2,7 @@
 
 Each rank appends lines to `rank-N.jsonl` in the recording's folder:
 
-    {"kind": "start", "rank": 0, "world_size": 2, "family": "ddp", "threads": 1}
+    {"kind": "start", "rank": 0, "world_size": 2, "family": "ddp", "logical": false, "threads": 1}
     {"kind": "parameters", "optimizer": 0, "names": ["0.weight", …], "numel": […], "dtype": ["float32", …]}
     {"kind": "step", "step": 0, "loss": […], …}    a step of an optimizer, or of `samestep.Run.train_step`
     {"kind": "fact", "step": 1, "name": "…", …}    an observation of `causes.table.FactRecorder` before this step
@@ -89,6 +89,11 @@ class Recording:
         """The kind of program: "api", "single-process" or "ddp"."""
         found = [line["family"] for line in self.lines("end")] or [line["family"] for line in self.lines("start")]
         return found[0] if found else "ddp"
+
+    @property
+    def is_logical(self) -> bool:
+        """Whether it has as many ranks on any devices."""
+        return any(line["logical"] for line in self.lines("start"))
 
     def parameters(self, optimizer: int) -> Line:
         """The names, sizes and first values of an optimizer's parameters."""
