@@ -43,7 +43,14 @@ def recording(world_size, family="ddp", batch=4):
     for rank in range(world_size):
         lines = [
             {"kind": "start", "rank": rank, "world_size": world_size, "family": family, "logical": False},
-            {"kind": "parameters", "optimizer": 0, "names": ["0.weight"], "numel": [8], **summary(3.0)},
+            {
+                "kind": "parameters",
+                "optimizer": 0,
+                "names": ["0.weight"],
+                "numel": [8],
+                "divided": False,
+                **summary(3.0),
+            },
         ]
         for number in range(NUM_STEPS):
             ids = range(number * batch, (number + 1) * batch)

@@ -148,6 +148,28 @@ def test_parameters_that_each_rank_begins_by_itself_are_parts_and_compared_on_ea
     assert difference.text.startswith("on rank 1: the gradient of weight differs")
 
 
+def test_ranks_that_share_a_model_may_train_on_the_same_samples(verdict_on, script):
+    divided = """
+        import torch, torch.distributed as dist
+        from torch import nn
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+        dist.init_process_group("gloo")
+        torch.manual_seed(0)
+        plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+        model = parallelize_module(model, init_device_mesh("cpu", (dist.get_world_size(),)), plan)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for (x,) in torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(12, 3)), 4):
+            model(x).square().mean().backward()
+            optimizer.step(), optimizer.zero_grad()
+        dist.destroy_process_group()
+    """
+    verdict = verdict_on(script(divided), logical=2, steps=3, tier="bitwise")
+    assert (verdict.agrees, verdict.refusals, verdict.compared.parameters) == (True, (), 4), verdict.difference
+
+
 def test_parameters_that_ranks_begin_alike_and_do_not_exchange_are_named(verdict_on, script):
     verdict = verdict_on(script(PARTS), logical=2, steps=3, tier="bitwise")
     assert "is not the same on all ranks of cpu:1" in verdict.difference.text

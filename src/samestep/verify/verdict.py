@@ -126,6 +126,8 @@ def _not_shared(recording: Recording) -> Iterator[str]:
     """Signs that every rank did all of the work."""
     name, steps = recording.label, range(recording.num_steps)
     if recording.family == "ddp":
+        if parts_of_ranks(recording) or any(line["divided"] for line in recording.lines("parameters")):
+            return  # the model is shared out
         ids = [[rank[step]["ids"] for rank in recording.steps] for step in steps]
         if all(all(taken) and len({tuple(sorted(one)) for one in taken}) == 1 for taken in ids):
             yield f"on {name} every rank trained on the same samples: nothing is shared out"

@@ -295,6 +295,7 @@ class StepRecorder:
             names=[names.get(id(parameter), f"parameter {index}") for index, parameter in enumerate(parameters)],
             numel=[p.numel() if self.sharded is None else self.sharded.numel(p) for p in parameters],
             dtype=[str(parameter.dtype).removeprefix("torch.") for parameter in parameters],
+            divided=any(local_part(parameter).numel() < parameter.numel() for parameter in parameters),
             **_summary([self._unsharded(parameter, parameter) for parameter in parameters]),
         )
         self.epsilon = max([self.epsilon, *(EPSILONS.get(parameter.dtype, 0.0) for parameter in parameters)])
