@@ -71,8 +71,13 @@ def showing(stream: TextIO) -> Iterator[None]:
     except (OSError, ValueError) as error:  # ValueError: the stream is closed
         # Without a reader for good; Python would try once more at its end, and exit with 120. A full disk may recover.
         if getattr(error, "errno", 0) in (errno.EPIPE, errno.EIO):
-            with suppress(OSError, ValueError), open(os.devnull, "w") as nothing:
-                os.dup2(nothing.fileno(), stream.fileno())
+            discard(stream)
+
+
+def discard(stream: TextIO) -> None:
+    """Sends what a stream still holds, and gets, to nowhere."""
+    with suppress(OSError, ValueError), open(os.devnull, "w") as nothing:
+        os.dup2(nothing.fileno(), stream.fileno())
 
 
 def show(text: str, stream: TextIO) -> None:

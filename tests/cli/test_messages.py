@@ -64,9 +64,15 @@ def test_values_that_mean_nothing_to_a_command_are_refused_before_it_begins(refu
 @pytest.mark.parametrize("words", [["explain"], ["devices"], ["devices", "--json"]], ids=" ".join)
 def test_output_that_a_full_disk_refuses_is_an_error(words):
     with open("/dev/full", "w") as full:
-        done = subprocess.run([*SAMESTEP, *words], stdout=full, stderr=subprocess.PIPE, text=True)
+        variables = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+        done = subprocess.run([*SAMESTEP, *words], stdout=full, stderr=subprocess.PIPE, text=True, env=variables)
     said = "samestep: error: what is printed cannot be written: No space left on device; name another file or folder\n"
     assert (done.returncode, done.stderr) == (1, said)
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run([*SAMESTEP, *words], stdout=writer, stderr=subprocess.PIPE, text=True, env=variables)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (1, "")
 
 
 def test_a_script_whose_steps_are_its_own_cannot_be_audited(refused, tmp_path):

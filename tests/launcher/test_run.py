@@ -194,6 +194,20 @@ def test_exit_zero_is_no_failure_and_exit_handlers_run(starter):
     assert (done.returncode, done.stdout, done.stderr) == (0, "bye\n", "")
 
 
+@pytest.mark.parametrize("end", ["", "import sys\nsys.exit()\n"], ids=["end", "exit"])
+def test_a_script_whose_last_words_a_full_disk_refuses_has_failed(starter, end):
+    starter.script("last.py", f"print('last words', end='')\n{end}")
+    starter.variables.pop("PYTHONUNBUFFERED", None)
+    command = [sys.executable, "-m", "samestep", "run", "--devices", "cpu:2", "last.py"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            command, cwd=starter.folder, env=starter.variables, stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert done.returncode == 1
+    assert "rank 0 on CPU worker 0 failed with exit code 1" in done.stderr
+    assert "No space left on device" in done.stderr
+
+
 def test_a_crash_names_the_signal_and_shows_the_line_and_the_last_words(starter):
     script = starter.script("crash.py", before_the_barrier("print('last words')", "os.kill(os.getpid(), 11)"))
     done = starter.run("--devices", "cpu:2", "crash.py")
@@ -273,6 +287,8 @@ def test_a_handler_at_the_fork_may_take_the_wake_up_descriptor_away(starter):
         (("--num-threads", "0", "ok.py"), "--num-threads"),
         (("--start-method", "thread", "ok.py"), "it is one of fork, spawn (--start-method)"),
         (("--log-dir", "ok.py", "ok.py"), "choose another folder (--log-dir"),
+        (("--node-rank", "1", "--master-addr", "a", "ok.py"), "got --node-rank, --master-addr without the number of"),
+        (("--nnodes", "2", "--node-rank", "2", "--master-addr", "a", "ok.py"), "needed: a number from 0 to 1"),
     ],
 )
 def test_bad_usage_gets_one_sentence_and_starts_nothing(starter, arguments, said):

@@ -363,6 +363,8 @@ def test_what_a_start_that_was_killed_wrote_is_of_the_run_too(tmp_path, monkeypa
     for command, said in (("attest", "when it has ended"), ("audit", "its script runs, or was killed; go on with it")):
         assert said in str(CliRunner().invoke(app, [command, "runs/a"]).exception)
     record = ScriptRecord(Path("runs/a"), options, [])
+    with pytest.raises(UsageError, match="has been writing to runs/a since"):
+        ScriptRecord(Path("runs/a"), options, [])
     Path("2.txt").write_text("x")
     record.end(0, None)
     assert script_of(Path("runs/a"))["files"].keys() == {"0.txt", "1.txt", "2.txt"}

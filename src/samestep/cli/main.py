@@ -14,7 +14,7 @@ from samestep.cli.options import SPELLINGS, Command, without_types
 from samestep.errors import SamestepError, UsageError
 from samestep.files import NO_SPACE
 from samestep.launcher.os_processes import EarlyServer
-from samestep.text import notify, readable
+from samestep.text import discard, notify, readable
 from samestep.version import __version__
 
 COMMANDS = (
@@ -83,14 +83,19 @@ def main(server: EarlyServer | None = None) -> None:
         if any("\0" in word for word in sys.argv):
             raise UsageError("got a word with a NUL character in it, which no name and no value has")
         code = app(prog_name="samestep", standalone_mode=False, obj=server)
+        sys.stdout.flush()  # else a full disk would be met as the interpreter ends
     except (typer.Abort, KeyboardInterrupt):
         sys.exit(130)
     except SamestepError as error:
         notify(f"error: {error}")
         sys.exit(2 if _is_too_long(error.__cause__) else error.exit_code)
     except OSError as error:
-        if error.filename is None and error.errno not in NO_SPACE:
+        if error.filename is None and error.errno not in {errno.EPIPE, *NO_SPACE}:
             raise
+        if error.filename is None:
+            discard(sys.stdout)  # which Python would try to write once more at its end, and exit with 120
+        if error.errno == errno.EPIPE:  # of `| head`, say
+            sys.exit(1)
         place = "what is printed cannot be written" if error.filename is None else os.fsdecode(error.filename)
         reason = f"{place}: {error.strerror}; name another file or folder"
         notify(f"error: {readable(reason)}")

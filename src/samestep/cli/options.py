@@ -295,7 +295,13 @@ def chosen_torchrun(policy: "Policy", start_method: str | None, nodes: NodeOptio
     known = {**(torchrun_defaults() if launcher == "none" else {}), **options}
     min_nodes, max_nodes = parse_nodes(known.get("nnodes", "1"))
     if max_nodes == 1 and "rdzv_endpoint" not in known:
+        if options and "nnodes" not in known:  # without a word each machine would be a run of its own
+            given = ", ".join(f"--{name.replace('_', '-')}" for name in options)
+            raise UsageError(f"got {given} without the number of machines; give --nnodes N as well, or leave it out")
         return None
+    node_rank = known.get("node_rank", "0")
+    if not (node_rank.isdecimal() and int(node_rank) < max_nodes):
+        raise UsageError(f"got --node-rank {node_rank}; needed: a number from 0 to {max_nodes - 1}, by --nnodes")
     if not known.keys() & {"rdzv_endpoint", "master_addr"}:
         raise UsageError(f"got --nnodes {known['nnodes']} and no place to meet; give --rdzv-endpoint HOST:PORT as well")
     if policy != Policy(max_restarts=policy.max_restarts) or start_method is not None:

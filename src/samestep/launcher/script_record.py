@@ -10,14 +10,24 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from samestep.checkpoint.run_folder import ATTESTATION_FILE, SCRIPT_FILE, create_folder, holds_script, script_of
+from samestep.checkpoint.run_folder import (
+    ATTESTATION_FILE,
+    LOCK_FILE,
+    SCRIPT_FILE,
+    create_folder,
+    holds_script,
+    script_of,
+    take_lock,
+)
 from samestep.comm.environment import read_environment
 from samestep.comm.heartbeat import Channel
 from samestep.errors import UsageError
 from samestep.files import make_folder, write_json
 from samestep.launcher.job import find_function
+from samestep.text import notify
 
 SKIPPED = (".git", "__pycache__")
+OWN = (SCRIPT_FILE, ATTESTATION_FILE, LOCK_FILE)  # in the folder of the record, to which the script may write too
 
 
 def run_recorded(function: str, **kwargs: Any) -> Any:
@@ -83,16 +93,17 @@ class ScriptRecord:
 
     def __init__(self, folder: Path, options: Mapping[str, Any], without: Sequence[Path]) -> None:
         """Takes down what there is before the script starts; `options` are those of `samestep run`."""
-        # The script may write to the same folder.
-        own = [folder / name for name in (SCRIPT_FILE, ATTESTATION_FILE)]
+        own = [folder / name for name in OWN]
         self._folder, self._options, self._without = folder, dict(options), (*own, *without)
+        make_folder(folder) if holds_script(folder) else create_folder(folder)
+        self._lock = take_lock(folder, notify)
         self._earlier = script_of(folder) if holds_script(folder) else {}
         if self._earlier and self._earlier["options"] != self._options:
+            self._lock.release()
             raise UsageError(
                 f"{folder} already holds the run of another script, or one with other options or arguments; choose "
                 "another folder by --run-dir, or remove it"
             )
-        make_folder(folder) if self._earlier else create_folder(folder)
         self._before = entries_below(Path.cwd(), self._without)
         if self._earlier and self._earlier.get("exit_code") is None:
             # That start was killed, and recorded no file: all that is newer than its record is its own.
@@ -128,6 +139,7 @@ class ScriptRecord:
             "changed": sorted({*self._earlier.get("changed", ()), *changed} & after.keys()),
         }
         write_json(self._folder / SCRIPT_FILE, record)
+        self._lock.release()
 
 
 def _ctime(name: str) -> int:

@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import errno
 import faulthandler
 import io
 import json
@@ -51,9 +52,9 @@ def work(instruction: Instruction, call: Call | None = None) -> int:
         keep_freed_memory()
         value = call() if call is not None else run_program(instruction.job, instruction.fds)
         _deliver(value, instruction, channel, HeartbeatPage(instruction.fds["page"]))
-        return _post_end(instruction, 0)
+        return _post_end(instruction, _printed(0, instruction, channel))
     except SystemExit as stop:
-        return _post_end(instruction, _report_exit(stop, instruction, channel))
+        return _post_end(instruction, _printed(_report_exit(stop, instruction, channel), instruction, channel))
     except KeyboardInterrupt as error:
         sys.last_value = error
         return 128 + signal.SIGINT
@@ -192,6 +193,20 @@ def _report_exit(stop: SystemExit, instruction: Instruction, channel: Channel) -
         )
         if message:
             _log_message(message, instruction)
+    return code
+
+
+def _printed(code: int, instruction: Instruction, channel: Channel) -> int:
+    """The exit code, or 1 if a program that has succeeded cannot write the rest of what it printed to the terminal."""
+    if code == 0 and instruction.assignment.rank == 0:
+        try:
+            sys.stdout.flush()
+        except (AttributeError, ValueError):  # it has closed its output
+            pass
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.EIO):  # it has no reader any more
+                channel.send("failed", **report_exception(error))
+                return 1
     return code
 
 

@@ -21,12 +21,12 @@ import torch
 from safetensors import safe_open
 
 from samestep.checkpoint.contract_diff import differences, explain
-from samestep.checkpoint.run_folder import ATTESTATION_FILE, SCRIPT_FILE, script_of
+from samestep.checkpoint.run_folder import script_of
 from samestep.devices.selection import select
 from samestep.errors import ContractError, UsageError, WorkerError
 from samestep.files import MAX_SMALL_BYTES
 from samestep.launcher.os_processes import end_with_parent
-from samestep.launcher.script_record import SKIPPED
+from samestep.launcher.script_record import OWN, SKIPPED
 from samestep.replay.auditing import attestation_faults, check_code, differing
 from samestep.replay.replaying import announce, program_of
 from samestep.runs.recorder import file_sha256
@@ -147,7 +147,7 @@ def _arguments(record: Mapping[str, Any], home: Path, place: Path) -> list[str]:
 def _mirror(home: Path, place: Path, record: Mapping[str, Any], run: Path) -> None:
     """Fills a new folder with links to what is in another, but for what the run wrote and where; its code is copied."""
     code, gone = record.get("code") or {}, {*record["files"], *record["folders"]}
-    own = {run / name for name in (SCRIPT_FILE, ATTESTATION_FILE)}
+    own = {run / name for name in OWN}
     below = Path(os.path.relpath(code.get("folder", ""), str(record.get("working_folder", ""))))
     copied = {(below / name).as_posix() for name in code.get("files", ())}
     opened = {above.as_posix() for name in (*gone, *copied) for above in Path(name).parents}
