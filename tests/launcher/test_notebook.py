@@ -60,6 +60,16 @@ def test_a_process_that_ignores_the_end_of_its_children_launches_a_closure():
         signal.signal(signal.SIGCHLD, before)
 
 
+def test_a_rank_0_that_ends_its_process_has_no_result_and_one_that_exits_has_none():
+    def leave(how):
+        how(0) if os.environ["RANK"] == "0" else None
+        return "of rank 1"
+
+    assert launch(leave, (sys.exit,), devices="cpu:2") is None
+    with pytest.raises(WorkerError, match=r"rank 0 ended its process in .*leave \(by os._exit\?\)"):
+        launch(leave, (os._exit,), devices="cpu:2")
+
+
 def test_the_workers_failure_is_raised_here():
     with pytest.raises(
         WorkerError, match=r"(?s)^rank 1 on CPU worker 1 failed.*steps\.py.*ValueError: this is rank 1$"

@@ -145,6 +145,7 @@ for x in data.split(8):
 save_file(model.state_dict(), "model.safetensors", {"format": "pt", "lr": sys.argv[1], "samples": str(len(data))})
 torch.save(model.state_dict(), "runs/a/model.pt")
 os.symlink("runs", "last")  # as the newest of a script's checkpoints is named
+os._exit(0)
 """
 PARTS = """
 from torch import nn
@@ -337,6 +338,10 @@ def test_what_a_run_cannot_record_is_refused_before_a_device_is_used(tmp_path, m
     for command in ("audit", "attest"):
         refused = CliRunner().invoke(app, [command, "runs/a"])
         assert str(refused.exception).endswith("is no record of a script's run: see ../x")
+    for kind, value, said in (("files", {"": "x"}, ""), ("folders", [5], "5"), ("code", [1], "code")):
+        (tmp_path / "runs/a/script.json").write_text(json.dumps({**record, "files": {}, kind: value}))
+        refused = CliRunner().invoke(app, ["audit", "runs/a"])
+        assert str(refused.exception).endswith(f"is no record of a script's run: see {said}")
     for other in ("run.json", "step-00000002/state.json"):
         (tmp_path / "runs/a" / other).parent.mkdir(exist_ok=True)
         (tmp_path / "runs/a" / other).write_text("{}")

@@ -95,11 +95,19 @@ def script_of(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise UsageError(f"{folder / SCRIPT_FILE} cannot be read: {reason(error)}") from error
     bad = [name for name, kind in kinds.items() if not isinstance(record.get(name), kind)]
-    names = [str(name) for kind in ("files", "folders", "changed") if kind not in bad for name in record[kind]]
-    bad += [name for name in names if Path(name).is_absolute() or ".." in Path(name).parts]
+    names = [name for kind in ("files", "folders", "changed") if kind not in bad for name in record[kind]]
+    bad += [str(name) for name in names if not isinstance(name, str) or not Path(name).parts or _is_elsewhere(name)]
+    code = record.get("code")
+    if code is not None and not (isinstance(code, dict) and isinstance(code.get("files"), dict)):
+        bad.append("code")
     if bad:
         raise UsageError(f"{folder / SCRIPT_FILE} is no record of a script's run: see {bad[0]}")
     return record
+
+
+def _is_elsewhere(name: str) -> bool:
+    """Whether a name may be of a file that is not below the folder to which it belongs."""
+    return Path(name).is_absolute() or ".." in Path(name).parts
 
 
 def unfinished_run(recipe: str) -> Path | None:

@@ -9,6 +9,7 @@ import functools
 import glob
 import inspect
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
@@ -185,10 +186,12 @@ class ScriptOptions:
 def cap_as_recorded(run: Path) -> None:
     """Caps the kernels of this process if those of a run were portable; before NumPy and torch are imported."""
     from samestep.checkpoint.run_folder import recorded
-    from samestep.devices.portable import portable_variables
+    from samestep.devices.portable import CAPPED_VARIABLE, portable_variables
 
     if holds_run(run) and recorded(run).get("portable") is not None:
         os.environ.update(portable_variables("cpu", True))
+        if "numpy" not in sys.modules:
+            os.environ[CAPPED_VARIABLE] = str(os.getpid())
 
 
 def made_portable(selection: "Selection", asked: bool | None, default: bool = False) -> "Selection":

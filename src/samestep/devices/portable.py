@@ -13,6 +13,7 @@ from samestep.checks import check_choice
 from samestep.errors import UsageError
 
 PORTABLE_VARIABLE = "SAMESTEP_PORTABLE"
+CAPPED_VARIABLE = "SAMESTEP_CAPPED"  # the id of a process that got the caps as it ran, before it imported NumPy
 CAPS: Mapping[str, str] = {
     "ATEN_CPU_CAPABILITY": "avx2",
     "ONEDNN_MAX_CPU_ISA": "AVX2",

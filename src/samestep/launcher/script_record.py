@@ -24,6 +24,7 @@ from samestep.comm.heartbeat import Channel
 from samestep.errors import UsageError
 from samestep.files import make_folder, write_json
 from samestep.launcher.job import find_function
+from samestep.patch import Patch, applied
 from samestep.text import notify
 
 SKIPPED = (".git", "__pycache__")
@@ -32,11 +33,22 @@ OWN = (SCRIPT_FILE, ATTESTATION_FILE, LOCK_FILE)  # in the folder of the record,
 
 def run_recorded(function: str, **kwargs: Any) -> Any:
     """Runs a script by a function of workers; the result is what made its files, also if it fails."""
-    try:
-        find_function(function)(**kwargs)
-    except BaseException:
+    own, leave = os.getpid(), os._exit
+
+    def tell() -> None:
         if (channel := Channel.from_environment()) is not None:
             channel.send("result", value=_facts())
+
+    def tell_and_leave(code: int) -> None:
+        if os.getpid() == own:  # no child that the script forked
+            tell()
+        leave(code)
+
+    try:
+        with applied([Patch(os, "_exit", tell_and_leave)]):
+            find_function(function)(**kwargs)
+    except BaseException:
+        tell()
         raise
     return _facts()
 

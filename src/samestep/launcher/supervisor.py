@@ -255,7 +255,11 @@ def launch(
             raise WorkerError(outcome.failure or f"the workers were stopped (exit code {outcome.exit_code})")
         answer.seek(0)
         content = answer.read()
-        return pickle.loads(content) if content else None  # empty if rank 0 ended by sys.exit()
+        if not content:
+            raise WorkerError(
+                f"rank 0 ended its process in {name} (by os._exit?), so there is no result; let it return"
+            )
+        return pickle.loads(content)
 
 
 def _cpu_workers(fn: Callable[..., Any]) -> int:

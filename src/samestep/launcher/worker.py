@@ -54,7 +54,10 @@ def work(instruction: Instruction, call: Call | None = None) -> int:
         _deliver(value, instruction, channel, HeartbeatPage(instruction.fds["page"]))
         return _post_end(instruction, _printed(0, instruction, channel))
     except SystemExit as stop:
-        return _post_end(instruction, _printed(_report_exit(stop, instruction, channel), instruction, channel))
+        code = _printed(_report_exit(stop, instruction, channel), instruction, channel)
+        if code == 0 and "answer" in instruction.fds:  # else nothing tells it from os._exit
+            _deliver(None, instruction, channel, HeartbeatPage(instruction.fds["page"]))
+        return _post_end(instruction, code)
     except KeyboardInterrupt as error:
         sys.last_value = error
         return 128 + signal.SIGINT

@@ -148,7 +148,7 @@ def _mirror(home: Path, place: Path, record: Mapping[str, Any], run: Path) -> No
     """Fills a new folder with links to what is in another, but for what the run wrote and where; its code is copied."""
     code, gone = record.get("code") or {}, {*record["files"], *record["folders"]}
     own = {run / name for name in OWN}
-    below = Path(os.path.relpath(code.get("folder", ""), str(record.get("working_folder", ""))))
+    below = Path(os.path.relpath(str(code.get("folder") or "."), str(record.get("working_folder", ""))))
     copied = {(below / name).as_posix() for name in code.get("files", ())}
     opened = {above.as_posix() for name in (*gone, *copied) for above in Path(name).parents}
 

@@ -373,7 +373,7 @@ def relaunch() -> dict[str, Any]:
 def starts_of(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The hashes of the program at each start of a run, by its record; those of starts with the same one are one."""
     earlier = record.get("earlier_starts")
-    starts = [*earlier] if isinstance(earlier, list) else []
+    starts = [each for each in earlier if isinstance(each, dict)] if isinstance(earlier, list) else []
     own = {name: record[name] for name in ("script_sha256", "code") if name in record}
     return starts if not own or own in starts else [*starts, own]
 
