@@ -14,6 +14,8 @@ from samestep.cli.main import app, main
 from samestep.cli.verify import show
 from samestep.errors import UsageError, WorkerError
 from samestep.verify.causes.evidence import Evidence
+from samestep.verify.comparison import first_difference
+from samestep.verify.program_runner import RunSpec
 
 HERE = Path(__file__).resolve().parent
 BREAKERS = HERE / "breakers"
@@ -122,16 +124,19 @@ PARTS = """
 """
 
 
-@pytest.mark.parametrize("name", ["data by tensor", "hybrid", pytest.param("experts", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["hybrid", *(pytest.param(each, marks=pytest.mark.slow) for each in ("data by tensor", "experts"))]
+)
 def test_layouts_of_four_ranks_agree_to_the_bit_though_each_holds_a_part(verdict_on, name):
     verdict = verdict_on(LAYOUTS, "cpu", name, logical=4, steps=3, tier="bitwise")
     assert (verdict.agrees, verdict.reached) == (True, "bitwise"), verdict.difference
     assert any("other values on other ranks" in note for note in verdict.notes) == (name == "experts")
 
 
-def test_twin_distributed_tensors_whose_shards_elsewhere_differ_are_found(verdict_on):
-    difference = verdict_on(LAYOUTS, "cpu", "hybrid", "leak", logical=4, steps=3, tier="bitwise").difference
-    assert (difference.step, difference.runs) == (0, ("cpu:1", "cpu:2"))
+def test_twin_distributed_tensors_whose_shards_elsewhere_differ_are_found(runner_of):
+    runner = runner_of(LAYOUTS, "cpu", "hybrid", "leak", logical=4)
+    difference = first_difference(*(runner.record(RunSpec(devices, 3)) for devices in ("cpu:1", "cpu:2")), "bitwise")
+    assert (difference.step, difference.quantity, difference.runs) == (0, "gradient", ("cpu:1", "cpu:2"))
 
 
 def test_parameters_that_each_rank_begins_by_itself_are_parts_and_compared_on_each(verdict_on, script):
