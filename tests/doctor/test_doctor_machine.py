@@ -267,9 +267,7 @@ def test_the_run_folder_is_tried_and_left_as_it_was(tmp_path, monkeypatch):
     gone = check_table.check_run_folder(replace(MACHINE, folder=tmp_path / "gone"))
     assert gone.state == "bad"
     assert "--run-dir" in gone.advice
-    from samestep.checkpoint import run_folder
-
-    monkeypatch.setattr(run_folder, "is_locked", lambda folder: None)
+    monkeypatch.setattr(check_table, "is_locked", lambda folder: None)
     assert check_table.check_run_folder(replace(MACHINE, folder=tmp_path)).state == "note"
 
 

@@ -8,9 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from samestep.checkpoint.run_folder import holds_script
 from samestep.cli.options import Devices, cap_as_recorded, run_folders
+from samestep.devices.selection import select
+from samestep.launcher.job import Job, Policy
 from samestep.text import json_text, make_console, make_table, notify, one_line
 
 if TYPE_CHECKING:
@@ -45,9 +50,6 @@ def audit(
     code 1 if one differs. One device is enough, and taken by default. Nothing is written to RUN. The run of a script,
     recorded by samestep run --run-dir, is repeated whole, and the files that it wrote are compared.
     """
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
     if holds_script(run):
         _audit_script(run, devices, trust, excepted or [], as_json)
         return
@@ -82,8 +84,6 @@ def audit(
 
 def _audit_script(run: Path, devices: str | None, trust: bool, excepted: list[str], as_json: bool) -> None:
     """Audits the run of a script that keeps its own checkpoints, and prints the result."""
-    from rich.markup import escape
-
     from samestep.replay.script_audit import audit_script
 
     found = audit_script(run, devices=devices, trust=trust, excepted=excepted, tell=notify)
@@ -102,8 +102,6 @@ def _audit_script(run: Path, devices: str | None, trust: bool, excepted: list[st
 
 def _on_devices(run: Path, segments: "Sequence[Segment]", trust: bool, devices: str) -> "list[AuditedSegment]":
     """Takes segments again by workers, one a device."""
-    from samestep.devices.selection import select
-    from samestep.launcher.job import Job, Policy
     from samestep.launcher.supervisor import supervise
     from samestep.replay.auditing import AuditedSegment
 
@@ -129,8 +127,6 @@ def _print(found: "Audit") -> None:
 
 
 def _same(difference: str | None) -> str:
-    from rich.markup import escape
-
     return "[bold]yes[/]" if difference is None else f"[bold red]no:[/] {escape(difference)}"
 
 

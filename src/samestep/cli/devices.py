@@ -1,17 +1,21 @@
 """`samestep devices`: what hardware is there."""
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.markup import escape
 
 from samestep.devices.device import gib
+from samestep.devices.inventory import Inventory, discover
+from samestep.devices.selection import select
+from samestep.errors import DeviceError
 from samestep.text import counted, json_text, make_console, make_table
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from samestep.devices.device import Device
-    from samestep.devices.inventory import Inventory
 
 
 def devices(
@@ -25,8 +29,6 @@ def devices(
 
     `env $(samestep devices --free 2) python train.py` runs a script on two idle devices.
     """
-    from samestep.devices.inventory import discover
-
     inventory = discover()
     if free is not None:
         _print_free(free, inventory, as_json)
@@ -37,9 +39,6 @@ def devices(
 
 
 def _print_free(count: int, inventory: "Inventory", as_json: bool) -> None:
-    from samestep.devices.selection import select
-    from samestep.errors import DeviceError
-
     selection = select(f"free:{count}", inventory)
     if as_json:
         print(json_text({"indices": selection.indices, "environment": selection.environment}))
@@ -51,8 +50,6 @@ def _print_free(count: int, inventory: "Inventory", as_json: bool) -> None:
 
 
 def _as_dict(inventory: "Inventory") -> dict[str, object]:
-    from dataclasses import asdict
-
     return {
         "devices": [asdict(device) for device in inventory.devices],
         "cpu": {**asdict(inventory.cpu), "cores": inventory.cores},
@@ -79,8 +76,6 @@ def _print_table(inventory: "Inventory") -> None:
 
 
 def _table(rows: "tuple[Device, ...]", title: str) -> "Table":
-    from rich.markup import escape
-
     table = make_table(title, "name", "memory used", "load", "°C", "processes", "links")
     for device in rows:
         table.add_row(

@@ -1,13 +1,15 @@
 """`samestep estimate`: memory, step time and the recommended layout, before any device is rented."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Annotated
 
 import typer
 
+from samestep.checks import check_choice
 from samestep.cli.options import one_of, option, with_options
 from samestep.core.mesh import REST
+from samestep.errors import UsageError
 from samestep.recipes.catalog import NAMES
 from samestep.recipes.settings import mesh_sizes, own_options_in_words, pairs
 from samestep.text import json_text, notify
@@ -107,10 +109,6 @@ def estimate(
     The step is traced without memory and without arithmetic. The exit code is 0 if the training fits, 1 if no layout
     does.
     """
-    from dataclasses import replace
-
-    from samestep.checks import check_choice
-    from samestep.errors import UsageError
     from samestep.estimate.costs import read_cluster
     from samestep.estimate.estimate import Request, print_estimate
     from samestep.estimate.estimate import estimate as make_estimate

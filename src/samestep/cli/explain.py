@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from samestep.checks import check_choice
 from samestep.text import make_console
 
 PACKAGE = Path(__file__).parents[1]
@@ -17,8 +18,6 @@ def explain(
 ) -> None:
     """Shows why results depend on the devices by a CAUSE: its sign, the smallest script that has it, its cure."""
     from rich.markdown import Markdown
-
-    from samestep.checks import check_choice
 
     folder = next(folder for folder in FOLDERS if folder.is_dir())
     text = (folder / "index.md").read_text(encoding="utf-8")

@@ -6,15 +6,30 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.markup import escape
 
+from samestep.checkpoint.contract_diff import ContractChange, differences
 from samestep.cli.options import Command, run_folders
+from samestep.errors import DataError, UsageError
+from samestep.runs.ledger import (
+    Extent,
+    Ledger,
+    LedgerDifference,
+    cause,
+    changes_table,
+    compare,
+    extent,
+    field_name,
+    fields_table,
+    ledger_value,
+    read_ledger,
+)
+from samestep.runs.run_list import read_contract
 from samestep.text import counted, json_text, make_console, make_table, print_table
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from samestep.checkpoint.contract_diff import ContractChange
-    from samestep.runs.ledger import Extent, Ledger, LedgerDifference
 
 SHOWN_STEPS = 20
 SHOWN_NOTES = 5
@@ -29,10 +44,10 @@ _RunArgument = typer.Argument(metavar="RUN", help="A run's folder, or a ledger."
 @dataclass(frozen=True)
 class _LedgerComparison:
     paths: tuple[Path, Path]
-    ledgers: "tuple[Ledger, Ledger]"
-    extent: "Extent"
-    difference: "LedgerDifference | None"
-    changes: "list[ContractChange] | None"  # of the contracts; None if one of them cannot be read
+    ledgers: tuple[Ledger, Ledger]
+    extent: Extent
+    difference: LedgerDifference | None
+    changes: list[ContractChange] | None  # of the contracts; None if one of them cannot be read
 
 
 @app.command("diff", cls=Command)
@@ -46,11 +61,6 @@ def diff(
     Devices may differ, and how far the runs came; to the bit the same must be samples, learning rates, loss, gradient
     norm and state of every step that both have.
     """
-    from samestep.checkpoint.contract_diff import differences
-    from samestep.errors import UsageError
-    from samestep.runs.ledger import compare, extent
-    from samestep.runs.run_list import read_contract
-
     ledgers = read_or_refuse(a), read_or_refuse(b)
     reach = extent(*ledgers)
     if reach.common == 0:
@@ -94,21 +104,16 @@ def show(
         console.print(f"note: {note}", markup=False)
 
 
-def read_or_refuse(path: Path) -> "Ledger":
+def read_or_refuse(path: Path) -> Ledger:
     """A ledger; raises a `UsageError` for a file that is none."""
-    from samestep.errors import DataError, UsageError
-    from samestep.runs.ledger import read_ledger
-
     try:
         return read_ledger(path)
     except DataError as error:
         raise UsageError(str(error)) from error
 
 
-def _notes(ledger: "Ledger") -> list[str]:
+def _notes(ledger: Ledger) -> list[str]:
     """Sentences on damaged lines and on steps that were taken twice with different results."""
-    from samestep.runs.ledger import ledger_value
-
     notes = ["the last line is unfinished, and left out"] if ledger.torn else []
     notes += [
         f"step {repeat.step} was taken twice and came out otherwise: {repeat.field} {ledger_value(repeat.before)} "
@@ -120,10 +125,8 @@ def _notes(ledger: "Ledger") -> list[str]:
     return [*notes, f"{left} more like these"] if left else notes
 
 
-def _headline(difference: "LedgerDifference | None", reach: "Extent") -> str:
+def _headline(difference: LedgerDifference | None, reach: Extent) -> str:
     """The result of a comparison in one sentence."""
-    from samestep.runs.ledger import field_name
-
     if difference is None:
         states = [f"{counted(reach.digests, 'checksum')} of the state"] if reach.digests else []
         states += ["the digest of the final state"] if reach.final else []
@@ -138,8 +141,6 @@ def _headline(difference: "LedgerDifference | None", reach: "Extent") -> str:
 
 
 def _as_json(found: _LedgerComparison) -> dict[str, Any]:
-    from samestep.runs.ledger import cause
-
     difference = found.difference
     return {
         "a": str(found.paths[0]),
@@ -152,8 +153,6 @@ def _as_json(found: _LedgerComparison) -> dict[str, Any]:
 
 
 def _print_comparison(found: _LedgerComparison) -> None:
-    from samestep.runs.ledger import cause, changes_table, fields_table
-
     console, difference = make_console(), found.difference
     alone = found.extent.only_a, found.extent.only_b
     for letter, path, ledger, count in zip("AB", found.paths, found.ledgers, alone, strict=True):
@@ -174,10 +173,6 @@ def _print_comparison(found: _LedgerComparison) -> None:
 
 
 def _print_steps(console: "Console", steps: "list[Any]") -> None:
-    from rich.markup import escape
-
-    from samestep.runs.ledger import field_name, ledger_value
-
     fields = ("step", "epoch", "position", "num_samples", "ids", "loss", "grad_norm", "lr", "world_size", "digest")
     used = [field for field in fields if any(step.get(field) is not None for step in steps)]
     table = make_table(*map(field_name, used))
@@ -190,8 +185,6 @@ def _print_steps(console: "Console", steps: "list[Any]") -> None:
 
 
 def _print_events(console: "Console", events: "list[Any]") -> None:
-    from rich.markup import escape
-
     table = make_table("time", "before step", "event", "")
     for event in events:
         rest = {key: value for key, value in event.items() if key not in ("event", "step", "time")}

@@ -18,9 +18,18 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, get_args, get_origin, g
 import typer
 from typer.core import TyperCommand
 
-from samestep.checkpoint.run_folder import CHECKPOINT_FOLDER, RUNS_FOLDER, holds_run
+from samestep.checkpoint.run_folder import CHECKPOINT_FOLDER, RUNS_FOLDER, holds_run, recorded
+from samestep.comm.environment import read_environment, torchrun_defaults
+from samestep.devices.portable import (
+    CAPPED_VARIABLE,
+    PORTABLE_VARIABLE,
+    chosen_portable,
+    portable_variables,
+    why_not_portable,
+)
 from samestep.errors import UsageError
 from samestep.recipes.settings import DEVICES, MAX_THREADS
+from samestep.text import notify
 
 if TYPE_CHECKING:
     from samestep.devices.selection import Selection
@@ -185,9 +194,6 @@ class ScriptOptions:
 
 def cap_as_recorded(run: Path) -> None:
     """Caps the kernels of this process if those of a run were portable; before NumPy and torch are imported."""
-    from samestep.checkpoint.run_folder import recorded
-    from samestep.devices.portable import CAPPED_VARIABLE, portable_variables
-
     if holds_run(run) and recorded(run).get("portable") is not None:
         os.environ.update(portable_variables("cpu", True))
         if "numpy" not in sys.modules:
@@ -196,9 +202,6 @@ def cap_as_recorded(run: Path) -> None:
 
 def made_portable(selection: "Selection", asked: bool | None, default: bool = False) -> "Selection":
     """The selection with what its workers are to do about portable kernels."""
-    from samestep.devices.portable import PORTABLE_VARIABLE, chosen_portable, portable_variables, why_not_portable
-    from samestep.text import notify
-
     portable = chosen_portable(selection.kind, asked, default)
     portable_variables(selection.kind, portable)  # refuses what cannot be portable
     if portable is None and default and selection.kind == "cpu":
@@ -282,7 +285,6 @@ def _parameter(each: Field[Any], kind: Any, only_given: bool) -> inspect.Paramet
 
 def chosen_torchrun(policy: "Policy", start_method: str | None, nodes: NodeOptions) -> "Torchrun | None":
     """torchrun's options, from these and the variables that stand for them; None for this machine alone."""
-    from samestep.comm.environment import read_environment, torchrun_defaults
     from samestep.launcher.job import Policy, Torchrun, parse_nodes
 
     options = {name: str(value) for name, value in asdict(nodes).items() if value is not None}
@@ -320,8 +322,6 @@ def chosen_torchrun(policy: "Policy", start_method: str | None, nodes: NodeOptio
 
 def chosen_devices(workers: WorkerOptions) -> str | None:
     """The devices by --devices, --nproc-per-node or the variable that stands for it; None without any of them."""
-    from samestep.comm.environment import torchrun_defaults
-
     devices, nproc_per_node = workers.devices, workers.nproc_per_node
     if devices is not None and nproc_per_node is not None:
         raise UsageError(f"got --devices {devices} and --nproc-per-node {nproc_per_node}; give one of the two")

@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from samestep.checkpoint.run_folder import PROFILE_FOLDER
 from samestep.cli.options import run_folders
+from samestep.comm.environment import PROFILE_VARIABLE
 from samestep.errors import UsageError
 from samestep.text import counted, json_text, notify
 
@@ -35,8 +37,6 @@ def profile(
 
     Nothing is written.
     """
-    from samestep.checkpoint.run_folder import PROFILE_FOLDER
-
     found = {**step_times(folder), "traces": traces(folder / PROFILE_FOLDER)}
     if as_json:
         print(json_text(found))
@@ -48,8 +48,6 @@ def profile(
 
 def profiled(selection: "Selection", folder: Path) -> "Selection":
     """The devices whose workers are to leave traces in a folder, which is made and emptied of older ones."""
-    from samestep.comm.environment import PROFILE_VARIABLE
-
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for path in traces(folder):

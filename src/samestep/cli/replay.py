@@ -1,6 +1,7 @@
 """`samestep replay`: one step of a recorded run, taken again on one device."""
 
 import sys
+from bdb import BdbQuit
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Annotated, Any
@@ -37,8 +38,6 @@ def replay(
     The run's own program is run from the newest checkpoint at or before the step, and each step on the way is
     compared with the ledger; exit code 1 if one differs. Nothing is written to RUN.
     """
-    from bdb import BdbQuit
-
     if device in (None, "cpu"):
         cap_as_recorded(run)
     from samestep.replay.replaying import replay as replay_run

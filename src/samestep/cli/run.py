@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from samestep.checkpoint.run_folder import PROFILE_FOLDER
+from samestep.checks import check_choice
 from samestep.cli.options import (
     SCRIPT,
     NodeOptions,
@@ -19,12 +21,15 @@ from samestep.cli.options import (
     with_options,
 )
 from samestep.cli.profile import Profile, ProfileDir, print_traces, profiled
+from samestep.comm.environment import AUDIT_ACTIONS, AUDIT_VARIABLE, read_environment
+from samestep.devices.selection import AUTO_CPU_WORKERS, Selection, cpu_workers_for, select
+from samestep.errors import UsageError
 from samestep.launcher.job import Job, Policy
+from samestep.launcher.supervisor import supervise
 from samestep.recipes.settings import DEVICES
 from samestep.text import notify
 
 if TYPE_CHECKING:
-    from samestep.devices.selection import Selection
     from samestep.launcher.script_record import ScriptRecord
     from samestep.scripts.script_analysis import Reading
 
@@ -83,11 +88,6 @@ def run(
     (init_process_group, samestep.Run) finds the variables that torchrun sets; with --logical-devices V it is run as V
     ranks, with the same bits on any number of devices.
     """
-    from samestep.checkpoint.run_folder import PROFILE_FOLDER
-    from samestep.comm.environment import read_environment
-    from samestep.devices.selection import AUTO_CPU_WORKERS, cpu_workers_for, select
-    from samestep.errors import UsageError
-    from samestep.launcher.supervisor import supervise
     from samestep.scripts.script_analysis import reads_as
 
     torchrun = chosen_torchrun(policy, workers.start_method, nodes)
@@ -147,7 +147,6 @@ def run(
 def _recorded(
     job: Job, script: ScriptOptions, program: Sequence[str], run_dir: Path, others: Sequence[Path], is_local: bool
 ) -> "tuple[Job, ScriptRecord]":
-    from samestep.errors import UsageError
     from samestep.launcher.script_record import ScriptRecord
 
     if script.logical_devices is None or not is_local:
@@ -162,10 +161,6 @@ def _recorded(
 
 def _audited(selection: "Selection", audit: int, action: str, name: str, reading: "Reading") -> "Selection":
     """The devices whose workers are to audit the steps of a script."""
-    from samestep.checks import check_choice
-    from samestep.comm.environment import AUDIT_ACTIONS, AUDIT_VARIABLE
-    from samestep.errors import UsageError
-
     check_choice("--audit-action", action, AUDIT_ACTIONS)
     if not reading.own:
         raise UsageError(
@@ -176,8 +171,6 @@ def _audited(selection: "Selection", audit: int, action: str, name: str, reading
 
 
 def _as_read(job: Job, script: ScriptOptions, reading: "Reading", simulated: bool, places: Any) -> Job:
-    from samestep.errors import UsageError
-
     logical = script.logical_devices
     if script.single_process if script.single_process is not None else reading.kind == "single-process":
         asked = {"num_microbatches": logical, "seed": script.seed, "wrap": script.wrap, "simulated": simulated}

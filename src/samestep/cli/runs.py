@@ -1,16 +1,19 @@
 """`samestep runs`: the runs below a folder, newest first."""
 
 import shlex
+from dataclasses import asdict
+from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
 
+from samestep.errors import DataError, UsageError
 from samestep.recipes.catalog import NAMES
+from samestep.report.formatting import size
+from samestep.runs.run_list import RunStatus, find_runs
 from samestep.text import json_text, make_console, make_table, print_table
-
-if TYPE_CHECKING:
-    from samestep.runs.run_list import RunStatus
 
 MOST_LEFT = 10  # of the runs that can be resumed, the newest, have their command below the table
 
@@ -24,9 +27,6 @@ def runs(
     `running` and `crashed` differ in whether a process holds the run's lock. If the file system has no locks, a run
     in whose folder something was written in the last two minutes is `running?`.
     """
-    from samestep.errors import DataError, UsageError
-    from samestep.runs.run_list import find_runs
-
     try:
         found = find_runs(folder)
     except DataError as error:
@@ -40,8 +40,6 @@ def runs(
 
 
 def _as_dict(run: "RunStatus") -> dict[str, Any]:
-    from dataclasses import asdict
-
     facts = asdict(run)
     if run.metric is not None:
         facts["metric"] = {"name": run.metric[0], "best": run.metric[1]}
@@ -49,12 +47,6 @@ def _as_dict(run: "RunStatus") -> dict[str, Any]:
 
 
 def _print(found: "list[RunStatus]") -> None:
-    from datetime import datetime
-
-    from rich.markup import escape
-
-    from samestep.report.formatting import size
-
     console = make_console()
     table = make_table("run", "recipe", "state", "steps", "epochs", "loss", "best", "devices", "changed", "size")
     for run in found:

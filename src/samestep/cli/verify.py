@@ -9,16 +9,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+from rich.console import Console
+from rich.text import Text
 
+from samestep.checks import check_choice, check_number
 from samestep.cli.options import COMPARED, NumThreads, ScriptOptions, made_portable, one_of, with_options
+from samestep.comm.environment import read_environment
+from samestep.devices.selection import Selection, select
+from samestep.errors import UsageError
 from samestep.recipes.catalog import NAMES
 from samestep.recipes.settings import DEVICES
 from samestep.text import counted, json_text, notify
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
-    from samestep.devices.selection import Selection
     from samestep.verify.program_runner import VerifiedProgram
     from samestep.verify.verdict import NamedCause, Verdict
 
@@ -115,9 +118,6 @@ def verify(
     before SCRIPT. Exit code 0: they agree as required; 1: they do not, or agreeing proves nothing; 4: the golden FILE
     is of another contract.
     """
-    from samestep.checks import check_choice, check_number
-    from samestep.comm.environment import read_environment
-    from samestep.errors import UsageError
     from samestep.verify.program_runner import ProgramRunner, Stopped
 
     if not program:
@@ -159,8 +159,6 @@ def verify(
             from samestep.verify.golden import check_golden
 
             result = check_golden(golden, kept, runner, program, num_threads, steps)
-    from rich.console import Console
-
     if as_json:
         more = {} if result is None else {"golden": result._asdict()}
         print(json_text({"agrees": verdict.agrees, **asdict(verdict), **more}))
@@ -173,8 +171,6 @@ def verify(
 
 def _check_order(context: typer.Context, program: list[str], module: bool) -> None:
     """Warns of verify's own options after the program, which get passed to it."""
-    from samestep.errors import UsageError
-
     name, *words = program
     given = [word.partition("=")[0] for word in words]
     if name in NAMES and not module and not Path(name).is_file():
@@ -197,9 +193,6 @@ def _check_order(context: typer.Context, program: list[str], module: bool) -> No
 
 def _selections(devices: str | None) -> "dict[str, Selection]":
     """The devices to compare, by the user's names for them."""
-    from samestep.devices.selection import select
-    from samestep.errors import UsageError
-
     if devices is None:
         here = select("auto")
         names = [f"cpu:{count}" for count in (1, 2, 3)]
@@ -220,7 +213,6 @@ def _program(
     selections: "dict[str, Selection]",
 ) -> "VerifiedProgram":
     """The program: a recipe by `samestep train`, a script as by `samestep run`."""
-    from samestep.errors import UsageError
     from samestep.launcher.job import Job
     from samestep.scripts.script_analysis import reads_as
     from samestep.verify.program_runner import VerifiedProgram
@@ -258,8 +250,6 @@ def _program(
 @contextmanager
 def _telling(quiet: bool) -> Iterator[Callable[[str], None]]:
     """Shows the progress on the terminal, in one line that vanishes at the end."""
-    from rich.console import Console
-
     console = Console(stderr=True, highlight=False)
     if quiet or not console.is_terminal:
         yield lambda text: None
@@ -270,8 +260,6 @@ def _telling(quiet: bool) -> Iterator[Callable[[str], None]]:
 
 def show(verdict: "Verdict") -> None:
     """Prints a verdict."""
-    from rich.console import Console
-
     console = Console(highlight=False)
     first, *others = verdict.devices
     family = f", {FAMILIES[verdict.family]}" if verdict.compared.steps else ""  # it shows in steps
@@ -343,8 +331,6 @@ def _show_rest(console: "Console", verdict: "Verdict") -> None:
 
 def _say(console: "Console", word: str, text: str, style: str = "") -> None:
     """Prints a line after a label; further lines of folded text are indented alike."""
-    from rich.text import Text
-
     width = max(20, console.width - LABEL_WIDTH - 1) if console.is_terminal else 10_000
     lines = textwrap.wrap(text, width, break_long_words=False) or [""]
     for index, line in enumerate(lines):

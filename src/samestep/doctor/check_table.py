@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
+from samestep.checkpoint.run_folder import is_locked, take_lock
 from samestep.comm.environment import LOOPBACK
 from samestep.comm.segment import OUTBOX_SIZES, NoSegmentError, check_machine
 from samestep.devices.device import gib
@@ -443,8 +444,6 @@ def _graded(name: str, found: str, value: float, least: float, enough: float, ad
 
 def check_run_folder(machine: Machine) -> Result:
     """Writing, renaming over a file and locking in the folder for runs, tried in a folder that is removed again."""
-    from samestep.checkpoint.run_folder import is_locked, take_lock
-
     reasons: list[str] = []
     try:
         with tempfile.TemporaryDirectory(prefix=".samestep-doctor-", dir=machine.folder) as folder:

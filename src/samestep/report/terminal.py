@@ -2,19 +2,16 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
+from rich.console import Console
+from rich.text import Text
 
 from samestep.report.formatting import duration, number, size, value_text
 from samestep.report.reader import QUIET
 from samestep.report.run_summary import Finding, RunReport, RunSummary
 from samestep.runs.curves import Curve, wants_log
 from samestep.text import counted, make_table
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.text import Text
 
 SIGNS = {"holds": ("✓", "green"), "fails": ("✕", "bold red"), "note": ("·", "dim")}
 STATE_STYLES = {"finished": "green", "running": "blue", "running?": "blue", "crashed": "red"}
@@ -62,8 +59,6 @@ def sparkline(curve: Curve, width: int) -> str:
 
 
 def _print_run(run: RunSummary, console: "Console") -> None:
-    from rich.text import Text
-
     console.print(Text.assemble((run.name, "bold"), "  ", (run.state, STATE_STYLES.get(run.state, "yellow"))))
     console.print(run.title, markup=False)
     if run.terms:
@@ -95,8 +90,6 @@ def _print_run(run: RunSummary, console: "Console") -> None:
 
 
 def _print_runs(report: RunReport, console: "Console") -> None:
-    from rich.text import Text
-
     table = make_table("run", "state")
     for title in ("steps", "train loss", "metric", "samples/s", "under way", "ran on", "digest"):
         table.add_column(title, justify="left" if title in ("metric", "ran on", "digest") else "right", overflow="fold")
@@ -132,8 +125,6 @@ def _print_runs(report: RunReport, console: "Console") -> None:
 
 def _print_curves(runs: Sequence[RunSummary], console: "Console") -> None:
     """The curves with sparklines, ends and extremes, and the phases of a step; of several runs the main curves."""
-    from rich.text import Text
-
     table = make_table("curve", "")
     table.columns[0].no_wrap = True
     titles = ("first", "last", "min", "max")[console.width < ALL_COLUMNS :]
@@ -159,8 +150,6 @@ def _print_curves(runs: Sequence[RunSummary], console: "Console") -> None:
 
 def _print_events(run: RunSummary, console: "Console", of: str = "") -> None:
     """The events; if there is not room for all, those that are no checkpoints."""
-    from rich.text import Text
-
     events = list(zip(run.events, run.time.event_seconds, strict=True))
     if len(events) > MAX_EVENTS:
         events = [pair for pair in events if pair[0].name != "checkpoint"][:MAX_EVENTS]
@@ -176,8 +165,6 @@ def _print_events(run: RunSummary, console: "Console", of: str = "") -> None:
 
 
 def _finding(finding: Finding, before: str = "") -> "Text":
-    from rich.text import Text
-
     sign, style = SIGNS[finding.verdict]
     name = f"{before}: " if before else ""
     return Text.assemble((f"{sign} ", style), (name, "bold"), finding.text)
