@@ -42,6 +42,16 @@ def test_a_sane_machine_is_printed_as_json_with_exit_code_0(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_torch_that_cannot_be_imported_is_a_row_of_the_table(tmp_path):
+    (tmp_path / "torch.py").write_text("raise ImportError('libtorch.so: it is not there')\n", encoding="utf-8")
+    done = doctor("--devices", "cpu:2", "--json", cwd=tmp_path, PYTHONPATH=str(tmp_path))
+    assert done.returncode == 1, done.stderr
+    rows = rows_of(done)
+    assert rows["torch"]["found"].startswith("cannot be imported: ")
+    assert "libtorch.so: it is not there" in rows["torch"]["found"]
+    assert not any("the check failed" in row["found"] for row in rows.values())
+
+
 @pytest.mark.parametrize(
     "words", [("--devices", "two"), ("--devices", "cuda:77"), ("--timeout-seconds", "0"), ("--slow",)]
 )

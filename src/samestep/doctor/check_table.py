@@ -1,7 +1,7 @@
 """The checks of one machine and their results: versions, devices, system, and its ranks, in the order of the table.
 
 torch is asked in a child process: if it cannot be imported, or crashes, that is a result like any other;
-nothing here imports it.
+only `check_segment` imports it, if that went well.
 `torch.utils.collect_env` has fewer of these facts, as text, and takes seconds.
 """
 
@@ -23,7 +23,6 @@ from typing import Any, Literal, TextIO
 
 from samestep.checkpoint.run_folder import is_locked, take_lock
 from samestep.comm.environment import LOOPBACK
-from samestep.comm.segment import OUTBOX_SIZES, NoSegmentError, check_machine
 from samestep.devices.device import gib
 from samestep.devices.inventory import Inventory
 from samestep.devices.selection import Selection
@@ -363,6 +362,10 @@ def check_shm(machine: Machine) -> Result:
 
 def check_segment(machine: Machine) -> Result:
     """Whether ranks of this host can share memory for their exchange."""
+    if machine.torch.version is None:
+        return note("shared memory", "not tried, as torch cannot be imported")
+    from samestep.comm.segment import OUTBOX_SIZES, NoSegmentError, check_machine
+
     slower = "ranks talk by gloo instead: right, and slower for small models"
     try:
         check_machine()
