@@ -38,7 +38,7 @@ def devices(
         _print_table(inventory)
 
 
-def _print_free(count: int, inventory: "Inventory", as_json: bool) -> None:
+def _print_free(count: int, inventory: Inventory, as_json: bool) -> None:
     selection = select(f"free:{count}", inventory)
     if as_json:
         print(json_text({"indices": selection.indices, "environment": selection.environment}))
@@ -49,7 +49,7 @@ def _print_free(count: int, inventory: "Inventory", as_json: bool) -> None:
         print(f"{name}={entries}")
 
 
-def _as_dict(inventory: "Inventory") -> dict[str, object]:
+def _as_dict(inventory: Inventory) -> dict[str, object]:
     return {
         "devices": [asdict(device) for device in inventory.devices],
         "cpu": {**asdict(inventory.cpu), "cores": inventory.cores},
@@ -60,7 +60,7 @@ def _as_dict(inventory: "Inventory") -> dict[str, object]:
     }
 
 
-def _print_table(inventory: "Inventory") -> None:
+def _print_table(inventory: Inventory) -> None:
     console = make_console()
     if inventory.devices:
         console.print(_table(inventory.devices, "device"))

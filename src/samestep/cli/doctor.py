@@ -1,15 +1,17 @@
 """`samestep doctor`: is this machine sane?"""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from samestep.cli.options import Devices
+from samestep.comm.environment import read_environment
+from samestep.doctor import proof
+from samestep.doctor.check_table import Result, as_object, from_objects, print_results
+from samestep.doctor.local import check_local
+from samestep.errors import UsageError
 from samestep.text import json_text
-
-if TYPE_CHECKING:
-    from samestep.doctor.check_table import Result
 
 TIMEOUT_SECONDS = 60.0
 
@@ -33,19 +35,12 @@ def doctor(
     Exit code 0 when nothing is bad, 1 otherwise, with --prove also if the time was too short for a row. Under torchrun,
     srun or mpirun it checks the group that it is started in, and rank 0 prints.
     """
-    from samestep.comm.environment import read_environment
-    from samestep.doctor.local import check_local
-    from samestep.errors import UsageError
-
     environment = read_environment()
     if output is not None and not prove:
         raise UsageError(f"got --output {output} without --prove, which writes it; add --prove")
     if prove:
         if environment.launcher != "none":
             raise UsageError(f"got --prove in a rank that {environment.launcher} started; start it by itself")
-        from samestep.doctor import proof
-        from samestep.doctor.check_table import from_objects, print_results
-
         content = proof.prove(devices or "auto", output or Path(), quick, timeout_seconds)
         if as_json:
             print(json_text(content), flush=True)
@@ -64,9 +59,7 @@ def doctor(
     raise typer.Exit(check_group(environment, timeout_seconds, quick, lambda results: _show(results, as_json)))
 
 
-def _show(results: "list[Result]", as_json: bool) -> None:
-    from samestep.doctor.check_table import as_object, print_results
-
+def _show(results: list[Result], as_json: bool) -> None:
     if as_json:
         print(json_text(as_object(results)), flush=True)
     else:
