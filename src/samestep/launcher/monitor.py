@@ -229,7 +229,7 @@ class Monitor:
             for signum in read_available(fd) or b"":
                 if self._stopped_by is None:
                     self._stop(signum)
-                elif self._phase != "killed" and signum != signal.SIGHUP:  # see `train.signals`
+                elif self._phase != "killed" and signum != signal.SIGHUP:  # see `run.signals`
                     self._display.notify("ending at once")
                     self._kill()
             return True

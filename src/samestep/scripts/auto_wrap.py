@@ -2,7 +2,7 @@
 
 The module is the one that `--wrap` names, else the root that an optimizer trains: at the first forward that needs
 gradients, a module that no other calls and that has most of what the optimizer trains. Its results are those of the
-whole batch; `wrapped.compare` refuses a module for which they cannot be.
+whole batch; `split_forward.compare` refuses a module for which they cannot be.
 """
 
 import functools
