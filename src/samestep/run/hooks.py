@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from samestep.checks import check_number
 from samestep.data.batch import version_of
@@ -282,9 +283,6 @@ class EMA(Hook):
     @torch.no_grad()
     def update(self, model: nn.Module) -> None:
         """Takes the model's parameters, as they are now, into the average."""
-        # Not loaded by programs without an average.
-        from torch.optim.swa_utils import get_ema_multi_avg_fn
-
         now = dict(model.named_parameters())
         if self.num_updates == 0:
             self.weights = {name: parameter.detach().clone() for name, parameter in now.items()}

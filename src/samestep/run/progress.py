@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from samestep.checkpoint.local_shards import whole_tensors
+from samestep.checkpoint.packing import as_bad_checkpoint
 from samestep.comm.communicator import Communicator
 from samestep.data.loader import Loader
 from samestep.data.randomness import GENERATORS, Generators
@@ -210,7 +211,6 @@ class Progress:
 
     def restore(self, resumed: "Resumed") -> None:
         """Restores a state; loaders and generators follow by `go_on`."""
-        from samestep.checkpoint.packing import as_bad_checkpoint
         from samestep.checkpoint.state import NOT_OURS, restore
 
         device = self._run.device
@@ -252,7 +252,6 @@ class Progress:
         if state is None:
             self.epoch = EpochSoFar()
             return
-        from samestep.checkpoint.packing import as_bad_checkpoint
         from samestep.checkpoint.state import NOT_OURS
 
         with as_bad_checkpoint(NOT_OURS):
