@@ -63,7 +63,7 @@ def _patches(registry: DeviceRegistry, mode: TorchFunctionMode) -> list[Patch]:
         _compiler(registry),
         *_torchscript(),
         *_autocast(),
-        *_checkpointing(),
+        _checkpointing(),
         *scattering(),
         *_distributed(mode),
         Patch(torch, "Stream", cuda.SimulatedStream),
@@ -338,21 +338,18 @@ def _distributed(mode: TorchFunctionMode) -> list[Patch]:
     return late_patches({"torch.distributed.tensor._api": of_tensors})
 
 
-def _checkpointing() -> list[Patch]:
+def _checkpointing() -> Patch:
     """Activation checkpointing compares tensors of a forward and its repetition without their device.
 
     A chunk runs on the chunk's device, its repetition on that of the model, which are the same CPU
     (`torch/utils/checkpoint.py`, `_default_meta_extractor`).
     """
-    name = "_allowed_determinism_checks_to_fns"
-    known: dict[str, Any] | None = getattr(checkpointing, name, None)
-    if known is None:
-        return []
 
     def described(tensor: Tensor) -> dict[str, Any]:
         return {"shape": tensor.shape, "dtype": tensor.dtype}
 
-    return [Patch(checkpointing, name, {**known, "default": described})]
+    checks = {**checkpointing._allowed_determinism_checks_to_fns, "default": described}
+    return Patch(checkpointing, "_allowed_determinism_checks_to_fns", checks)
 
 
 def scattering() -> list[Patch]:
