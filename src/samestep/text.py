@@ -6,7 +6,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
@@ -52,14 +52,15 @@ def json_text(value: Any, **options: Any) -> str:
     try:
         return json.dumps(value, allow_nan=False, **options)
     except ValueError:
-        return json.dumps(_finite(value), allow_nan=False, **options)
+        return json.dumps(finite(value), allow_nan=False, **options)
 
 
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _finite(each) for name, each in value.items()}
+def finite(value: Any) -> Any:
+    """A value of JSON with strings in the place of numbers that are not finite."""
+    if isinstance(value, Mapping):
+        return {name: finite(each) for name, each in value.items()}
     if isinstance(value, list | tuple):
-        return [*map(_finite, value)]
+        return [*map(finite, value)]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 

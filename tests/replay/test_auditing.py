@@ -274,6 +274,8 @@ def test_a_script_s_run_is_audited_by_the_command(tmp_path, monkeypatch):
     drawn = runner.invoke(app, ["audit", str(folder), "--segments", "1", "--seed", "5"])
     assert "seed 5: 1 of 3 segments: one forged segment would have been found with a probability of 33%" in drawn.stdout
     assert "this is the script" not in drawn.stdout
+    refused = runner.invoke(app, ["audit", str(folder), "--except", "*.log"])
+    assert "got --except *.log for" in str(refused.exception)
     alter(folder, 2, lambda line: line.update(loss=next_up(line["loss"])))
     altered = runner.invoke(app, ["audit", str(folder), "--all"])
     assert altered.exit_code == 1

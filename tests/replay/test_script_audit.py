@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -317,15 +318,21 @@ def test_what_repeats_a_run_ends_with_an_audit_that_is_killed(tmp_path):
     )
     recorded(prepare(tmp_path, f"import os, time\n{text}{PLAIN}"), "cpu:1")
     (tmp_path / "wait").touch()  # there is a link to it in the temporary folder
-    audit = subprocess.Popen([*SAMESTEP, "audit", "runs/a"], cwd=tmp_path, env={**os.environ, "TMPDIR": str(tmp_path)})
-    while not (content := (tmp_path / "wait").read_text()).endswith("\n"):
-        assert audit.poll() is None
-        time.sleep(0.1)
-    worker = psutil.Process(int(content))
-    audit.kill()
-    audit.wait()
-    _, alive = psutil.wait_procs([worker], timeout=30)
-    assert alive == []
+    (tmp_path / "tmp").mkdir()
+    for stop, code in ((signal.SIGTERM, 143), (signal.SIGKILL, -9)):
+        variables = {**os.environ, "TMPDIR": str(tmp_path / "tmp")}
+        audit = subprocess.Popen([*SAMESTEP, "audit", "runs/a"], cwd=tmp_path, env=variables)
+        while not (content := (tmp_path / "wait").read_text()).endswith("\n"):
+            assert audit.poll() is None
+            time.sleep(0.1)
+        worker = psutil.Process(int(content))
+        audit.send_signal(stop)
+        assert audit.wait() == code
+        left = [name for name in os.listdir(tmp_path / "tmp") if not name.startswith("torchinductor")]  # torch's own
+        assert code < 0 or left == []
+        _, alive = psutil.wait_procs([worker], timeout=30)
+        assert alive == []
+        (tmp_path / "wait").write_text("")
 
 
 def test_what_a_run_cannot_record_is_refused_before_a_device_is_used(tmp_path, monkeypatch):

@@ -102,7 +102,12 @@ def audit_script(
         # What the script prints goes to stderr, as in audits of other runs.
         dies = partial(end_with_parent, os.getpid(), signal.SIGKILL) if sys.platform == "linux" else None
         words += _arguments(record, home, place)
-        code = subprocess.run(words, cwd=place, stdout=2, preexec_fn=dies).returncode
+        with subprocess.Popen(words, cwd=place, stdout=2, preexec_fn=dies) as process:
+            try:
+                code = process.wait()
+            except BaseException:
+                process.terminate()  # it ends its workers, and removes what they leave; killed, it would not
+                raise
         if code:
             raise WorkerError(f"{run} cannot be audited: when it was repeated, its script ended with exit code {code}")
         now = script_of(again)

@@ -1,7 +1,7 @@
 """The result of a replay as plain values and as tables: step, microbatches, statistics of tensors, and the check."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from samestep.checkpoint.contract_diff import ContractChange
 from samestep.engine.losses import wide_dtype
 from samestep.runs.ledger import FieldDifference, changes_table, fields_table
-from samestep.text import counted, make_table, print_table
+from samestep.text import counted, finite, make_table, print_table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -254,21 +254,13 @@ class Replay:
 
     def as_json(self) -> dict[str, Any]:
         """A JSON object; numbers that are not finite are "nan", "inf" and "-inf"."""
-        plain: dict[str, Any] = _plain({**asdict(self), "holds": self.holds})
+        plain: dict[str, Any] = finite({**asdict(self), "holds": self.holds})
         return plain
 
 
 def ratio(part: float, whole: float) -> float:
     """A quotient; NaN of a whole of zero."""
     return part / whole if whole else math.nan
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _plain(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(entry) for entry in value]
-    return repr(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 SHOWN_IDS = 12
