@@ -276,6 +276,9 @@ def test_a_script_s_run_is_audited_by_the_command(tmp_path, monkeypatch):
     assert "this is the script" not in drawn.stdout
     refused = runner.invoke(app, ["audit", str(folder), "--except", "*.log"])
     assert "got --except *.log for" in str(refused.exception)
+    shutil.copytree(folder, tmp_path / "copy")
+    moved = runner.invoke(app, ["audit", str(tmp_path / "copy")])
+    assert f"in this very process; a Trainer of it has the run in {folder}: name that folder" in str(moved.exception)
     alter(folder, 2, lambda line: line.update(loss=next_up(line["loss"])))
     altered = runner.invoke(app, ["audit", str(folder), "--all"])
     assert altered.exit_code == 1

@@ -364,7 +364,7 @@ def test_what_a_run_cannot_record_is_refused_before_a_device_is_used(tmp_path, m
         script_of(tmp_path / "runs/a")
 
 
-def test_what_a_start_that_was_killed_wrote_is_of_the_run_too(tmp_path, monkeypatch):
+def test_what_a_start_that_was_killed_wrote_is_of_the_run_too(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("before.txt").write_text("x")
     time.sleep(0.1)  # file systems count time in some milliseconds
@@ -382,6 +382,8 @@ def test_what_a_start_that_was_killed_wrote_is_of_the_run_too(tmp_path, monkeypa
     assert script_of(Path("runs/a"))["files"].keys() == {"0.txt", "1.txt", "2.txt"}
     ScriptRecord(Path("runs/a"), options, []).end(0, None)
     assert script_of(Path("runs/a"))["files"].keys() == {"0.txt", "1.txt", "2.txt"}
+    ScriptRecord(Path("runs/b"), options, []).end(0, None)
+    assert f"train.py wrote no file below {tmp_path}: an audit of runs/b has nothing" in capsys.readouterr().err
 
 
 def test_files_below_a_folder_are_found_behind_links_to_others_but_not_twice(tmp_path):

@@ -152,6 +152,9 @@ class ScriptRecord:
         }
         write_json(self._folder / SCRIPT_FILE, record)
         self._lock.release()
+        if exit_code == 0 and not record["files"]:
+            name = self._options["program"][0]
+            notify(f"{name} wrote no file below {Path.cwd()}: an audit of {self._folder} has nothing to compare")
 
 
 def _ctime(name: str) -> int:

@@ -216,9 +216,11 @@ class ProgramRerun(StepObserver, Rerun):
 
     def _why_not_reached(self, what: str) -> str:
         if self.trainer is None:
+            others = [folder for folder in self._folders.values() if folder is not None]
+            other = f"; a Trainer of it has the run in {others[0]}: name that folder" if others else ""
             return (
                 f"the program of {self.run_folder} {what} before a Trainer of its own began to fit; a replay needs the "
-                "samestep.Trainer with run_dir=… that made the run, in this very process"
+                f"samestep.Trainer with run_dir=… that made the run, in this very process{other}"
             )
         return (
             f"the program of {self.run_folder} {what} before step {self.step}, after {self.trainer.step.num_steps} "
