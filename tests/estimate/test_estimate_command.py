@@ -188,6 +188,17 @@ def test_a_function_that_does_not_fit_is_refused(estimate, file, name, words, se
     assert sentence in err
 
 
+@pytest.mark.parametrize("end", ["sys.exit(0)", "os._exit(0)"])
+def test_a_model_s_code_that_ends_the_program_ends_no_estimate(estimate, tmp_path, end):
+    (tmp_path / "ends.py").write_text(f"import os, sys\nprint('of the file')\ndef build():\n    {end}\n")
+    (tmp_path / "script.py").write_text(f"import os, sys\n{end}\n")
+    for name in ("ends.py:build", "script.py:build"):
+        words = ("--devices", "1xH100", "--input-shape", "8", "--json")
+        code, out, err = estimate(f"{tmp_path}/{name}", *words)
+        assert (code, out) == (2, "")
+        assert f"the code of {tmp_path}/{name} ended the program, with the exit code 0; needed: a function" in err
+
+
 def test_a_published_model_has_the_parameters_of_its_paper():
     from samestep.estimate.trace import trace
     from samestep.estimate.workload import published

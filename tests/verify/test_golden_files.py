@@ -13,7 +13,7 @@ from cli_commands import samestep
 from typer.testing import CliRunner
 
 from samestep.cli.main import app
-from samestep.errors import UsageError
+from samestep.errors import DataError, UsageError
 from samestep.verify.golden import CANNOT_COMPARE, check_golden, read_golden, write_golden
 
 WORKFLOW = Path(__file__).resolve().parents[2] / "examples" / "ci" / "samestep.yml"
@@ -145,6 +145,9 @@ def test_a_file_that_is_none_is_refused_before_anything_runs(tmp_path):
     path = tmp_path / "golden.json"
     with pytest.raises(UsageError, match="there is no golden file"):
         read_golden(path)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(DataError, match="is no regular file"):
+        read_golden(tmp_path / "pipe")
     for text in ("", "[]", '{"steps": []}', '{"contract": {}, "program": {}, "steps": [1]}', "[" * 9999):
         path.write_text(text)
         with pytest.raises(UsageError, match="is no golden file"):

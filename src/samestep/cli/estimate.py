@@ -1,6 +1,8 @@
 """`samestep estimate`: memory, step time and the recommended layout, before any device is rented."""
 
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass, replace
 from typing import Annotated
 
@@ -10,6 +12,7 @@ from samestep.checks import check_choice
 from samestep.cli.options import one_of, option, with_options
 from samestep.core.mesh import REST
 from samestep.errors import UsageError
+from samestep.patch import exits_raised
 from samestep.recipes.catalog import NAMES
 from samestep.recipes.settings import mesh_sizes, own_options_in_words, pairs
 from samestep.text import json_text, notify
@@ -56,6 +59,21 @@ class LayoutOptions:
         **LAYOUT,
     )
     checkpointing: bool | None = option("Recompute each block in the backward.", negated=True, **LAYOUT)
+
+
+@contextmanager
+def _users_code(model: str) -> Iterator[None]:
+    """For a block that runs the model's code: it prints on stderr, and does not end the command as if all were done."""
+    try:
+        with redirect_stdout(sys.stderr), exits_raised():
+            yield
+    except SystemExit as stop:
+        if isinstance(stop.code, int) and stop.code > 128:  # by a signal
+            raise
+        raise UsageError(
+            f"the code of {model} ended the program, with the exit code {stop.code}; needed: a function that returns, "
+            'in a file that runs its program behind if __name__ == "__main__"'
+        ) from stop
 
 
 @with_options
@@ -126,7 +144,8 @@ def estimate(
     elif model in DECODERS:
         workload = published(model)
     else:
-        workload = load_workload(model, (*NAMES, *DECODERS), *shapes)
+        with _users_code(model):
+            workload = load_workload(model, (*NAMES, *DECODERS), *shapes)
     if about.optimizer is not None:
         check_choice("--optimizer", about.optimizer, OPTIMIZERS)
         workload = replace(workload, optimizer=about.optimizer, settings={})
@@ -139,7 +158,8 @@ def estimate(
     del given["mesh"]
     request = Request(batch_size, precision, rate=rate, pipe=pipe, **given)
     notify(f"tracing {workload.name}; large models take a minute")
-    found = make_estimate(workload, cluster, request)
+    with _users_code(model):
+        found = make_estimate(workload, cluster, request)
     if as_json:
         print(json_text(found.as_json()))
     else:

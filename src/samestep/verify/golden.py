@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from samestep.devices.inventory import discover
 from samestep.devices.portable import NEEDED
 from samestep.errors import RunFolderError, UsageError
-from samestep.files import load_json, reason, replacing
+from samestep.files import check_regular, load_json, reason, replacing
 from samestep.verify.program_runner import ProgramRunner, RunSpec
 from samestep.verify.recording import Recording
 
@@ -113,6 +113,7 @@ def write_golden(path: Path, golden: Mapping[str, Any]) -> GoldenResult:
 def read_golden(path: Path) -> dict[str, Any]:
     """The content of a golden file; raises a `UsageError` if it is none."""
     remedy = "write it by samestep verify --golden FILE --write …"
+    check_regular(path)
     try:
         found: dict[str, Any] = load_json(path.read_bytes())
         good = set(found) == {"contract", "program", "steps"} and all(isinstance(each, dict) for each in found["steps"])
