@@ -54,7 +54,11 @@ def test_the_options_of_a_long_help_lie_in_panels(words, capsys, monkeypatch):
     first = next(number for number, line in enumerate(lines) if line.startswith("╭─ Options"))
     general = {line.split()[1] for line in lines[first : lines.index(f"╰{'─' * 78}╯", first)] if line[2:4] == "--"}
     assert general <= {"--config", "--profile", "--profile-dir", "--log-dir", "--json", "--help"}
-    assert "<bool>" not in "".join(lines)
+
+
+@pytest.mark.parametrize("words", [(), ("ledger",), *COMMANDS], ids=" ".join)
+def test_a_flag_stands_without_a_type(words, capsys, monkeypatch):
+    assert "<bool>" not in said_by(capsys, monkeypatch, *words, "--help")[1].out
 
 
 def offered(capsys, monkeypatch, *words):

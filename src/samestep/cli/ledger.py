@@ -9,7 +9,7 @@ import typer
 from rich.markup import escape
 
 from samestep.checkpoint.contract_diff import ContractChange, differences
-from samestep.cli.options import Command, run_folders
+from samestep.cli.options import Command, CommandGroup, run_folders
 from samestep.errors import DataError, UsageError
 from samestep.runs.ledger import (
     Extent,
@@ -35,7 +35,10 @@ SHOWN_STEPS = 20
 SHOWN_NOTES = 5
 
 app = typer.Typer(
-    no_args_is_help=True, add_completion=False, help="Shows what a run recorded of its steps, and compares two runs."
+    cls=CommandGroup,
+    no_args_is_help=True,
+    add_completion=False,
+    help="Shows what a run recorded of its steps, and compares two runs.",
 )
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
 _RunArgument = typer.Argument(metavar="RUN", help="A run's folder, or a ledger.", autocompletion=run_folders)

@@ -8,9 +8,8 @@ from io import TextIOWrapper
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
-from samestep.cli.options import SPELLINGS, Command, without_types
+from samestep.cli.options import SPELLINGS, Command, CommandGroup
 from samestep.errors import SamestepError, UsageError
 from samestep.files import NO_SPACE
 from samestep.launcher.os_processes import EarlyServer
@@ -24,11 +23,8 @@ COMMANDS = (
 WITH_SCRIPTS = ("run", "verify")  # options after the script are the script's
 
 
-class Commands(TyperGroup):
+class Commands(CommandGroup):
     """The commands; each module is imported when its command is asked for, as a start waits for every import."""
-
-    def get_params(self, ctx: Any) -> Any:
-        return without_types(super().get_params(ctx))
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(COMMANDS)

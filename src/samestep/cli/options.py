@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, get_args, get_origin, get_type_hints
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from samestep.checkpoint.run_folder import CHECKPOINT_FOLDER, RUNS_FOLDER, holds_run, recorded
 from samestep.comm.environment import read_environment, torchrun_defaults
@@ -80,6 +80,13 @@ def without_types(parameters: Any) -> Any:
         if getattr(each, "is_flag", False):
             each.metavar = ""
     return parameters
+
+
+class CommandGroup(TyperGroup):
+    """A group of commands."""
+
+    def get_params(self, ctx: Any) -> Any:
+        return without_types(super().get_params(ctx))
 
 
 def one_of(*offers: str) -> Callable[[str], list[str]]:
