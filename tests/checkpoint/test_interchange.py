@@ -149,6 +149,9 @@ def test_what_a_format_does_not_hold_is_refused_before_anything_is_written(tuned
         with pytest.raises(UsageError, match=message):
             export_weights(place, tmp_path / "out", **options)
     (tmp_path / "taken").mkdir()
+    for name, given, meant in (("w.pt", "safetensors", "torch"), ("w.safetensors", "torch", "safetensors")):
+        with pytest.raises(UsageError, match=f"and the format {given}, .* give --format {meant}"):
+            export_weights(tmp_path / "run", tmp_path / name, format=given)
     with pytest.raises(UsageError, match="is there already"):
         export_weights(place, tmp_path / "taken", format="dcp")
     assert [path.name for path in tmp_path.iterdir()] == ["taken"]

@@ -70,6 +70,12 @@ def export_weights(
             f"{' or '.join(WITH_OPTIMIZER)}"
         )
     check_number("max_file_gb", max_file_gb, above=0, whole=False)
+    meant = {SUFFIX: FORMATS[0], **dict.fromkeys((".pt", ".pth", ".bin", ".ckpt"), "torch")}.get(target.suffix, format)
+    if format != meant:
+        raise UsageError(
+            f"got {target.name} and the format {format}, which no program expects there; give --format {meant}, or "
+            "another name"
+        )
     if target.exists():
         raise UsageError(f"{target} is there already; name one that is not, or remove it")
     path, snapshot = read_place(Path(place), None if optimizer else model)
