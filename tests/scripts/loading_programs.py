@@ -10,6 +10,7 @@ from collections import OrderedDict, namedtuple
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -97,15 +98,22 @@ class LockedError(Exception):
 
 
 class Stream(IterableDataset):
-    """A stream with an own share for each worker, which draws random numbers."""
+    """A stream with an own share for each worker, which draws random numbers and counts."""
 
     def __init__(self, folder):
         self.path = os.path.join(folder, "fetched")
+        self.num_epochs, self.given, self.own = 0, [], np.random.default_rng(3)
+        self.counts = SimpleNamespace(even=0, by_kind={})
+        self.inner, self.data = [self.counts], torch.zeros(100_000)
 
     def __iter__(self):
         info = get_worker_info()
         first, stride = (0, 1) if info is None else (info.id, info.num_workers)
+        self.num_epochs += 1
         for index in range(first, 11, stride):
+            self.given.append(index)
+            self.counts.even += index % 2 == 0
+            self.counts.by_kind[index % 3] = self.own.random()
             with open(self.path, "a") as file:
                 file.write(f"{index}\n")
             yield index + random.random() + torch.rand(2)
@@ -222,7 +230,7 @@ def cases(folder):
 BREAKERS = {
     "": [],
     "all workers are everywhere": [Patch(loading._Context, "_is_ours", lambda context, worker: True)],
-    "generators are not handed over": [Patch(loading.Rank0Iterator, "_set_generators", lambda *_: None)],
+    "state is not handed over": [Patch(loading.Rank0Iterator, "_set_state", lambda *_: None)],
 }
 
 
@@ -283,6 +291,15 @@ def states(loader=None):
     ).hexdigest()
 
 
+def held(dataset):
+    """What a stream has counted so far, and what its generator draws next."""
+    if type(dataset) is not Stream:
+        return None
+    counts = dataset.inner[0]
+    assert counts is dataset.counts
+    return dataset.num_epochs, [*dataset.given], counts.even, dict(counts.by_kind), str(dataset.own.bit_generator.state)
+
+
 def two_epochs(communicator, name, folder, breaker=""):
     """Every batch and generator of an epoch that is left early and of a whole one; the notices; children left."""
     seen, children = [], len(psutil.Process().children())
@@ -290,7 +307,7 @@ def two_epochs(communicator, name, folder, breaker=""):
         loader = cases(folder)[name]()
         for last in (1, 10**6):
             for number, batch in enumerate(loader):
-                seen.append((form(batch), states(loader)))
+                seen.append((form(batch), states(loader), held(loader.dataset)))
                 torch.rand(1), random.random()
                 if number == last:
                     break

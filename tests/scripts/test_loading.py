@@ -73,7 +73,7 @@ def test_a_sampler_that_differs_between_processes_is_that_of_rank_0(worlds, tmp_
 
 @pytest.mark.parametrize(
     ("name", "breaker"),
-    [("stream", "generators are not handed over"), ("stream, pipe", "generators are not handed over")],
+    [("stream", "state is not handed over"), ("stream, pipe", "state is not handed over")],
 )
 def test_without_its_safeguard_a_loader_is_seen_to_differ(worlds, tmp_path, name, breaker):
     (expected, _, _), _, got, _ = both(worlds, tmp_path, 2, name, breaker)

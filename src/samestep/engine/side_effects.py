@@ -29,7 +29,7 @@ WATCHED_STEPS = 2
 _LEAVES = (str, bytes, int, float, complex, type(None), Tensor, np.ndarray, np.generic, ModuleType, BuiltinFunctionType)
 _CONTAINERS = (list, tuple, set, frozenset, deque)
 _TABLES = ("_parameters", "_buffers", "_modules")
-_CLOSED = (nn.Module, type, FunctionType, ModuleType, *GENERATORS)
+CLOSED = (nn.Module, type, FunctionType, ModuleType, *GENERATORS)
 
 Source = tuple[Callable[[], Any], Callable[[Any], None]]  # reads a state that can be compared; writes it back
 Values = dict[tuple[str, str], Any]
@@ -274,7 +274,7 @@ def _add_values(attribute: str, path: str, value: Any, depth: int, found: Values
     elif depth and isinstance(value, dict):
         for key, entry in value.items() if len(value) <= MAX_ENTRIES else ():
             _add_values(attribute, f"{path}[{key!r}]", entry, depth - 1, found)
-    elif depth and not isinstance(value, _CLOSED) and isinstance(getattr(value, "__dict__", None), dict):
+    elif depth and not isinstance(value, CLOSED) and isinstance(getattr(value, "__dict__", None), dict):
         for key, entry in vars(value).items():
             _add_values(attribute, f"{path}.{key}", entry, depth - 1, found)
 

@@ -40,9 +40,10 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter, _SingleP
 from samestep.callsite import script_line
 from samestep.comm.exceptions import blamed, packed, portable, unpacked
 from samestep.data.fetch import SeededSamples
-from samestep.engine.side_effects import Watch
+from samestep.engine.side_effects import Watch, reachable
 from samestep.errors import DeterminismError
 from samestep.patch import Patch
+from samestep.scripts.held_values import HeldValues, Place
 from samestep.scripts.shared_script import SharedScript
 from samestep.scripts.simulated.cuda import TAG
 
@@ -244,16 +245,18 @@ def check_place(script: SharedScript) -> None:
 class Rank0Iterator:
     """An iterator over batches that rank 0 loads."""
 
-    # With each batch go the states of the generators that the loader moved: from there on the script draws, on every
-    # rank. A batch that does not pickle is found out at the first one, which no rank has seen yet: then the others set
-    # their generators back to those of the start, and run the loader too.
+    # With each batch go the states of the generators that the loader moved, and the values that its objects changed:
+    # from there on the script draws and reads, on every rank. A batch that does not pickle is found out at the first
+    # one, which no rank has seen yet: then the others set their generators back to those of the start, and run the
+    # loader too.
 
     def __init__(
         self, loader: DataLoader[Any], script: SharedScript, start: Callable[[DataLoader[Any]], Iterator[Any]]
     ) -> None:
         self._loader = loader
         self._script = script
-        self._watch = Watch(_own_generators(loader))
+        self._watch = Watch(reachable([loader.generator, *_parts(loader)]))
+        self._held = HeldValues(_parts(loader))
         self._before = self._watch.states()
         self._start = start
         self._is_on_all_ranks = False
@@ -292,20 +295,28 @@ class Rank0Iterator:
         """Runs an action on rank 0; all ranks get its outcome, and the generators as it left them."""
         outcome = None
         if self._script.rank == 0:
-            before = self._watch.states()
+            before, held = self._watch.states(), self._held.read()
+
+            def moved() -> tuple[Any, dict[Place, Any]]:
+                changed = {place: value for place, value in self._held.read().items() if held.get(place, _END) != value}
+                return self._watch.states() if self._watch.have_moved(before) else None, changed
+
             with self._script.on_this_rank():
-                outcome = attempt(action, lambda: self._watch.states() if self._watch.have_moved(before) else None)
+                outcome = attempt(action, moved)
         outcome = broadcast(self._script, what, outcome, 0)
         if outcome.kind is Kind.ERROR:
-            self._set_generators(outcome)
+            self._set_state(outcome)
             raise_error(self._script, outcome.value, 0)
         if outcome.kind is not Kind.REPEAT:
-            self._set_generators(outcome)
+            self._set_state(outcome)
         return outcome
 
-    def _set_generators(self, outcome: Outcome) -> None:
-        if outcome.extra is not None and self._script.rank > 0:
-            self._watch.put_states(outcome.extra)
+    def _set_state(self, outcome: Outcome) -> None:
+        if self._script.rank > 0:
+            states, changed = outcome.extra
+            self._held.write(changed)
+            if states is not None:
+                self._watch.put_states(states)
 
     def _load_on_all_ranks(self, outcome: Outcome) -> Any:
         """The first batch, which does not pickle: the other ranks run the loader too, from the same generators."""
@@ -325,12 +336,10 @@ class Rank0Iterator:
             return self._next()
 
 
-def _own_generators(loader: DataLoader[Any]) -> list[torch.Generator]:
-    """The script's own generators of a loader and its samplers."""
-    holders = [loader, loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None)]
-    generators = [getattr(holder, "generator", None) for holder in holders]
-    found = {id(generator): generator for generator in generators if isinstance(generator, torch.Generator)}
-    return [generator for generator in found.values() if generator is not torch.default_generator]
+def _parts(loader: DataLoader[Any]) -> list[Any]:
+    """The objects of a loader whose code runs in this process."""
+    own = [] if loader.num_workers else [loader.dataset, loader.collate_fn]
+    return [*own, loader.sampler, loader.batch_sampler]
 
 
 _END = object()
