@@ -1,11 +1,14 @@
 """`samestep run` from end to end: a script's view, its results, and the messages about its failures."""
 
+import gzip
 import json
 import os
 import socket
 import subprocess
 import sys
+import zipfile
 from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
 
 import pytest
 
@@ -206,6 +209,27 @@ def test_a_script_whose_last_words_a_full_disk_refuses_has_failed(starter, end):
     assert done.returncode == 1
     assert "rank 0 on CPU worker 0 failed with exit code 1" in done.stderr
     assert "No space left on device" in done.stderr
+
+
+LEFT_OPEN = """
+import gzip, os, sys, zipfile
+
+rank = os.environ["RANK"]
+text, packed, archive = open(f"{rank}.txt", "w"), gzip.open(f"{rank}.gz", "wt"), zipfile.ZipFile(f"{rank}.zip", "w")
+both = open(f"{rank}.raw", "w+b")
+text.write("text"), packed.write("packed"), archive.writestr("member", "archived"), both.write(b"both")
+sys.exit(int(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_what_files_that_are_left_open_hold_back_is_written_at_the_end(starter, code):
+    starter.script("open.py", LEFT_OPEN)
+    assert starter.run("--devices", "cpu:1", "open.py", str(code)).returncode == code
+    assert Path(starter.folder, "0.txt").read_text() == "text"
+    assert Path(starter.folder, "0.raw").read_bytes() == b"both"
+    assert gzip.decompress(Path(starter.folder, "0.gz").read_bytes()) == b"packed"
+    assert zipfile.ZipFile(Path(starter.folder, "0.zip")).read("member") == b"archived"
 
 
 def test_a_crash_names_the_signal_and_shows_the_line_and_the_last_words(starter):

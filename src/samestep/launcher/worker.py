@@ -4,6 +4,7 @@ import atexit
 import contextlib
 import errno
 import faulthandler
+import gc
 import io
 import json
 import multiprocessing
@@ -14,6 +15,7 @@ import signal
 import sys
 import tempfile
 import threading
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -27,6 +29,7 @@ from samestep.launcher.worker_states import report_exception
 from samestep.text import show
 
 Call = Callable[[], Any]
+COMPRESSING = ("gzip", "bz2", "lzma", "zipfile")
 
 
 def work(instruction: Instruction, call: Call | None = None) -> int:
@@ -88,9 +91,21 @@ def leave(code: int) -> NoReturn:
     try:
         threading._shutdown()  # type: ignore[attr-defined]  # as multiprocessing does for its workers
         atexit._run_exitfuncs()
+        _finish_files()
         _flush()
     finally:
         os._exit(code)
+
+
+def _finish_files() -> None:
+    """Writes what files that the program has left open still hold back, as finalisation does."""
+    found = [each for each in gc.get_objects() if issubclass(type(each), io.IOBase) or type(each) is zipfile.ZipFile]
+    texts = [each.flush for each in found if issubclass(type(each), io.TextIOWrapper)]  # into the others
+    compressed = [each.close for each in found if type(each).__module__ in COMPRESSING]
+    buffers = [each.flush for each in found if issubclass(type(each), io.BufferedWriter | io.BufferedRandom)]
+    for finish in (*texts, *compressed, *buffers):
+        with contextlib.suppress(Exception):  # a closed file, a full disk: finalisation is silent about them, too
+            finish()
 
 
 def _flush() -> None:
