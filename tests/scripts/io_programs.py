@@ -48,6 +48,9 @@ def save(path, values):
 def make(path):
     os.makedirs(path)
 
+def exists(path):
+    return os.path.exists(path)
+
 def listed(folder, text):
     os.makedirs(folder)
     found = os.path.isdir(folder), os.listdir(folder)
@@ -364,6 +367,20 @@ def appended_and_read(communicator, folder):
             log.flush()
             read.append(Path(folder, "log").read_text())
     return read
+
+
+def saved_on_a_thread(communicator, folder):
+    """A thread that saves, on rank 0 later than on the others; it is joined, and what it saved is loaded."""
+
+    def save():
+        time.sleep(0.3 * (communicator.rank == 0))
+        torch.save(torch.ones(2), f"{folder}/late.pt.tmp")
+        os.replace(f"{folder}/late.pt.tmp", f"{folder}/late.pt")
+
+    thread = threading.Thread(target=save)
+    thread.start()
+    thread.join()
+    return library()["exists"](f"{folder}/late.pt"), float(torch.load(f"{folder}/late.pt").sum())
 
 
 def saved_again_by_library(communicator, folder):

@@ -84,6 +84,7 @@ FOUND = {  # by a program of so many ranks, on each of them
     "in_a_folder_moved_by_library": (2, ("text", "text")),
     "appended_and_read": (2, ["0", "01", "012"]),
     "saved_again_by_library": (2, [0, 0, 1, 1]),
+    "saved_on_a_thread": (2, (True, 2.0)),
     "asked": (2, "yes"),
 }
 

@@ -96,6 +96,10 @@ class SharedScript:
         """Whether all ranks reach this call: on the script's main thread, outside of chunks and child processes."""
         return not self.in_chunk and self.is_own_thread() and os.getpid() == self._process
 
+    def is_thread_beside(self) -> bool:
+        """Whether this is another thread of the script's process."""
+        return not self.is_own_thread() and os.getpid() == self._process
+
     def is_own_thread(self) -> bool:
         return threading.get_ident() == self._thread
 

@@ -228,8 +228,8 @@ class Rank0Files:
             self.script.meet("the end of a read")  # from now on the file may be changed again, or removed
 
     def mark_unfinished(self, path: str | None) -> None:
-        """Remembers that rank 0 begins to write a file, if all ranks reach this call."""
-        if path is not None and self.script.may_meet():
+        """Remembers that rank 0 begins to write a file, if all ranks reach this call: also on a thread of theirs."""
+        if path is not None and (self.script.may_meet() or self.script.is_thread_beside()):
             self.unfinished.add(path)
             self.holders.update(_folders(path))
 
@@ -240,7 +240,7 @@ class Rank0Files:
         if path in self.unfinished or path in self.holders or not self.unfinished.isdisjoint(_folders(path)):
             return True
         begin, *magic = re.split(r"[*?[]", path, maxsplit=1)
-        return bool(magic) and any(name.startswith(begin) for name in self.unfinished)
+        return bool(magic) and any(name.startswith(begin) for name in [*self.unfinished])
 
     def add_private(self, path: Any) -> None:
         """Remembers a file or folder that a library made for this process."""
