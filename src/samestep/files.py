@@ -69,17 +69,15 @@ _FOREIGN_SECONDS = 24 * 60 * 60.0  # of another machine's processes, whose life 
 
 
 @contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Turns the `OSError` of a failed write at `path` into a `RunFolderError` with its reason."""
+def writing(path: Path, place: str = "another folder by run_dir (--run-dir)") -> Iterator[None]:
+    """Turns the `OSError` of a failed write at `path` into a `RunFolderError` with its reason and a place to choose."""
     try:
         yield
     except RunFolderError:
         raise
     except OSError as error:
         remedy = "free some space, or choose" if error.errno in NO_SPACE else "choose"
-        raise RunFolderError(
-            f"cannot write {path}: {reason(error)}; {remedy} another folder by run_dir (--run-dir)"
-        ) from error
+        raise RunFolderError(f"cannot write {path}: {reason(error)}; {remedy} {place}") from error
 
 
 def reason(error: Exception) -> str:
@@ -112,13 +110,13 @@ def make_folder(path: Path) -> None:
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def replacing(path: Path, *place: str) -> Iterator[Path]:
     """Yields a temporary path to write to, synced and renamed to `path` on success; raises as `writing` does."""
     # Synced before it is renamed: else a crash may leave the new name with a file whose content never reached the disk.
     temporary = temporary_name(path.parent, path.name)
     try:
         remove_leftovers(path.parent)
-        with writing(path):
+        with writing(path, *place):
             temporary.touch()
             mode = temporary.stat().st_mode
             yield temporary

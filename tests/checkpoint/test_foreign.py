@@ -18,6 +18,7 @@ from worlds import in_turns
 
 import samestep
 from samestep.checkpoint.digest import state_digest
+from samestep.checkpoint.export import export_weights
 from samestep.errors import CheckpointError, UsageError
 
 X = torch.randn(16, 3, generator=torch.Generator().manual_seed(1))
@@ -274,6 +275,9 @@ def test_a_file_without_names_is_refused_by_what_it_holds(tmp_path):
     torch.save([net().state_dict()], tmp_path / "list.pt")
     with pytest.raises(CheckpointError, match=r"list\.pt holds .*list.*; needed: tensors by the names"):
         samestep.load_weights(net(), tmp_path / "list.pt")
+    save_file(net().state_dict(), tmp_path / "weights.st")
+    with pytest.raises(CheckpointError, match=r"weights\.st is no file of torch\.save, or not only of tensors"):
+        samestep.load_weights(net(), tmp_path / "weights.st")
 
 
 def by_rank(model, momenta):
@@ -323,8 +327,8 @@ def as_dict(scale):
 @pytest.mark.parametrize("kind", [as_dict, torch.tensor])
 def test_extra_state_of_modules_is_loaded_and_missed_where_there_is_none(tmp_path, kind):
     source = nn.Sequential(Scaled(kind, 3.0))
-    torch.save(source.state_dict(), tmp_path / "last.pt")
     (run,) = in_turns(1, saved_run, source, tmp_path / "own")
+    torch.save(source.state_dict(), tmp_path / "last.pt")
     for place in (tmp_path / "last.pt", run):
         ours = nn.Sequential(Scaled(kind, 1.0))
         assert samestep.load_weights(ours, place) == []
@@ -334,9 +338,48 @@ def test_extra_state_of_modules_is_loaded_and_missed_where_there_is_none(tmp_pat
         samestep.load_weights(nn.Sequential(Scaled(kind, 1.0)), tmp_path / "parameters.pt")
 
 
-def saved_run(communicator, model, folder):
+def test_several_optimizers_are_given_all_or_by_request_the_first(tmp_path):
+    model, optimizer = trained()
+    other = torch.optim.SGD(model.parameters(), 0.1)
+    content = {"model": model.state_dict(), "optimizer": [optimizer.state_dict(), other.state_dict()]}
+    torch.save(content, tmp_path / "last.pt")
+    ours = net(seed=5)
+    own = torch.optim.AdamW(ours.parameters())
+    with pytest.raises(CheckpointError, match="state of 2 optimizers, and 1 are to be loaded; give all"):
+        samestep.load_weights(ours, tmp_path / "last.pt", own)
+    assert samestep.load_weights(ours, tmp_path / "last.pt", strict=False) == []
+    assert samestep.load_weights(ours, tmp_path / "last.pt", own, strict=False) == ["also the state of optimizer 1"]
+    assert samestep.load_weights(ours, tmp_path / "last.pt", [own, torch.optim.SGD(ours.parameters(), 0.1)]) == []
+    assert own.state_dict()["state"].keys() == optimizer.state_dict()["state"].keys()
+
+
+@pytest.mark.parametrize("kind", ["NAdam", "RMSprop", "Adafactor"])
+@pytest.mark.parametrize("format", ["torch", "dcp"])
+def test_an_export_with_the_optimizer_is_loaded_back_as_it_was(tmp_path, kind, format):
+    model, ours = net(), net(seed=5)
+    optimizer, own = (getattr(torch.optim, kind)(each.parameters()) for each in (model, ours))
+    in_turns(1, saved_run, model, tmp_path / "own", optimizer)
+    export_weights(tmp_path / "own", tmp_path / "out", format=format, optimizer=True)
+    assert samestep.load_weights(ours, tmp_path / "out", own) == []
+    assert state_digest(ours, own) == state_digest(model, optimizer)
+
+
+def test_a_damaged_checkpoint_is_named_where_an_older_one_is_loaded(tmp_path, capfd):
+    model = net()
+    in_turns(1, saved_run, model, tmp_path, None, 2)
+    (tmp_path / "step-00000002" / "model.safetensors").write_bytes(b"")
+    assert samestep.load_weights(net(), tmp_path) == []
+    said = capfd.readouterr().err
+    assert "step-00000002 is no good checkpoint" in said
+    assert "step-00000001 is taken in its place" in said
+
+
+def saved_run(communicator, model, folder, optimizer=None, steps=1):
     run = samestep.Run(16, 4, 0, communicator=communicator)
-    run.save_checkpoint(folder, run.train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn))
+    step = run.train_step(model, optimizer or torch.optim.SGD(model.parameters(), lr=0.1), loss_fn)
+    for _ in range(steps):
+        step((X, Y))
+        run.save_checkpoint(folder, step)
     return folder
 
 

@@ -1,16 +1,18 @@
 """Weights in and out: what the readers and writers of other libraries make of them, under every strategy."""
 
 import json
+import resource
 from functools import partial
 
 import pytest
 import torch
-from hub_programs import NETS, finetune
+from hub_programs import CONFIGS, NETS, finetune
 from worlds import alone, in_turns
 
 from samestep.checkpoint.export import export_weights
 from samestep.cli.main import main
-from samestep.errors import UsageError
+from samestep.errors import RunFolderError, UsageError
+from samestep.run.run import Run
 
 IN_PROCESSES = {"sharded": "gpt2", "pipeline": "staged"}
 
@@ -139,6 +141,22 @@ def config_of(place, folder):
     return (exported(place, folder / "hub") / "config.json").read_text()
 
 
+def saved(communicator, net, folder):
+    run = Run(8, 4, 0, communicator=communicator)
+    step = run.train_step(net, torch.optim.SGD(net.parameters(), lr=0.1), lambda net, batch: net(batch).logits.mean())
+    run.save_checkpoint(folder, step)
+
+
+def test_weights_that_were_loaded_in_16_bits_and_trained_in_32_are_read_as_they_are(tmp_path):
+    config = CONFIGS["gpt2"]()
+    config.dtype = torch.bfloat16
+    net = NETS["gpt2"](config).bfloat16().float()
+    in_turns(1, saved, net, tmp_path / "run")
+    again = NETS["gpt2"].from_pretrained(exported(tmp_path / "run", tmp_path / "hub"))
+    assert all(torch.equal(*pair) for pair in zip(net.parameters(), again.parameters(), strict=True))
+    assert again.dtype == torch.float32
+
+
 def test_what_a_format_does_not_hold_is_refused_before_anything_is_written(tuned, tmp_path):
     place, *_ = tuned("gpt2")
     for options, message in (
@@ -155,3 +173,17 @@ def test_what_a_format_does_not_hold_is_refused_before_anything_is_written(tuned
     with pytest.raises(UsageError, match="is there already"):
         export_weights(place, tmp_path / "taken", format="dcp")
     assert [path.name for path in tmp_path.iterdir()] == ["taken"]
+
+
+@pytest.mark.parametrize("format", ["safetensors", "torch", "dcp", "hf"])
+def test_a_disk_that_is_full_is_named_and_nothing_is_left_of_the_target(tuned, tmp_path, format):
+    place, *_ = tuned("gpt2")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))  # bytes of a file: an error as by a full disk
+    try:
+        with pytest.raises(RunFolderError, match=r"File too large; free some space, or choose another TARGET"):
+            export_weights(place, tmp_path / "out", format=format)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list(tmp_path.iterdir()) == []
+    export_weights(place, tmp_path / "out", format=format)

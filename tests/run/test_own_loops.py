@@ -443,3 +443,49 @@ def test_a_run_that_has_added_a_group_goes_on_in_a_program_that_makes_the_optimi
     with pytest.raises(CheckpointError, match="add_param_group"):
         alone(train, 4, tmp_path / "refused", tmp_path / "half")
     assert alone(train, 4, tmp_path / "on", tmp_path / "half", is_added=True) == whole
+
+
+def test_a_model_that_no_checkpoint_can_hold_is_refused_before_the_training(tmp_path):
+    def program(communicator, dtype):
+        run, model = Run(BATCH, NUM_MICROBATCHES, SEED, communicator=communicator), plain()
+        model.register_buffer("roots", torch.ones(2, dtype=dtype))
+        optimizer = torch.optim.Adam(model.parameters())
+        step = run.train_step(model, optimizer, classification)
+        Trainer(run, model, optimizer, classification, run_dir=tmp_path / str(dtype)).close()
+        return run.save_checkpoint(tmp_path / f"{dtype} alone", step)
+
+    with pytest.raises(UsageError, match=r"roots is complex128\[2\], which no checkpoint can hold; make it complex64"):
+        alone(program, torch.complex128)
+    assert alone(program, torch.complex64).is_dir()
+
+
+def test_the_part_of_a_divided_optimizer_is_taken_up_by_the_same_rank_alone(capfd):
+    def program(communicator, given, options):
+        parts = Parts(communicator)
+        optimizer = torch.optim.Adam(parts.model.parameters(), 0.02)
+        parts.run.train_step(parts.model, optimizer, classification, **options)(next(iter(parts.loader)))
+        optimizer.load_state_dict(optimizer.state_dict())  # as a loop does that goes back to where it was
+        if given is None:
+            return optimizer.state_dict()
+        try:
+            optimizer.load_state_dict(given)
+        except UsageError as error:
+            return str(error)
+        return "loaded"
+
+    text = (
+        "Adam.state_dict() has this rank's part of the state alone, and cannot be resumed on others; save by run.save_"
+    )
+    divided = {"shard_optimizer": True}
+    state, *_ = in_turns(2, program, None, divided)
+    assert capfd.readouterr().err.count(text) == 1
+    first, second = in_turns(2, program, state, divided)
+    assert first == "loaded"
+    assert second.startswith(
+        "this state of Adam is part 0 of 2, and rank 1 of 2 cannot take it up; save by run.save_ch"
+    )
+    assert "part 0 of 2, and rank 0 of 3 cannot" in in_turns(3, program, state, divided)[0]
+    capfd.readouterr()
+    whole, *_ = in_turns(2, program, None, {})
+    assert in_turns(3, program, whole, {}) == ["loaded"] * 3
+    assert text not in capfd.readouterr().err

@@ -8,9 +8,11 @@ from resume_programs import BATCH, NUM_MICROBATCHES, SEED, classification, point
 from torch import nn
 
 from samestep.checkpoint.digest import as_hex, state_checksum, state_digest
+from samestep.checkpoint.foreign import load_weights
 from samestep.checkpoint.state import capture
 from samestep.engine.config import Pipeline, Replicate, Sharded
 from samestep.metrics import accuracy, cross_entropy
+from samestep.run.hooks import EMA
 from samestep.run.run import Run
 from samestep.run.trainer import Trainer
 
@@ -81,7 +83,7 @@ def trained(model):
 
 def make_step(communicator, strategy, optimizer="adam"):
     """A run, its model, and the step over it."""
-    run = Run(BATCH, NUM_MICROBATCHES, SEED, communicator=communicator)
+    run = Run(BATCH, NUM_MICROBATCHES, SEED, communicator=communicator, mesh=MESHES.get(strategy))
     model = odd()
     made = OPTIMIZERS[optimizer](model)
     return run, model, run.train_step(model, made, classification, strategy=STRATEGIES[strategy])
@@ -131,12 +133,19 @@ def own_loop(communicator, strategy, folder, place=None, until=None):
 
 
 def messages(communicator, strategy):
-    """The error of asking for the digest of a sharded model without its step."""
+    """The errors of asking each part of a sharded state for itself, without the step."""
     _, model, step = make_step(communicator, strategy)
-    try:
-        return state_digest(model, step.optimizers)
-    except ValueError as error:
-        return f"{type(error).__name__}: {error}"
+    said = {}
+    for name, ask in {
+        "digest": lambda: state_digest(model, step.optimizers),
+        "average": lambda: EMA().update(model),
+        "load": lambda: load_weights(model, "weights.safetensors"),
+    }.items():
+        try:
+            ask()
+        except ValueError as error:
+            said[name] = f"{type(error).__name__}: {error}"
+    return said
 
 
 def read_by_torch(path: Path, names):

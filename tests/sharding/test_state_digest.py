@@ -25,10 +25,25 @@ def test_digest_and_checksum_are_those_of_one_device(worlds, references, strateg
             assert max(held[name] for *_, held in results) < 0.4 * size + 4600
 
 
-def test_the_digest_of_a_sharded_model_without_its_step_is_refused(worlds):
-    for message in worlds(2).run(messages, "sharded"):
-        assert message.startswith("UsageError: ")
-        assert "call state_digest(step)" in message
+@pytest.mark.parametrize(
+    ("strategy", "refused"),
+    [
+        ("sharded", ["digest", "average", "load"]),
+        ("zero1", ["digest", "load"]),
+        ("pipeline", ["digest", "average", "load"]),
+        ("replicate", ["load"]),
+    ],
+)
+def test_what_a_rank_has_a_part_of_is_not_given_as_the_whole(worlds, strategy, refused):
+    for said in worlds(2).run(messages, strategy):
+        texts = {
+            "digest": "call state_digest(step)",
+            "average": "samestep.EMA averages whole parameters",
+            "load": "there is no weights.safetensors" if "average" not in refused else "divided over the ranks already",
+        }
+        assert list(said) == refused
+        assert all(said[name].startswith("UsageError: ") and texts[name] in said[name] for name in said)
+    assert list(worlds(1).run(messages, "zero1")[0]) == ["load"]
 
 
 DTYPES = [torch.int8, torch.bfloat16, torch.float32, torch.float64, torch.complex64]

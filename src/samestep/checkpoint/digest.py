@@ -40,7 +40,7 @@ from samestep.data.batch import checksum, flattened
 from samestep.data.nested import leaves
 from samestep.engine.determinism import generator_states
 from samestep.engine.parameters import held_by
-from samestep.engine.sharded_state import LocalShard, ShardedState
+from samestep.engine.sharded_state import LocalShard, ShardedState, divided_parameters, is_divided
 from samestep.engine.step import TrainStep
 from samestep.errors import DeterminismError, UsageError
 
@@ -69,13 +69,14 @@ def state_digest(model: nn.Module | TrainStep, optimizers: Optimizer | Sequence[
     if not isinstance(model, TrainStep):
         if optimizers is None:
             raise UsageError("got a model alone; give its optimizers, too ([] for its own state alone), or the step")
-        for name, parameter in model.named_parameters():
-            # A DTensor, without importing what makes one.
-            if hasattr(parameter, "to_local"):
-                raise UsageError(
-                    f"{name} is sharded over the ranks; call state_digest(step) with the training step in place of "
-                    "model and optimizers, on all ranks"
-                )
+        divided = divided_parameters(model)
+        several = [optimizers] if isinstance(optimizers, Optimizer) else optimizers
+        divided += [f"the state of {type(each).__name__}" for each in several if is_divided(each)]
+        if divided:
+            raise UsageError(
+                f"{divided[0]} is sharded over the ranks; call state_digest(step) with the training step in place of "
+                "model and optimizers, on all ranks"
+            )
     hasher = hashlib.sha256()
     for name, value in named_state(model, optimizers):
         whole = unsharded(value, model.state_communicator) if isinstance(model, TrainStep) else value

@@ -22,7 +22,7 @@ from samestep.checks import check_choice, check_number
 from samestep.comm.exceptions import on_main
 from samestep.engine.step import TrainStep
 from samestep.errors import UsageError
-from samestep.files import remove_entry, replacing, sync_folder, temporary_name, writing
+from samestep.files import reason, remove_entry, replacing, sync_folder, temporary_name, writing
 from samestep.text import notify
 
 MODEL = "model"
@@ -30,6 +30,7 @@ FORMATS = ("safetensors", "torch", "dcp", "hf")
 WITH_OPTIMIZER = ("torch", "dcp")
 MAX_FILE_GB = 50.0
 _METADATA = {"format": "pt"}
+_PLACE = "another TARGET, in a folder that is there"
 
 
 def export_weights(
@@ -81,7 +82,7 @@ def export_weights(
     path, snapshot = read_place(Path(place), None if optimizer else model)
     weights, tied = model_weights(path, snapshot, model)
     if format == "safetensors":
-        with replacing(target) as temporary:
+        with replacing(target, _PLACE) as temporary:
             write_tensors(temporary, weights, _METADATA)
     elif format == "hf":
         with as_bad_checkpoint(NOT_OURS):
@@ -133,20 +134,35 @@ def optimizer_states(snapshot: Snapshot) -> list[dict[str, Any]]:
         return [unpack(packed, snapshot.files["optimizer"]) for packed in snapshot.facts["optimizers"]]
 
 
+@contextmanager
+def _as_os_error() -> Iterator[None]:
+    """Raises the system's error in place of those that torch's writers make of it."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        yield
+    except (RuntimeError, CheckpointException) as error:
+        chain: list[Any] = [error]
+        for each in chain:  # and what it came from
+            failures = [failure for failure, _ in getattr(each, "failures", {}).values()]
+            chain += [one for one in (*failures, each.__cause__, each.__context__) if one not in (None, *chain)]
+        found = next((each for each in chain if isinstance(each, OSError)), None)
+        text = str(error).splitlines()[0]
+        raise (OSError(text) if found is None else OSError(found.errno, reason(found))) from error
+
+
 def _save(target: Path, content: dict[str, Any]) -> None:
     """Writes a file for `torch.load`."""
-    with replacing(target) as temporary:
-        try:
-            torch.save(content, temporary)
-        except RuntimeError as error:  # of a full disk, too
-            raise OSError(str(error).splitlines()[0]) from error
+    # To a file of Python's: from its own torch keeps no reason.
+    with replacing(target, _PLACE) as temporary, temporary.open("wb", buffering=0) as file, _as_os_error():
+        torch.save(content, file)
 
 
 def _save_distributed(target: Path, content: dict[str, Any]) -> None:
     """Writes a folder of torch.distributed.checkpoint."""
     import torch.distributed.checkpoint as dcp
 
-    with _new_folder(target) as folder, warnings.catch_warnings():
+    with _new_folder(target) as folder, warnings.catch_warnings(), _as_os_error():
         warnings.simplefilter("ignore", UserWarning)  # that no other rank takes part
         dcp.save(content, checkpoint_id=folder, no_dist=True)
 
@@ -183,7 +199,7 @@ def _new_folder(target: Path) -> Iterator[Path]:
     """Yields a temporary folder, which is renamed to `target` on success; raises as `writing` does."""
     temporary = temporary_name(target.parent, target.name)
     try:
-        with writing(target):
+        with writing(target, _PLACE):
             temporary.mkdir()
             yield temporary
             sync_folder(temporary)

@@ -32,7 +32,7 @@ from samestep.checkpoint.storage import list_checkpoints
 from samestep.checkpoint.verified_files import SUFFIX
 from samestep.engine.losses import describe
 from samestep.engine.parameters import held_by
-from samestep.engine.sharded_state import ELEMENTWISE
+from samestep.engine.sharded_state import ELEMENTWISE, divided_parameters
 from samestep.errors import CheckpointError, UsageError
 from samestep.files import open_regular, read_object
 from samestep.text import counted, listed
@@ -67,8 +67,8 @@ def load_weights(
             LightningModule or the `module.` of DistributedDataParallel, that is cut off.
         source: a file of safetensors or of `torch.save`, the index of several, a checkpoint of Lightning; a folder of
             `save_pretrained`, of Accelerate's `save_state` or of `torch.distributed.checkpoint`; a run or a checkpoint.
-        optimizer: over parameters of the model; several in the order of the source. What it keeps of each parameter is
-            loaded (moments, counts of steps); settings such as the learning rate stay the program's.
+        optimizer: over parameters of the model; all that the source has the state of, in its order. What it keeps of
+            each parameter is loaded (moments, counts of steps); settings such as the learning rate stay the program's.
         strict: whether a tensor that is missing, unexpected, or of another shape or dtype is an error. Else what fits
             is loaded, of the optimizer's state too, whose groups must have as many parameters; other dtypes of the
             model's tensors are converted.
@@ -81,6 +81,10 @@ def load_weights(
         CheckpointError: it does not fit, or is not read without running code in it; nothing is changed then.
     """
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
+    if divided := divided_parameters(model):
+        raise UsageError(
+            f"{divided[0]} is divided over the ranks already; load weights before the training step is made"
+        )
     state: dict[str, Any] = model.state_dict()
     # Of modules with `get_extra_state`, whose values may be of any type and size.
     extra = {name for name in state if name.rpartition(".")[2] == EXTRA_STATE}
@@ -101,26 +105,29 @@ def load_weights(
     first = tied_names(model)
     loaded = {first.get(name, name) for name in fitting}
     misfits = [f"no {name}" for name in own if first.get(name, name) not in loaded]
-    misfits += [f"also {name}" for name in weights if cut[name] not in fitting]
+    # Numbers and settings that stand beside the tensors are no weights.
+    kept = [name for name, value in weights.items() if isinstance(value, Tensor) or name.endswith(EXTRA_STATE)]
+    misfits += [f"also {name}" for name in kept if cut[name] not in fitting]
     forms = {name: (form(value), form(own[name])) for name, value in fitting.items() if name not in extra}
     misfits += [f"{name} as {there}, which is {here} here" for name, (there, here) in forms.items() if there != here]
     if not loaded or (strict and misfits):
         remedy = "; strict=False loads what fits" if loaded else ""
         raise CheckpointError(f"{source} does not fit the model: it has {listed(misfits)}{remedy}")
-    if len(states) < len(optimizers):
+    if len(states) < len(optimizers) or (strict and 0 < len(optimizers) < len(states)):
         raise CheckpointError(
             f"{source} has the state of {counted(len(states), 'optimizer')}, and {len(optimizers)} are to be loaded; "
-            "leave optimizer=… out to load the weights alone"
+            "give all in that order, strict=False for the first ones, or no optimizer=… to load the weights alone"
         )
     taken = [_fitted(model, each, saved, prefix) for each, saved in zip(optimizers, states, strict=False)]
     unfit = [f"the optimizer's {text}" for _, texts in taken for text in texts]
+    unfit += [f"also the state of optimizer {number}" for number in range(len(taken), len(states)) if taken]
     if strict and unfit:
         raise CheckpointError(f"{source} does not fit the optimizer: it has {unfit[0]}; strict=False loads what fits")
     model.load_state_dict(
         {name: v for name, v in fitting.items() if name in extra or v.shape == own[name].shape}, strict=False
     )
-    for each, (kept, _) in zip(optimizers, taken, strict=True):
-        load_optimizer(each, {**each.state_dict(), "state": kept})
+    for each, (entries, _) in zip(optimizers, taken, strict=True):
+        load_optimizer(each, {**each.state_dict(), "state": entries})
     return misfits + unfit
 
 
@@ -186,8 +193,12 @@ def _read_pickle(path: Path) -> Any:
         with torch.serialization.safe_globals(inert):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
     except pickle.UnpicklingError as error:
-        met = re.search(r"GLOBAL (\S+)", str(error))
-        raise _refusal(path, met[1] if met else str(error).partition("\n")[0]) from None
+        if met := re.search(r"GLOBAL (\S+)", str(error)):
+            raise _refusal(path, met[1]) from None
+        why = str(error).partition("WeightsUnpickler error: ")[2].partition("\n")[0]
+        raise CheckpointError(
+            f"{path} is no file of torch.save, or not only of tensors and plain values ({why})"
+        ) from None
 
 
 def _refusal(path: Path, what: str) -> CheckpointError:

@@ -5,6 +5,7 @@ A sharded tensor is a `LocalShard` in the state; on one rank, which has all of i
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -75,8 +76,10 @@ def local_state(optimizer: Optimizer, state: ShardedState | None, world_size: in
 
 def optimizer_state_dict(optimizer: Optimizer, state: ShardedState | None, world_size: int) -> dict[str, Any]:
     """An optimizer's `state_dict()`, with local shards of sharded tensors."""
-    whole = optimizer.state_dict()
-    return whole if state is None else {**whole, "state": local_state(optimizer, state, world_size)}
+    if state is None:
+        return optimizer.state_dict()
+    # A copy has no hooks: those of a divided optimizer are for a script's own call.
+    return {**copy(optimizer).state_dict(), "state": local_state(optimizer, state, world_size)}
 
 
 def localized(optimizer: Optimizer, saved: Mapping[str, Any], state: ShardedState | None, rank: int) -> dict[str, Any]:

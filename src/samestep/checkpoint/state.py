@@ -24,7 +24,7 @@ from samestep.checkpoint.local_shards import (
     localized,
     optimizer_state_dict,
 )
-from samestep.checkpoint.packing import as_bad_checkpoint, check_packed, extra_states, pack, unpack
+from samestep.checkpoint.packing import DTYPES, as_bad_checkpoint, check_packed, extra_states, pack, unpack
 from samestep.checkpoint.run_folder import FACTS_FILE
 from samestep.checkpoint.storage import Snapshot
 from samestep.engine.config import Settings, apply_new_settings
@@ -32,7 +32,7 @@ from samestep.engine.determinism import check_generators, generator_states, rest
 from samestep.engine.parameters import held_by, restore_dtypes
 from samestep.engine.sharded_state import ELEMENTWISE, LocalShard, ShardedState, Sharding
 from samestep.engine.step import TrainStep
-from samestep.errors import CheckpointError
+from samestep.errors import CheckpointError, UsageError
 
 FORMAT = 2
 NOT_OURS = "another checkpoint is needed: the state in this one cannot be taken up"
@@ -58,6 +58,7 @@ def capture(step: Steps, rest: Mapping[str, Any]) -> Snapshot:
 
     The tensors share the memory of the models and optimizers: copy them before the next step.
     """
+    check_storable(step)
     parts = _parts(step)
     world_size = parts.steps[0].state_communicator.world_size
     packed = [
@@ -91,6 +92,17 @@ def capture(step: Steps, rest: Mapping[str, Any]) -> Snapshot:
         if found := {name: value for name, (model, _) in parts.models.items() if (value := of(model))}:
             facts[key] = found
     return Snapshot(sum(each.num_steps for each in parts.steps), files, facts)
+
+
+def check_storable(step: Steps) -> None:
+    """Raises a `UsageError` for a parameter or buffer of a dtype that files of safetensors do not have."""
+    for model, _ in _parts(step).models.values():
+        for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+            if tensor.dtype.is_complex and tensor.dtype not in DTYPES:
+                raise UsageError(
+                    f"{name} is {form(tensor)}, which no checkpoint can hold; make it complex64, or keep it as real "
+                    "numbers by torch.view_as_real"
+                )
 
 
 def shard_spec_of(step: Steps) -> ShardSpec:
@@ -327,6 +339,9 @@ def hub_config(model: nn.Module) -> str | None:
     with suppress(TypeError, ValueError):  # a checkpoint is written all the same
         # FSDP2 has put a subclass in the place of the model's class.
         named = {**json.loads(config.to_json_string()), "architectures": [type(model).__name__.removeprefix("FSDP")]}
+        # By which `from_pretrained` loads: of the weights as they are now, not as they once were loaded.
+        dtype = next((each.dtype for each in model.parameters() if each.is_floating_point()), None)
+        named |= {key: str(dtype).removeprefix("torch.") for key in ("dtype", "torch_dtype") if key in named and dtype}
         return json.dumps(named, indent=2, sort_keys=True)  # a text, since it may hold infinities
     return None
 

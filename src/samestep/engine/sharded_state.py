@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import partial
+from itertools import islice, pairwise
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from samestep.comm.communicator import Communicator
 from samestep.comm.transport import gather_parts
 from samestep.engine.parameters import held_by
 from samestep.errors import LossError, UsageError
+from samestep.text import notify
 
 MIXED = "torch.Tensor and DTensor"  # in torch's message when a sharded tensor meets another
 ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD")
@@ -209,6 +211,11 @@ class ShardedState:
     def hand_over(self, optimizers: Sequence[Optimizer], names: Mapping[int, str], rank: int) -> None:
         """Replaces the parameters that the optimizers hold, and their state, by local shards."""
         for optimizer in optimizers:
+            ranks = max((len(sharding.cuts) - 1 for sharding in self.shardings.values()), default=1)
+            if ranks > 1 and not is_divided(optimizer):
+                place = _Part(rank, ranks)
+                optimizer.register_state_dict_post_hook(place.mark)
+                optimizer.register_load_state_dict_pre_hook(place.check)
             for group in optimizer.param_groups:
                 held: list[nn.Parameter] = group["params"]
                 for index, whole in enumerate(held):
@@ -252,6 +259,48 @@ class ShardedState:
             for name, part in self.parts.items()
             if part in optimizer.state
         }
+
+
+class _Part:
+    """The hooks of an optimizer of which this rank holds a part: what it returns is loaded by the same rank alone."""
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        self._place, self._is_told = [rank, ranks], False
+
+    def mark(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        """After `state_dict()`: adds whose part it is, and says so once on rank 0, which may write it to a file."""
+        if not self._is_told and self._place[0] == 0:
+            self._is_told = True
+            notify(
+                f"{type(optimizer).__name__}.state_dict() has this rank's part of the state alone, and cannot be "
+                "resumed on others; save by run.save_checkpoint or Trainer(run_dir=…), on all ranks"
+            )
+        return {**state, "part": self._place}
+
+    def check(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """Before `load_state_dict`: raises a `UsageError` for the part of another rank, or of other ranks."""
+        if (found := state.get("part", self._place)) != self._place:
+            rank, ranks = self._place
+            raise UsageError(
+                f"this state of {type(optimizer).__name__} is part {found[0]} of {found[1]}, and rank {rank} of "
+                f"{ranks} cannot take it up; save by run.save_checkpoint or Trainer(run_dir=…), on all ranks"
+            )
+
+
+def is_divided(optimizer: Optimizer) -> bool:
+    """Whether an optimizer holds local shards of several ranks."""
+    hooks = optimizer._optimizer_state_dict_post_hooks.values()
+    return any(isinstance(getattr(hook, "__self__", None), _Part) for hook in hooks)
+
+
+def divided_parameters(model: nn.Module) -> list[str]:
+    """The names of parameters of which this rank may have a part alone."""
+    names = [name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)]
+    for path, module in model.named_modules():
+        hooks = module._state_dict_pre_hooks.values()
+        keys = [hook.args[1] for hook in hooks if isinstance(hook, partial) and hook.func is _tell_part]
+        names += [f"{path}.{key}" if path else key for key in keys]
+    return names
 
 
 def check_contiguous(name: str, parameter: Tensor, otherwise: str) -> None:
@@ -317,6 +366,11 @@ class ParameterPlacement:
     placements: tuple[Placement, ...] = ()
     stride: tuple[int, ...] = ()
 
+    @property
+    def is_part(self) -> bool:
+        """Whether this rank has not all of it."""
+        return self.sharding is not None and self.shape != self.sharding.shape
+
     def local_shard(self, given: Any) -> Any:
         """The local shard of an unsharded tensor; other values as they are."""
         whole_shape = self.shape if self.sharding is None else self.sharding.shape
@@ -334,6 +388,7 @@ class ParameterPlacement:
 def accept_whole_weights(model: nn.Module, state: ShardedState, communicator: Communicator) -> None:
     """Lets `load_state_dict` of a sharded model take unsharded tensors."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
+    told = [] if communicator.rank == 0 else ["by rank 0"]
     for module in model.modules():
         placements_by_key = {}
         for key, leaf in module._parameters.items():
@@ -345,6 +400,19 @@ def accept_whole_weights(model: nn.Module, state: ShardedState, communicator: Co
                 )
         if placements_by_key:
             _hook(module, placements_by_key)
+        lacking = (key for key, each in placements_by_key.items() if each.mesh is None and each.is_part)
+        for key in islice(lacking, 1):
+            module.register_state_dict_pre_hook(partial(_tell_part, told, key))
+
+
+def _tell_part(told: list[str], key: str, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    """A hook of `state_dict()`, which has no elements of the parameters of other ranks: says so once on rank 0."""
+    if not told:
+        told.append(prefix + key)
+        notify(
+            f"state_dict() has this rank's part of the weights alone, and of {prefix}{key} nothing; save them by "
+            "run.save_checkpoint or Trainer(run_dir=…), on all ranks, and in other formats by samestep export"
+        )
 
 
 def _hook(module: nn.Module, placements_by_key: dict[str, ParameterPlacement]) -> None:

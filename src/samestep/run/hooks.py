@@ -19,6 +19,7 @@ from samestep.data.nested import leaves
 from samestep.engine.losses import describe
 from samestep.engine.observer import StepObserver
 from samestep.engine.result import StepResult
+from samestep.engine.sharded_state import divided_parameters
 from samestep.errors import UsageError
 
 
@@ -235,6 +236,12 @@ def _checked_state(state: Mapping[str, Any] | None) -> dict[str, Any]:
     return dict(state or {})
 
 
+_NO_PARTS = (
+    "samestep.EMA averages whole parameters, of which each rank has only a part here: use strategy='replicate' (with "
+    "shard_optimizer=True to save memory), or leave it out"
+)
+
+
 class EMA(Hook):
     """An exponential moving average of a model's parameters, as a hook of a trainer. Tier `bitwise`.
 
@@ -269,10 +276,7 @@ class EMA(Hook):
         """Refuses sharded parameters, and a restored average of another model."""
         state = trainer.step.sharded_state
         if state is not None and not state.has_whole_parameters:
-            raise UsageError(
-                "samestep.EMA averages whole parameters, of which each rank has only a part here: use "
-                "strategy='replicate' (with shard_optimizer=True to save memory), or leave it out"
-            )
+            raise UsageError(_NO_PARTS)
         if self.num_updates > 0:
             self._check(dict(trainer.model.named_parameters()))
 
@@ -285,6 +289,8 @@ class EMA(Hook):
         """Takes the model's parameters, as they are now, into the average."""
         now = dict(model.named_parameters())
         if self.num_updates == 0:
+            if divided_parameters(model):
+                raise UsageError(_NO_PARTS)
             self.weights = {name: parameter.detach().clone() for name, parameter in now.items()}
         self._check(now)
         if self.num_updates > 0:

@@ -27,6 +27,7 @@ from samestep.checkpoint.run_folder import (
     create_folder,
     take_lock,
 )
+from samestep.checkpoint.state import check_storable
 from samestep.checks import check_number
 from samestep.comm.heartbeat import Channel, HeartbeatPage
 from samestep.comm.membership import Membership
@@ -129,6 +130,8 @@ class RunLog:
         check_number("checkpoint_retries", checkpoint_retries, 0)
         if checkpoint_minutes is not None:
             check_number("checkpoint_minutes", checkpoint_minutes, above=0, whole=False)
+        if folder is not None:
+            check_storable(step)  # before the training rather than at its first checkpoint
         self.folder = folder
         self.display = TrainingDisplay(membership.rank)
         self.has_begun = False  # on all ranks
