@@ -22,7 +22,7 @@ from samestep import files
 from samestep.checkpoint.digest import state_digest
 from samestep.checkpoint.storage import newest_checkpoint
 from samestep.engine.result import StepResult
-from samestep.errors import NonFiniteError, RunFolderError, SamestepError, UsageError
+from samestep.errors import CheckpointError, NonFiniteError, RunFolderError, SamestepError, UsageError
 from samestep.metrics import accuracy
 from samestep.recipes.training import train
 from samestep.run.run import Run
@@ -347,6 +347,8 @@ NO_COUNT = "0 or more (--checkpoint-retries)"
     [
         ({}, {"epochs": 0}, "got epochs=0; it must be 1 or more (--epochs)"),
         ({}, {"eval_data": points(5)}, "eval_data needs metrics"),
+        ({}, {"metrics": METRICS}, "metrics needs eval_data"),
+        ({}, {"forward": print}, "forward needs eval_data"),
         ({}, {"num_workers": -1}, "got num_workers=-1"),
         (
             {},
@@ -364,6 +366,53 @@ def test_arguments_that_cannot_be_are_named(options, arguments, message):
         return str(caught.value)
 
     assert message in alone(program)
+
+
+@pytest.mark.parametrize("option", [{"checkpoint_steps": 2}, {"hash_data": True}])
+def test_an_option_that_needs_a_run_folder_says_so_where_there_is_none(option, tmp_path, capsys):
+    for folder in (None, tmp_path / "run"):
+        alone(lambda communicator, folder=folder: make_trainer(communicator, run_dir=folder, **option).close())
+        said = (
+            f"{next(iter(option))} has no effect without a run folder; name one by run_dir=…" in capsys.readouterr().err
+        )
+        assert said == (folder is None)
+
+
+def test_a_later_call_of_fit_that_is_to_go_on_from_elsewhere_is_refused(tmp_path):
+    alone(fit_in, tmp_path / "run")
+
+    def program(communicator):
+        with make_trainer(communicator) as trainer:
+            trainer.fit(points(), 1, resume=tmp_path / "run")
+            trainer.fit(points(), 1, resume=tmp_path / "run")
+            with pytest.raises(UsageError, match=r"got resume='elsewhere' in a later call of fit"):
+                trainer.fit(points(), 1, resume="elsewhere")
+
+    alone(program)
+
+
+def test_a_checkpoint_of_a_loop_of_ones_own_is_refused_by_the_way_to_go_on_from_it(tmp_path):
+    def program(communicator):
+        with make_trainer(communicator) as trainer:
+            path = trainer.run.save_checkpoint(tmp_path, trainer.step)
+            with pytest.raises(
+                CheckpointError, match=r"step-00000000 is one of run.save_checkpoint: use run.load_chec"
+            ):
+                trainer.fit(points(), 1, resume=path, allow_contract_change=True)
+
+    alone(program)
+
+
+def test_a_scheduler_of_another_optimizer_is_refused():
+    def program(communicator):
+        with make_trainer(communicator) as trainer:
+            other = torch.optim.SGD(trainer.model.parameters(), 0.1)
+            schedule = torch.optim.lr_scheduler.StepLR(other, 1)
+            with pytest.raises(UsageError, match="the StepLR is of another optimizer, and would change no rate"):
+                trainer.run.train_step(trainer.model, trainer.step.optimizers, classification, scheduler=schedule)
+            trainer.run.train_step(trainer.model, other, classification, scheduler=schedule)
+
+    alone(program)
 
 
 def test_a_run_that_is_complete_says_so_when_it_is_resumed(tmp_path, capsys):

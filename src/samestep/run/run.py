@@ -430,6 +430,13 @@ class Run:
                 f"got {describe(scheduler)} as scheduler; needed: one of torch.optim.lr_scheduler, made of the "
                 "optimizer"
             )
+        # By their groups, which a wrapper of an optimizer shares with it.
+        groups = {id(group) for each in optimizers for group in each.param_groups}
+        if scheduler is not None and groups.isdisjoint(map(id, scheduler.optimizer.param_groups)):
+            raise UsageError(
+                f"the {type(scheduler).__name__} is of another optimizer, and would change no rate of this step; make "
+                "it of the step's optimizer"
+            )
         if self.contract.reduction == "ordered":
             check_flags(ENFORCED, self.device.type, "where samestep.Run needs")
         drawn = self._drawn_before.parameters(model)

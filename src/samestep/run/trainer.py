@@ -22,7 +22,7 @@ from samestep.comm.exceptions import on_main
 from samestep.comm.membership import END_OF_FIT
 from samestep.data.loader import Loader
 from samestep.engine.losses import LossFn
-from samestep.errors import UsageError
+from samestep.errors import CheckpointError, UsageError
 from samestep.files import CHECKPOINT_RETRIES
 from samestep.run.arguments import StepOptions, answers_unknown, current_rerun
 from samestep.run.data_hash import DataHash, summary
@@ -110,6 +110,9 @@ class Trainer:
         patience: int | None = None,
         **step_options: Unpack[StepOptions],
     ) -> None:
+        for option, is_given in {"checkpoint_steps": checkpoint_steps is not None, "hash_data": hash_data}.items():
+            if is_given and run_dir is None:
+                run.membership.notice(f"{option} has no effect without a run folder; name one by run_dir=…")
         if (rerun := current_rerun()) is not None:
             step_options = rerun.change_options(self, run_dir, step_options)
             run_dir, loggers = None, ()
@@ -240,7 +243,7 @@ class Trainer:
             shuffle: a new order each epoch.
             resume: goes on from the newest good checkpoint of this run folder, or from this checkpoint, in the middle
                 of an epoch too and on any number of devices; "auto" for the trainer's own `run_dir` if it has one, and
-                from the beginning if not. In a later call of `fit` it has no effect.
+                from the beginning if not. Later calls of `fit` take the same, on which it has no effect.
             allow_contract_change: go on although a part of the contract changed.
 
         Returns:
@@ -262,8 +265,14 @@ class Trainer:
             raise UsageError("eval_data needs metrics, for example metrics={'accuracy': samestep.metrics.accuracy}")
         if self._best_metric is not None:
             self._best_metric.check(metrics, eval_data is not None)
+        if eval_data is None and (metrics or forward is not None):
+            raise UsageError(f"{'metrics' if metrics else 'forward'} needs eval_data, which is evaluated after epochs")
         if (rerun := current_rerun()) is not None:
             resume, allow_contract_change = rerun.checkpoint(self), True
+        elif self._log.has_begun and resume not in (None, "auto", self._resume):
+            raise UsageError(
+                f"got resume={str(resume)!r} in a later call of fit; give it to the first one, as all of them"
+            )
         progress, self._resume = self._progress, resume
         loader = make_loader(self.run, dataset, len(self.history), num_workers, collate_fn, shuffle)
         if eval_data is not None:
@@ -376,6 +385,8 @@ class Trainer:
                 say = lambda text: log.display.line(visible(text))  # noqa: E731 - what a checkpoint holds
                 resumed = receive_state(membership, self.step, lambda: find_state(resume, log.folder, say))
                 if resumed is not None:
+                    if "history" not in resumed.rest:
+                        raise CheckpointError(f"{resumed.name} is one of run.save_checkpoint: use run.load_checkpoint")
                     folder = None if log.folder is None else log.folder / CHECKPOINT_FOLDER
                     changes = check_state(self.step, resumed, self._contract, allow_change, folder, say)
                 goes_on = is_same_run(resume, resumed, log.folder)
