@@ -8,7 +8,6 @@ from machines import CPU_TORCH, GIB, gpu, machine
 from typer.testing import CliRunner
 
 from samestep.cli import devices as command
-from samestep.devices import inventory as inventory_module
 from samestep.devices.device import Link, Process
 from samestep.devices.inventory import Inventory
 from samestep.errors import DeviceError
@@ -32,7 +31,7 @@ def run(*arguments: str) -> str:
 
 def on(monkeypatch: pytest.MonkeyPatch, inventory: Inventory) -> None:
     """Puts the command on a machine that is not here."""
-    monkeypatch.setattr(inventory_module, "discover", lambda: inventory)
+    monkeypatch.setattr(command, "discover", lambda: inventory)
 
 
 def test_this_machine_is_shown() -> None:
