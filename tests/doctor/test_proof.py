@@ -32,7 +32,7 @@ from samestep.doctor.proof import (
     judge_waits,
     make_rows,
 )
-from samestep.errors import UsageError
+from samestep.errors import RunFolderError, UsageError
 from samestep.extras import is_installed
 
 PROGRAM = Path(__file__).with_name("proof_worlds.py")
@@ -259,6 +259,8 @@ def test_the_file_is_named_after_the_devices(tmp_path):
     assert proof._path_in(tmp_path / "mine.json", cpus) == tmp_path / "mine.json"
     with pytest.raises(UsageError, match="there is no folder"):
         proof._path_in(tmp_path / "none" / "mine.json", cpus)
+    with pytest.raises(RunFolderError, match=r"cannot write /proc/mine\.json: .*another place by --output"):
+        proof._path_in(Path("/proc/mine.json"), cpus)
 
 
 def cpu_row(**changes):

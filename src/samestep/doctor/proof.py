@@ -29,7 +29,7 @@ from samestep.doctor.check_table import Machine, Result, bad, check_node, from_o
 from samestep.doctor.local import GRACE_SECONDS, check_ranks
 from samestep.errors import SamestepError, UsageError
 from samestep.extras import is_installed
-from samestep.files import write_json
+from samestep.files import write_json, writing
 from samestep.launcher.job import TRAINING, Job, Policy
 from samestep.launcher.supervisor import supervise
 from samestep.runs.ledger import Ledger, cause, compare, extent
@@ -495,7 +495,8 @@ def _path_in(output: Path, selection: Selection) -> Path:
     path = output / f"proven-{slug}.json" if output.is_dir() else output
     if not path.parent.is_dir():
         raise UsageError(f"got --output {output}, and there is no folder {path.parent}; name a file or a folder")
-    return path
+    with writing(path, "another place by --output"), tempfile.TemporaryFile(dir=path.parent):
+        return path  # before the minutes that its content takes
 
 
 def _run_row(
