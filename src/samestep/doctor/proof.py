@@ -488,7 +488,7 @@ def verdict(content: Facts) -> str:
 
 
 def _path_in(output: Path, selection: Selection) -> Path:
-    """The file to write: `output`, or in that folder one with the name of the devices."""
+    """The file to write: `output`, or in that folder one with the name of the devices; its place is tried."""
     name = selection.devices[0].name
     name = f"cpu-{name}" if selection.kind == "cpu" else name
     slug = re.sub(r"[^A-Za-z0-9.]+", "-", f"{name}-x{selection.count}").strip("-")

@@ -265,12 +265,12 @@ class _Part:
     """The hooks of an optimizer of which this rank holds a part: what it returns is loaded by the same rank alone."""
 
     def __init__(self, rank: int, ranks: int) -> None:
-        self._place, self._is_told = [rank, ranks], False
+        self._place, self._is_noted = [rank, ranks], False
 
     def mark(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         """After `state_dict()`: adds whose part it is, and says so once on rank 0, which may write it to a file."""
-        if not self._is_told and self._place[0] == 0:
-            self._is_told = True
+        if not self._is_noted and self._place[0] == 0:
+            self._is_noted = True
             notify(
                 f"{type(optimizer).__name__}.state_dict() has this rank's part of the state alone, and cannot be "
                 "resumed on others; save by run.save_checkpoint or Trainer(run_dir=…), on all ranks"
@@ -298,7 +298,7 @@ def divided_parameters(model: nn.Module) -> list[str]:
     names = [name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)]
     for path, module in model.named_modules():
         hooks = module._state_dict_pre_hooks.values()
-        keys = [hook.args[1] for hook in hooks if isinstance(hook, partial) and hook.func is _tell_part]
+        keys = [hook.args[1] for hook in hooks if isinstance(hook, partial) and hook.func is _note_part]
         names += [f"{path}.{key}" if path else key for key in keys]
     return names
 
@@ -388,7 +388,7 @@ class ParameterPlacement:
 def accept_whole_weights(model: nn.Module, state: ShardedState, communicator: Communicator) -> None:
     """Lets `load_state_dict` of a sharded model take unsharded tensors."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    told = [] if communicator.rank == 0 else ["by rank 0"]
+    noted = [] if communicator.rank == 0 else ["by rank 0"]
     for module in model.modules():
         placements_by_key = {}
         for key, leaf in module._parameters.items():
@@ -402,13 +402,13 @@ def accept_whole_weights(model: nn.Module, state: ShardedState, communicator: Co
             _hook(module, placements_by_key)
         lacking = (key for key, each in placements_by_key.items() if each.mesh is None and each.is_part)
         for key in islice(lacking, 1):
-            module.register_state_dict_pre_hook(partial(_tell_part, told, key))
+            module.register_state_dict_pre_hook(partial(_note_part, noted, key))
 
 
-def _tell_part(told: list[str], key: str, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+def _note_part(noted: list[str], key: str, module: nn.Module, prefix: str, keep_vars: bool) -> None:
     """A hook of `state_dict()`, which has no elements of the parameters of other ranks: says so once on rank 0."""
-    if not told:
-        told.append(prefix + key)
+    if not noted:
+        noted.append(prefix + key)
         notify(
             f"state_dict() has this rank's part of the weights alone, and of {prefix}{key} nothing; save them by "
             "run.save_checkpoint or Trainer(run_dir=…), on all ranks, and in other formats by samestep export"

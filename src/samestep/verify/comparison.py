@@ -302,7 +302,7 @@ def first_difference(
 
 def ranks_apart(recording: Recording, parts: Sequence[str] = ("gradients", "states")) -> Difference | None:
     """The first step in which ranks of one run hold different gradients or parameters; None if there is none."""
-    alike = _begun_alike(recording)
+    alike = recording.begun_alike
     # Checksums, without a tolerance: what ranks have exchanged they hold alike to the bit.
     for step in range(recording.num_steps):
         for part in parts:
@@ -325,33 +325,9 @@ def _held(line: Line, part: str) -> dict[tuple[int, int], tuple[int | None, floa
     return {(optimizer, index): found for optimizer, values in groups for index, found in enumerate(values)}
 
 
-def _begun_alike(recording: Recording) -> list[dict[tuple[int, int], tuple[str, int]]]:
-    """By rank, for each parameter by (optimizer, index), its name and the first rank that begins it with the same bits.
-
-    What a rank begins with bits of its own, or by another name, is a part of a model, of which others hold other parts:
-    with as many ranks on any devices in any case, else if there are parameters that ranks begin alike.
-    """
-    starts = []
-    for rank in range(recording.world_size):
-        lines = ((line["optimizer"], zip(line["names"], line["bits"], strict=True))
-                 for line in recording.lines("parameters", rank))  # fmt: skip
-        starts.append({(optimizer, index): found for optimizer, each in lines for index, found in enumerate(each)})
-    firsts = [
-        {key: (found[0], next(rank for rank, other in enumerate(starts) if other.get(key) == found))
-         for key, found in own.items()}
-        for own in starts
-    ]  # fmt: skip
-    names = [[name for name, _ in own.values()] for own in starts]
-    own_alone = all(first == rank for rank, own in enumerate(firsts) for _, first in own.values())
-    if own_alone and not recording.is_logical and all(one == names[0] for one in names):
-        # Nothing shows that they train one model: ranks that are to hold the same would be unseen if these were parts.
-        return [{key: (name, 0) for key, (name, _) in own.items()} for own in firsts]
-    return firsts
-
-
 def parts_of_ranks(recording: Recording) -> list[str]:
     """The names of the parameters of which ranks hold parts, each its own."""
-    keys = {key: name for own in _begun_alike(recording) for key, (name, first) in own.items() if first > 0}
+    keys = {key: name for own in recording.begun_alike for key, (name, first) in own.items() if first > 0}
     return [name for _, name in sorted(keys.items())]
 
 

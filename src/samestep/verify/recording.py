@@ -99,6 +99,30 @@ class Recording:
         """The names, sizes and first values of an optimizer's parameters."""
         return next(line for line in self.lines("parameters") if line["optimizer"] == optimizer)
 
+    @cached_property
+    def begun_alike(self) -> list[dict[tuple[int, int], tuple[str, int]]]:
+        """By rank, for each parameter by (optimizer, index): its name, and the first rank that begins it with its bits.
+
+        What a rank begins with bits of its own, or by another name, is a part of a model, of which others hold other
+        parts: with as many ranks on any devices in any case, else if there are parameters that ranks begin alike.
+        """
+        starts = []
+        for rank in range(self.world_size):
+            lines = ((line["optimizer"], zip(line["names"], line["bits"], strict=True))
+                     for line in self.lines("parameters", rank))  # fmt: skip
+            starts.append({(optimizer, index): found for optimizer, each in lines for index, found in enumerate(each)})
+        firsts = [
+            {key: (found[0], next(rank for rank, other in enumerate(starts) if other.get(key) == found))
+             for key, found in own.items()}
+            for own in starts
+        ]  # fmt: skip
+        names = [[name for name, _ in own.values()] for own in starts]
+        own_alone = all(first == rank for rank, own in enumerate(firsts) for _, first in own.values())
+        if own_alone and not self.is_logical and all(one == names[0] for one in names):
+            # Nothing shows that they train one model: copies of which each went its own way would pass for parts.
+            return [{key: (name, 0) for key, (name, _) in own.items()} for own in firsts]
+        return firsts
+
     def samples(self, step: int) -> Counter[int] | None:
         """How often each sample was trained on in a step, by all ranks together; None if that is not known."""
         lines = [steps[step] for steps in self.steps]
