@@ -10,13 +10,12 @@ import psutil
 import pytest
 import torch
 from loader_programs import Noisy, NoisyInGroups
-from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, default_collate
+from torch.utils.data import Dataset, default_collate
 
 from samestep.core.seeds import derive_seed
-from samestep.data.fetch import SAMPLE_STREAM, BatchIds, SeededSamples, draws_nothing, fetch_batches
+from samestep.data.fetch import MICROBATCH_STREAM, BatchIds, SeededSamples, fetch_batches
 from samestep.data.randomness import Generators
 from samestep.data.streams import StreamReader
-from samestep.data.tensors import TensorData
 from samestep.errors import DataError
 
 CPU = torch.device("cpu")
@@ -161,16 +160,13 @@ BATCHES = [[[4, 2], [7, 1]], [[9, 11, 8]], [[37, 3], [5]], [[6], [12]]]
 
 
 def by_hand(dataset, collate, seed=3, epoch=1):
-    """Each sample read after the generators were seeded for it."""
+    """Each microbatch read after the generators were seeded for it, by its first sample's id."""
     generators, found = Generators(CPU), []
     for batch in BATCHES:
         found.append([])
         for ids in batch:
-            samples = []
-            for index in ids:
-                generators.seed(derive_seed(seed, SAMPLE_STREAM, epoch, index))
-                samples.append(dataset[index])
-            found[-1].append(collate(samples))
+            generators.seed(derive_seed(seed, MICROBATCH_STREAM, epoch, ids[0]))
+            found[-1].append(collate([dataset[index] for index in ids]))
     return found
 
 
@@ -199,6 +195,18 @@ def test_the_seeds_are_seen_by_all_but_those_that_draw_nothing(way):
     assert len(by_seed) == 1 + (way != "nothing")
 
 
+def test_a_microbatch_has_the_same_draws_whatever_is_read_before_it():
+    """By another rank it is read alone."""
+    dataset = Drawn(*WAYS["numpy pair"])
+    together = by_loader(dataset, default_collate)
+    for number, (batch, found) in enumerate(zip(BATCHES, together, strict=True)):
+        for ids, value in zip(batch, found, strict=True):
+            samples = SeededSamples(dataset, 3, default_collate, CPU)
+            (alone,) = samples.__getitems__(BatchIds(1, [np.array(ids)]))
+            assert torch.equal(alone, value), (number, ids)
+    assert not torch.equal(together[1][0][0, 1:], together[1][0][1, 1:]), "samples of a microbatch draw alike"
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_every_sample_is_read_once(way):
     dataset = Drawn(*WAYS[way])
@@ -206,107 +214,7 @@ def test_every_sample_is_read_once(way):
     assert dataset.reads == [index for batch in BATCHES for ids in batch for index in ids]
 
 
-class Known:
-    """Tensors, arrays and other attributes."""
-
-    def __init__(self, read, **attributes):
-        self.x, self.rand, self.change = torch.arange(128.0).view(64, 2), 3, None
-        self.array, self.objects = np.arange(64), np.array([{}, 1] * 32, dtype=object)
-        self.inner = Drawn(*WAYS["torch"])
-        for name, value in attributes.items():
-            setattr(self, name, value)
-        self.__class__ = type("Known", (Known,), {"__getitem__": read})
-
-    def __len__(self):
-        return 64
-
-    @property
-    def drawn(self):
-        return torch.rand(2)
-
-    def method(self, index):
-        return torch.rand(2)
-
-
-def changing(self, index):
-    row = torch.as_tensor(self.x[index], dtype=torch.float32)
-    if self.change is not None:
-        row = self.change(row)
-    return row, int(self.array[index])
-
-
-def importing(self, index):
-    import random  # a name that the code brings with it
-
-    return random.random()
-
-
-def held(value):
-    return lambda self, index: value[index]
-
-
-def by_default(self, index, rows=WAYS):
-    return rows["torch"][0]()
-
-
-DRAWS_NOTHING = {
-    "a row": Known(lambda self, index: self.x[index]),
-    "rows": Known(lambda self, index: {"x": self.x[index, :1].float() / 255, "y": self.array[index + 1 - 1]}),
-    "converted": Known(
-        lambda self, index: (torch.tensor(self.array[index], dtype=torch.int64), np.asarray(self.x[index]))
-    ),
-    "unchanged": Known(changing),
-    "part": Subset(Known(lambda self, index: self.x[index]), [*range(64)]),
-    "parts": ConcatDataset([Known(lambda self, index: self.x[index]), torch.arange(8)]),
-    "list": [1, 2, 3],
-    "tensors": TensorDataset(torch.arange(3)),
-    "tensor data": TensorData(torch.arange(3)),
-}
-MAY_DRAW = {
-    "torch": Known(lambda self, index: self.x[index] + torch.rand(2)),
-    "a name of both": Known(lambda self, index: self.x[index] + torch.rand(self.rand)),
-    "numpy": Known(lambda self, index: np.random.rand()),
-    "a method": Known(lambda self, index: self.method(index)),
-    "a property": Known(lambda self, index: self.drawn),
-    "itself": Known(lambda self, index: len(self) + self),
-    "passed on": Known(lambda self, index: {"me": self}),
-    "a dataset": Known(lambda self, index: self.inner[index]),
-    "objects": Known(lambda self, index: self.objects[index]),
-    "changed": Known(changing, change=torch.rand_like),
-    "an import": Known(importing),
-    "a variable": Known(held(Drawn(*WAYS["torch"]))),
-    "a default": Known(by_default),
-    "a function": Known(lambda self, index: [forked() for _ in range(2)]),
-    "a subclass of tensors": type("Noise", (TensorDataset,), {"__getitem__": lambda self, index: torch.rand(2)})(
-        torch.ones(3)
-    ),
-    "a transform": TensorData(torch.arange(3), torch.rand_like),
-    "part": Subset(Drawn(*WAYS["one forked"]), [1]),
-    "parts": ConcatDataset([[1], Drawn(*WAYS["one forked"])]),
-    "in groups": NoisyInGroups(3),
-}
-
-
-@pytest.mark.parametrize(
-    ("dataset", "expected"), [*((each, True) for each in DRAWS_NOTHING), *((each, False) for each in MAY_DRAW)]
-)
-def test_only_what_cannot_draw_is_read_without_seeds(monkeypatch, dataset, expected):
-    data = (DRAWS_NOTHING if expected else MAY_DRAW)[dataset]
-    assert draws_nothing(data) is expected
-    if expected:
-        monkeypatch.setattr(Generators, "seed", None)
-        (found,) = SeededSamples(data, 3, default_collate, CPU).__getitems__(BatchIds(0, [np.array([0, 2])]))
-        assert str(found) == str(default_collate([data[0], data[2]]))
-
-
-def test_an_attribute_that_is_changed_after_the_first_batch_may_draw():
-    data = Known(changing)
-    assert draws_nothing(data)
-    data.change = torch.rand_like
-    assert not draws_nothing(data)
-
-
-def test_an_error_after_a_draw_is_that_of_the_sample_with_its_own_seed():
+def test_an_error_after_a_draw_is_that_of_the_microbatch_with_its_own_seed():
     def outcome(way):
         try:
             return str(way(Drawn(unlucky, [3, 5, 6, 12]), default_collate))
@@ -314,31 +222,6 @@ def test_an_error_after_a_draw_is_that_of_the_sample_with_its_own_seed():
             return str(error)
 
     assert outcome(by_loader) == outcome(by_hand)
-
-
-def test_tables_are_read_a_batch_at_a_time(monkeypatch):
-    datasets = pytest.importorskip("datasets")
-    table = datasets.Dataset.from_dict({"x": [float(i) for i in range(64)], "words": [f"w{i}" for i in range(64)]})
-    calls = []
-    real = datasets.Dataset.__getitems__
-    monkeypatch.setattr(
-        datasets.Dataset, "__getitems__", lambda self, ids: (calls.append(len(ids)), real(self, ids))[1]
-    )
-    kinds = {
-        "table": table,
-        "part": Subset(table, list(range(63, -1, -1))),
-        "parts": ConcatDataset([table.select(range(10)), Subset(table, range(10, 64))]),
-        "missing": datasets.Dataset.from_dict({"x": [None if i % 3 else float(i) for i in range(64)]}),
-    }
-    for kind, dataset in kinds.items():
-        calls.clear()
-        found = by_loader(dataset, list)
-        assert found == [[[dataset[index] for index in ids] for ids in batch] for batch in BATCHES], kind
-        assert len(calls) <= len(BATCHES) * (2 if kind == "parts" else 1), kind
-    with pytest.raises(IndexError):
-        by_loader(Subset(kinds["parts"], [64] * 64), list)
-    shaped = table.with_transform(lambda rows: {"x": [torch.tensor(x) + torch.rand(()) for x in rows["x"]]})
-    assert str(by_loader(shaped, default_collate)) == str(by_loader(shaped, default_collate, 2))
 
 
 class Drawing:

@@ -49,7 +49,8 @@ TWINS = table("""
         | resumed | Program(samples=8, epochs=3, hooks=("thawing",))
     what a sampler keeps is not restored: run.progress._samplers = lambda loader: []
         | resumed | Program(data="own sampler", samples=8, epochs=2)
-    samples are not seeded: data.fetch.draws_nothing = lambda dataset: True
+    samples are not seeded: data.fetch.SeededSamples.__getitems__ = lambda self, request: [
+        self._collate([self._dataset[i] for i in ids.tolist()]) for ids in request.microbatches]
         | ranks | Program(data="rarely", samples=8, microbatches=2)
     a nested backward loses gradients: engine.forward_backward.ForwardBackward.keep_others = nothing
         | plain | Program(blocks=("recomputed",), reentrant=True)

@@ -1,4 +1,4 @@
-"""Fetching samples, in this process or in workers, by randomness that depends on the sample alone; staging of tensors.
+"""Fetching samples, in this process or in workers, by randomness of their microbatch alone; staging of tensors.
 
 Staging: tensors in memory on their way to the device, by a cache, pinned memory and gathers for several batches.
 
@@ -7,26 +7,20 @@ unused rows in between, such that every microbatch begins at a multiple of the a
 strides and alignment of a tensor of its own, and the bits do not depend on the rows that were gathered with it.
 """
 
-import builtins
-import dis
 import multiprocessing
-import re
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import cache
-from inspect import CO_VARARGS, CO_VARKEYWORDS
 from itertools import islice
 from math import gcd
 from pathlib import Path
-from types import CodeType, FunctionType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, StackDataset, Subset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Dataset
 
 from samestep.core.seeds import derive_seed
 from samestep.data.batch import Batch, memory_border, place_aligned
@@ -35,35 +29,21 @@ from samestep.data.randomness import Generators
 from samestep.data.tensors import TensorData
 from samestep.errors import DataError, OutOfMemoryError, UsageError
 
-SAMPLE_STREAM = 2**32  # distinct from the streams of train steps, which are numbered from 0
-MICROBATCH_STREAM = SAMPLE_STREAM + 1
-# Kinds of datasets that draw nothing; and what a `__getitem__` can use without a draw: attributes of these kinds, these
-# functions and modules, and these names in any of them.
-ROWS = (list, tuple, range, Tensor, np.ndarray, np.memmap, TensorDataset)
-PLAIN = (Tensor, np.ndarray, np.memmap, int, float, bool, str, type(None))
-CONVERTERS = (torch, np, int, float, bool, str, len, tuple, dict)
-CONVERSIONS = re.compile(
-    "tensor|as_tensor|from_numpy|array|asarray|is_tensor|item|tolist|numpy|to|type|astype|dtype|shape|float|double|half|"
-    "long|int|bool|float32|float64|int64|uint8|clone|copy|contiguous|view|reshape|flatten|squeeze|unsqueeze|permute|T"
-)
+MICROBATCH_STREAM = 2**32 + 1  # distinct from the streams of train steps, which are numbered from 0
 
 
 @dataclass(frozen=True)
 class BatchIds:
     """The samples to fetch for this rank's microbatches of one batch."""
 
-    epoch: int  # seeds the randomness of the samples
+    epoch: int  # one of the numbers that seed their randomness
     microbatches: Sequence[np.ndarray]  # [n] int64 each
 
 
 class SeededSamples(Dataset[Any]):
-    """A dataset whose samples draw from generators seeded by (seed, epoch, sample id), in any process.
+    """A dataset whose microbatches draw from generators seeded by (seed, epoch, first sample's id), in any process.
 
-    A dataset with `__getitems__` fetches a microbatch at a time, with generators seeded by the microbatch's first id.
     `collate_fn` draws on from the state after the last sample. The generators are restored after each batch.
-
-    Seeding takes longer than reading a small sample. It is left out where nothing can draw (`draws_nothing`), and not
-    where nothing was seen to: a draw may be rare, and need not leave a trace (`torch.random.fork_rng`).
     """
 
     def __init__(self, dataset: Any, seed: int, collate_fn: Callable[[list[Any]], Any], device: torch.device) -> None:
@@ -75,133 +55,26 @@ class SeededSamples(Dataset[Any]):
 
     def __getitems__(self, request: BatchIds) -> list[Any]:
         """The collated microbatches of one batch."""
-        groups = [ids.tolist() for ids in request.microbatches]
-        known = draws_nothing(self._dataset)
-        read: list[Any] = _read_groups(self._dataset, groups) if known else [None] * len(groups)
-        if known and self._collate is default_collate:
-            return list(map(default_collate, read))
         if self._generators is None:
             draws_on_gpu = torch.utils.data.get_worker_info() is None  # worker processes do not
             self._generators = Generators(self._device if draws_on_gpu else torch.device("cpu"))
         with (generators := self._generators).preserved():
-            return [self._seeded(generators, request.epoch, *each) for each in zip(groups, read, strict=True)]
-
-    def _seeded(self, generators: Generators, epoch: int, ids: list[int], samples: list[Any] | None) -> Any:
-        """One microbatch, collated; its samples are given if reading them draws nothing."""
-        in_groups = hasattr(self._dataset, "__getitems__")
-        if in_groups or samples is not None:
-            generators.seed(derive_seed(self._seed, SAMPLE_STREAM, epoch, ids[0 if in_groups else -1]))
-            return self._collate(_group(self._dataset, ids) if samples is None else samples)
-        samples = []
-        for sample_id in ids:
-            generators.seed(derive_seed(self._seed, SAMPLE_STREAM, epoch, sample_id))
-            samples.append(self._dataset[sample_id])
-        return self._collate(samples)
+            found = []
+            for microbatch in request.microbatches:
+                ids = microbatch.tolist()
+                generators.seed(derive_seed(self._seed, MICROBATCH_STREAM, request.epoch, ids[0]))
+                found.append(self._collate(_read(self._dataset, ids)))
+            return found
 
 
-def _group(dataset: Any, ids: list[int]) -> list[Any]:
-    """The samples of a dataset with `__getitems__`."""
+def _read(dataset: Any, ids: list[int]) -> list[Any]:
+    """The samples of a microbatch, in one call if the dataset has `__getitems__`."""
+    if not hasattr(dataset, "__getitems__"):
+        return [dataset[index] for index in ids]
     samples = list(dataset.__getitems__(ids))
     if len(samples) != len(ids):
         raise DataError(f"the dataset's __getitems__ returned {len(samples)} samples for {len(ids)} ids")
     return samples
-
-
-def _read_groups(dataset: Any, groups: Sequence[list[int]]) -> list[list[Any]]:
-    """The samples of each group of ids, all of them in one call if a sample cannot depend on its neighbours."""
-    if _is_table(dataset):
-        samples = iter(_rows(dataset, [index for ids in groups for index in ids]))
-        return [list(islice(samples, len(ids))) for ids in groups]
-    if hasattr(dataset, "__getitems__"):
-        return [_group(dataset, ids) for ids in groups]
-    return [[dataset[index] for index in ids] for ids in groups]
-
-
-def _is_table(dataset: Any) -> bool:
-    """Whether a dataset is a table of the library `datasets` that gives Python values, or consists of such tables."""
-    # As tensors or arrays, a value's type may depend on the values that are missing beside it.
-    if type(dataset) in (Subset, ConcatDataset):
-        return all(map(_is_table, parts_of(dataset)))
-    library = sys.modules.get("datasets")
-    return library is not None and isinstance(dataset, library.Dataset) and dataset.format["type"] is None
-
-
-def _rows(dataset: Any, ids: Sequence[int]) -> list[Any]:
-    """The rows of a table, or of parts of tables."""
-    if type(dataset) is Subset:
-        return _rows(dataset.dataset, [int(dataset.indices[index]) for index in ids])
-    if type(dataset) is not ConcatDataset:
-        return _group(dataset, list(ids))
-    rows: list[Any] = [None] * len(ids)
-    ids = [index + (index < 0) * len(dataset) for index in ids]
-    if ids and not 0 <= min(ids) <= max(ids) < len(dataset):
-        raise IndexError(f"a part of a dataset of {len(dataset)} samples has indices outside it")
-    for part, stop in zip(dataset.datasets, dataset.cumulative_sizes, strict=True):
-        start = stop - len(part)  # type: ignore[arg-type]  # torch gives no length to the type of a dataset
-        inside = [(place, index - start) for place, index in enumerate(ids)]
-        inside = [(place, index) for place, index in inside if 0 <= index < stop - start]
-        for (place, _), row in zip(inside, _rows(part, [index for _, index in inside]), strict=True):
-            rows[place] = row
-    return rows
-
-
-def draws_nothing(dataset: Any) -> bool:
-    """Whether it is certain that reading a sample draws nothing: by the kind of the dataset, or by its code."""
-    if type(dataset) in (Subset, ConcatDataset, StackDataset):
-        return all(map(draws_nothing, parts_of(dataset)))
-    if type(dataset) is TensorData:
-        return dataset.transform is None
-    return type(dataset) in ROWS or _is_table(dataset) or _takes_rows_only(dataset)
-
-
-def parts_of(dataset: Any) -> list[Any]:
-    """The datasets of which one of torch's consists; empty for others."""
-    if type(dataset) is Subset:
-        return [dataset.dataset]
-    if type(dataset) not in (ConcatDataset, StackDataset):
-        return []
-    return list(dataset.datasets.values() if isinstance(dataset.datasets, dict) else dataset.datasets)
-
-
-def _takes_rows_only(dataset: Any) -> bool:
-    """Whether `__getitem__` takes rows of the dataset's own tensors and arrays, and at most converts them."""
-    kind, own = type(dataset), getattr(dataset, "__dict__", {})
-    read = getattr(kind, "__getitem__", None)
-    if not isinstance(read, FunctionType) or read.__defaults__ or hasattr(dataset, "__getitems__"):
-        return False
-    names = _names(read.__code__)
-    if names is None or any("__getattribute__" in vars(base) for base in kind.__mro__[:-1]):
-        return False
-    values = [own if hasattr(kind, name) else own.get(name, own) for name in names[0]]
-    outer = [read.__globals__.get(name, getattr(builtins, name, None)) for name in names[1]]
-    if any(isinstance(value, np.ndarray) and value.dtype.hasobject for value in values):
-        return False
-    return all(type(value) in PLAIN for value in values) and {*map(id, outer)} <= {*map(id, CONVERTERS)}
-
-
-@cache
-def _names(code: CodeType) -> tuple[set[str], set[str]] | None:
-    """The attributes of self and the globals that a method of one argument uses; None if it may use more."""
-    inner = (*code.co_freevars, *code.co_cellvars, *(value for value in code.co_consts if isinstance(value, CodeType)))
-    if inner or code.co_argcount + code.co_kwonlyargcount != 2 or code.co_flags & (CO_VARARGS | CO_VARKEYWORDS):
-        return None
-    # The instructions are read one after another: an attribute is one of self's if the instruction before has loaded
-    # self. All that is not known to be harmless (a name that is stored, a call by another name, self passed on) ends
-    # the search: a wrong yes would leave out seeds that a rare draw needs, a wrong no costs time alone.
-    own, outer, follows_self = set(), set(), False
-    for step in dis.get_instructions(code):
-        is_attribute = step.opname in ("LOAD_ATTR", "LOAD_METHOD")
-        if follows_self and is_attribute:
-            own.add(step.argval)
-        elif step.opname == "LOAD_GLOBAL" and not follows_self:
-            outer.add(step.argval)
-        elif follows_self or (step.opcode in dis.hasname and not (is_attribute and CONVERSIONS.fullmatch(step.argval))):
-            return None
-        variables = step.argval if isinstance(step.argval, tuple) else (step.argval,)  # from Python 3.13 on also two
-        follows_self = step.opcode in dis.haslocal and code.co_varnames[0] in variables
-        if follows_self and (len(variables) > 1 or not step.opname.startswith("LOAD_FAST")):
-            return None
-    return own, outer
 
 
 def fetch_batches(

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
 from functools import partial
-from itertools import islice
+from itertools import islice, tee
 from typing import Any
 
 import numpy as np
@@ -25,12 +25,10 @@ from samestep.core.seeds import derive_seed
 from samestep.data.batch import Batch, checksum, place_aligned
 from samestep.data.fetch import (
     MICROBATCH_STREAM,
-    SAMPLE_STREAM,
     BatchIds,
     RowGather,
     SeededSamples,
     cached,
-    draws_nothing,
     fetch_ahead,
     fetch_batches,
 )
@@ -106,7 +104,7 @@ class Loader:
         self._is_renewing = False  # fetching one batch alone
         if not self.is_stream and (held := {type(one).__name__ for one in held_generators(self.dataset)}):
             membership.notice(
-                f"the dataset keeps a generator of its own ({', '.join(sorted(held))}), which is not seeded by sample: "
+                f"the dataset keeps a generator of its own ({', '.join(sorted(held))}), which is not seeded: "
                 "samples that draw from it depend on num_workers and on the number of devices. Draw from the global "
                 "generators of torch, NumPy or Python, or seed one of your own from these in __getitem__"
             )
@@ -241,7 +239,8 @@ class Loader:
             return _quiet(self._stream(), self._generators)
         if isinstance(self.dataset, InMemory) and self._collate is default_collate:
             batches = self._in_memory(self.dataset)
-            return batches if draws_nothing(self.dataset) else _quiet(batches, self._generators)
+            draws_nothing = type(self.dataset) is TensorData and self.dataset.transform is None
+            return batches if draws_nothing else _quiet(batches, self._generators)
         return self._one_by_one()
 
     def _renew(self, epoch: int, position: int) -> Batch:
@@ -255,13 +254,14 @@ class Loader:
 
     def _in_memory(self, dataset: InMemory) -> Iterator[Batch]:
         plan = self._plan(self.cursor.epoch, self.cursor.position)
-        if type(dataset) is not TensorData:  # a subclass's `gather` may depend on all of a microbatch's ids
+        if type(dataset) is not TensorData:  # a subclass's `gather` may draw, and depend on all of a microbatch's ids
             for place, ids in plan:
                 microbatches = {}
-                for microbatch, some in ids.items():  # it may draw, as `__getitems__` may
-                    self._generators.seed(derive_seed(self.seed, SAMPLE_STREAM, place[0], int(some[0])))
-                    microbatches[microbatch] = place_aligned(dataset.gather(torch.from_numpy(some)), self._device)
-                yield self._batch(place, self._transformed(dataset, place, microbatches, ids))
+                for microbatch, some in ids.items():
+                    self._seed(place, some)
+                    value = place_aligned(dataset.gather(torch.from_numpy(some)), self._device)
+                    microbatches[microbatch] = value if dataset.transform is None else dataset.transform(value)
+                yield self._batch(place, microbatches)
             return
         rows = RowGather(dataset, self._device)
         count = 1 if self._is_renewing else rows.num_batches(self._most_rows())
@@ -269,19 +269,15 @@ class Loader:
             values = rows.gather([some for _, ids in group for some in ids.values()])
             for place, ids in group:
                 microbatches = {microbatch: next(values) for microbatch in ids}
-                yield self._batch(place, self._transformed(dataset, place, microbatches, ids))
+                if dataset.transform is not None:
+                    for microbatch, some in ids.items():
+                        self._seed(place, some)
+                        microbatches[microbatch] = dataset.transform(microbatches[microbatch])
+                yield self._batch(place, microbatches)
 
-    def _transformed(
-        self, dataset: InMemory, place: _Place, microbatches: dict[int, Any], ids: dict[int, np.ndarray]
-    ) -> dict[int, Any]:
-        """The transformed microbatches of one batch; a transform's draws are seeded by (seed, epoch, first id)."""
-        if dataset.transform is None:
-            return microbatches
-        done = {}
-        for microbatch, value in microbatches.items():
-            self._generators.seed(derive_seed(self.seed, MICROBATCH_STREAM, place[0], int(ids[microbatch][0])))
-            done[microbatch] = dataset.transform(value)
-        return done
+    def _seed(self, place: _Place, ids: np.ndarray) -> None:
+        """Seeds the generators for a microbatch: by (seed, epoch, id of its first sample)."""
+        self._generators.seed(derive_seed(self.seed, MICROBATCH_STREAM, place[0], ids[0]))
 
     def _most_rows(self) -> int:
         """The largest number of samples that this rank has of a batch."""
@@ -290,7 +286,7 @@ class Loader:
 
     def _one_by_one(self) -> Iterator[Batch]:
         epoch, first = self.cursor.epoch, self.cursor.position
-        plan, again = self._plan(epoch, first), self._plan(epoch, first)
+        plan, again = tee(self._plan(epoch, first))
         requests = (BatchIds(epoch, list(batch_ids.values())) for _, batch_ids in again)
         samples = SeededSamples(self.dataset, self.seed, self._collate, self._device)
         fetched = fetch_batches(samples, requests, self._num_workers, self._context, self._device)

@@ -1,6 +1,6 @@
 """The global random generators, seeded so that draws do not depend on the rank that makes them.
 
-A step seeds them by (seed, stream, step, microbatch), a loader by (seed, epoch, sample id). The generators are the
+A step seeds them by (seed, stream, step, microbatch), a loader by (seed, epoch, first sample's id). The generators are the
 global ones of torch (CPU and device), NumPy and Python. Their states are saved before and restored after, so that the
 script's own draws do not depend on the microbatches that its rank has run.
 """
@@ -27,12 +27,12 @@ ASIDE_STREAM = 2**34  # distinct from the streams of steps, samples and evaluati
 
 
 class GeneratorStates(NamedTuple):
-    """The states of all generators; NumPy's as its bit generator, which `seed` replaces, and as a value."""
+    """The states of all generators; NumPy's as its bit generator, which `seed` replaces, and the half of a pair."""
 
     of_torch: list[Tensor]
     of_python: Any
     of_numpy: Any
-    numpy_state: Any
+    half: dict[str, Any]  # "has_gauss", "gauss": the cached half of a pair of normal draws
 
 
 class Generators:
@@ -72,15 +72,22 @@ class Generators:
     def save(self) -> GeneratorStates:
         """The state of every generator."""
         of_torch = [generator.get_state() for generator in self.of_torch]
-        numpy = mtrand.get_bit_generator(), mtrand.get_state(legacy=False)
-        return GeneratorStates(of_torch, random.getstate(), *numpy)
+        numpy = mtrand.get_bit_generator()
+        # The state has the cached half beside the bit generator's own words, and reading those of a Mersenne twister
+        # takes longer than all else here: so it is asked for while Philox is there.
+        mtrand._rand._bit_generator = self._philox
+        try:
+            state = mtrand.get_state(legacy=False)
+        finally:
+            mtrand._rand._bit_generator = numpy
+        half = {name: state[name] for name in ("has_gauss", "gauss")}
+        return GeneratorStates(of_torch, random.getstate(), numpy, half)
 
     def restore(self, saved: GeneratorStates) -> None:
         """Restores the saved state of every generator."""
         mtrand.set_bit_generator(saved.of_numpy)
-        if saved.numpy_state["has_gauss"]:
-            # Its bits did not change, because Philox drew instead; the cached half of a normal pair is kept elsewhere.
-            mtrand.set_state(saved.numpy_state)
+        if saved.half["has_gauss"]:  # which the line above drops; the generator is as it was, since Philox drew instead
+            mtrand.set_state({**mtrand.get_state(legacy=False), **saved.half})
         random.setstate(saved.of_python)
         for generator, state in zip(self.of_torch, saved.of_torch, strict=True):
             generator.set_state(state)

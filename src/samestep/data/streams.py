@@ -21,13 +21,14 @@ from samestep.comm.membership import Membership
 from samestep.core.microbatches import microbatch_bounds
 from samestep.core.seeds import derive_seed
 from samestep.data.batch import Batch, checksum, place_aligned
-from samestep.data.fetch import MICROBATCH_STREAM, SAMPLE_STREAM
+from samestep.data.fetch import MICROBATCH_STREAM
 from samestep.data.randomness import Generators
 from samestep.errors import DataError, DeterminismError, UsageError
 from samestep.text import notify
 
 MakeStream = Callable[[int, int], Any]  # of its number and that of all streams
 
+SAMPLE_STREAM = 2**32  # as MICROBATCH_STREAM is, distinct from the streams of steps
 BATCHES_A_STATE = 64  # after so many, each rank receives the states of all streams
 KEPT_BATCHES = 4
 CHUNK = 1024  # samples that are dropped at once
