@@ -80,7 +80,6 @@ bench: $(READY) bench-packages
 	$(BIN)/python benchmarks/ranks.py
 	$(BIN)/python benchmarks/growth.py
 	$(BIN)/python benchmarks/strategies.py
-	$(BIN)/python benchmarks/estimate.py
 	$(BIN)/python benchmarks/invariance.py --json benchmarks/results/invariance.json
 	$(BIN)/python benchmarks/page.py
 

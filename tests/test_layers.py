@@ -29,7 +29,6 @@ LAYERS = (
     "logical",
     "tutorial",
     "verify",
-    "estimate",
     "recipes",
     "replay",
     "report",

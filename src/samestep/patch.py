@@ -19,7 +19,7 @@ patched:
 
 `late_dynamo` is applied with them, so that all see the same torch._dynamo, whenever it is imported.
 `spawning` and `logical` patch multiprocessing and torch.distributed, for scripts that deal with ranks themselves, and
-`logical` counts torch's errors of memory. Replays, audits, estimates and runs of `verify` patch os._exit, by
+`logical` counts torch's errors of memory. Replays, audits and runs of `verify` patch os._exit, by
 `exits_raised`, and a script that is recorded tells what made it before it leaves so.
 """
 

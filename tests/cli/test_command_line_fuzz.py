@@ -29,7 +29,6 @@ NINES = "9" * 20
 WORDS = (*SHORT.split(), NINES, "9" * 5000, f"-{NINES}", "x " * 3000, f"cpu:{NINES}", f"localhost:{NINES}")
 FIRST = {
     "train": ("mlp",),
-    "estimate": ("mlp", "gpt2", "ok.py:model", "ok.py"),
     "run": ("ok.py",),
     "verify": ("ok.py", "mlp"),
 }
@@ -65,8 +64,6 @@ def command_lines(seed, count):
             words += ["--rdzv-conf", "join_timeout=1,last_call_timeout=1"]
         if name == ("doctor",):
             words.append("--quick")
-        if name == ("estimate",) and rng.random() < 0.8:
-            words += ["--devices", rng.choice(("8xH100", "cpu:2", "0xH100", "9" * 20 + "xH100", "2xcpu", "x", ""))]
         if name == ("replay",) and rng.random() < 0.8:
             words += ["--step", rng.choice(("1", "0", "-1", "9" * 20))]
         firsts = FIRST.get(name[0], ("run", "odd"))

@@ -202,11 +202,6 @@ def test_visible_gpus_are_shown_with_torchs_numbers(tmp_path, nvml):
     assert [device["uuid"][-1] for device in found["devices"]] == ["2", "0"]
 
 
-def test_an_estimate_for_gpus_of_this_machine_names_those_that_it_knows(tmp_path):
-    done = on(2, "estimate", "lenet", "--devices", "0,1", cwd=tmp_path, status=2)
-    assert "Fake GPU is not in the table of devices; name a similar kind, such as 8xH100" in done.stderr
-
-
 @pytest.mark.parametrize(
     ("devices", "sentence"),
     [("2", "this machine has 0 (cuda); ask for at most 1, or for CPU workers with cpu:2"), ("cuda:1", "device 1")],

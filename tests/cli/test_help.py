@@ -5,9 +5,7 @@ import sys
 import pytest
 from cli_commands import COMMANDS, samestep
 
-from samestep.cli.estimate import PUBLISHED
 from samestep.cli.main import main
-from samestep.estimate.workload import DECODERS
 from samestep.recipes.catalog import NAMES
 
 
@@ -47,7 +45,7 @@ def test_options_may_be_spelled_with_underscores(words, capsys, monkeypatch):
     assert "No such option" not in said.err
 
 
-@pytest.mark.parametrize("words", [("train",), ("run",), ("verify",), ("estimate",)], ids=" ".join)
+@pytest.mark.parametrize("words", [("train",), ("run",), ("verify",)], ids=" ".join)
 def test_the_options_of_a_long_help_lie_in_panels(words, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     lines = said_by(capsys, monkeypatch, *words, "--help")[1].out.splitlines()
@@ -90,8 +88,7 @@ def offered(capsys, monkeypatch, *words):
         (("replay", "runs/"), ["runs/a"]),
         (("report", "runs/a", "other/"), ["other/b"]),
         (("ledger", "diff", "runs/a", "other/b"), ["other/b"]),
-        (("estimate", "llama"), ["llama-3.1-8b", "llama-3-70b"]),
-        (("estimate", "gpt2", "--precision", "1"), ["16-mixed"]),
+        (("train", "gpt", "--precision", "1"), ["16-mixed"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
@@ -114,15 +111,11 @@ def test_completion_is_shown_for_every_shell(shell, capsys, monkeypatch):
 
 
 def test_completion_imports_no_torch(tmp_path):
-    variables = {"COMP_WORDS": "samestep estimate l", "COMP_CWORD": "2", "_SAMESTEP_COMPLETE": "complete_bash"}
+    variables = {"COMP_WORDS": "samestep train l", "COMP_CWORD": "2", "_SAMESTEP_COMPLETE": "complete_bash"}
     done = samestep(cwd=tmp_path, PYTHONPROFILEIMPORTTIME="1", **variables)
-    assert done.stdout.split() == ["lenet", "llama-3.1-8b", "llama-3-70b"]
+    assert done.stdout.split() == ["lenet"]
     assert "samestep.cli.main" in done.stderr
     assert not any(line.split("|")[-1].strip() == "torch" for line in done.stderr.splitlines())
-
-
-def test_the_published_shapes_of_the_help_are_those_that_there_are():
-    assert tuple(DECODERS) == PUBLISHED
 
 
 def test_what_follows_a_script_keeps_its_underscores(capsys, monkeypatch, tmp_path):

@@ -12,7 +12,6 @@ from samestep.core.tree import (
     UnorderedTreeSum,
     aligned_blocks,
     are_siblings,
-    num_sums_alive,
     rank_blocks,
     tree_sum,
 )
@@ -104,9 +103,3 @@ def test_siblings_are_judged_by_absolute_index():
     assert are_siblings(Block(2, 1), Block(3, 1))
     assert not are_siblings(Block(1, 1), Block(2, 1))
     assert not are_siblings(Block(0, 2), Block(2, 1))
-
-
-def test_gradients_alive_at_once_are_those_of_a_binary_counter():
-    assert [num_sums_alive(range(n)) for n in (0, 1, 2, 3, 4, 8)] == [1, 1, 2, 2, 3, 4]
-    assert num_sums_alive(range(4, 8)) == 3
-    assert [num_sums_alive(range(8), at_once) for at_once in (2, 4, 8)] == [3, 2, 1]

@@ -17,7 +17,7 @@ from samestep.text import discard, notify, readable
 from samestep.version import __version__
 
 COMMANDS = (
-    *("devices", "train", "run", "verify", "explain", "estimate", "replay"),
+    *("devices", "train", "run", "verify", "explain", "replay"),
     *("attest", "audit", "profile", "report", "runs", "doctor", "export", "ledger"),
 )
 WITH_SCRIPTS = ("run", "verify")  # options after the script are the script's

@@ -125,14 +125,3 @@ def tree_sum(values: Sequence[T], add: Callable[[T, T], T]) -> T | None:
     for index, value in enumerate(values):
         counter.push(Block(index, 1), value)
     return counter.root()
-
-
-def num_sums_alive(microbatches: range, at_once: int = 1) -> int:
-    """The most partial sums that a rank holds at a time while it sums its microbatches, `at_once` of which arrive."""
-    counter: TreeSum[None] = TreeSum(lambda left, right: None)
-    most = 1
-    for first in range(microbatches.start, microbatches.stop, at_once):
-        for block in aligned_blocks(range(first, min(first + at_once, microbatches.stop))):
-            most = max(most, 1 + len(counter.blocks))
-            counter.push(block, None)
-    return most

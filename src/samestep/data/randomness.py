@@ -1,6 +1,6 @@
 """The global random generators, seeded so that draws do not depend on the rank that makes them.
 
-A step seeds them by (seed, stream, step, microbatch), a loader by (seed, epoch, first sample's id). The generators are the
+A step seeds them by (seed, stream, step, microbatch), a loader by (seed, epoch, first sample). The generators are the
 global ones of torch (CPU and device), NumPy and Python. Their states are saved before and restored after, so that the
 script's own draws do not depend on the microbatches that its rank has run.
 """

@@ -1,1 +1,0 @@
-"""Memory, step time and the layout to take, estimated from a trace of the step without devices."""
