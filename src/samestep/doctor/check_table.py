@@ -322,7 +322,7 @@ def check_gpus(machine: Machine, nvml: Any = None) -> Iterator[Result]:
 
 def check_devices(machine: Machine) -> Iterator[Result]:
     """The notes on the choice of devices; memory that other processes use, and temperature, of those chosen."""
-    for sentence in (*machine.inventory.notes, *machine.selection.notes):
+    for sentence in machine.inventory.notes:
         yield note("devices", sentence.rstrip("."))
     for device in machine.selection.devices if machine.selection.kind != "cpu" else ():
         if not device.is_idle:
