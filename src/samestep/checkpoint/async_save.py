@@ -18,7 +18,7 @@ from torch import Tensor
 from samestep.checkpoint.local_shards import split_files, unsharded
 from samestep.checkpoint.storage import Snapshot, begin_checkpoint, complete_checkpoint, write_checkpoint
 from samestep.checkpoint.verified_files import Written, part_name, write_part
-from samestep.comm.buckets import copy_to_host, dense_strides
+from samestep.comm.buckets import dense_strides
 from samestep.comm.communicator import Communicator
 from samestep.comm.exceptions import on_main, raise_together
 from samestep.engine.sharded_state import LocalShard
@@ -137,7 +137,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 @torch.no_grad()
 def to_host_copy(files: Mapping[str, Mapping[str, Tensor]], reuse: HostFiles | None = None) -> HostFiles:
-    """Copies tensors to host memory.
+    """Copies tensors to host memory, of which none is pinned: torch would never give it back.
 
     Dense tensors keep their strides, others become contiguous. The tensors of `reuse`, an earlier result, are
     overwritten if dtype, shape and strides are the same.
@@ -147,8 +147,7 @@ def to_host_copy(files: Mapping[str, Mapping[str, Tensor]], reuse: HostFiles | N
         memory = (reuse or {}).get(file, {})
         copies[file] = {}
         for name, tensor in tensors.items():
-            copies[file][name] = _host_memory(tensor, memory.get(name))
-            copy_to_host(tensor, copies[file][name])
+            copies[file][name] = _host_memory(tensor, memory.get(name)).copy_(tensor)
     return copies
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from samestep.comm.reduction import ALIGNMENT_ELEMENTS
 
-PINNED_BYTES = 32 * 2**20  # torch rounds pinned memory up to a power of two, and keeps it for good
+PINNED_BYTES = 32 * 2**20  # torch rounds pinned memory up to a power of two, and keeps it; the driver stages the rest
 FILLED_BYTES = 2**20  # up to which a flat tensor is zeroed whole, by one launch, and not its gaps alone
 
 
@@ -79,19 +79,6 @@ def pinned(numel: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(numel, dtype=dtype, pin_memory=numel * dtype.itemsize <= PINNED_BYTES)
     except RuntimeError:  # of CUDA's: the host's memory, or what may be locked of it, is short
         return torch.empty(numel, dtype=dtype)
-
-
-def copy_to_host(source: Tensor, host: Tensor) -> None:
-    """Copies a tensor to host memory of its shape, a GPU's in pinned pieces; waits for it."""
-    is_dense = host.stride() == source.stride() == dense_strides(source)
-    if not (source.is_cuda and is_dense) or host.is_pinned():
-        host.copy_(source)
-        return
-    flats = [t.as_strided((t.numel(),), (1,), t.storage_offset()) for t in (source, host)]
-    size = PINNED_BYTES // source.itemsize
-    piece = pinned(min(size, source.numel()), source.dtype)
-    for there, here in zip(*(flat.split(size) for flat in flats), strict=True):
-        here.copy_(piece[: there.numel()].copy_(there))
 
 
 def _aligned(make: Callable[..., Tensor], numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from samestep.callsite import calling_frame, script_line
 from samestep.checkpoint.contract import check_same_gpus
-from samestep.comm.buckets import copy_to_host, pinned
+from samestep.comm.buckets import pinned
 from samestep.comm.connecting import connect_gpus, connect_process_group
 from samestep.comm.group import GroupTransport
 from samestep.comm.transport import Connection, LocalTransport, Transport, close_at_exit, unexpected_sizes
@@ -530,7 +530,8 @@ def _copied_to_host(tensors: Sequence[Tensor]) -> Tensor:
             sizes = [tensor.numel() for tensor in tensors]
             host = pinned(sum(sizes), tensors[0].dtype)
             for tensor, part in zip(tensors, host.split(sizes), strict=True):
-                copy_to_host(tensor.contiguous(), part.view(tensor.shape))
+                part.view(tensor.shape).copy_(tensor, non_blocking=True)
+            torch.cuda.current_stream(tensors[0].device).synchronize()
             return host
     return _joined([tensor.cpu() for tensor in tensors])
 
