@@ -83,6 +83,17 @@ def test_training_ends_in_the_same_bits_on_any_devices(recorded, folder, tmp_pat
     assert told(done.stdout, "digest") == recorded[1]
 
 
+@pytest.mark.parametrize("nvml", ["1", "0"])
+def test_a_variable_that_names_no_gpu_ends_the_command_and_cpu_workers_are_told(folder, tmp_path, nvml):
+    words = (*TRAIN, "--run-dir", tmp_path / "run")
+    said = on(1, *words, cwd=folder, status=2, CUDA_VISIBLE_DEVICES="MIG-1", FAKE_CUDA_NVML=nvml).stderr
+    assert "CUDA_VISIBLE_DEVICES=MIG-1 names 1 device, of which CUDA takes 0" in said
+    assert "cpu:2" in said
+    if nvml == "1":
+        said = on(1, *words, "--no-portable", cwd=folder, CUDA_VISIBLE_DEVICES="").stderr
+        assert "samestep: CUDA_VISIBLE_DEVICES= leaves 0 of this machine's 1 GPU visible." in said
+
+
 @pytest.mark.parametrize("launcher", ["Slurm", "torchrun"])
 def test_ranks_of_another_launcher_find_their_gpus(recorded, folder, tmp_path, launcher):
     words = [*map(str, (*TRAIN, "--run-dir", tmp_path / "run"))]

@@ -177,3 +177,29 @@ ORDERED = """
 def test_an_error_of_nccl_s_in_a_script_s_process_group_is_raised_on_all_its_ranks(tmp_path):
     for found in told(run_ranks(tmp_path, ORDERED, 3, FAKE_NCCL_FAULT="shm 1 1")):
         assert found["error"].startswith("DeviceError rank 1 cannot exchange by NCCL: /dev/shm is too small")
+
+
+LATE = """
+    import time
+    import torch
+    import samestep
+
+    run = samestep.Run(8, 4, device="cuda", timeout_seconds=3)
+    if run.rank == 1:
+        time.sleep(6)
+    pending = run.communicator.transport.exchange(torch.ones(2, device=run.device), [1, 1], [1, 1])
+    if run.rank == 0:
+        time.sleep(6)
+    print(pending.wait().tolist())
+"""
+
+
+@needs_fake_gpus
+def test_torch_s_watchdog_takes_no_late_transfer_for_an_error_where_the_supervisor_watches(tmp_path):
+    script_file = tmp_path / "script.py"
+    script_file.write_text(dedent(LATE))
+    command = [sys.executable, "-m", "samestep", "run", "--devices", "0,1", script_file]
+    own = environment(2, OMP_NUM_THREADS="1")
+    done = subprocess.run(command, env=own, capture_output=True, text=True, timeout=240, check=False)
+    assert (done.returncode, done.stdout) == (0, "[1.0, 1.0]\n"), done.stderr
+    assert "Watchdog" not in done.stderr

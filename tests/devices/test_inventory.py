@@ -138,6 +138,40 @@ def test_hidden_gpus_are_noted() -> None:
     assert inventory.notes == ("CUDA_VISIBLE_DEVICES=0,4 leaves 2 of this machine's 8 GPUs visible.",)
 
 
+@pytest.mark.parametrize(
+    ("setting", "shown", "named"),
+    [
+        ("MIG-1", 0, 1),
+        ("GPU-0000", 0, 1),
+        ("2", 0, 1),
+        ("0,0", 0, 2),
+        ("NoDevFiles", 0, 1),
+        ("0,7,1", 1, 3),
+        ("1,-1,0", 1, 0),
+        ("0,1,-1", 2, 0),
+        ("", 0, 0),
+        ("-1", 0, 0),
+    ],
+)
+def test_a_variable_that_names_gpus_which_are_not_there_is_told_and_leaves_no_cpu_workers(
+    setting: str, shown: int, named: int
+) -> None:
+    inventory = found(CUDA_TORCH, NvmlReading(server(2)), {"CUDA_VISIBLE_DEVICES": setting})
+    assert len(inventory.devices) == shown
+    assert inventory.misnamed.startswith(f"CUDA_VISIBLE_DEVICES={setting} names {named} device") == bool(named)
+    if shown:
+        assert select("auto", inventory).notes == ((inventory.misnamed,) if named else ())
+    elif named:
+        for spec in ("auto", "2"):
+            with pytest.raises(DeviceError, match=rf"names {named} .* or ask for CPU workers with cpu:2$"):
+                select(spec, inventory)
+        assert select("cpu:2", inventory).kind == "cpu"
+    else:
+        assert select("auto", inventory).notes == (
+            f"CUDA_VISIBLE_DEVICES={setting} leaves 0 of this machine's 2 GPUs visible.",
+        )
+
+
 def test_an_order_that_only_cuda_knows_is_noted_where_cuda_does_not_tell() -> None:
     unlike = (gpu(0, "NVIDIA T4"), gpu(1))
     if discover().devices:

@@ -153,6 +153,7 @@ def test_auto_says_why_gpus_are_left_unused() -> None:
     unusable = machine(torch=CPU_TORCH, unusable=(gpu(0),), notes=("1 GPU cannot be used.",))
     assert select("auto", unusable).notes == ("1 GPU cannot be used.",)
     assert select("cpu:2", unusable).notes == ()
+    assert select("auto", machine(notes=("No driver answers.",))).notes == ("No driver answers.",)
 
 
 def test_auto_without_an_accelerator_is_as_many_cpu_workers_as_can_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,11 +165,8 @@ def test_auto_without_an_accelerator_is_as_many_cpu_workers_as_can_be_used(monke
     assert select("auto", TWO, 5).kind == "cuda"
 
 
-def test_more_cpu_workers_than_cores_are_allowed_and_noted() -> None:
-    selection = select("cpu:8", NONE)
-    assert selection.count == 8
-    assert selection.notes == ("8 CPU workers share 4 cores.",)
-    assert select("cpu:4", NONE).notes == ()
+def test_more_cpu_workers_than_cores_are_allowed() -> None:
+    assert select("cpu:8", NONE).count == 8
 
 
 def test_cpu_workers_end_at_64_or_at_the_cores() -> None:

@@ -12,6 +12,7 @@
 #include <c10/core/impl/GPUTrace.h>
 
 #include <atomic>
+#include <bit>
 #include <cstdlib>
 #include <cstring>
 #include <map>
@@ -233,14 +234,24 @@ size_t free_memory(DeviceIndex device) { return memory().getMemoryInfo(device).f
 namespace {
 void Memory::release(void* context) { memory().free(static_cast<Block*>(context)); }
 
-// Page-locked memory of the host: from it and to it copies run late.
+// Page-locked memory of the host: from it and to it copies run late. Rounded up to powers of two and never given back, as
+// CUDA's; FAKE_CUDA_PINNED_MIB is how much there is.
 class Pinned final : public c10::Allocator {
  public:
   c10::DataPtr allocate(size_t size) override {
-    void* pointer = nullptr;
     if (size == 0) return {nullptr, Device(DeviceType::CPU)};
-    TORCH_CHECK(!posix_memalign(&pointer, 512, size), "no memory to pin");
+    size = std::bit_ceil(size);
     std::lock_guard<std::mutex> lock(mutex_);
+    auto& cached = cached_[size];
+    if (cached.empty()) {
+      static const char* limit = std::getenv("FAKE_CUDA_PINNED_MIB");
+      TORCH_CHECK(!limit || locked_ + size <= size_t(std::atoi(limit)) << 20, "CUDA error: out of memory");
+      cached.push_back(nullptr);
+      TORCH_CHECK(!posix_memalign(&cached.back(), 512, size), "no memory to pin");
+      locked_ += size;
+    }
+    void* pointer = cached.back();
+    cached.pop_back();
     ranges_[(uintptr_t)pointer] = size;
     return {pointer, pointer, &release, Device(DeviceType::CPU)};
   }
@@ -258,6 +269,8 @@ class Pinned final : public c10::Allocator {
   static void release(void* pointer);
   std::mutex mutex_;
   std::map<uintptr_t, size_t> ranges_;
+  std::map<size_t, std::vector<void*>> cached_;  // by size
+  size_t locked_ = 0;
 };
 
 Pinned& pinned() {
@@ -265,11 +278,10 @@ Pinned& pinned() {
   return *made;
 }
 void Pinned::release(void* pointer) {
-  {
-    std::lock_guard<std::mutex> lock(pinned().mutex_);
-    pinned().ranges_.erase((uintptr_t)pointer);
-  }
-  std::free(pointer);
+  std::lock_guard<std::mutex> lock(pinned().mutex_);
+  auto& ranges = pinned().ranges_;
+  pinned().cached_[ranges.at((uintptr_t)pointer)].push_back(pointer);
+  ranges.erase((uintptr_t)pointer);
 }
 
 // Random numbers.

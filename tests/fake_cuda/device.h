@@ -31,9 +31,10 @@ std::string physical_id(c10::DeviceIndex device);  // the same in all processes 
 // Whether this is a fork of a process that has used its GPUs: it has no thread of a device, only locks as they were.
 bool is_forked();
 
-// A launch is what a program asks for, by its name; as on CUDA it blocks the host while the device has 1,024 of them that
-// it has not executed. null is for what the device does by itself.
+// A launch is what a program asks for, by its name; as on CUDA it blocks the host while the device has 1,024 of them
+// (FAKE_CUDA_QUEUE) that it has not executed. null is for what the device does by itself.
 void enqueue(c10::DeviceIndex device, c10::StreamId stream, Task task, const char* launch = nullptr);
+void wait_for_room(c10::DeviceIndex device);  // for a launch: NCCL's wait before they are queued, under its lock
 void enqueue_wait(c10::DeviceIndex device, c10::StreamId stream, MarkPtr mark);  // the stream waits for the mark
 MarkPtr record(c10::DeviceIndex device, c10::StreamId stream);
 bool has_passed(const MarkPtr& mark);

@@ -67,20 +67,30 @@ std::atomic<int64_t> num_groups{0};
 // FAKE_NCCL_FAULT="KIND RANK N": the N-th all-to-all or send of that rank fails as NCCL fails for want of memory, by a
 // system call or because it is used wrongly; KIND is "memory", "shm", "interface", "usage" or "remote", the loss of a
 // peer. With N = 0 it is the first communicator. A fourth word has the other ranks' N-th call block the host: as NCCL's
-// does that connects to a peer.
-void fail_if_asked(int rank, bool connects = false) {
-  static const char* asked = std::getenv("FAKE_NCCL_FAULT");
-  static std::atomic<int> calls{0};
-  if (!asked || !*asked) return;
-  std::istringstream words(asked);
-  std::string kind;
+// does that connects to a peer. With KIND "abort" that rank's aborts do not return, nor those of any if RANK is -1; with
+// N = 1 kernels under way do not end either.
+struct Fault {
+  std::string kind, others;
   int who = -1, call = 0;
-  std::string others;
-  words >> kind >> who >> call >> others;
-  if (connects ? call != 0 : ++calls != call) return;
-  if (rank != who && others.empty()) return;
-  while (rank != who) pause();
-  fail_as(kind);
+  Fault() {
+    const char* asked = std::getenv("FAKE_NCCL_FAULT");
+    std::istringstream words(asked ? asked : "");
+    words >> kind >> who >> call >> others;
+  }
+};
+
+const Fault& fault() {
+  static const Fault asked;
+  return asked;
+}
+
+void fail_if_asked(int rank, bool connects = false) {
+  static std::atomic<int> calls{0};
+  if (fault().kind.empty() || fault().kind == "abort") return;
+  if (connects ? fault().call != 0 : ++calls != fault().call) return;
+  if (rank != fault().who && fault().others.empty()) return;
+  while (rank != fault().who) pause();
+  fail_as(fault().kind);
 }
 
 class NCCL final : public c10d::Backend {
@@ -96,10 +106,15 @@ class NCCL final : public c10d::Backend {
     group_->prefix = c10::str("[PG ID ", uid, " PG GUID ", this->options->group_name, " Rank ", rank, "] ");
     blocks_ = setting("TORCH_NCCL_BLOCKING_WAIT", 0);
     group_->error_handling = setting("TORCH_NCCL_ASYNC_ERROR_HANDLING", 3);
+    group_->dumps = setting("TORCH_NCCL_DUMP_ON_TIMEOUT", 1);
+    group_->is_monitored = setting("TORCH_NCCL_ENABLE_MONITORING", 1);
     if (!blocks_) Watchdog::add(group_);
     init();
   }
-  ~NCCL() override { group_->terminated = true; }
+  ~NCCL() override {
+    group_->terminated = true;
+    while (Clock::now() < group_->ends_at.load()) std::this_thread::sleep_for(milliseconds(50));  // it joins its monitor
+  }
 
   const c10::intrusive_ptr<NCCLOptions> options;
   const int64_t uid;
@@ -146,7 +161,9 @@ class NCCL final : public c10d::Backend {
 
   void abort() override {
     group_->terminated = true;
-    group_->abort(c10::str("Process group was aborted on rank ", global_rank_, "."));
+    const bool hangs = fault().kind == "abort" && (fault().who == -1 || fault().who == global_rank_);
+    if (!hangs || fault().call == 0) group_->abort(c10::str("Process group was aborted on rank ", global_rank_, "."));
+    while (hangs) pause();
   }
 
   void shutdown() override {
@@ -444,6 +461,7 @@ class NCCL final : public c10d::Backend {
     if (async) queued->kept = tensors;
     auto kernel = std::make_shared<Kernel>(communicator, std::move(exchanges));
     std::vector<QueuedPtr> ended;  // released without the lock
+    wait_for_room(device);  // before the lock, which the device may need to go on
     {
       std::lock_guard<std::mutex> lock(group_->mutex);
       if (async) enqueue_wait(device, stream, record(device, current_stream(device)));

@@ -13,6 +13,7 @@ using c10d::OpType;
 using std::chrono::milliseconds;
 using Clock = std::chrono::steady_clock;
 
+constexpr int DUMP_MS = 2'000, MONITOR_MS = 60'000;  // four times 15 s, and 480 s
 constexpr auto DEFAULT_TIMEOUT = milliseconds(10 * 60 * 1000);
 
 struct Config {  // ncclConfig_t: has no effect here
@@ -73,6 +74,8 @@ struct Group {
   std::list<QueuedPtr> queued;
   std::vector<QueuedPtr> ended;  // by the watchdog; their tensors are released by a thread of the caller
   std::atomic<bool> terminated{false};
+  bool dumps = true, is_monitored = true;
+  std::atomic<Clock::time_point> ends_at{Clock::time_point::min()};  // of the process, by the monitor, unless aborted
   c10d::ErrorType error = c10d::ErrorType::SUCCESS;
   std::string reason;
 
@@ -113,6 +116,11 @@ class Watchdog {
   }
 
   static void look_at(Group& group) {
+    const auto end = group.ends_at.load();
+    if (end != Clock::time_point::min() && Clock::now() > end) {
+      std::cerr << group.prefix << "Terminating the process after the monitor's dump." << std::endl;
+      std::abort();
+    }
     std::unique_lock<std::mutex> lock(group.mutex);
     for (auto it = group.queued.begin(); it != group.queued.end();) {
       const QueuedPtr queued = *it;
@@ -122,6 +130,10 @@ class Watchdog {
       it = group.queued.erase(it);
       if (!late) continue;
       group.error = c10d::ErrorType::TIMEOUT;
+      if (group.dumps) {  // the monitor wakes up, and the watchdog leaves it time for its dump, with the lock
+        if (group.is_monitored) group.ends_at = Clock::now() + milliseconds(MONITOR_MS);
+        std::this_thread::sleep_for(milliseconds(DUMP_MS));
+      }
       lock.unlock();
       if (group.error_handling == 1 || group.error_handling == 2) group.abort("Watchdog aborted it after a timeout.");
       std::cerr << group.prefix

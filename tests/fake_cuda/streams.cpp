@@ -52,8 +52,6 @@ struct Mark {
 };
 
 namespace {
-constexpr int LAUNCH_QUEUE = 1024;  // launches that a device has not executed, at most: further ones hold the host up
-
 struct Item {  // one of three
   Task task;
   MarkPtr awaited, passed;
@@ -78,13 +76,12 @@ class Player {
     const std::string order = environment("FAKE_CUDA_ORDER", "late");
     order_ = order == "late" ? Order::late : order == "early" ? Order::early : Order::random;
     random_.seed(std::atoi(environment("FAKE_CUDA_SEED", "0")));
+    launch_queue_ = std::atoi(environment("FAKE_CUDA_QUEUE", "1024"));
     lateness_ = std::chrono::microseconds(std::atoi(environment("FAKE_CUDA_LATE_US", "20000")));
     std::thread([this] { play(); }).detach();
   }
 
   void enqueue(StreamKey key, Item item, const char* name) {
-    // A task that launches something must not wait for the tasks behind it.
-    if (item.is_launch && !is_player) wait_for_room(key.first);
     std::unique_lock<std::mutex> lock(mutex_);
     if (stopped_) return;
     if (item.is_launch) ++launches_[key.first];
@@ -136,14 +133,14 @@ class Player {
     ended_.wait_for(lock, std::chrono::seconds(10), [this] { return has_ended_; });
   }
 
- private:
   // The host goes on once one launch of a full queue has been executed; the oldest is the first that it waits for.
   void wait_for_room(int device) {
-    if (launches_[device] < LAUNCH_QUEUE) return;
+    // A task that launches something must not wait for the tasks behind it.
+    if (is_player || launches_[device] < launch_queue_) return;
     Released released;
     std::unique_lock<std::mutex> lock(mutex_);
     ++num_held_up_;
-    while (launches_[device] >= LAUNCH_QUEUE && !stopped_) {
+    while (launches_[device] >= launch_queue_ && !stopped_) {
       const std::pair<const StreamKey, Queue>* oldest = nullptr;
       for (const auto& entry : queues_)
         if (entry.first.first == device && !entry.second.items.empty() &&
@@ -158,6 +155,7 @@ class Player {
     }
   }
 
+ private:
   void play() {
     is_player = true;
     at::get_num_threads();  // torch sets the number of a new thread at its first use
@@ -269,6 +267,7 @@ class Player {
   std::vector<StreamKey> targets_;     // for which hosts wait
   Order order_;
   std::array<std::atomic<int>, 16> launches_{};  // by device, those that are queued
+  int launch_queue_;  // launches that a device has not executed, at most: further ones hold the host up
   std::atomic<int64_t> num_held_up_{0};
   bool traces_ = false;
   Trace trace_;
@@ -302,10 +301,12 @@ bool is_forked() { return forked; }
 
 void enqueue(c10::DeviceIndex device, c10::StreamId stream, Task task, const char* launch) {
   check();
-  // NCCL's are queued under a lock, which the device may need to go on: they take no place.
-  const bool takes_place = launch && std::strncmp(launch, "nccl", 4) != 0;
-  player().enqueue({device, stream}, {std::move(task), nullptr, nullptr, takes_place}, launch ? launch : "");
+  // NCCL's are queued under a lock, before which they wait.
+  if (launch && std::strncmp(launch, "nccl", 4) != 0) wait_for_room(device);
+  player().enqueue({device, stream}, {std::move(task), nullptr, nullptr, launch != nullptr}, launch ? launch : "");
 }
+
+void wait_for_room(c10::DeviceIndex device) { player().wait_for_room(device); }
 
 void enqueue_wait(c10::DeviceIndex device, c10::StreamId stream, MarkPtr mark) {
   if (mark && !forked) player().enqueue({device, stream}, {nullptr, std::move(mark), nullptr}, "");

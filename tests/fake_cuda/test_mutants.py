@@ -18,8 +18,28 @@ MUTANTS = {  # name: (file, text, its replacement), …, the file of the test an
         "healing/test_healing_over_nccl.py -k no_trace and not hundreds",
     ),
     "a host that waits for a lost rank": (
-        ("comm/group.py", "wait_until(work.is_completed, self.check_lost, self._timeout)", "pass"),
+        ("comm/group.py", "wait_until(work.is_completed, check, self._timeout)", "pass"),
         "healing/test_healing_over_nccl.py -k no_trace and not hundreds",
+    ),
+    "an abort without a limit": (
+        ("comm/transport.py", "thread.join(ABORT_SECONDS)", "thread.join()"),
+        "healing/test_healing_over_nccl.py -k abort_that",
+    ),
+    "launches that fill the queue behind a lost rank": (
+        ("comm/group.py", "if len(self._queued) > MOST_QUEUED:", "if False:"),
+        "comm/test_gpus.py -k before_launches",
+    ),
+    "a failed group that waits for its last transfer": (
+        (
+            "logical/process_group.py",
+            "self._over_nccl.close() if self._failure is None else",
+            "self._over_nccl.close() or",
+        ),
+        "comm/test_gpus.py -k at_odds",
+    ),
+    "ranks with unlike GPUs": (
+        ("checkpoint/contract.py", "if len(set(values)) > 1}:", "if False}:"),
+        "comm/test_gpus.py -k round_otherwise",
     ),
     "attention that adds by atomics": (
         ("engine/deterministic_kernels.py", "warn_only=False)", "warn_only=True)"),

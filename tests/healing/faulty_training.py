@@ -4,9 +4,10 @@ JSON holds "folder" (of the run), "faults", a list of {"rank", "step", "phase", 
 "checkpoint_steps", "epochs", "pause" (seconds a microbatch), and "wait_for": a slot that has to be there before step 5
 ends; "options" are the step's, "fused" is Adam's, "plain" leaves BatchNorm out, with "messages" NCCL takes two messages
 for a sum, with "streams" each microbatch has one, "hooked" adds an average and a hook that counts, "thaws" one that
-evaluates at the start and trains the first layer from the second epoch on, "num_workers" fetch samples, and "best" is
-the trainer's. A fault may "skip" so many passages. It leaves a file behind that says where it struck, on the clock that
-all processes share; "pid-SLOT" is there once a worker has taken a step.
+evaluates at the start and trains the first layer from the second epoch on, "num_workers" fetch samples, "best" is
+the trainer's; "timeout" is that of an exchange, "abort_seconds" that of NCCL's abort. A fault may "skip" so many
+passages. It leaves a file behind that says where it struck, on the clock that all processes share; "pid-SLOT" is there
+once a worker has taken a step.
 """
 
 import ctypes
@@ -28,7 +29,7 @@ from samestep.checkpoint import async_save as saver_module
 from samestep.checkpoint import export as export_module
 from samestep.checkpoint import resume as resume_module
 from samestep.checkpoint import storage as checkpoint_module
-from samestep.comm import group
+from samestep.comm import group, transport
 from samestep.comm.group import GroupTransport
 from samestep.comm.heartbeat import HEALS, READY_TO_JOIN, HeartbeatPage
 from samestep.comm.shared_memory import SharedTransport
@@ -286,7 +287,9 @@ def main():
     resume_module.newest_checkpoint = newest
     if told.get("messages"):
         group.LATENCY_BYTES["nccl"] = 0
-    run = Run(32, 8, 3, spares=told.get("spares", 0))
+    if "abort_seconds" in told:
+        transport.ABORT_SECONDS = told["abort_seconds"]
+    run = Run(32, 8, 3, spares=told.get("spares", 0), timeout_seconds=told.get("timeout", 600.0))
     model = small_model()
     if told.get("plain"):
         model[1] = torch.nn.Identity()

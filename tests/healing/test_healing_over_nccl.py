@@ -108,6 +108,26 @@ def test_deaths_leave_no_trace_in_the_bits(tmp_path):
         assert 1 <= len(deaths) <= len(told["faults"]) + told.get("kills", 0), name
 
 
+@pytest.mark.parametrize("ends", [True, False], ids=["its kernels end", "nothing ends"])
+def test_an_abort_that_does_not_return_holds_no_run_up(ends, undisturbed, tmp_path):
+    """The others go on through host memory, or by a restart from the newest checkpoint."""
+    # From outside in the one case: a fault of the script's would strike once more after the restart.
+    told = {"faults": EARLY, "epochs": 2} if ends else {"kills": 1, "seconds": 0.3}
+    told |= {"devices": 3, "seed": 0, "abort_seconds": 1.0, **KINDS[0]}
+    (found,) = play(tmp_path, [told], FAKE_NCCL_FAULT=f"abort -1 {int(not ends)}")
+    assert check(found, undisturbed({"epochs": EPOCHS, **told})) is not ends
+    assert ends or "PeerLostError" in [event.get("cause") for event in found["events"]]
+
+
+def test_a_stopped_rank_is_left_out_and_torch_ends_no_other(undisturbed, tmp_path):
+    """Its transfers are late for the others, but the supervisor alone ends ranks."""
+    stopped = {"rank": 1, "step": 3, "phase": "exchange", "kind": "SIGSTOP"}
+    told = {"devices": 3, "seed": 0, "faults": [stopped], "epochs": 2, "timeout": 5.0, **KINDS[0]}
+    (found,) = play(tmp_path, [told])
+    assert not check(found, undisturbed(told))
+    assert [event["event"] for event in found["events"]] == ["death", "heal"]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("first", range(0, 96, RUNS_AT_ONCE))

@@ -137,22 +137,17 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 @torch.no_grad()
 def to_host_copy(files: Mapping[str, Mapping[str, Tensor]], reuse: HostFiles | None = None) -> HostFiles:
-    """Copies tensors to host memory, pinned for those of a CUDA device, which are all waited for once.
+    """Copies tensors to host memory, of which none is pinned: torch would never give it back.
 
     Dense tensors keep their strides, others become contiguous. The tensors of `reuse`, an earlier result, are
     overwritten if dtype, shape and strides are the same.
     """
     copies: HostFiles = {}
-    devices: set[torch.device] = set()
     for file, tensors in files.items():
         memory = (reuse or {}).get(file, {})
         copies[file] = {}
         for name, tensor in tensors.items():
-            copies[file][name] = _host_memory(tensor, memory.get(name)).copy_(tensor, non_blocking=tensor.is_cuda)
-            if tensor.is_cuda:
-                devices.add(tensor.device)
-    for device in devices:
-        torch.cuda.current_stream(device).synchronize()
+            copies[file][name] = _host_memory(tensor, memory.get(name)).copy_(tensor)
     return copies
 
 
@@ -164,7 +159,7 @@ def _host_memory(tensor: Tensor, earlier: Tensor | None) -> Tensor:
         made = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
     if earlier is not None and _form(earlier) == _form(made):
         return earlier
-    return torch.empty_strided(made.shape, made.stride(), dtype=made.dtype, device="cpu", pin_memory=tensor.is_cuda)
+    return torch.empty_strided(made.shape, made.stride(), dtype=made.dtype, device="cpu")
 
 
 def _form(tensor: Tensor) -> tuple[Any, ...]:

@@ -3,8 +3,10 @@
 import ast
 import hashlib
 import inspect
+import json
 import os
 import platform
+import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
@@ -12,7 +14,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any
 
 import numpy as np
@@ -23,16 +25,22 @@ from torch.utils.data import DataLoader, RandomSampler
 from samestep.checkpoint.local_shards import SEVERAL, local_tensors
 from samestep.checks import check_choice
 from samestep.comm.reduction import REDUCTIONS
+from samestep.comm.transport import Connection
 from samestep.core.microbatches import check_num_microbatches
 from samestep.data.loader import Loader
 from samestep.devices.nvidia import driver_version
 from samestep.engine.kernel_flags import recorded_flags
 from samestep.engine.sharded_state import ShardedState
 from samestep.engine.step import TrainStep
-from samestep.errors import UsageError
+from samestep.errors import DeviceError, UsageError
 from samestep.version import __version__
 
 CUBLAS = ("nvidia-cublas", "nvidia-cublas-cu12", "nvidia-cublas-cu11")  # wheels of it, whose version torch cannot tell
+SWITCHES = re.compile(
+    "CUBLAS(?!_WORKSPACE_CONFIG|.*LOG).*|NVIDIA_TF32_OVERRIDE|DISABLE_ADDMM_CUDA_LT|TORCH_BLAS_PREFER_CUBLASLT"
+    "|TORCH_CUDNN_USE_HEURISTIC_MODE_B"
+)
+"""Variables that choose kernels of matrix products and convolutions, or how they round."""
 DOCUMENTED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
@@ -92,16 +100,30 @@ def versions() -> dict[str, str]:
     return found
 
 
-def gpu_facts() -> dict[str, Any]:
-    """What kernels are chosen by, and split their sums by: the model of the GPU, and its processors."""
-    found = torch.cuda.get_device_properties(torch.cuda.current_device())
+def gpu_facts(device: torch.device | None = None) -> dict[str, Any]:
+    """What kernels are chosen by, and split their sums by: the model of the GPU, by default the current one."""
+    found = torch.cuda.get_device_properties(device)
     return {
         "name": found.name,
         "multiprocessors": found.multi_processor_count,
         "capability": f"{found.major}.{found.minor}",
         # Read when a handle of cuBLAS is made: what a product may split its sums into fits in there.
         "cublas_workspace": os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
+        **{name: value for name, value in sorted(os.environ.items()) if SWITCHES.fullmatch(name)},
     }
+
+
+def check_same_gpus(ranks: Connection, device: torch.device) -> None:
+    """Raises a `DeviceError` if ranks have GPUs, libraries or variables by which kernels round otherwise."""
+    libraries = {name: text for name, text in versions().items() if name in ("torch", "cuda", "cudnn", "cublas")}
+    found = [json.loads(word) for word in ranks.gather_words(json.dumps(gpu_facts(device) | libraries))]
+    by_rank = {name: [facts.get(name) for facts in found] for name in chain(*found)}
+    if differ := {name: values for name, values in by_rank.items() if len(set(values)) > 1}:
+        shown = "; ".join(f"{name} by rank: {', '.join(map(str, values))}" for name, values in differ.items())
+        raise DeviceError(
+            f"the ranks would not compute the same bits. {shown}. Use equal GPUs (--devices), libraries and variables "
+            'for all ranks; reduction="native" needs no equal bits'
+        )
 
 
 def _version_of(package: str) -> str | None:

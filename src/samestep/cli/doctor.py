@@ -47,7 +47,7 @@ def doctor(
         else:
             print_results(from_objects(content["rows"]))
             print(proof.verdict(content), flush=True)
-        raise typer.Exit(0 if content["proven"] else 1)
+        raise typer.Exit(0 if proof.is_sound(content["rows"]) else 1)
     if environment.launcher == "none":
         results, code = check_local(devices or "auto", timeout_seconds, quick)
         _show(results, as_json)

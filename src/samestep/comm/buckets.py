@@ -8,6 +8,7 @@ from torch import Tensor
 
 from samestep.comm.reduction import ALIGNMENT_ELEMENTS
 
+PINNED_BYTES = 32 * 2**20  # torch rounds pinned memory up to a power of two, and keeps it; the driver stages the rest
 FILLED_BYTES = 2**20  # up to which a flat tensor is zeroed whole, by one launch, and not its gaps alone
 
 
@@ -70,6 +71,14 @@ def make_buckets(tensors: Sequence[Tensor], bucket_bytes: int, world_size: int) 
 def aligned_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A flat tensor of zeros that starts at a 256-byte border."""
     return _aligned(torch.zeros, numel, dtype, device)
+
+
+def pinned(numel: int, dtype: torch.dtype) -> Tensor:
+    """Flat host memory that a GPU reads and writes by itself, if so much may be locked."""
+    try:
+        return torch.empty(numel, dtype=dtype, pin_memory=numel * dtype.itemsize <= PINNED_BYTES)
+    except RuntimeError:  # of CUDA's: the host's memory, or what may be locked of it, is short
+        return torch.empty(numel, dtype=dtype)
 
 
 def _aligned(make: Callable[..., Tensor], numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:

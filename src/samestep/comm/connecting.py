@@ -16,16 +16,16 @@ import torch
 import torch.distributed as dist
 
 from samestep.comm.environment import Environment, chosen_transport
-from samestep.comm.group import GroupTransport, exchange_a_byte, nccl_tried
+from samestep.comm.group import NO_LIMIT, GroupTransport, exchange_a_byte, nccl_tried
 from samestep.comm.heartbeat import PAGE_VARIABLE
 from samestep.comm.hierarchical_reduction import connect_nodes
 from samestep.comm.nccl_errors import nccl_failure
 from samestep.comm.rendezvous import Rendezvous, meet, not_connected, rendezvous, store_host
 from samestep.comm.segment import NoSegmentError, map_segment
 from samestep.comm.shared_memory import SharedTransport
-from samestep.comm.transport import Connection
+from samestep.comm.transport import STUCK, Connection
 from samestep.devices.inventory import usable_cores
-from samestep.errors import PeerLostError, SamestepError, UsageError
+from samestep.errors import DeviceError, PeerLostError, SamestepError, UsageError
 from samestep.text import notify
 
 CONNECT_SECONDS = 10.0
@@ -60,28 +60,37 @@ def connect_at(
 ) -> tuple[Connection, Connection]:
     """Connects ranks that have met, as `connect` and `reconnect`; `timeout` is that of later exchanges."""
     store, place = met.store, met.place
-    words, may = met.part("gpus").gather_words, place.transport == "auto"
+    # Where NCCL has not let go of its connections (`GroupTransport.abandon`), the ranks share memory from now on.
+    is_stuck = dist.is_initialized()
+    words, may = met.part("gpus").gather_words, place.transport == "auto" and not is_stuck
     backend = "nccl" if device.type == "cuda" and have_own_gpus(words, place.rank, device, may) else "gloo"
     host = store_host(place)
     # Only a supervisor that sees all ranks can announce a quorum: no healing over several nodes.
     can_heal = place.heals and host is None and place.local_world_size == place.world_size
     healing_store = store if can_heal else None
-    if backend == "nccl" and healing_store is not None and PAGE_VARIABLE in os.environ:
+    is_watched = backend == "nccl" and healing_store is not None and PAGE_VARIABLE in os.environ
+    if is_watched:
         # Else NCCL's watchdog would end the ranks that are left, or (by 1 and 2, which users set) abort their transfers
-        # before they know of the loss: their updates would run on what has arrived. The supervisor finds lost ranks.
-        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
+        # before they know of the loss: their updates would run on what has arrived; and torch's monitor ends a process
+        # for which the watchdog has reported a timeout. The supervisor finds lost ranks.
+        for name in ("ASYNC_ERROR_HANDLING", "DUMP_ON_TIMEOUT", "ENABLE_MONITORING"):
+            os.environ[f"TORCH_NCCL_{name}"] = "0"
     shared = None
     # Tried first even with NCCL: then it carries the small values in host memory.
     try:
         segment = map_segment(met.part("shared"))
         shared = SharedTransport(segment, place.rank, timeout, store, healing_store)
     except NoSegmentError as error:
+        if is_stuck:
+            raise DeviceError(f"{STUCK}; to go on without it they need shared memory, and {error}") from error
         if place.transport == "shared":
             raise _no_shared_memory(error) from error
     if shared is not None and backend == "gloo":
         return shared, shared
     try:
         _join_group(met, backend, device, timeout)
+        if is_watched:  # by the watchdog no transfer is late: waits here have their own limit
+            dist.distributed_c10d._set_pg_timeout(NO_LIMIT)
         # NCCL moves no host memory.
         control = dist.new_group(backend="gloo", timeout=timeout) if backend == "nccl" and shared is None else None
     except RuntimeError as error:
@@ -170,7 +179,7 @@ def connect_gpus(
     nccl = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), host.rank, host.world_size, options)
     transport = GroupTransport(None, dist.PrefixStore("nccl calls", store), timeout, backend=nccl)
     transport.ranks, transport.run_size = host.ranks, host.run_size
-    with nccl_tried(host, device, timeout, nccl.abort):
+    with nccl_tried(host, device, timeout, transport.abandon):
         nccl.eager_connect_single_device(device)
         exchange_a_byte(transport, device)
     return transport

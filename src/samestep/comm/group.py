@@ -2,6 +2,7 @@
 
 import math
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
@@ -13,11 +14,12 @@ from torch import Tensor
 
 from samestep.comm.nccl_errors import nccl_failure
 from samestep.comm.rendezvous import roll_call
-from samestep.comm.transport import Connection, Pending, Transport, repeat_to_all, wait_until
+from samestep.comm.transport import Connection, Pending, Transport, repeat_to_all, returns, wait_until
 from samestep.errors import PeerLostError, SamestepError
 
 ROLL_CALL_SECONDS = 5.0
 FAILURE_SECONDS = 10.0  # in which the ranks hear of NCCL's error on one, unless NCCL holds them back
+MOST_QUEUED = 32  # transfers on whose results a stream waits: some ten launches each, and a GPU takes about 1,000
 NO_LIMIT = timedelta(days=365)
 LATENCY_BYTES = {"gloo": 256 << 10, "nccl": 1 << 20}
 """The cost of a message in bytes: gloo's is measured (benchmarks/transport.py --forms). NCCL's is an estimate,
@@ -53,6 +55,7 @@ class GroupTransport(Connection):
         self._store_host = store_host
         self.through_host = name == "gloo"
         self._has_failed = False
+        self._queued: deque[torch.cuda.Event] = deque()  # at which the stream has what a transfer brings
         self.latency_bytes = LATENCY_BYTES.get(name, 0)
 
     def exchange(self, parts: Tensor, sizes: Sequence[int], receive_sizes: Sequence[int]) -> Pending:
@@ -107,19 +110,22 @@ class GroupTransport(Connection):
 
     def wait_for(self, work: dist.Work) -> None:
         """Waits for a transfer; if a rank is lost meanwhile it raises, where its wait would block a stream for ever."""
-        # Not on the stream of the exchange, on which only sums are computed: `Membership.await_exchange` waits for it.
-        stream = self.stream
-        if self.check_lost is not None and stream is not None and torch.cuda.current_stream(stream.device) != stream:
-            wait_until(work.is_completed, self.check_lost, self._timeout)
-        work.wait()
+        stream, check = self.stream, self.check_lost
+        if stream is None or check is None:
+            work.wait()
+        elif torch.cuda.current_stream(stream.device) != stream:
+            wait_until(work.is_completed, check, self._timeout)
+            work.wait()
+        else:
+            # Only sums are computed on the stream of the exchange: `Membership.await_exchange` waits for it. But what
+            # is queued behind transfers that never arrive must not fill the GPU's queue: a launch would never return.
+            work.wait()
+            self._queued.append(stream.record_event())
+            if len(self._queued) > MOST_QUEUED:
+                wait_until(self._queued.popleft().query, check, self._timeout)
 
     def close(self) -> None:
         """Destroys the process group, and those of the nodes; after an error without waiting for the other ranks."""
-        if self._backend is not None:
-            if not self.through_host:  # gloo closes with the last object that refers to it
-                self._backend.abort() if self._has_failed else self._backend.shutdown()
-            self._backend = None
-            return
         # The interpreter sets `last_value` for an exception that ends the program: this rank may have begun an exchange
         # that the others never will.
         if self._has_failed or getattr(sys, "last_value", None) is not None:
@@ -128,19 +134,28 @@ class GroupTransport(Connection):
         if self.nodes is not None:
             self.nodes.close()
             self.nodes = None
-        if dist.is_initialized():
+        if self._backend is not None:
+            if not self.through_host:  # gloo closes with the last object that refers to it
+                self._backend.shutdown()
+            self._backend = None
+        elif dist.is_initialized():
             dist.destroy_process_group(self.group)
 
     def abandon(self) -> None:
-        """Drops all process groups. With NCCL this has not been run on two GPUs."""
+        """Drops all process groups, or the backend; if NCCL's abort does not return, torch still has the groups."""
         if self.nodes is not None:
             self.nodes.abandon()
             self.nodes = None
-        if dist.is_initialized():
+        # NCCL's destroy waits for kernels under way, which wait for the lost rank for ever. torch's own limit of an
+        # abort blocks until it ends all the same, in the destructor of its future.
+        if self._backend is not None:
+            backend, self._backend = self._backend, None
+            if not self.through_host:
+                returns(backend.abort)
+        elif dist.is_initialized():
             # That of all ranks, since this may be a group for host memory beside it.
             if "nccl" in dist.get_backend():
-                # NCCL's destroy waits for kernels under way, which wait for the lost rank for ever.
-                dist.distributed_c10d._abort_process_group()
+                returns(dist.distributed_c10d._abort_process_group)
             else:
                 dist.destroy_process_group()
 

@@ -38,7 +38,7 @@ import torch.distributed as dist
 from samestep.comm.communicator import Communicator
 from samestep.comm.heartbeat import HEALS, READY_TO_JOIN, SHOWS_LIFE, Heartbeat, Quorum
 from samestep.comm.rendezvous import RankReport, all_admit, roll_call
-from samestep.comm.transport import Connection, LocalTransport, wait_until
+from samestep.comm.transport import STUCK, Connection, LocalTransport, returns, wait_until
 from samestep.core.mesh import Mesh
 from samestep.core.microbatches import dealt_ranges, microbatch_ranges, num_rounds, ranges_of_slots
 from samestep.errors import PeerLostError, UsageError
@@ -109,6 +109,7 @@ class Membership:
         # Called with the name by which the script asks for its rank; None while it may.
         self.on_rank_asked: Callable[[str], None] | None = None
         self._noticed: set[str] = set()
+        self._was_nccl = False  # whether connections over NCCL have been dropped
         self._round = 0  # in which a quorum is taken up
         self._one_waits = False  # a late worker is in the quorum, and was not counted in yet
         self._checked_at, self._ended_at = 0.0, math.inf  # when a rank was first seen to have ended
@@ -389,6 +390,7 @@ class Membership:
         # The references here are dropped one by one: gloo's connections close when the last one is gone.
         before, alone = self.communicator, LocalTransport()
         blocks_streams = before.transport.stream is not None
+        self._was_nccl = self._was_nccl or blocks_streams
         self.communicator = replace(before, transport=alone, control=alone)
         self.version += 1
         has_group = dist.is_initialized()
@@ -401,8 +403,11 @@ class Membership:
             del transport
         if blocks_streams:
             # What is queued behind aborted transfers still runs, on what has arrived of them: in memory that is free by
-            # now, as are the transfers' results.
-            torch.cuda.synchronize(self.communicator.device)
+            # now, as are the transfers' results. If an abort does not return NCCL's kernels have mostly ended all the
+            # same, since that is what it does first.
+            device = self.communicator.device
+            if not returns(lambda: torch.cuda.synchronize(device)):
+                raise PeerLostError(f"{STUCK}, and {device} of rank {self.rank} waits for a transfer that never ends")
         if has_group:
             gc.collect()  # gloo closes its sockets when the last operation under way is freed; some lie in cycles
         if not self.is_late:
@@ -453,6 +458,8 @@ class Membership:
             transport, control = reconnect(store, rank, len(slots), device, self.timeout, check)
         self.communicator = replace(self.communicator, transport=transport, control=control)
         self._let_name_missing(False)
+        if self._was_nccl and len(slots) > 1 and transport.stream is None:
+            self.notice(f"{STUCK} on a rank; all go on through host memory, slower: restart to use NCCL again")
         self._ended_at = math.inf
         self.ranges = self._divide()
         self.version += 1

@@ -6,8 +6,10 @@ Transports exchange; only the `native` reduction lets one add. There are four: `
 """
 
 import math
+import threading
 import time
 from collections.abc import Callable, Generator, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Protocol
 from weakref import WeakMethod, finalize
@@ -21,6 +23,8 @@ from samestep.errors import DeterminismError, PeerLostError
 
 WORD_BYTES = 4096  # of a word that ranks gather: a longer one, of NCCL's, is cut
 ARRIVAL_POLL_SECONDS = 20e-6  # much less than a step, and the host has nothing else to do
+ABORT_SECONDS = 30.0
+STUCK = f"NCCL has not given up its connections within {ABORT_SECONDS:g} s"
 ADVICE = (
     "do all ranks take the same number of steps? A rank that needs more time than {:g} s for its microbatches needs a "
     "larger timeout_seconds"
@@ -182,6 +186,19 @@ def wait_until(has_arrived: Callable[[], bool], check_lost: Callable[[], None], 
                 "needs more time for its microbatches, raise timeout_seconds"
             )
         time.sleep(ARRIVAL_POLL_SECONDS)
+
+
+def returns(call: Callable[[], object]) -> bool:
+    """Makes a call in a thread; whether it has ended within `ABORT_SECONDS`, by whatever error of torch's."""
+
+    def run() -> None:
+        with suppress(RuntimeError):
+            call()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(ABORT_SECONDS)
+    return not thread.is_alive()
 
 
 def gather_parts(transport: Transport, part: Tensor, sizes: Sequence[int]) -> Pending:

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib.machinery import ModuleSpec
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -71,6 +72,7 @@ class Inventory:
         unusable: GPUs that this torch cannot use; their indices are nvidia-smi's.
         variable: the environment variable that limits which of `devices` a process sees; None if there is none.
         notes: sentences on surprises, such as hidden GPUs.
+        misnamed: one of them, if the variable names GPUs that CUDA does not show; else empty.
     """
 
     devices: tuple[Device, ...]
@@ -80,6 +82,7 @@ class Inventory:
     unusable: tuple[Device, ...] = ()
     variable: str | None = None
     notes: tuple[str, ...] = ()
+    misnamed: str = ""
 
 
 def discover(environ: Mapping[str, str] | None = None, *, accelerators: bool = True) -> Inventory:
@@ -197,11 +200,18 @@ def _with_nvidia(bare: Inventory, reading: "nvidia.NvmlReading", environ: Mappin
         notes.append(f"NVML does not answer, so {unknown} is unknown.")
     if not devices and not gpus:
         notes.append(f"{build} was built for CUDA, and no NVIDIA driver answers; install it to use a GPU.")
+    setting, misnamed = environ.get("CUDA_VISIBLE_DEVICES"), ""
+    cause = "CUDA" if setting is None else f"CUDA_VISIBLE_DEVICES={setting}"
     if len(devices) < len(gpus):
-        setting = environ.get("CUDA_VISIBLE_DEVICES")
-        cause = "CUDA" if setting is None else f"CUDA_VISIBLE_DEVICES={setting}"
         notes.append(f"{cause} leaves {len(devices)} of this machine's {counted(len(gpus), 'GPU')} visible.")
-    return replace(bare, devices=devices, notes=tuple(notes))
+    named = list(takewhile(lambda entry: entry.strip() != "-1", setting.split(","))) if setting else []
+    if len(devices) < len(named) and (gpus or devices or _ask("driver", {**environ, "CUDA_VISIBLE_DEVICES": "0"})):
+        misnamed = (
+            f"{cause} names {counted(len(named), 'device')}, of which CUDA takes {len(devices)}: its list ends at an "
+            "entry that is no GPU of this machine, as a MIG instance is, and is empty if one is named twice."
+        )
+        notes.append(misnamed)
+    return replace(bare, devices=devices, notes=tuple(notes), misnamed=misnamed)
 
 
 def _initialised_torch() -> tuple[Device, ...] | None:

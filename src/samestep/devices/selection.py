@@ -32,7 +32,7 @@ class Selection:
         environment: variables to set for the workers before they import torch. A worker then sees the selected
             devices alone, numbered 0, 1, … in this order.
         variables: further ones, of commands; the same for each device.
-        notes: sentences on surprises, such as more workers than cores.
+        notes: sentences on surprises, such as why there are no GPUs.
     """
 
     kind: Kind
@@ -182,8 +182,11 @@ def _any_kind(text: str, inventory: Inventory, cpu_workers: int) -> Selection:
     """All accelerators or the first N; CPU workers if there is none."""
     have = len(inventory.devices)
     if not have:
+        if inventory.misnamed:
+            remedy = f"name GPUs by index or UUID, unset {inventory.variable}, or ask for CPU workers with cpu:2"
+            raise DeviceError(f"asked for {text}: {' '.join(inventory.notes)} Instead, {remedy}")
         workers = _cpu_workers(cpu_workers if text == "auto" else int(text), inventory)
-        return replace(workers, notes=(*(inventory.notes if inventory.unusable else ()), *workers.notes))
+        return replace(workers, notes=inventory.notes)
     wanted = have if text == "auto" else int(text)
     if wanted > have:
         raise DeviceError(
@@ -243,7 +246,7 @@ def _of(inventory: Inventory, devices: Sequence[Device]) -> Selection:
     environment = {}
     if inventory.variable is not None and len(entries) == len(devices):
         environment[inventory.variable] = ",".join(entries)
-    return Selection(devices[0].kind, tuple(devices), environment)
+    return Selection(devices[0].kind, tuple(devices), environment, (inventory.misnamed,) if inventory.misnamed else ())
 
 
 def _cpu_workers(count: int, inventory: Inventory) -> Selection:
@@ -251,10 +254,9 @@ def _cpu_workers(count: int, inventory: Inventory) -> Selection:
     most = max(MAX_CPU_WORKERS, inventory.cores)
     if count > most:
         raise DeviceError(f"asked for {count} CPU workers, at most {most} may share {_cores(inventory)}")
-    notes = (f"{count} CPU workers share {_cores(inventory)}.",) if count > inventory.cores else ()
     hidden = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "-1"}
     environment = {name: none for name, none in hidden.items() if name == inventory.variable}
-    return Selection("cpu", tuple(replace(inventory.cpu, index=rank) for rank in range(count)), environment, notes)
+    return Selection("cpu", tuple(replace(inventory.cpu, index=rank) for rank in range(count)), environment)
 
 
 def _has(inventory: Inventory) -> str:

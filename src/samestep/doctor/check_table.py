@@ -218,9 +218,16 @@ def check_libraries(torch: TorchFacts) -> Iterator[Result]:
     yield good("libraries", ", ".join(f"{name} {version}" for name, version in versions.items()))
     if torch.build.startswith("CUDA") and "triton" not in versions:
         yield note("Triton", "not installed", "compile=True needs it: pip install triton")
+    elif torch.build.startswith("CUDA") and not has_compiler():
+        yield note("C compiler", "there is none", "compile=True needs one, for Triton: apt install gcc, or set CC")
     if len({tuple(capability) for capability in torch.capabilities}) > 1:
         found = ", ".join(map(_dotted, torch.capabilities))
         yield note("compute capability", found, "different GPUs round differently: bits are equal between equal ones")
+
+
+def has_compiler() -> bool:
+    """Whether there is a C compiler where Triton looks for it."""
+    return bool(os.environ.get("CC") or shutil.which("clang") or shutil.which("gcc"))
 
 
 def _dotted(version: Sequence[int]) -> str:
@@ -322,7 +329,7 @@ def check_gpus(machine: Machine, nvml: Any = None) -> Iterator[Result]:
 
 def check_devices(machine: Machine) -> Iterator[Result]:
     """The notes on the choice of devices; memory that other processes use, and temperature, of those chosen."""
-    for sentence in (*machine.inventory.notes, *machine.selection.notes):
+    for sentence in machine.inventory.notes:
         yield note("devices", sentence.rstrip("."))
     for device in machine.selection.devices if machine.selection.kind != "cpu" else ():
         if not device.is_idle:

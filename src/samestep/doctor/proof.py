@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cached_property, partial
 from itertools import product
@@ -25,7 +25,7 @@ from typing import IO, Any
 
 from samestep.devices.inventory import Inventory, discover
 from samestep.devices.selection import Selection, select
-from samestep.doctor.check_table import Machine, Result, bad, check_node, from_objects, good
+from samestep.doctor.check_table import Machine, Result, bad, check_node, from_objects, good, has_compiler
 from samestep.doctor.local import GRACE_SECONDS, check_ranks
 from samestep.errors import SamestepError, UsageError
 from samestep.extras import is_installed
@@ -38,8 +38,8 @@ from samestep.version import __version__
 
 COLLECTIVES = "collectives"  # the one program that `local` has
 STARVED, KILLED = "starved", "killed"
-NO_MEMORY = "out of memory: NCCL finds none on the GPU of rank "
-NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0"}  # by which switches add for all GPUs of a node, also for one that is lost
+# If NCCL's first allocation fits, a kernel that is loaded then may not.
+NO_MEMORY = "out of memory: NCCL finds none on the GPU of rank ", "CUDA error: out of memory"
 LOGICAL = "logical devices"  # a script's ranks, not those of a row
 MODELS, PRECISIONS, OPTIMIZERS = ("lenet", "gpt"), ("32-true", "bf16-mixed", "16-mixed"), ("sgd", "adamw")
 TRAININGS = [f"{model} {precision} {name}" for model in MODELS for precision in PRECISIONS for name in OPTIMIZERS]
@@ -47,11 +47,12 @@ PLACED = ("lenet 32-true sgd", "gpt bf16-mixed adamw")  # for rows about the pla
 LATE = "gpt 32-true adamw"  # fused on GPUs, where the device itself leaves out a non-finite update
 CHECKED = "gpt 32-true sgd"  # where the host checks before each update
 ATTENTION = "attention bf16-mixed adamw"  # by torch's fused kernels
+LARGE = "large bf16-mixed sgd"  # by several of cuDNN's and cuBLAS' kernels
+SEGMENTS = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 NUM_MICROBATCHES, EPOCHS = 8, 3
 COUNTS = (2, 3, 8)  # numbers of devices with a row of their own, beside one and all
 MOST_GRADIENTS = 4.5  # beside the parameters: the sums of the levels of the tree, and those that are sent
 ROW_SECONDS, MATRIX_SECONDS = 120.0, 240.0
-ROUNDING = 1e-4  # float32 sums of at most 256 terms in another order, over a dozen steps: some hundred times as much
 MUCH_MEMORY = 32 << 30
 LARGE_MODEL = {"width": 2048, "layers": 4, "context": 256, "microbatch_size": 2}  # 0.8 GB of gradients
 GPU_MODEL = {"width": 512, "layers": 6, "context": 256, "microbatch_size": 16}
@@ -59,7 +60,8 @@ CPU_MODEL = {"width": 64, "layers": 2, "context": 32, "microbatch_size": 2}
 SHARED = "two processes on one GPU"  # through host memory: NCCL wants one a device
 NEEDS_GPU, NEEDS_TWO = "needs a CUDA device", "needs two devices or more"
 NEEDS_GPUS = "needs two CUDA devices or more"
-NEEDS_TRITON, NEEDS_MEMORY = "needs CUDA devices and Triton", "needs two CUDA devices or more of 32 GiB each"
+NEEDS_TRITON = "needs CUDA devices, Triton and a C compiler"
+NEEDS_MEMORY = "needs two CUDA devices or more of 32 GiB each"
 
 BITS, MATRIX = "the same bits", "models and precisions"
 
@@ -85,6 +87,8 @@ class Row:
     options: Mapping[str, Any]
     seconds: float
     survives: bool  # whether the run outlives the death of a worker
+    hang_seconds: float = 0.0  # after which a worker that shows no life is ended; 0 for never
+    variables: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -158,7 +162,8 @@ def make_rows(chosen: Selection, inventory: Inventory, quick: bool, timeout_seco
     asked = {"timeout_seconds": timeout_seconds}
     both = [at.several] if at.several is at.shared or not at.is_gpu else [at.several, at.shared]
     collectives = [at.row("collectives", "collectives", COLLECTIVES, one, judge_collectives, asked) for one in both]
-    collectives = [] if quick else collectives
+    if quick:
+        collectives = [replace(row, selection=None, missing="--quick") for row in collectives]
     watched: dict[str, Any] = {"names": [LATE, PLACED[0]], "epochs": EPOCHS}
     both_checks: dict[str, Any] = {"names": [LATE, CHECKED]}
     sanitized, waiting = ("stream sanitizer", "streams", judge_streams), ("host waits", "host_waits", judge_waits)
@@ -169,18 +174,19 @@ def make_rows(chosen: Selection, inventory: Inventory, quick: bool, timeout_seco
         at.matrix(at.alone, f"{MATRIX}, each twice,", once, repeats=2),
         *([at.matrix(chosen)] if at.count > 1 else []),
         at.row("failures", "a killed rank", KILLED, at.several, judge_killed, killed, survives=True),
+        at.on_gpus("sums on the GPU and on the host", "operations", judge_operations, at.alone),
+        *_logical_rows(at),
         at.on_gpus("out of memory in NCCL", STARVED, judge_starved, chosen if at.count > 1 else None),
         at.on_gpus(*sanitized, chosen, **watched),
         *([at.matrix(at.first(3))] if at.count > 3 else []),
         *_kernel_rows(at),
-        *_placement_rows(at),
+        *_other_rows(at, killed),
         at.on_gpus(*measured, chosen),
         at.on_gpus(*waiting, chosen, **both_checks),
         *_speed_rows(at, chosen),
         *collectives[1:],
         at.matrix(at.shared, MATRIX if at.shared else f"{MATRIX} on {SHARED}"),
         *(at.matrix(at.first(size)) for size in COUNTS if size < at.count),
-        *_tensor_rows(at),
         *([at.on_gpus("host waits of a run that heals", *waiting[1:], chosen, True, **both_checks)] * (at.count > 1)),
         at.on_gpus(*sanitized, at.alone, **watched),
         at.on_gpus(*measured, at.alone),
@@ -194,36 +200,47 @@ def make_rows(chosen: Selection, inventory: Inventory, quick: bool, timeout_seco
 
 
 def _kernel_rows(at: Places) -> list[Row]:
-    """Kernels that are deterministic by a flag alone: on one device each training twice, then on all."""
-    triton = at.is_gpu and is_installed("triton")
+    """What a flag or a size decides: on one device each training twice, then on all."""
+    triton = at.is_gpu and is_installed("triton") and has_compiler()
+    uneven = {"num_microbatches": max(NUM_MICROBATCHES, at.count) + 1}
     rows = []
     for what, name, more, is_there in (
         ("attention", ATTENTION, {}, True),
+        ("large kernels", LARGE, {}, True),
+        ("microbatches that devices do not divide", LATE, uneven, True),
         ("torch.compile", LATE, {"compile": True}, triton),
+        ("torch.compile with CUDA graphs", LATE, {"graphs": True}, triton),
     ):
         for where, repeats in ((at.alone, 2), (at.chosen, 1)):
             judge = partial(judge_bits, is_first=repeats == 2, key=f"{what}: ")
             options = {"names": [name], "epochs": 1, "repeats": repeats, **more}
             rows.append(at.row(BITS, what, "trainings", where if is_there else None, judge, options, NEEDS_TRITON))
-    rows.insert(2, at.row(BITS, LOGICAL, LOGICAL, at.chosen, judge_logical, {}, seconds=MATRIX_SECONDS))
     return rows
 
 
-def _placement_rows(at: Places) -> list[Row]:
-    """Other placements of the state."""
-    sharded, pipeline = {"strategy": "sharded"}, {"strategy": "pipeline", "mesh": {"data": -1, "pipe": 2}}
-    even = at.first(at.count - at.count % 2) if at.count > 1 else at.shared
-    places = (("sharded (FSDP2)", at.chosen, sharded), ("pipeline", even, pipeline))
-    trained = {"names": PLACED, "epochs": EPOCHS}
-    return [at.row(BITS, what, "trainings", one, judge_bits, {**trained, **placed}) for what, one, placed in places]
+def _logical_rows(at: Places) -> list[Row]:
+    """Ranks of scripts as logical devices: by DistributedDataParallel, and by FSDP2 in numbers of no power of 2."""
+    scripts = (max(NUM_MICROBATCHES, at.count), "ddp", 2), (3, "fsdp2", 1), (6, "fsdp2", 1)
+    rows = []
+    for ranks, kind, repeats in scripts:
+        where, options = at.first(min(at.count, ranks)), {"kind": kind, "num_ranks": ranks, "repeats": repeats}
+        what = f"{LOGICAL}, {ranks} by {kind},"
+        rows.append(at.row(BITS, what, LOGICAL, where, judge_logical, options, seconds=MATRIX_SECONDS))
+    return rows
 
 
-def _tensor_rows(at: Places) -> list[Row]:
-    options = {"repeats": 2, "mesh": {"data": -1, "tensor": 2}, "on_tensor_axis": True, "names": [LATE]}
-    pairs = [at.first(size) for size in sorted({2, at.count - at.count % 2})] if at.count > 1 else [None]
-    judges = [partial(judge_tensor, is_first=number == 0) for number in range(len(pairs))]
-    options |= {"epochs": EPOCHS}
-    return [at.row(BITS, "DTensor", "trainings", one, judge, options) for one, judge in zip(pairs, judges, strict=True)]
+def _other_rows(at: Places, trained: Mapping[str, Any]) -> list[Row]:
+    """Other failures, the sharded state, another allocator; `trained` is a training whose last rank fails."""
+    stopped, resumed = {**trained, "by": "SIGSTOP"}, {**trained, "by": None}
+    placed: dict[str, Any] = {"names": PLACED, "epochs": EPOCHS}
+    segments = at.on_gpus("expandable segments", "trainings", judge_bits, at.chosen, **placed)
+    judge = partial(judge_killed, heals=False)
+    rows = [
+        at.row("failures", "a stopped rank", KILLED, at.several, judge_killed, stopped, survives=True),
+        at.row("failures", "a resume on one device", KILLED, at.several, judge, resumed, survives=True),
+        at.row(BITS, "sharded (FSDP2)", "trainings", at.chosen, judge_bits, {**placed, "strategy": "sharded"}),
+    ]
+    return [replace(rows[0], hang_seconds=30.0), *rows[1:], replace(segments, area=BITS, variables=SEGMENTS)]
 
 
 def _speed_rows(at: Places, where: Selection) -> list[Row]:
@@ -312,27 +329,11 @@ def _check_equal(name: str, reference: Ledger | None, ledger: Ledger) -> None:
         raise UnprovenError(f"{name}: expected {len(reference.steps)} steps, got {len(ledger.steps)}")
 
 
-def judge_tensor(facts: Facts, known: Known, is_first: bool) -> tuple[str, Mapping[str, float]]:
-    """A model on DTensors: its own bits along "data", and one device's losses up to rounding."""
-    text, _ = judge_bits(facts, known, is_first, "tensor: ")
-    worst = 0.0
-    for name, runs in facts.items():
-        if (reference := known.get(name)) is None:
-            raise UnprovenError(f"{name}: expected the losses of one device, got none to compare with: its row failed")
-        for entry in runs[0]["steps"]:
-            mine, theirs = (float.fromhex(each["loss"]) for each in (entry, reference.steps[entry["step"]]))
-            worst = max(worst, abs(mine - theirs) / abs(theirs))
-    if not worst <= ROUNDING:
-        raise UnprovenError(f"expected the losses of one device within {ROUNDING:g}, got {worst:.3g} apart")
-    text = text if is_first else text.replace("one device", "one pair of devices")
-    return f"{text}; losses within {worst:.1e} of one device's", {"largest_loss_difference": worst}
-
-
-def judge_killed(facts: Facts, known: Known) -> tuple[str, Mapping[str, float]]:
-    """A run of which one rank was killed, with the events of the launcher."""
+def judge_killed(facts: Facts, known: Known, heals: bool = True) -> tuple[str, Mapping[str, float]]:
+    """A run of which one rank was killed, with the events of the launcher; or one that was resumed."""
     events = facts["events"]
-    heals = [event for event in events if event["event"] == "heal"]
-    if not heals:
+    seconds = [event["seconds"] for event in events if event["event"] == "heal"]
+    if len(seconds) != heals:
         raise UnprovenError(f"expected a rank to die and the others to go on, got {events}")
     reference = known.get(LATE)
     if reference is None:
@@ -340,15 +341,15 @@ def judge_killed(facts: Facts, known: Known) -> tuple[str, Mapping[str, float]]:
     expected, got = reference.events[-1]["digest"], facts["digest"]
     if expected != got:
         raise UnprovenError(f"expected the undisturbed digest {expected}, got {got} after {events}")
-    seconds = heals[0]["seconds"]
-    return f"the others went on after {seconds:.2g} s, and ended in the undisturbed bits", {"heal_seconds": seconds}
+    how = f"the others went on after {seconds[0]:.2g} s, and" if heals else "it"
+    return f"{how} ended in the undisturbed bits", {"heal_seconds": seconds[0]} if heals else {}
 
 
 def judge_starved(facts: Facts, known: Known) -> tuple[str, Mapping[str, float]]:
     """The failure of a run of which one GPU was full when NCCL connected."""
     if "failure" not in facts:
         raise UnprovenError(f"expected the failure of the run, got {facts}")
-    if NO_MEMORY not in facts["failure"]:
+    if not any(text in facts["failure"] for text in NO_MEMORY):
         raise UnprovenError(f"expected the error of NCCL's that it finds no memory, got {_reason(facts['failure'])}")
     return f"named when the ranks connect, and all end, after {facts['seconds']:.2g} s", {"seconds": facts["seconds"]}
 
@@ -365,7 +366,14 @@ def judge_logical(facts: Facts, known: Known) -> tuple[str, Mapping[str, float]]
     """The digests of a script on one device and on all, twice each."""
     if len(set(facts.values())) > 1:
         raise UnprovenError(f"expected the same weights every time, got {facts}")
-    return f"a script of DistributedDataParallel with attention: the same bits on {', '.join(facts)}", {}
+    return f"a script with attention: the same bits on {', '.join(facts)}", {}
+
+
+def judge_operations(facts: Facts, known: Known) -> tuple[str, Mapping[str, float]]:
+    """Folds of logical ranks: on the host where they share a GPU, else on theirs."""
+    if facts["differ"]:
+        raise UnprovenError(f"expected the host's bits on the GPU, got others of {', '.join(facts['differ'])}")
+    return f"{facts['count']} folds: the same bits", {}
 
 
 def judge_memory(facts: Facts, known: Known) -> tuple[str, Mapping[str, float]]:
@@ -402,9 +410,10 @@ def judge_speed(facts: Facts, known: Known) -> tuple[str, Mapping[str, float]]:
 
 def left_out(row: Row, why: str) -> Result:
     """The result of a row that was not run."""
-    return Result(row.name, "note", f"left out: {why}", area=row.area)
+    return Result(row.name, "note", f"{LEFT_OUT}{why}", area=row.area)
 
 
+LEFT_OUT = "left out: "
 TOTAL_SECONDS = 1200.0
 LEAST_SECONDS = 15.0  # less is not worth starting a row
 START_SECONDS, END_SECONDS = 45.0, 20.0  # of a row, beside the time of its program
@@ -423,7 +432,9 @@ def prove(devices: str, output: Path, quick: bool, timeout_seconds: float) -> di
     begin = time.monotonic()
     entries = run_rows(rows)
     content = {
-        "proven": all(entry["state"] != "bad" and not entry["out_of_time"] for entry in entries),
+        "proven": is_sound(entries) and not quick,
+        "left_out": [entry["name"] for entry in entries if entry["found"].startswith(LEFT_OUT)],
+        "scope": _named(selection).replace("1 ", "one ") if selection.count == 1 else _named(selection),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "seconds": round(time.monotonic() - begin, 1),
         "devices": selection.describe(),
@@ -449,8 +460,6 @@ def run_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
             _say(f"{number:2} of {len(rows)}  {row.name} … ")
             start = time.monotonic()
             result, log = _run_row(row, begin + TOTAL_SECONDS - start, Path(folder, str(number)), known)
-            if row.program == KILLED and _uses_nccl(row.selection) and result.state == "bad":
-                result = _without_multicast(row, result, begin + TOTAL_SECONDS, Path(folder, f"{number} again"), known)
             seconds = round(time.monotonic() - start, 1)
             _say(f"{result.found}\n" if result.state == "note" else f"{result.state}, {seconds:.0f} s\n")
             more = {"log": log} if result.state == "bad" else {}
@@ -460,21 +469,13 @@ def run_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
     return entries
 
 
-def _uses_nccl(selection: Selection | None) -> bool:
-    return selection is not None and selection.kind == "cuda" and selection.devices[0] != selection.devices[-1]
-
-
-def _without_multicast(row: Row, failed: Result, end: float, folder: Path, known: Known) -> Result:
-    """The result of a row that has failed, with what a second attempt says, in which NCCL uses no multicast."""
-    again, _ = _run_row(row, end - time.monotonic(), folder, known, NO_MULTICAST)
-    words = " ".join(f"{name}={value}" for name, value in NO_MULTICAST.items())
-    if again.state == "good":
-        return replace(failed, advice=f"set {words} for runs that are to heal: with it, {again.found}; {failed.advice}")
-    return replace(failed, found=f"{failed.found}; with {words}: {again.found}")
+def is_sound(entries: Sequence[Facts]) -> bool:
+    """Whether no row has failed, and none was too late."""
+    return not any(entry["state"] == "bad" or entry["out_of_time"] for entry in entries)
 
 
 def verdict(content: Facts) -> str:
-    """The sentence on all rows: proven, partly proven, or not."""
+    """The sentence on all rows: proven, partly proven, or not; for which devices, and without what."""
     wrong = [row["name"] for row in content["rows"] if row["state"] == "bad"]
     late = [row["name"] for row in content["rows"] if row["out_of_time"]]
     if wrong:
@@ -484,7 +485,8 @@ def verdict(content: Facts) -> str:
             f"partly proven: the {TOTAL_SECONDS / 60:.0f} minutes were over before {counted(len(late), 'row')}: "
             f"{', '.join(late)}; ask for fewer of them by --quick or --devices"
         )
-    return "proven"
+    rest = f"; left out: {', '.join(content['left_out'])}" if content["left_out"] else ""
+    return f"{'proven' if content['proven'] else 'partly proven'} for {content['scope']}{rest}"
 
 
 def _path_in(output: Path, selection: Selection) -> Path:
@@ -499,9 +501,7 @@ def _path_in(output: Path, selection: Selection) -> Path:
         return path  # before the minutes that its content takes
 
 
-def _run_row(
-    row: Row, left: float, folder: Path, known: Known, variables: Mapping[str, str] | None = None
-) -> tuple[Result, str]:
+def _run_row(row: Row, left: float, folder: Path, known: Known) -> tuple[Result, str]:
     """The result of a row, within the seconds that are left, and the end of its output."""
     if row.selection is None:
         return left_out(row, row.missing), ""
@@ -511,7 +511,7 @@ def _run_row(
     limit, facts_file, log_file = min(row.seconds + START_SECONDS, left), folder / "facts.json", folder / "log.txt"
     row = replace(row, options={**row.options, "folder": str(folder / "run")}) if row.survives else row
     with log_file.open("wb") as log:
-        is_over = _run_child(pickle.dumps((row, facts_file)), log, limit, {**os.environ, **(variables or {})})
+        is_over = _run_child(pickle.dumps((row, facts_file)), log, limit, {**os.environ, **row.variables})
     facts = json.loads(facts_file.read_text(encoding="utf-8")) if facts_file.exists() else {}
     text = log_file.read_bytes()[-LOG_BYTES:].decode(errors="replace") + (facts.get("failure") or "")
     try:
@@ -560,13 +560,17 @@ def _perform(row: Row, selection: Selection) -> dict[str, Any]:
         results, _ = check_ranks(selection, row.options["timeout_seconds"], False)
         return {"result": [asdict(each) for each in results]}
     if row.program == LOGICAL:
-        return _run_logical(selection, row.options["num_microbatches"])
+        return _run_logical(selection, row.options)
     kwargs = {"program": row.program, "seconds": row.seconds, "options": row.options}
-    policy = Policy(heal=row.survives, hang_seconds=0, grace_seconds=GRACE_SECONDS)
+    policy = Policy(heal=row.survives, hang_seconds=row.hang_seconds, grace_seconds=GRACE_SECONDS)
     preload = (*TRAINING, PROGRAMS)
     job = Job("function", f"{PROGRAMS}:start", kwargs=kwargs, quiet=True, preload=preload, policy=policy)
-    begin = time.monotonic()
-    outcome = supervise(job, selection)
+    begin, outcome = time.monotonic(), None
+    if row.options.get("by", "") is None:  # an epoch on all, and the rest on one
+        outcome = supervise(replace(job, kwargs={**kwargs, "options": {**row.options, "epochs": 1}}), selection)
+        selection = _first(selection, discover(), 1)
+    if outcome is None or not outcome.exit_code:
+        outcome = supervise(job, selection)
     failure = outcome.failure or "it was stopped"
     if row.program == STARVED and outcome.exit_code:
         return {"result": {"failure": failure, "seconds": time.monotonic() - begin}}
@@ -576,20 +580,22 @@ def _perform(row: Row, selection: Selection) -> dict[str, Any]:
     return {"result": {**outcome.result, **events}}
 
 
-def _run_logical(selection: Selection, num_ranks: int) -> dict[str, Any]:
-    """The digests of the script of `proof_script` as logical devices, on one device and on all, each twice."""
+def _run_logical(selection: Selection, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The digests of the script of `proof_script` as logical devices, on one device and on all, some times each."""
     found, module = {}, "samestep.logical.ranks"
-    for where, number in product(
-        [_first(selection, discover(), size) for size in sorted({1, selection.count})], (1, 2)
-    ):
+    places = [_first(selection, discover(), size) for size in sorted({1, selection.count})]
+    for where, number in product(places, range(max(options["repeats"], 3 - len(places)))):
         with tempfile.TemporaryDirectory(prefix="samestep-logical-") as folder:
             digest = Path(folder, "digest")
-            kwargs = {"kind": "module", "target": "samestep.doctor.proof_script", "argv": [str(digest)]}
+            argv = [str(digest), options["kind"]]
+            kwargs = {"kind": "module", "target": "samestep.doctor.proof_script", "argv": argv}
             job = Job("function", f"{module}:run_logical", kwargs=kwargs, quiet=True, preload=(*TRAINING, module))
-            outcome = supervise(replace(job, logical_devices=num_ranks, policy=Policy(hang_seconds=0)), where)
+            outcome = supervise(
+                replace(job, logical_devices=options["num_ranks"], policy=Policy(hang_seconds=0)), where
+            )
             if outcome.exit_code:
                 return {"failure": outcome.failure or "it was stopped"}
-            found[f"{_named(where)}, run {number}"] = digest.read_text(encoding="utf-8")
+            found[f"{_named(where)}, run {number + 1}"] = digest.read_text(encoding="utf-8")
     return {"result": found}
 
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -31,6 +30,7 @@ from samestep.engine.determinism import own_device
 from samestep.engine.observer import StepObserver
 from samestep.engine.result import StepResult
 from samestep.engine.step import TrainStep
+from samestep.logical.collectives import Operation
 from samestep.recipes import gpt
 from samestep.recipes.catalog import load
 from samestep.recipes.images import classification_loss
@@ -89,12 +89,29 @@ def make_attention() -> nn.Module:
     return nn.Sequential(nn.Embedding(gpt.NUM_BYTES, WIDTH), Attention(), nn.Linear(WIDTH, gpt.NUM_BYTES))
 
 
+class Large(nn.Module):
+    """Convolutions in NHWC, an LSTM and products, of sizes for which libraries have several kernels and split sums."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        convolutions = [nn.Conv2d(1, 64, 3, padding=1), nn.BatchNorm2d(64), nn.Conv2d(64, 64, 3, padding=1)]
+        self.convolutions = nn.Sequential(*convolutions).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.lstm = nn.LSTM(28, 256, batch_first=True)
+        self.products = nn.Sequential(nn.Linear(256, 4096), nn.ReLU(), nn.Linear(4096, 4096), nn.Linear(4096, 10))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, 1, 28, 28] to [N, 10]."""
+        rows = self.convolutions(x.to(memory_format=torch.channels_last)).mean(1)  # [N, 28, 28]
+        scores: Tensor = self.products(self.lstm(rows)[0][:, -1])
+        return scores
+
+
 MODELS: Mapping[str, tuple[Callable[[], nn.Module], Callable[..., Any], Callable[[int], Any]]] = {
     "lenet": (make_lenet, classification_loss, random_images),
     "gpt": (make_gpt, gpt.loss, random_texts),
+    "large": (Large, classification_loss, random_images),
     "attention": (make_attention, gpt.loss, lambda count: random_texts(count, PLACES)),
 }
-FEED_FORWARD = {"blocks.*.feed_in": ColwiseParallel(), "blocks.*.feed_out": RowwiseParallel()}
 
 
 def make_optimizer(name: str, model: nn.Module, device: torch.device) -> Optimizer:
@@ -104,13 +121,13 @@ def make_optimizer(name: str, model: nn.Module, device: torch.device) -> Optimiz
     return torch.optim.AdamW(model.parameters(), lr=2e-3, fused=True if device.type == "cuda" else None)
 
 
-def build(name: str, run: Run, *, on_tensor_axis: bool = False) -> tuple[nn.Module, Optimizer, dict[str, Any]]:
+def build(name: str, run: Run, *, graphs: bool = False) -> tuple[nn.Module, Optimizer, dict[str, Any]]:
     """The model, optimizer and further arguments of the step of a training such as "gpt bf16-mixed adamw"."""
     kind, precision, optimizer = name.split()
     make, loss, _ = MODELS[kind]
     model = make()
-    if on_tensor_axis:
-        model = parallelize_module(model.to(run.device), run.mesh["tensor"], FEED_FORWARD)
+    if graphs:
+        model.compile(mode="reduce-overhead")
     options = {
         "loss_fn": loss,
         "precision": precision,
@@ -125,10 +142,10 @@ def data_of(name: str, count: int = SAMPLES) -> Any:
     return MODELS[name.split()[0]][2](count)
 
 
-def train(name: str, run: Run, epochs: int, *, on_tensor_axis: bool = False, **more: Any) -> Facts:
+def train(name: str, run: Run, epochs: int, *, graphs: bool = False, **more: Any) -> Facts:
     """Trains; the steps as in a ledger, with a checksum of the state each, and the digest of the final state."""
     print(f"{name} on {run.world_size}", file=sys.stderr, flush=True)  # the row's log shows how far it came
-    model, optimizer, options = build(name, run, on_tensor_axis=on_tensor_axis)
+    model, optimizer, options = build(name, run, graphs=graphs)
     step = run.train_step(model, optimizer, **options, **more)
     loader = run.loader(data_of(name), shuffle=True)
     taken: list[tuple[StepResult, Tensor]] = []
@@ -169,26 +186,26 @@ def trainings(
 
 
 class Kill(StepObserver):
-    """Kills this process by SIGKILL before it exchanges gradients of a step."""
+    """Sends this process a signal before it exchanges gradients of a step."""
 
-    def __init__(self) -> None:
-        self._step = 0
+    def __init__(self, by: str) -> None:
+        self._step, self._signal = 0, signal.Signals[by]
 
     def on_step(self, step: Any, batch: Any) -> None:
         self._step = step.num_steps
 
     def on_phase(self, phase: str) -> None:
         if phase == "exchange" and self._step == KILLED_IN_STEP:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), self._signal)
 
 
-def killed(name: str, num_microbatches: int, epochs: int, folder: str) -> Facts:
-    """A training whose last rank is killed; the others go on."""
+def killed(name: str, num_microbatches: int, epochs: int, folder: str, by: str | None = "SIGKILL") -> Facts:
+    """A training whose last rank gets a signal, upon which the others go on; without one it resumes the folder's."""
     run = Run(BATCH, num_microbatches, SEED)
     model, optimizer, options = build(name, run)
-    options |= {"observers": [Kill()] if run.rank == run.world_size - 1 else [], "checkpoint_steps": 1}
+    options |= {"observers": [Kill(by)] if by and run.rank == run.world_size - 1 else [], "checkpoint_steps": 1}
     with Trainer(run, model, optimizer, run_dir=folder, checkpoint_minutes=None, digest_every=1, **options) as trainer:
-        trainer.fit(data_of(name), epochs)
+        trainer.fit(data_of(name), epochs, resume=None if by else "auto")
         return {"digest": trainer.digest}
 
 
@@ -199,10 +216,25 @@ def starved(num_microbatches: int) -> Facts:
     while place.rank == place.world_size - 1 and size >= 1 << 20:
         try:
             held.append(torch.empty(size, dtype=torch.uint8, device=device))
-        except torch.OutOfMemoryError:
-            size //= 2
+        except torch.OutOfMemoryError:  # torch takes 20 MiB for requests of less than 10, and 2 for one of 1
+            size = size // 2 if size > 32 << 20 else 1 << 20 if size > 1 << 20 else 0
     del held[-1:]  # torch keeps it, for its own small tensors
     return {"connected": Run(BATCH, num_microbatches, SEED).world_size}
+
+
+def operations(num_microbatches: int) -> Facts:
+    """The folds of process groups whose bits differ between a GPU and the host."""
+    device, dtypes = Run(BATCH, num_microbatches, SEED).device, (torch.float32, torch.bfloat16, torch.int32)
+    cases = list(itertools.product(("SUM", "AVG", "PRODUCT", "MIN", "MAX"), (2, 3, 5, 6, 7, 8), dtypes))
+    differ = []
+    for name, ranks, dtype in cases:
+        parts = [(3 * torch.randn(10_007)).to(dtype) for _ in range(ranks)]
+        host, there = torch.empty_like(parts[0]), torch.empty_like(parts[0], device=device)
+        Operation(name).fold(parts, host)
+        Operation(name).fold([part.to(device) for part in parts], there)
+        if not torch.equal(host.view(torch.uint8), there.cpu().view(torch.uint8)):
+            differ.append(f"{name} of {ranks} ranks in {dtype}")
+    return {"count": len(cases), "differ": differ}
 
 
 def streams(names: Sequence[str], num_microbatches: int, epochs: int) -> Facts:
@@ -287,8 +319,11 @@ def memory(num_microbatches: int) -> Facts:
             torch.cuda.reset_peak_memory_stats(run.device)
         step(batch)
     step.check()
+    before = torch.cuda.memory_allocated(run.device)
+    getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)()
+    one_more = 1 + (before - torch.cuda.memory_allocated(run.device)) / one  # cuBLAS' workspaces, which all loops have
     peaks = {"allocated": torch.cuda.max_memory_allocated, "reserved": torch.cuda.max_memory_reserved}
-    return {name: peak(run.device) / one - 1 for name, peak in peaks.items()}
+    return {name: peak(run.device) / one - one_more for name, peak in peaks.items()}
 
 
 def mean_squares(model: nn.Module, batch: Tensor) -> Tensor:
@@ -379,6 +414,7 @@ PROGRAMS: Mapping[str, Callable[..., Facts]] = {
     "trainings": trainings,
     "killed": killed,
     "starved": starved,
+    "operations": operations,
     "streams": streams,
     "host_waits": host_waits,
     "memory": memory,

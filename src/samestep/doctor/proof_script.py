@@ -1,6 +1,7 @@
-"""A script of DistributedDataParallel as torchrun starts it, which the proof runs as logical devices.
+"""A script as torchrun starts it, which the proof runs as logical devices.
 
-It trains attention in bfloat16 over rows of 1,024 places, and rank 0 writes the digest of its weights to argv[1].
+It trains attention in bfloat16 over rows of 1,024 places, by what argv[2] names, "ddp" or "fsdp2", and rank 0 writes
+the digest of its weights to argv[1].
 """
 
 import hashlib
@@ -11,6 +12,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
@@ -38,7 +41,8 @@ def main() -> None:
     rank = dist.get_rank()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
     torch.manual_seed(1)
-    model = DistributedDataParallel(Attention().to(device))
+    model: nn.Module = Attention().to(device)
+    model = DistributedDataParallel(model) if sys.argv[2] == "ddp" else fully_shard(model)  # type: ignore[assignment]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     torch.manual_seed(100 + rank)
     for _ in range(STEPS):
@@ -48,8 +52,9 @@ def main() -> None:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+    whole = [each.full_tensor() if isinstance(each, DTensor) else each for each in model.parameters()]
     if rank == 0:
-        parts = [parameter.detach().cpu().numpy().tobytes() for parameter in model.parameters()]
+        parts = [parameter.detach().cpu().numpy().tobytes() for parameter in whole]
         Path(sys.argv[1]).write_text(hashlib.sha256(b"".join(parts)).hexdigest(), encoding="utf-8")
     dist.destroy_process_group()
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch.backends import cuda, cudnn, mkldnn
-from torch.cuda import tunable
+from torch.cuda import get_allocator_backend, tunable
 
 from samestep.errors import DeterminismError
 
@@ -25,10 +25,16 @@ CPU = {f"mkldnn.{name}": getattr(mkldnn, name) for name in ("matmul", "conv", "r
 ADVICE = {
     "cudnn.benchmark": "leave cudnn.benchmark off, which chooses kernels by their time",
     "cuda.tunable": "unset PYTORCH_TUNABLEOP_ENABLED: TunableOp chooses matrix products by their time",
+    "cuda.allocator": "leave backend:… out of PYTORCH_ALLOC_CONF: torch's own allocator alone tells of a shortage",
     "deterministic_debug_mode": "leave deterministic algorithms on, without which kernels add in the order in which "
     "threads arrive",
 }
-ENFORCED: Mapping[str, Any] = {"cudnn.benchmark": False, "cuda.tunable": False, "deterministic_debug_mode": 2}
+ENFORCED: Mapping[str, Any] = {
+    "cudnn.benchmark": False,
+    "cuda.tunable": False,
+    "cuda.allocator": "native",
+    "deterministic_debug_mode": 2,
+}
 """What equal bits need, unless the reduction is the backend's own; `determinism.make_deterministic` sets it."""
 
 
@@ -81,7 +87,7 @@ def kernel_flags(device_kind: str) -> dict[str, Any]:
         "deterministic_debug_mode": torch.get_deterministic_debug_mode(),
         **({} if on_gpu else {"mkldnn.enabled": mkldnn.enabled}),
         **({"cudnn.enabled": cudnn.enabled, "cudnn.benchmark": cudnn.benchmark, **_cuda_flags()} if on_gpu else {}),
-        **({"cuda.tunable": tunable.is_enabled()} if on_gpu else {}),
+        **({"cuda.tunable": tunable.is_enabled(), "cuda.allocator": get_allocator_backend()} if on_gpu else {}),
     }
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from samestep.comm.buckets import pinned
 from samestep.comm.communicator import Communicator
 from samestep.comm.membership import END_OF_FIT, Membership
 from samestep.core.tree import rank_blocks
@@ -503,7 +504,7 @@ class TrainStep:
         # Pinned memory, without which a copy from the device blocks the host.
         if isinstance(scalars, Tensor) and scalars.device.type == "cuda":
             scalars_on = scalars.device
-            scalars = torch.empty(scalars.shape, dtype=scalars.dtype, pin_memory=True).copy_(scalars, non_blocking=True)
+            scalars = pinned(scalars.numel(), scalars.dtype).view(scalars.shape).copy_(scalars, non_blocking=True)
             event = torch.Event(scalars_on)
             event.record(torch.cuda.current_stream(scalars_on))  # the device need not be the current one
         read_before = self._read_up_to if self._finite.is_late else None

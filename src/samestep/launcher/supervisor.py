@@ -86,6 +86,8 @@ def supervise(
         contextlib.closing(Display(job.quiet, job.lines_to)) as display,
         _token_file(job) as tokens,
     ):
+        for sentence in () if job.quiet else selection.notes:
+            display.notify(sentence)
         # One fork server for all attempts, unless it is itself what broke: it imports torch once.
         pool = open_pool()
         for attempt in itertools.count():

@@ -50,6 +50,8 @@ def hand_over(job: Job, selection: Selection, torchrun: Torchrun) -> Outcome:
     num_workers = selection.count if logical_devices is None else torchrun.ranks_each(logical_devices)
     policy.check_devices(selection.count, num_workers)
     make_log_dir(job.log_dir)
+    for sentence in selection.notes:
+        notify(sentence)
     wait = MachineWait.of(torchrun)
     if torchrun.max_nodes > 1:
         notify(f"waiting at {wait.place} for {wait.machines}, up to {wait.seconds} s")

@@ -25,6 +25,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from samestep.callsite import calling_frame, script_line
+from samestep.checkpoint.contract import check_same_gpus
+from samestep.comm.buckets import pinned
 from samestep.comm.connecting import connect_gpus, connect_process_group
 from samestep.comm.group import GroupTransport
 from samestep.comm.transport import Connection, LocalTransport, Transport, close_at_exit, unexpected_sizes
@@ -346,7 +348,8 @@ class OrderedProcessGroup(_Base):  # type: ignore[misc]  # for the same reason
         self._transport.close()  # ends the wait of an operation under way
         self._queue.join()
         if self._over_nccl is not None:
-            self._over_nccl.close()
+            # After a failure what NCCL has queued may wait for a rank that is gone.
+            self._over_nccl.close() if self._failure is None else self._over_nccl.abandon()
             self._over_nccl = None
         self._gloo = None
 
@@ -412,7 +415,9 @@ class OrderedProcessGroup(_Base):  # type: ignore[misc]  # for the same reason
             return host
         if not self._has_asked:
             self._has_asked = True
-            self._over_nccl = connect_gpus(host, self._store, gpus.pop(), self._timeout, may=not shares_device())
+            device = gpus.pop()
+            check_same_gpus(host, device)
+            self._over_nccl = connect_gpus(host, self._store, device, self._timeout, may=not shares_device())
         if self._over_nccl is None:
             return host
         # The ranks meet first: NCCL would wait for ever for one that is lost or makes another call, and read what is
@@ -519,11 +524,11 @@ def _joined(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _copied_to_host(tensors: Sequence[Tensor]) -> Tensor:
-    """The values of tensors of one dtype, one after another; of a GPU in pinned memory, which it reads and writes."""
+    """The values of tensors of one dtype, one after another; those of a GPU in pinned memory, unless they are large."""
     with torch._C.DisableTorchFunction():  # by their memory: simulated GPUs are the host's
         if tensors[0].is_cuda:
             sizes = [tensor.numel() for tensor in tensors]
-            host = torch.empty(sum(sizes), dtype=tensors[0].dtype, pin_memory=True)
+            host = pinned(sum(sizes), tensors[0].dtype)
             for tensor, part in zip(tensors, host.split(sizes), strict=True):
                 part.view(tensor.shape).copy_(tensor, non_blocking=True)
             torch.cuda.current_stream(tensors[0].device).synchronize()

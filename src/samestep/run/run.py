@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from samestep.checkpoint.contract import Contract, check_contract
+from samestep.checkpoint.contract import Contract, check_contract, check_same_gpus
 from samestep.checkpoint.contract_diff import check_contract_kept, differences
 from samestep.checks import check_number
 from samestep.comm.communicator import DTYPES, Communicator, make_communicator
 from samestep.comm.environment import Environment, chosen_audit, chosen_profile, read_environment
 from samestep.comm.heartbeat import LEAVES_EARLY, READY_TO_JOIN, Heartbeat, HeartbeatPage
 from samestep.comm.membership import Membership
-from samestep.comm.transport import close_at_exit
+from samestep.comm.transport import Connection, close_at_exit
 from samestep.core.mesh import make_mesh
 from samestep.core.microbatches import active_shares, microbatch_ranges
 from samestep.data.loader import Loader
@@ -169,6 +169,8 @@ class Run:
             healing_store = join_store(environment, timeout)
         if communicator is None:
             communicator = make_communicator(Environment() if joins else own, self.device, timeout, reduction)
+            if self.device.type == "cuda" and reduction == "ordered" and isinstance(communicator.control, Connection):
+                check_same_gpus(communicator.control, self.device)
         self.membership = Membership(
             communicator,
             count,

@@ -6,8 +6,12 @@ With this folder's parent on PYTHONPATH, a Python process has as many GPUs as FA
                           for), "early" (everything else first), "random" (by FAKE_CUDA_SEED)
     FAKE_CUDA_LATE_US     the time in μs before work begins that nobody waits for (20,000)
     FAKE_CUDA_MEMORY_MIB  the memory of a GPU (81,920)
-    FAKE_NCCL_FAULT       "KIND RANK N": that rank's N-th all-to-all or send fails; nccl.cpp has the kinds ("memory", …)
+    FAKE_NCCL_FAULT       "KIND RANK N": that rank's N-th all-to-all or send fails; "abort RANK N": its
+                          aborts do not return; nccl.cpp has all kinds
+    FAKE_CUDA_PINNED_MIB  how much of the host's memory can be pinned (no limit)
+    FAKE_CUDA_QUEUE       the launches that a GPU takes before it has executed them (1,024)
     FAKE_CUDA_NAME        the model of the GPUs ("Fake GPU")
+    FAKE_CUDA_SMS         the multiprocessors of the GPUs, "132,66,…" (132 each)
     FAKE_CUDA_COMPUTE_MODE  0, or 3 (EXCLUSIVE_PROCESS), of which the management library tells alone
     FAKE_CUDA_NUMA        anything, for cores in two groups, each near to half of the GPUs
     FAKE_CUDA_NVML        0 for machines without the management library, on which the driver itself answers

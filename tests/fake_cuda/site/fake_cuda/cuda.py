@@ -64,7 +64,9 @@ def prepare() -> None:
         "resetPeakMemoryStats": native.reset_peak,
         "resetAccumulatedMemoryStats": lambda device: None,
         "setMemoryFraction": native.limit_memory,
-        "getAllocatorBackend": lambda: "native",
+        "getAllocatorBackend": lambda: (
+            "cudaMallocAsync" if "cudaMallocAsync" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") else "native"
+        ),
         "ipc_collect": lambda: None,
         "sleep": lambda cycles: None,
         "resetPeakHostMemoryStats": lambda: None,
@@ -145,12 +147,13 @@ def _memory_stats(device: int) -> dict[str, Any]:
 def _properties(device: int) -> Properties:
     if not 0 <= device < native.num_devices():
         raise AssertionError("Invalid device id")
+    sms = os.environ.get("FAKE_CUDA_SMS", "132").split(",")
     return Properties(
         name=os.environ.get("FAKE_CUDA_NAME", "Fake GPU"),
         major=9,
         minor=0,
         total_memory=native.total_memory(),
-        multi_processor_count=132,
+        multi_processor_count=int(sms[int(native.physical_id(device)[-12:], 16) % len(sms)]),
         warp_size=32,
         max_threads_per_multi_processor=2048,
         is_integrated=0,
