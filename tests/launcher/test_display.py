@@ -126,10 +126,8 @@ def test_a_bar_whose_terminal_is_closed_is_no_error():
     assert process.returncode == 0
 
 
-def test_a_full_disk_is_no_error_and_letters_that_a_stream_lacks_are_escaped():
-    program = (
-        "import sys\nfrom samestep.text import show\nshow('a', open('/dev/full', 'w'))\nshow('b\u2026', sys.stdout)"
-    )
+def test_letters_that_a_stream_lacks_are_escaped():
+    program = "import sys\nfrom samestep.text import show\nshow('b\u2026', sys.stdout)"
     variables = {**os.environ, "PYTHONIOENCODING": "ascii"}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=variables)
     assert done.stdout == "b\\u2026\n"

@@ -21,7 +21,7 @@ import selectors
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -62,6 +62,7 @@ class Display:
         self._bar: Progress | None = None
         self._task: TaskID | None = None
         self._begun = self._shown = time.monotonic()
+        self.refused: OSError | None = None  # why lines, or output that is passed on, are not there
 
     def progress(self, event: Event) -> None:
         """Moves the bar, at most ten times a second."""
@@ -73,7 +74,8 @@ class Display:
             if now - self._shown >= LINE_SECONDS:  # so that a long epoch does not look hung
                 self._shown = now
                 steps = f"step {event.get('step')} of {event.get('steps') or '?'}"
-                self._print(f"epoch {event.get('epoch')}, {steps}, {_figures(event)}", sys.stderr)
+                with contextlib.suppress(OSError):
+                    self._print(f"epoch {event.get('epoch')}, {steps}, {_figures(event)}", sys.stderr)
             return
         if now - self._shown < REFRESH_SECONDS and not last:
             return
@@ -90,7 +92,7 @@ class Display:
             figures=_figures(event),
             clock=str(timedelta(seconds=int(now - self._begun))),
         )
-        with showing(sys.stderr):
+        with contextlib.suppress(OSError), showing(sys.stderr):
             self._bar.start()  # does nothing the second time
             self._bar.refresh()
 
@@ -98,11 +100,21 @@ class Display:
         """Prints a line, above the bar if there is one."""
         if self._quiet:
             return
-        self._print(text, self._lines)
+        with self.keeping():
+            self._print(text, self._lines)
+
+    @contextlib.contextmanager
+    def keeping(self) -> Iterator[None]:
+        """For a block that prints results: if they are refused, the run goes on, and has failed at its end."""
+        try:
+            yield
+        except OSError as error:
+            self.refused = error
 
     def notify(self, text: str) -> None:
         """Prints a message about the run on stderr, above the bar if there is one; even if the display is quiet."""
-        self._print(f"samestep: {text}", sys.stderr)
+        with contextlib.suppress(OSError):
+            self._print(f"samestep: {text}", sys.stderr)
 
     def _print(self, text: str, stream: TextIO) -> None:
         # If bar and text share the terminal the bar's console must print it.
@@ -114,7 +126,7 @@ class Display:
 
     def close(self) -> None:
         if self._bar is not None:
-            with showing(sys.stderr):
+            with contextlib.suppress(OSError), showing(sys.stderr):
                 self._bar.stop()
 
 
@@ -309,7 +321,7 @@ class Monitor:
             decoder = codecs.getincrementaldecoder("utf-8")
             decode = self._decoders.setdefault((worker.slot, stream), decoder("replace")).decode
             target = sys.stdout if stream == "stdout" else sys.stderr
-            with showing(target):
+            with self._display.keeping(), showing(target):
                 target.write(decode(data or b"", data is None))
                 target.flush()
         if stream is None or worker.place.rank > 0:  # the output of the first rank 0 has been printed already
@@ -514,6 +526,11 @@ class Monitor:
             return Outcome(exit_code(culprit), self.workers.result(), failure)
         if self._stopped_by is not None:
             self._display.notify("the run was at its end, and is complete")
+        for error in (self._display.refused, *(worker.refused for worker in self.workers.all)):
+            if error is not None:
+                place = "" if error.filename is None else f"{error.filename}: "
+                failure = f"what was printed cannot be written: {place}{error.strerror}"
+                return Outcome(1, self.workers.result(), failure)
         return Outcome(0, result=self.workers.result())
 
     def _culprit(self) -> Worker | None:

@@ -4,6 +4,7 @@
 program of each worker.
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -230,7 +231,8 @@ def main() -> None:
     except SystemExit as stop:
         code, message = exit_code_of(stop)
         if message:
-            show(message, terminal)
+            with contextlib.suppress(OSError):
+                show(message, terminal)
     except KeyboardInterrupt:
         code = 128 + signal.SIGINT
     except BaseException as error:
@@ -241,7 +243,8 @@ def main() -> None:
         if is_numbered and report["type"] == "AbsentError":  # of `comm.rendezvous`, which imports torch
             absent.touch()
             message += "\nno further restart is tried without it"
-        show(f"samestep: error: {message}", terminal)
+        with contextlib.suppress(OSError):
+            show(f"samestep: error: {message}", terminal)
         if report["peer_lost"]:
             time.sleep(PEER_LOST_SECONDS)
     leave(code)
