@@ -62,7 +62,7 @@ class Display:
         self._bar: Progress | None = None
         self._task: TaskID | None = None
         self._begun = self._shown = time.monotonic()
-        self.refused: OSError | None = None  # why lines, or output that is passed on, are not there
+        self.refused: OSError | None = None  # why something is not shown
 
     def progress(self, event: Event) -> None:
         """Moves the bar, at most ten times a second."""
@@ -74,8 +74,7 @@ class Display:
             if now - self._shown >= LINE_SECONDS:  # so that a long epoch does not look hung
                 self._shown = now
                 steps = f"step {event.get('step')} of {event.get('steps') or '?'}"
-                with contextlib.suppress(OSError):
-                    self._print(f"epoch {event.get('epoch')}, {steps}, {_figures(event)}", sys.stderr)
+                self._print(f"epoch {event.get('epoch')}, {steps}, {_figures(event)}", sys.stderr)
             return
         if now - self._shown < REFRESH_SECONDS and not last:
             return
@@ -92,7 +91,7 @@ class Display:
             figures=_figures(event),
             clock=str(timedelta(seconds=int(now - self._begun))),
         )
-        with contextlib.suppress(OSError), showing(sys.stderr):
+        with self.keeping(sys.stderr):
             self._bar.start()  # does nothing the second time
             self._bar.refresh()
 
@@ -100,33 +99,32 @@ class Display:
         """Prints a line, above the bar if there is one."""
         if self._quiet:
             return
-        with self.keeping():
-            self._print(text, self._lines)
+        self._print(text, self._lines)
 
     @contextlib.contextmanager
-    def keeping(self) -> Iterator[None]:
-        """For a block that prints results: if they are refused, the run goes on, and has failed at its end."""
+    def keeping(self, stream: TextIO) -> Iterator[None]:
+        """For a block that prints: if a full disk refuses it, the run goes on, and has failed at its end."""
         try:
-            yield
+            with showing(stream):
+                yield
         except OSError as error:
             self.refused = error
 
     def notify(self, text: str) -> None:
         """Prints a message about the run on stderr, above the bar if there is one; even if the display is quiet."""
-        with contextlib.suppress(OSError):
-            self._print(f"samestep: {text}", sys.stderr)
+        self._print(f"samestep: {text}", sys.stderr)
 
     def _print(self, text: str, stream: TextIO) -> None:
         # If bar and text share the terminal the bar's console must print it.
-        if self._bar is not None and stream.isatty():
-            with showing(stream):
+        with self.keeping(stream):
+            if self._bar is not None and stream.isatty():
                 self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
-        else:
-            show(text, stream)
+            else:
+                show(text, stream)
 
     def close(self) -> None:
         if self._bar is not None:
-            with contextlib.suppress(OSError), showing(sys.stderr):
+            with self.keeping(sys.stderr):
                 self._bar.stop()
 
 
@@ -321,7 +319,7 @@ class Monitor:
             decoder = codecs.getincrementaldecoder("utf-8")
             decode = self._decoders.setdefault((worker.slot, stream), decoder("replace")).decode
             target = sys.stdout if stream == "stdout" else sys.stderr
-            with self._display.keeping(), showing(target):
+            with self._display.keeping(target):
                 target.write(decode(data or b"", data is None))
                 target.flush()
         if stream is None or worker.place.rank > 0:  # the output of the first rank 0 has been printed already
