@@ -120,6 +120,11 @@ def run(
     job = _as_read(replace(job, preload=reading.preload), script, reading, is_simulated, each)
     if script.single_process is None and reading.is_both:
         notify(f"{program[0]}: {reading.reason}")
+    if job.kwargs.get("simulated") and reading.names_gpus:
+        last = (script.logical_devices or selection.count) - 1
+        gpus = "cuda:0" + (f" {'and' if last == 1 else 'to'} cuda:{last}" if last else "")
+        stand = f"{selection.describe()} stand{'s' if selection.count == 1 else ''} in for {gpus}"
+        notify(stand if spec.startswith("cpu") else f"no GPU here: {stand}")
     folder = profile_dir or (Path(PROFILE_FOLDER) if profile else None)
     if folder is not None:
         selection = profiled(selection, folder)
