@@ -462,7 +462,7 @@ def test_a_run_that_explodes_says_so_keeps_what_it_has_and_can_go_on(tmp_path, m
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
         options = {"run_dir": tmp_path / "run", "late_check": late}
         with Trainer(run, model, optimizer, explode_in_the_second_epoch, **options) as trainer:
-            with pytest.raises(NonFiniteError, match="step 5: not finite: the loss of microbatch 0"):
+            with pytest.raises(NonFiniteError, match="step 6: not finite: the loss of microbatch 0"):
                 trainer.fit(points(), 3)
             assert [record.epoch for record in trainer.history] == [1]
             assert trainer.step.num_steps == 5
@@ -473,7 +473,7 @@ def test_a_run_that_explodes_says_so_keeps_what_it_has_and_can_go_on(tmp_path, m
 
     alone(program)
     steps = [line["step"] for line in steps_of(tmp_path / "run")]
-    assert steps == [0, 1, 2, 3, 4, 5, 6, 7, 8]
+    assert steps == [1, 2, 3, 4, 5, 6, 7, 8, 9]
 
 
 def test_ranks_end_in_the_same_step_whichever_of_them_has_read_a_late_failure(tmp_path, monkeypatch):

@@ -120,7 +120,7 @@ def _print(found: "Audit") -> None:
 
     table = make_table("segment", "steps", "seconds", "the same")
     for each in found.segments:
-        steps, seconds = f"{each.first} … {each.end - 1}", f"{each.seconds:.1f}"
+        steps, seconds = f"{each.first} … {each.last}", f"{each.seconds:.1f}"
         table.add_row(str(each.number), steps, seconds, _same(each.difference))
     _show(found, table)
     make_console().print(f"seed {found.seed}: {probability(len(found.segments), found.num_segments)}", markup=False)

@@ -362,7 +362,7 @@ class Failure:
     device: str
     cause: str  # "SIGKILL", "exit code 3", "hang", or the type of an exception
     phase: str  # of its last heartbeat, one of `heartbeat.PHASES`
-    step: int  # counted from 0
+    step: int  # counted from 1; 0 for none
 
     @classmethod
     def of(cls, workers: Workers, worker: Worker) -> "Failure":

@@ -94,7 +94,7 @@ def statement(folder: Path) -> dict[str, Any]:
         named,
         record,
         {name: value for name, value in record.items() if name not in (*OF_PROGRAM, *OF_PLACE)},
-        steps=max([*ledger.steps, *(step - 1 for step in manifests)], default=-1) + 1,
+        steps=max([*ledger.steps, *manifests], default=0),
         finalDigest=ends[-1].get("digest") if ends else None,
         data=ends[-1].get("data") if ends else None,
         chain=_chain(folder, {step: hashes[path] for step, path in manifests.items() if path in hashes}),

@@ -165,7 +165,7 @@ def _read_ledger(path: Path, run: RunStatus) -> tuple[Any, list[int], list[str]]
     sizes = [size for size in sizes if isinstance(size, int)]
     run.world_sizes = tuple(size for index, size in enumerate(sizes) if index == 0 or size != sizes[index - 1])
     if is_step(step.get("step")):
-        run.steps, run.loss = step["step"] + 1, number(step.get("loss"))
+        run.steps, run.loss = step["step"], number(step.get("loss"))
     return last_event, damaged, found
 
 

@@ -241,7 +241,7 @@ class RunLog:
     def remember_step(self, result: StepResult, batch: Any, rates: list[float]) -> None:
         """Remembers a step until its scalars have arrived."""
         # The checksum is that of now: by the time that the scalars are read, further steps have changed the state.
-        is_due = (result.step + 1) % self._digest_every == 0
+        is_due = result.step % self._digest_every == 0
         digest = state_checksum(self._step) if is_due and self.folder is not None else None
         if is_due:
             self._drift.check(None if is_sharded(self._step) else digest)
@@ -293,7 +293,7 @@ class RunLog:
         for quorum, seconds in healed[self._num_healed :]:
             if self._recorder is not None:
                 seconds = round(seconds, 3)
-                self._recorder.healed(max(0, self._step.num_steps - 1), quorum, seconds)
+                self._recorder.healed(self._step.num_steps, quorum, seconds)
                 if self.folder is not None:
                     self.display.ledger(quorum.number, seconds)
         self._num_healed = len(healed)
