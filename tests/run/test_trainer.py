@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from statistics import mean, median
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ from samestep.metrics import accuracy
 from samestep.recipes.training import train
 from samestep.run.run import Run
 from samestep.run.trainer import EpochRecord, Trainer
-from samestep.runs.ledger import from_line
+from samestep.runs.ledger import from_line, read_ledger
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -260,10 +261,43 @@ def test_every_logger_and_the_ledger_are_closed_though_one_logger_fails_to(tmp_p
     assert alone(program) == (1, 1)
 
 
+WAITED = "checkpoint/blocked_milliseconds"
+
+
 def steps_of(folder):
     """The ledger's lines of steps, without those of events."""
     lines = [from_line(line) for line in (folder / "ledger.jsonl").read_bytes().splitlines()]
     return [line for line in lines if "event" not in line]
+
+
+def test_a_step_and_a_checkpoint_have_one_number_wherever_they_are_recorded(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    seen = []
+    hook = SimpleNamespace(on_step_end=lambda trainer, result: seen.append((result.step, trainer.step.num_steps)))
+
+    def program(communicator):
+        options = {"run_dir": tmp_path, "checkpoint_steps": 2, "best": "accuracy", "hooks": [hook]}
+        with make_trainer(communicator, **options) as trainer:
+            trainer.fit(points(), 2, eval_data=points(23, 5), metrics=METRICS)
+
+    alone(program)
+    steps = [*range(1, 9)]
+    metrics = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    entries = read_ledger(tmp_path)
+    assert seen == [(step, step) for step in steps]
+    assert [*entries.steps] == steps
+    assert [line["step"] for line in metrics if "loss/train" in line] == steps
+    assert [
+        event.step for event in EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("loss/train")
+    ] == steps
+    checkpoints = [event for event in entries.events if event["event"] == "checkpoint"]
+    assert {event["step"] for event in checkpoints} == {2, 4, 6, 8}
+    assert all(event["name"] == f"step-{event['step']:08d}" for event in checkpoints)
+    waits = [(line["step"], line[WAITED]) for line in metrics if WAITED in line]
+    assert [(event["step"], 1000 * event["blocked_seconds"]) for event in checkpoints] == [
+        (step, pytest.approx(wait, abs=1e-3)) for step, wait in waits
+    ]
 
 
 def test_the_run_folder_holds_the_whole_run(tmp_path):

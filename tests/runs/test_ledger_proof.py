@@ -406,6 +406,11 @@ def test_diff_tells_of_torn_lines_garbage_and_repeats(tmp_path):
     assert "note: A: step 0 was taken twice and came out otherwise: loss 1.5 before, 1.5625 after" in shown
 
 
+def test_a_run_s_folder_alone_is_shown(tmp_path):
+    path = put(tmp_path / "x", line(1))
+    assert run(path, "--last", "1") == run("show", path, "--last", "1")
+
+
 def test_what_is_no_run_is_bad_usage(whole, tmp_path):
     with pytest.raises(UsageError, match="no ledger at") as caught:
         run("diff", whole, tmp_path)

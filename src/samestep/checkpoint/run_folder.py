@@ -71,7 +71,7 @@ def holds_run(path: Path) -> bool:
 
 
 def holds_script(path: Path) -> bool:
-    """Whether a script's run was recorded in this folder, by `samestep run --run-dir`."""
+    """Whether a script's run was recorded in this folder, by `samestep run --record`."""
     return (path / SCRIPT_FILE).exists()
 
 

@@ -48,7 +48,7 @@ def audit(
 
     Compared are the hashes of all files, each line of the ledger, the next checkpoint and the digest of the end; exit
     code 1 if one differs. One device is enough, and taken by default. Nothing is written to RUN. The run of a script,
-    recorded by samestep run --run-dir, is repeated whole, and the files that it wrote are compared.
+    recorded by samestep run --record, is repeated whole, and the files that it wrote are compared.
     """
     if holds_script(run):
         _audit_script(run, devices, trust, excepted or [], as_json)

@@ -62,19 +62,21 @@ class Display:
         self._bar: Progress | None = None
         self._task: TaskID | None = None
         self._begun = self._shown = time.monotonic()
+        self._first: tuple[float, float] | None = None  # when the first progress was seen, and how much was done
         self.refused: OSError | None = None  # why something is not shown
 
     def progress(self, event: Event) -> None:
         """Moves the bar, at most ten times a second."""
         now = time.monotonic()
         last = event.get("step") == event.get("steps")
+        left = self._left(event, now)
         if self._quiet:
             return
         if not sys.stderr.isatty():
             if now - self._shown >= LINE_SECONDS:  # so that a long epoch does not look hung
                 self._shown = now
                 steps = f"step {event.get('step')} of {event.get('steps') or '?'}"
-                self._print(f"epoch {event.get('epoch')}, {steps}, {_figures(event)}", sys.stderr)
+                self._print(f"epoch {event.get('epoch')}, {steps}, {_figures(event)}{left}", sys.stderr)
             return
         if now - self._shown < REFRESH_SECONDS and not last:
             return
@@ -88,12 +90,22 @@ class Display:
             + "/".join(str(event[name]) for name in ("epoch", "epochs") if event.get(name) is not None),
             completed=event.get("step") or 0,
             total=event.get("steps"),
-            figures=_figures(event),
+            figures=_figures(event) + left,
             clock=str(timedelta(seconds=int(now - self._begun))),
         )
         with self.keeping(sys.stderr):
             self._bar.start()  # does nothing the second time
             self._bar.refresh()
+
+    def _left(self, event: Event, now: float) -> str:
+        """The time until the last epoch ends, at the pace so far, if that is known."""
+        epochs, epoch, steps, step = (event.get(name) for name in ("epochs", "epoch", "steps", "step"))
+        if not (epochs and epoch and steps and step):
+            return ""
+        done = (epoch - 1 + step / steps) / epochs
+        self._first = self._first or (now, done)
+        pace = (done - self._first[1]) / max(now - self._first[0], REFRESH_SECONDS)
+        return f", {timedelta(seconds=int((1 - done) / pace))} left" if pace > 0 else ""
 
     def line(self, text: str) -> None:
         """Prints a line, above the bar if there is one."""

@@ -147,7 +147,7 @@ class RunLog:
         self._lock: FolderLock | None = None
         self._recorder: Recorder | None = None
         self._saver: CheckpointSaver | None = None  # while there are checkpoints to be written
-        self._blocked: dict[int, float] = {}  # seconds that training waited for a checkpoint, by its step
+        self._blocked: dict[int, list[float]] = {}  # seconds that training waited for checkpoints, by their step
         self._recent: deque[StepNote] = deque(maxlen=REMEMBERED_STEPS)
         self._unread: deque[StepNote] = deque()
         self._owed: list[tuple[int, EpochRecord, str]] = []  # the epochs that may not be recorded yet
@@ -410,7 +410,7 @@ class RunLog:
             self._recorder.flush()  # says more if the folder was moved away
             raise
         for saved in done:
-            self._record_checkpoint(saved, self._blocked.pop(saved.step, 0.0))
+            self._record_checkpoint(saved, self._blocked[saved.step].pop(0))
 
     def finish_checkpoints(self) -> None:
         """Waits until the last checkpoint is complete; raises as `poll` does."""
@@ -442,8 +442,9 @@ class RunLog:
             self._saver = CheckpointSaver(folder, self._keep, self._retries)
         start = time.perf_counter()
         self._saver.save(replace(state, files=self._saver.to_host_copy(whole_tensors(state.files))))
-        self._blocked[state.step] = time.perf_counter() - start
-        recorder.log(state.step, {"checkpoint/blocked_milliseconds": 1000 * self._blocked[state.step]})
+        seconds = time.perf_counter() - start
+        self._blocked.setdefault(state.step, []).append(seconds)
+        recorder.log(state.step, {"checkpoint/blocked_milliseconds": 1000 * seconds})
 
     def _write_sharded(self, folder: Path, state: "Snapshot") -> None:
         """Writes a sharded state on all ranks."""
