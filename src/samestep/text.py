@@ -94,11 +94,16 @@ def show(text: str, stream: TextIO) -> None:
             print(text.encode("ascii", "backslashreplace").decode(), file=stream, flush=True)
 
 
+def tell(text: str, stream: TextIO) -> None:
+    """Shows a message, if that is possible: it is no result, for whose sake a program would end."""
+    with suppress(OSError):
+        show(text, stream)
+
+
 def notify(text: str) -> None:
     """Shows a message of ours on stderr."""
     if sys.stderr is not None:  # its descriptor may have been closed when the program was started
-        with suppress(OSError):  # no result: nothing ends for its sake
-            show(f"samestep: {visible(text)}", sys.stderr)
+        tell(f"samestep: {visible(text)}", sys.stderr)
 
 
 def make_console() -> "Console":

@@ -19,7 +19,7 @@ from samestep.checkpoint.state import rest_of
 from samestep.checkpoint.storage import newest_checkpoint
 from samestep.checkpoint.verified_files import MANIFEST_FILE, Manifest, manifest_bytes, read_manifest, seal
 from samestep.cli.main import app
-from samestep.errors import ContractError, UsageError
+from samestep.errors import CheckpointError, ContractError, UsageError
 from samestep.metrics import accuracy
 from samestep.replay.auditing import audit, probability
 from samestep.replay.replaying import program_of
@@ -188,6 +188,13 @@ def test_a_program_that_ends_its_process_ends_no_audit(run, leave):
     assert audit(run, 0, program=program).holds
     with pytest.raises(UsageError, match="ended with the exit code 0 before a Trainer of its own"):
         audit(run, 0, program=leave)
+
+
+def test_a_checkpoint_without_its_manifest_is_named_by_who_attests(run, tmp_path):
+    folder = copied(run, tmp_path)
+    (folder / "checkpoints" / "step-00000006" / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match=r"copy/checkpoints/step-00000006: it has no manifest\.json"):
+        attest(folder)
 
 
 def test_a_run_without_checkpoints_between_is_one_segment_and_says_what_to_record(run, tmp_path):

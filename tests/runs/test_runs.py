@@ -213,6 +213,14 @@ def test_what_cannot_be_read_is_said(tmp_path):
     assert read_contract(folder) is None
 
 
+def test_a_last_line_that_is_cut_off_is_said(tmp_path):
+    folder = make_run(tmp_path / "a", [START, step(1)], result=True)
+    with (folder / "ledger.jsonl").open("ab") as ledger:
+        ledger.write(to_line(step(2))[:-20] + b"x" * 200_000)
+    found = run_status(folder)
+    assert (found.steps, found.problems) == (1, ("ledger.jsonl: damaged lines: 1 (line 3 first)",))
+
+
 def test_the_table_tells_where_a_run_resumes_and_what_script_it_was(tmp_path):
     contract = {"command": ["python", "lib/train [x].py", "--lr", "1"]}
     make_run(tmp_path / "[run]", [step(12, loss=0.123456)], contract=contract, checkpoints=["step-00000008"])

@@ -34,17 +34,8 @@ if TYPE_CHECKING:
 SHOWN_STEPS = 20
 SHOWN_NOTES = 5
 
-
-class _Group(CommandGroup):
-    """The commands; `samestep ledger RUN` is `samestep ledger show RUN`."""
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        is_run = args[0] not in self.commands and Path(args[0]).exists()
-        return super().resolve_command(ctx, ["show", *args] if is_run else args)
-
-
 app = typer.Typer(
-    cls=_Group,
+    cls=CommandGroup,
     no_args_is_help=True,
     add_completion=False,
     help="Shows what a run recorded of its steps, and compares two runs.",

@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
@@ -99,10 +100,8 @@ class Display:
 
     def _left(self, event: Event, now: float) -> str:
         """The time until the last epoch ends, at the pace so far, if that is known."""
-        epochs, epoch, steps, step = (event.get(name) for name in ("epochs", "epoch", "steps", "step"))
-        if not (epochs and epoch and steps and step):
-            return ""
-        done = (epoch - 1 + step / steps) / epochs
+        epoch, part = event.get("epoch") or 1, (event.get("step") or 0) / (event.get("steps") or inf)
+        done = (epoch - 1 + part) / (event.get("epochs") or inf)
         self._first = self._first or (now, done)
         pace = (done - self._first[1]) / max(now - self._first[0], REFRESH_SECONDS)
         return f", {timedelta(seconds=int((1 - done) / pace))} left" if pace > 0 else ""

@@ -25,7 +25,7 @@ from samestep.files import temporary_name
 from samestep.launcher import os_processes
 from samestep.launcher.job import Instruction, run_program, worker_variables
 from samestep.launcher.worker_states import report_exception
-from samestep.text import show, showing
+from samestep.text import showing, tell
 
 Call = Callable[[], Any]
 COMPRESSING = ("gzip", "bz2", "lzma", "zipfile")
@@ -201,8 +201,7 @@ def _report_exit(stop: SystemExit, instruction: Instruction, channel: Channel) -
     """Reports the end of a program by `sys.exit`; returns the exit code."""
     code, message = exit_code_of(stop)
     if message and instruction.assignment.rank == 0:
-        with contextlib.suppress(OSError):
-            show(message, sys.stderr)
+        tell(message, sys.stderr)
     if code:
         # Rank 0's message is on the terminal already.
         shown = "" if instruction.assignment.rank == 0 else message

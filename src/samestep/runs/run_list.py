@@ -148,7 +148,7 @@ def _read_ledger(path: Path, run: RunStatus) -> tuple[Any, list[int], list[str]]
     first = last = b""
     last_event, damaged, found, sizes = None, [], [], list[Any]()
     for place, line in enumerate(read_lines(path), 1):
-        if not line.endswith(b"\n") or not (line := line.strip()):
+        if not (line := line.strip()):
             continue
         if not is_whole(line):
             damaged.append(place)
