@@ -33,13 +33,14 @@ def on_pre_build(**_: Any) -> None:
 
 
 def on_files(files: Any, config: Any, **_: Any) -> Any:
-    """Adds the examples, which lie beside the pages: their own page, and each script as a file."""
+    """Adds the examples, which lie beside the pages: their own page, and each file that it links."""
     from mkdocs.structure.files import File
 
-    for path in sorted(EXAMPLES.rglob("*.*")):
-        if path.suffix in (".md", ".py", ".ipynb", ".sbatch", ".yaml"):
-            source = f"examples/{path.relative_to(EXAMPLES).as_posix()}"
-            files.append(File.generated(config, source, abs_src_path=str(path)))
+    page = EXAMPLES / "README.md"
+    links = re.findall(r"\]\((\w[^)#:]*)\)", page.read_text("utf-8"))
+    for source in sorted({page.name, *links}):
+        if (EXAMPLES / source).is_file():
+            files.append(File.generated(config, f"examples/{source}", abs_src_path=str(EXAMPLES / source)))
     return files
 
 

@@ -145,7 +145,8 @@ def _rows(made: MadeRun) -> list:
         rate = 0.05 * min(1.0, (step + 1) / (0.05 * made.steps + 1)) * 0.5 * (1 + math.cos(math.pi * progress))
         epoch, place = divmod(step, made.epoch_steps)
         entry = {
-            "step": step, "epoch": epoch, "position": place * BATCH, "num_samples": BATCH, "ids": f"{step * 7919:016x}",
+            "step": step + 1, "epoch": epoch, "position": place * BATCH, "num_samples": BATCH,
+            "ids": f"{step * 7919:016x}",
             "loss": float(value or loss).hex(), "grad_norm": grad.hex(), "lr": [rate.hex()], "skipped": bool(value),
         }  # fmt: skip
         if (step + 1) % made.digest_every == 0:

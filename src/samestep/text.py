@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from stat import S_ISCHR
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
 if TYPE_CHECKING:
@@ -66,13 +67,16 @@ def finite(value: Any) -> Any:
 
 @contextmanager
 def showing(stream: TextIO) -> Iterator[None]:
-    """For a block that prints: a line that cannot be shown, as on a terminal that was closed, is no error."""
+    """For a block that prints: that a terminal was closed, or a reader has gone, is no error; a full disk is one."""
     try:
         yield
-    except (OSError, ValueError) as error:  # ValueError: the stream is closed
-        # Without a reader for good; Python would try once more at its end, and exit with 120. A full disk may recover.
-        if getattr(error, "errno", 0) in (errno.EPIPE, errno.EIO):
-            discard(stream)
+    except ValueError:  # the stream is closed
+        pass
+    except OSError as error:
+        # What is no terminal, nor a pipe, is a file on a disk that fails.
+        if error.errno != errno.EPIPE and not (error.errno == errno.EIO and S_ISCHR(os.fstat(stream.fileno()).st_mode)):
+            raise
+        discard(stream)  # Python would try once more at its end, and exit with 120
 
 
 def discard(stream: TextIO) -> None:
@@ -82,7 +86,7 @@ def discard(stream: TextIO) -> None:
 
 
 def show(text: str, stream: TextIO) -> None:
-    """Prints a text at once, if it can be shown; in ASCII if the stream has no other characters."""
+    """Prints a text at once, as by `showing`; in ASCII if the stream has no other characters."""
     with showing(stream):
         try:
             print(text, file=stream, flush=True)
@@ -90,10 +94,16 @@ def show(text: str, stream: TextIO) -> None:
             print(text.encode("ascii", "backslashreplace").decode(), file=stream, flush=True)
 
 
+def tell(text: str, stream: TextIO) -> None:
+    """Shows a message, if that is possible: it is no result, for whose sake a program would end."""
+    with suppress(OSError):
+        show(text, stream)
+
+
 def notify(text: str) -> None:
     """Shows a message of ours on stderr."""
     if sys.stderr is not None:  # its descriptor may have been closed when the program was started
-        show(f"samestep: {visible(text)}", sys.stderr)
+        tell(f"samestep: {visible(text)}", sys.stderr)
 
 
 def make_console() -> "Console":

@@ -57,7 +57,7 @@ def test_real_processes_resume_in_the_run_s_own_folder(worlds, tmp_path, before,
     assert resumed == [reference] * after
     lines = [from_line(line) for line in (tmp_path / "run" / "ledger.jsonl").read_bytes().splitlines()]
     twice = [line["step"] for line in lines if "event" not in line]
-    assert twice == [*range(STEPS), *range(step, STEPS)]
+    assert twice == [*range(1, STEPS + 1), *range(step + 1, STEPS + 1)]
     world_sizes = {line.pop("world_size") for line in lines if "event" not in line}
     assert world_sizes == {before, after}
     for line in lines:
@@ -163,14 +163,14 @@ def _flip(data):
 
 
 LOST = {
-    "empty": (lambda data: b"", "missing steps: 12 of 12 (step 0 first)"),
+    "empty": (lambda data: b"", "missing steps: 12 of 12 (step 1 first)"),
     "gone": (None, "is gone, with its lines of 12 steps"),
     "cut": (lambda data: b"".join(data.splitlines(True)[:6]), "missing steps: "),
     "a hole": (
         lambda data: b"".join(n for n in data.splitlines(True) if b'"step": 3,' not in n),
         "missing steps: 1 of 12 (step 3 first)",
     ),
-    "a flipped bit": (_flip, "missing steps: 1 of 12 (step 0 first), damaged lines: 1 (line 2 first)"),
+    "a flipped bit": (_flip, "missing steps: 1 of 12 (step 1 first), damaged lines: 1 (line 2 first)"),
     "whole": (lambda data: data, None),
 }
 

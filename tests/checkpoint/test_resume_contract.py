@@ -271,7 +271,7 @@ def test_a_run_goes_on_in_another_folder_and_the_old_one_is_untouched(run_dir, t
     assert alone(tmp_path / "new", at_step_4(run_dir))[0] == reference
     assert {path: (path.read_bytes() if path.is_file() else None) for path in run_dir.rglob("*")} == before
     assert {path: path.stat().st_mtime_ns for path in before} == times
-    assert [line["step"] for line in lines(tmp_path / "new")] == [4, 5]
+    assert [line["step"] for line in lines(tmp_path / "new")] == [5, 6]
     assert alone(None, tmp_path / "new")[0] == reference
 
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from samestep.checkpoint.packing import check_packed, pack, unpack
+from samestep.checkpoint.packing import as_bad_checkpoint, check_packed, pack, unpack
 from samestep.errors import CheckpointError, UsageError
 
 Point = namedtuple("Point", "x y")
@@ -374,3 +374,10 @@ def test_what_is_nested_too_deeply_is_refused_by_packing_and_unpacking(value):
 def test_a_word_of_a_newer_version_is_named():
     with pytest.raises(CheckpointError, match=r"holds '\$fraction', which this version does not know.*upgrade"):
         unpack([{"$fraction": [1, 2]}], {})
+
+
+@pytest.mark.parametrize("read", [lambda: None.get, lambda: {}["a"], lambda: [][0], lambda: "a" + 1], ids=range(4))
+def test_a_checkpoint_of_another_form_is_told_without_the_words_of_python(read):
+    with pytest.raises(CheckpointError) as caught, as_bad_checkpoint("it holds no state"):
+        read()
+    assert str(caught.value) == "it holds no state (something in it is missing, or of another kind)"

@@ -1,6 +1,7 @@
 """What the command says of names and values that cannot be: a sentence of readable length on each, and exit code 2."""
 
 import io
+import json
 import os
 import re
 import subprocess
@@ -70,6 +71,25 @@ def test_output_that_a_full_disk_refuses_is_an_error(words):
     done = subprocess.run([*SAMESTEP, *words], stdout=writer, stderr=subprocess.PIPE, text=True, env=variables)
     os.close(writer)
     assert (done.returncode, done.stderr) == (1, "")
+
+
+@pytest.mark.parametrize("words", [["devices"], ["run", "train.py"], ["train", "mlp"]], ids=" ".join)
+def test_a_working_folder_that_was_removed_is_a_sentence(tmp_path, words):
+    command = 'cd "$1"; rmdir "$1"; shift; exec "$@"'
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    words = ["sh", "-c", command, "sh", str(folder), *SAMESTEP, *words]
+    done = subprocess.run(words, capture_output=True, text=True)
+    said = "samestep: error: the working folder cannot be used (No such file or directory): change to another\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", said)
+
+
+@pytest.mark.parametrize("place", ["command", "options", "files"])
+def test_a_nul_character_in_the_record_of_a_script_is_a_sentence(refused, tmp_path, place):
+    record = {"command": ["python", "a.py"], "contract": {}, "options": {}, "files": {}, "folders": [], "changed": []}
+    record[place] = {"command": ["python", "a.py", "\0"], "options": {"wrap": "\0"}, "files": {"a\0": ""}}[place]
+    (tmp_path / "script.json").write_text(json.dumps({**record, "exit_code": 0}))
+    assert "is no record of a script's run: see a NUL character" in refused("audit", tmp_path)
 
 
 def test_a_script_whose_steps_are_its_own_cannot_be_audited(refused, tmp_path):

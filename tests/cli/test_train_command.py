@@ -84,7 +84,7 @@ def test_a_run_leaves_its_folder_and_says_where_and_another_seed_gives_another_d
     lines = [from_line(line) for line in (folder / "ledger.jsonl").read_bytes().splitlines()]
     assert [line["event"] for line in lines if "event" in line] == ["start", "checkpoint", "end"]
     ledger = [line for line in lines if "event" not in line]
-    assert [entry["step"] for entry in ledger] == list(range(len(ledger)))
+    assert [entry["step"] for entry in ledger] == list(range(1, len(ledger) + 1))
     assert sum(entry["num_samples"] for entry in ledger) == 2 * 160
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert list((folder / "tensorboard").iterdir())
@@ -170,13 +170,13 @@ def test_a_loss_that_is_not_finite_names_step_microbatch_and_samples(tables, tmp
     done = samestep(
         "train", "mlp", "--data", tables, "--optimizer", "sgd", "--lr", "1e30", "--run-dir", "r", cwd=tmp_path
     )
-    one_sentence(done, "step 1: not finite: the loss of microbatch 0 (nan; sample ids ", "--max-grad-norm")
+    one_sentence(done, "step 2: not finite: the loss of microbatch 0 (nan; sample ids ", "--max-grad-norm")
     shown = done.stderr.partition("sample ids ")[2].partition(")")[0]
     ids = [int(number) for number in shown.split(", ")]
     assert len(set(ids)) == len(ids) > 0
     assert all(0 <= number < 160 for number in ids), "of the 160 to train on"
     steps = [from_line(line) for line in (tmp_path / "r" / "ledger.jsonl").read_bytes().splitlines()]
-    assert [step["step"] for step in steps if "event" not in step] == [0]
+    assert [step["step"] for step in steps if "event" not in step] == [1]
 
 
 def test_a_run_folder_that_is_taken_is_left_alone(tables, tmp_path, alone):

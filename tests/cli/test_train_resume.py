@@ -56,7 +56,7 @@ def test_a_checkpoint_is_gone_on_from_in_another_folder_on_other_devices_with_th
     assert content(folder / "a") == before
     steps = {entry["step"]: entry for entry in entries(folder / "a") if "event" not in entry}
     again = [entry for entry in entries(folder / "b") if "event" not in entry]
-    assert [entry["step"] for entry in again] == [3, 4, 5, 6, 7]
+    assert [entry["step"] for entry in again] == [4, 5, 6, 7, 8]
     for entry in again:
         same = {"world_size": 2, "seconds": None}
         assert {**entry, **same} == {**steps[entry["step"]], **same}
@@ -161,7 +161,7 @@ def test_a_run_of_an_options_file_goes_on_with_its_schedule_its_metric_and_its_e
     options = ("--max-steps", 7, "--checkpoint-steps", 3, "--digest-every", 1, "--keep", 9)
     whole = digest(samestep("train", "--config", "run.toml", *options, "--run-dir", "a", cwd=tmp_path))
     steps = [entry for entry in entries(tmp_path / "a") if "event" not in entry]
-    assert [entry["step"] for entry in steps] == list(range(7))
+    assert [entry["step"] for entry in steps] == list(range(1, 8))
     assert len({tuple(entry["lr"]) for entry in steps}) == 7
     job = json.loads((tmp_path / "a" / "run.json").read_text())["job"]
     assert (job["max_steps"], job["best"], job["patience"], job["eval_every"]) == (7, "rmse:max", 7, 2)

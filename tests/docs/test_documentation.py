@@ -5,6 +5,7 @@ import importlib.util
 import inspect
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -390,8 +391,25 @@ def site(tmp_path_factory):
     from mkdocs.config import load_config
 
     folder = tmp_path_factory.mktemp("site")
-    build(load_config(str(ROOT / "mkdocs.yml"), plugins=[], theme="mkdocs", strict=False, site_dir=str(folder)))
+    build(load_config(str(ROOT / "mkdocs.yml"), plugins=[], theme="mkdocs", strict=True, site_dir=str(folder)))
     return folder
+
+
+def test_the_gate_builds_the_documentation_and_fails_by_a_link_that_leads_nowhere(tmp_path):
+    # `--quiet` would hide the warnings that `--strict` counts.
+    gate = (ROOT / "Makefile").read_text(encoding="utf-8").partition("\ncheck:")[2].partition("\n\n")[0]
+    (command,) = [shlex.split(line) for line in gate.splitlines() if "mkdocs build" in line]
+    for name in ("docs", "examples", "src"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("mkdocs.yml", "README.md"):
+        shutil.copy(ROOT / name, tmp_path)
+    page = tmp_path / "examples" / "README.md"
+    page.write_text(page.read_text(encoding="utf-8") + "\n[broken](ci/nowhere.yml)\n", encoding="utf-8")
+    build = [sys.executable, "-m", "mkdocs", *command[1:]]
+    done = subprocess.run(build, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode != 0
+    (fault,) = re.findall("^WARNING.*", done.stderr, re.MULTILINE)  # the link alone
+    assert "contains a link 'ci/nowhere.yml'" in fault
 
 
 def test_every_page_is_listed_with_a_sentence_in_the_order_of_the_navigation(site):

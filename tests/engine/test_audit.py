@@ -96,7 +96,7 @@ def test_a_flip_in_the_audited_microbatch_is_found_named_and_never_written(undis
         assert digest == undisturbed
         assert error is None
         [(step, index, ranks, names, action)] = found
-        assert (step, index, ranks, action) == (2, microbatch, (rank,), "warn")
+        assert (step, index, ranks, action) == (3, microbatch, (rank,), "warn")
         assert "gradient of 0.weight" in names
         if kind == "gradient":
             assert names == ("gradient of 0.weight",)
@@ -123,7 +123,7 @@ def test_a_flip_in_the_state_is_found_in_its_step_by_the_majority(kind, world_si
     for rank, (digest, found, error) in enumerate(results):
         assert (digest == before) == (rank != 1)  # nothing of the step was written
         [(step, index, ranks, names, action)] = found
-        assert (step, index, ranks, action) == (2, None, (1,) if world_size > 2 else (), "stop")
+        assert (step, index, ranks, action) == (3, None, (1,) if world_size > 2 else (), "stop")
         assert names == ("0.weight",)
         assert "rank 1" in error
         assert ("cannot be told" in error) == (world_size == 2)
@@ -137,7 +137,7 @@ def test_a_flip_on_its_way_to_one_rank_is_found_in_the_next_step(kind, world_siz
     flip = Flip(kind, world_size - 1, 1, 0, 64 * 25)  # of the first element, which is no gap
     results = in_turns(world_size, train, 1, flip)
     [(step, index, ranks, _, action)] = results[0][1]
-    assert (step, index, action) == (2, None, "stop")
+    assert (step, index, action) == (3, None, "stop")
     assert len(ranks) == (world_size > 2)
     before = in_turns(1, lambda c: train(c, steps=2))[0][0]
     if world_size > 2:
@@ -171,13 +171,13 @@ def train_wrong(communicator, wrong, action="warn"):
 def test_of_two_devices_the_one_that_does_not_repeat_its_bits_is_wrong():
     for _, found, error in in_turns(2, train_wrong, AlwaysWrong(1, same=False), "stop"):
         [(step, _, ranks, names, action)] = found
-        assert (step, ranks, names, action) == (0, (1,), ("gradient of 0.weight",), "stop")
+        assert (step, ranks, names, action) == (1, (1,), ("gradient of 0.weight",), "stop")
         assert re.search(r"rank 1 \([\w ,:]+ of host", error)
 
 
 def test_of_two_devices_that_both_repeat_their_bits_it_cannot_be_told():
     for digest, found, error in in_turns(2, train_wrong, AlwaysWrong(1, same=True)):
-        assert [(step, ranks, action) for step, _, ranks, _, action in found] == [(0, (), "stop")]
+        assert [(step, ranks, action) for step, _, ranks, _, action in found] == [(1, (), "stop")]
         assert "it cannot be told which is wrong, rank" in error
         assert digest == in_turns(1, lambda c: train(c, steps=0))[0][0]
 
@@ -391,6 +391,6 @@ def test_a_run_records_what_its_audits_find(tmp_path):
 
     in_turns(2, program)
     [event] = [each for each in read_ledger(tmp_path / "run").events if each["event"] == "audit"]
-    assert (event["step"], event["microbatch"], event["ranks"]) == (2, microbatch, [flip.rank])
+    assert (event["step"], event["microbatch"], event["ranks"]) == (3, microbatch, [flip.rank])
     assert (event["names"], event["action"]) == (["gradient of 0.weight"], "warn")
     assert re.search(rf"rank {flip.rank} \([\w ,:]+ of host", event["found"])

@@ -129,14 +129,14 @@ def test_other_errors_stay_what_they_are():
         (
             100,
             "replicate",
-            r"of the 4 samples of step 4 microbatch 0 \(of 6\) has one.*drop_last=True.*microbatches=2 or",
+            r"of the 4 samples of step 5 microbatch 0 \(of 6\) has one.*drop_last=True.*microbatches=2 or",
         ),
         (
             97,
             "replicate",
-            r"of the 1 samples of step 4 microbatch 0 \(of 6\) has one.*drop_last=True.*global_batch_size",
+            r"of the 1 samples of step 5 microbatch 0 \(of 6\) has one.*drop_last=True.*global_batch_size",
         ),
-        (100, "sharded", r"of the 4 samples of step 4 microbatch 0 \(of 6\) has one.*num_microbatches=2 or less"),
+        (100, "sharded", r"of the 4 samples of step 5 microbatch 0 \(of 6\) has one.*num_microbatches=2 or less"),
     ],
 )
 def test_a_batch_that_leaves_batchnorm_one_sample_is_named(rows, strategy, said):

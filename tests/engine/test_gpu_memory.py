@@ -224,6 +224,6 @@ def test_a_step_in_which_cudnn_got_no_workspace_is_an_error_and_no_other_bits():
     assert good.startswith("1 [["), "one wait a step, as without the check"
     assert train_with(free=32) == good
     found = train_with(free=4)
-    assert "the memory of cuda:0 was short 1 times in step 0 on rank 0, which went on: cuDNN leaves out" in found
+    assert "the memory of cuda:0 was short 1 times in step 1 on rank 0, which went on: cuDNN leaves out" in found
     assert "Let it need less: more microbatches (num_microbatches)" in found
     assert train_with(free=4, looks=False) != good, "the twin goes on with the bits of another kernel"

@@ -205,7 +205,7 @@ def test_a_step_that_failed_on_one_rank_is_not_repeated_by_it_alone(world_size):
         except KeyError:
             step(table())
 
-    with pytest.raises(DeterminismError, match=f"step 0 failed on rank {world_size - 1}, and its exception was caught"):
+    with pytest.raises(DeterminismError, match=f"step 1 failed on rank {world_size - 1}, and its exception was caught"):
         in_turns(world_size, program)
 
 
@@ -224,7 +224,7 @@ def test_a_step_that_was_interrupted_on_the_only_device_may_be_taken_again():
             step(table())
         return step(table()).step
 
-    assert in_turns(1, program) == [0]
+    assert in_turns(1, program) == [1]
 
 
 @cpu_only("the number of threads decides no bits of a GPU")

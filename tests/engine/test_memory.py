@@ -62,7 +62,7 @@ def test_the_message_says_what_would_fit(num_samples, length, advice, said):
 def test_an_update_that_does_not_fit_is_a_sentence_and_cannot_be_repeated(worlds):
     ((first, message), (second, again)) = worlds(1).run(run_update)[0]
     assert first == "OutOfMemoryError"
-    assert "the update of step 0 by Stateful, the state that it makes in its first step, does not fit" in message
+    assert "the update of step 1 by Stateful, the state that it makes in its first step, does not fit" in message
     assert "go on from a checkpoint" in message
     assert second == "DeterminismError"
     assert "cannot be repeated" in again

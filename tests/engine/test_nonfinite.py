@@ -78,7 +78,7 @@ def test_a_bad_step_is_named_undone_and_can_be_left_behind(kind, optimizer):
         place = ids.index(BAD_ID)
         microbatch = place // (BATCH // 8)
         first = ", ".join(map(str, ids[3 * microbatch : 3 * microbatch + 3]))
-        assert message.startswith(f"step {step}: not finite: the {kind.split()[-1]} of microbatch {microbatch} (")
+        assert message.startswith(f"step {step + 1}: not finite: the {kind.split()[-1]} of microbatch {microbatch} (")
         assert f"sample ids {first})" in message
         assert "on_nonfinite='skip'" in message
     for world_size in (2, 3):
@@ -158,7 +158,7 @@ def test_twin_a_step_that_is_not_undone_is_noticed(monkeypatch):
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_model_that_starts_broken_is_told_that_it_is_not_finite(value):
-    told = r"step 0: not finite: the loss of microbatch 0.* Parameter 0\.weight held NaN or infinity before the first"
+    told = r"step 1: not finite: the loss of microbatch 0.* Parameter 0\.weight held NaN or infinity before the first"
 
     def program(communicator):
         model = perceptron()
@@ -269,7 +269,7 @@ def test_ranks_raise_a_late_failure_in_the_same_call_whichever_has_read_it(monke
         monkeypatch.setattr(StepResult, "is_there", property(lambda self, quick=quick: HERE.rank == quick))
         results = in_turns(3, program, quick)
         assert results[0][:2] == (2, 1)
-        assert results[0][2].startswith("step 1: not finite: the loss of microbatch")
+        assert results[0][2].startswith("step 2: not finite: the loss of microbatch")
         assert results[0][3]
         assert results == [results[0]] * 3
 
@@ -311,7 +311,7 @@ def test_reading_a_late_result_raises_by_itself(nobody_looks):
         optimizer = make_optimizer(model, "fused adamw")
         step = make_step(communicator, model, broken_at_bad_id("loss"), optimizer, late_check=True)
         result = step(tuple(t[:24] for t in samples()))
-        with pytest.raises(NonFiniteError, match="step 0: not finite"):
+        with pytest.raises(NonFiniteError, match="step 1: not finite"):
             _ = result.loss
 
     in_turns(1, program)

@@ -156,6 +156,8 @@ def ledger_lines(run):
     """The steps of a run's ledger without times and devices, and apart from them the checksums of the state."""
     lines = [json.loads(line) for line in (run / "ledger.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "event" not in line]
+    for line in steps:
+        line["step"] -= 1  # the recorded digests count from 0
     return [[line[name] for name in LEDGER_FIELDS] for line in steps], [line.get("digest") for line in steps]
 
 
@@ -163,7 +165,7 @@ def replayed(run, step, program):
     """What the replay of a step shows of it: whether it was the recorded one, its samples and numbers."""
     from samestep.replay.replaying import replay
 
-    found = replay(run, step, program=program)
+    found = replay(run, step + 1, program=program)
     view = found.view
     parts = [[part.loss, part.grad_norm, list(part.samples)] for part in view.microbatches]
     return found.holds, found.check.same_bits, view.loss, view.grad_norm, list(view.samples), parts
@@ -197,7 +199,9 @@ def judging():
         program = VerifiedProgram("script", str(script), (), None, str(script))
         with ProgramRunner(program, {name: select(name) for name in devices}, hang_seconds=120.0, pool=pool) as runner:
             found = reach_verdict(runner, devices, steps, tier)
-        return sorted(cause.key for cause in found.causes), None if found.difference is None else found.difference.step
+        return sorted(
+            cause.key for cause in found.causes
+        ), None if found.difference is None else found.difference.step - 1
 
     try:
         yield judge

@@ -1,7 +1,7 @@
 """A training script with the given faults: `faulty_training.py JSON`.
 
 JSON holds "folder" (of the run), "faults", a list of {"rank", "step", "phase", "kind"}, and perhaps "spares", "resume",
-"checkpoint_steps", "epochs", "pause" (seconds a microbatch), and "wait_for": a slot that has to be there before step 5
+"checkpoint_steps", "epochs", "pause" (seconds a microbatch), and "wait_for": a slot that has to be there before step 6
 ends; "options" are the step's, "fused" is Adam's, "plain" leaves BatchNorm out, with "messages" NCCL takes two messages
 for a sum, with "streams" each microbatch has one, "hooked" adds an average and a hook that counts, "thaws" one that
 evaluates at the start and trains the first layer from the second epoch on, "num_workers" fetch samples, "best" is
@@ -44,7 +44,7 @@ from samestep.run.trainer import Trainer
 from samestep.runs import recorder as loggers_module
 from samestep.runs import recorder as recorder_module
 
-WAITS_IN_STEP = 5
+WAITS_IN_STEP = 6
 
 
 class Samples(Dataset):

@@ -22,7 +22,7 @@ def test_a_wrong_device_is_left_out_and_the_run_ends_in_the_undisturbed_bits(tra
     told = train(3, [fault(kind, rank)], options=AUDITED)
     check_healed(told, undisturbed)
     [found] = [event for event in told.events if event["event"] == "audit"]
-    assert (found["step"], found["ranks"], found["action"]) == (STEP, [rank], "exclude")
+    assert (found["step"], found["ranks"], found["action"]) == (STEP + 1, [rank], "exclude")
     if kind == "flip":
         assert (found["microbatch"], found["names"]) == (None, ["0.weight"])
     else:
@@ -58,4 +58,4 @@ def test_a_run_that_ends_by_an_audit_names_the_device_and_has_an_exit_code_of_it
     assert "rank 1 (cpu of host" in told.outcome.failure
     assert told.steps == undisturbed.steps[:STEP]
     [found] = [event for event in told.events if event["event"] == "audit"]
-    assert (found["step"], found["action"], found["ranks"]) == (STEP, "stop", [1] if devices == 3 else [])
+    assert (found["step"], found["action"], found["ranks"]) == (STEP + 1, "stop", [1] if devices == 3 else [])

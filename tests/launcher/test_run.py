@@ -211,6 +211,56 @@ def test_a_script_whose_last_words_a_full_disk_refuses_has_failed(starter, end):
     assert "No space left on device" in done.stderr
 
 
+RUN_PRINTS = """
+import torch, samestep
+run = samestep.Run(global_batch_size=4)
+model = torch.nn.Linear(2, 1)
+step = run.train_step(model, torch.optim.SGD(model.parameters(), 0.1), lambda model, batch: model(batch[0]).mean())
+"""
+PRINTS = (
+    RUN_PRINTS
+    + """
+for batch in run.loader((torch.ones(8, 2),)):
+    run.print(step(batch).loss)
+"""
+)
+FITS = (
+    RUN_PRINTS
+    + """
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+with samestep.Trainer(run, model, optimizer, lambda model, batch: model(batch[0]).mean()) as trainer:
+    trainer.fit((torch.ones(8, 2),), 1)
+torch.save(model.state_dict(), "done.pt")
+"""
+)
+
+
+@pytest.mark.parametrize("start", [[], ["-m", "samestep", "run", "--devices", "cpu:2"]], ids=["python", "samestep run"])
+@pytest.mark.parametrize("script", [PRINTS, FITS], ids=["run.print", "Trainer"])
+def test_results_that_a_full_disk_refuses_are_a_failure_and_a_reader_that_is_gone_is_none(starter, script, start):
+    starter.script("results.py", script)
+    command = [sys.executable, *start, "results.py"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, cwd=starter.folder, env=starter.variables, stdout=full, stderr=subprocess.PIPE)
+    assert done.returncode == 1
+    assert b"No space left on device" in done.stderr
+    # The lines of a trainer are shown by the supervisor: for their sake no training ends.
+    assert (starter.folder / "done.pt").exists() == bool(script == FITS and start)
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(command, cwd=starter.folder, env=starter.variables, stdout=writer, stderr=subprocess.PIPE)
+    os.close(writer)
+    assert (done.returncode, b"rror" in done.stderr) == (0, False), done.stderr
+
+
+def test_a_log_that_cannot_be_written_is_a_failure_at_the_end(starter):
+    replaced = "import os, shutil\nshutil.rmtree('logs')\nopen('logs', 'w').close()"
+    starter.script("chat.py", before_the_barrier(*replaced.splitlines(), "print('words')") + "print('the end')\n")
+    done = starter.run("--devices", "cpu:2", "--log-dir", "logs", "chat.py")
+    assert (done.returncode, done.stdout) == (1, "sum 3.0 of 2\nthe end\n")
+    assert "what was printed cannot be written: logs/rank-1.log: Not a directory" in done.stderr
+
+
 LEFT_OPEN = """
 import gzip, os, sys, zipfile
 

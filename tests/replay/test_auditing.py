@@ -19,7 +19,7 @@ from samestep.checkpoint.state import rest_of
 from samestep.checkpoint.storage import newest_checkpoint
 from samestep.checkpoint.verified_files import MANIFEST_FILE, Manifest, manifest_bytes, read_manifest, seal
 from samestep.cli.main import app
-from samestep.errors import ContractError, UsageError
+from samestep.errors import CheckpointError, ContractError, UsageError
 from samestep.metrics import accuracy
 from samestep.replay.auditing import audit, probability
 from samestep.replay.replaying import program_of
@@ -62,7 +62,7 @@ def lines_changed(folder, change):
 def test_an_honest_run_on_three_devices_holds_on_one_and_the_draw_is_that_of_the_seed(run):
     whole = audited(run)
     assert whole.holds, whole
-    assert [(each.first, each.end, each.digests) for each in whole.segments] == [(a, a + 3, 3) for a in (0, 3, 6, 9)]
+    assert [(each.first, each.last, each.digests) for each in whole.segments] == [(a, a + 2, 3) for a in (1, 4, 7, 10)]
     assert whole.faults == []
     drawn = [[each.number for each in audited(run, 2, seed=seed).segments] for seed in (0, 0, 1, 2, 3)]
     assert drawn[0] == drawn[1]
@@ -78,14 +78,14 @@ def test_resumed_runs_hold_too_with_an_evaluation_and_without_digests(tmp_path, 
     record(3 - world_size, tmp_path / "run", **{**given, "fit": {**fit, "resume": "auto"}})
     found = audited(tmp_path / "run", **given)
     assert found.holds, found
-    assert [each.end for each in found.segments] == [4, 5, 8, 10, 12]
+    assert [each.last for each in found.segments] == [4, 5, 8, 10, 12]
     assert all(each.digests == 0 for each in found.segments)
 
 
 FORGERIES = {
-    "a loss": lambda folder: alter(folder, 7, lambda line: line.update(loss=next_up(line["loss"]))),
-    "a place in the data": lambda folder: alter(folder, 7, lambda line: line.update(position=0)),
-    "samples that are left out": lambda folder: alter(folder, 7, lambda line: line.update(ids=None)),
+    "a loss": lambda folder: alter(folder, 8, lambda line: line.update(loss=next_up(line["loss"]))),
+    "a place in the data": lambda folder: alter(folder, 8, lambda line: line.update(position=0)),
+    "samples that are left out": lambda folder: alter(folder, 8, lambda line: line.update(ids=None)),
     "a weight": lambda folder: forge_weight(folder / "checkpoints" / "step-00000009"),
     "a moment": lambda folder: forge_weight(folder / "checkpoints" / "step-00000009", "optimizer.safetensors"),
 }
@@ -117,8 +117,8 @@ def exchanged(lines):
     ("change", "said"),
     [
         (lambda lines: [line for line in lines if not line.startswith(b'{"step": 5, ')], "is of step 6"),
-        (lambda lines: [line for line in lines if not line.startswith(b'{"step": 11, ')], "ends before step 11"),
-        (exchanged, "is of step 5, and that before it of step 3"),
+        (lambda lines: [line for line in lines if not line.startswith(b'{"step": 12, ')], "ends after step 11"),
+        (exchanged, "is of step 6, and that before it of step 4"),
         (lambda lines: [line.replace(b'"skipped": f', b'"skipped":  f') for line in lines], "checksum"),
     ],
 )
@@ -190,6 +190,13 @@ def test_a_program_that_ends_its_process_ends_no_audit(run, leave):
         audit(run, 0, program=leave)
 
 
+def test_a_checkpoint_without_its_manifest_is_named_by_who_attests(run, tmp_path):
+    folder = copied(run, tmp_path)
+    (folder / "checkpoints" / "step-00000006" / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match=r"copy/checkpoints/step-00000006: it has no manifest\.json"):
+        attest(folder)
+
+
 def test_a_run_without_checkpoints_between_is_one_segment_and_says_what_to_record(run, tmp_path):
     folder = copied(run, tmp_path)
     for step in (3, 6, 9):
@@ -216,7 +223,7 @@ def test_the_hash_of_the_data_is_checked_where_all_segments_of_the_first_epoch_a
     drawn = {seed: audited(hashed_run, 2, seed=seed, **HASHED) for seed in range(4)}
     assert {each.holds for each in drawn.values()} == {True}
     for each in (whole, *drawn.values()):
-        missing = 2 - sum(segment.first < 4 for segment in each.segments)  # the first epoch has four steps
+        missing = 2 - sum(segment.first <= 4 for segment in each.segments)  # the first epoch has four steps
         said = [note for note in each.notes if "the hash of the data is not checked whole" in note]
         assert len(said) == (missing > 0)
         assert all(f"{missing} segment{'s' * (missing > 1)} of the first epoch left out" in note for note in said)
@@ -235,7 +242,7 @@ def test_twin_an_altered_sample_that_changes_no_bit_of_training_is_found_by_the_
     found = audited(folder, **HASHED)
     assert found.faults == []
     (segment,) = (each for each in found.segments if each.difference is not None)
-    assert segment.first < 4
+    assert segment.first <= 4
     assert "run.rest.data.sha256: " in segment.difference
 
 
@@ -254,7 +261,7 @@ def test_twin_a_hash_of_the_data_that_was_edited_is_found_by_any_audit(hashed_ru
 def test_a_program_of_another_contract_is_refused(run):
     with pytest.raises(ContractError, match=r"(?s)cannot be audited here from step .*num_threads: 1 before, 2 now"):
         audited(run, num_threads=2)
-    with pytest.raises(UsageError, match="ended before step 11, after 11 steps"):
+    with pytest.raises(UsageError, match="ended before step 12, after 11 steps"):
         audit(run, 0, program=lambda: train(None, run, fit={"max_steps": 11}, **OPTIONS))
 
 
@@ -295,7 +302,7 @@ def test_a_run_on_several_devices_is_audited_by_several_workers(tmp_path):
     assert done.returncode == 0, done.stderr
     done = samestep("audit", "runs/a", "--all", "--devices", "cpu:2", "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert [each["end"] for each in json.loads(done.stdout)["segments"]] == [2, 4, 6]
+    assert [each["last"] for each in json.loads(done.stdout)["segments"]] == [2, 4, 6]
     alter(tmp_path / "runs" / "a", 3, lambda line: line.update(loss=next_up(line["loss"])))
     done = samestep("audit", "runs/a", "--all", "--devices", "cpu:2", cwd=tmp_path)
     assert done.returncode == 1, done.stderr
@@ -462,7 +469,7 @@ def test_a_loop_of_one_s_own_is_audited_by_the_checkpoints_that_it_saves(tmp_pat
     forge_weight(folder / "step-00000004")
     code, text = said()
     assert (code, text.count("yes")) == (1, 2), text
-    assert "after step 3: " in text
+    assert "after step 4: " in text
     (tmp_path / "loop.py").write_text(LOOP.replace("LR", "0.02"))
     assert "is not the script that made the run" in said()[1]
     assert "another contract" in said("--trust")[1]

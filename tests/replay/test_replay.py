@@ -82,7 +82,7 @@ def assert_every_step_is_the_same(folder, steps):
         assert found.view.digest == recorded["digest"]
         assert found.view.loss.hex() == recorded["loss"]
         assert found.view.grad_norm.hex() == recorded["grad_norm"]
-        first = 0 if found.start is None else int(found.start.removeprefix("step-"))
+        first = 1 if found.start is None else int(found.start.removeprefix("step-")) + 1
         assert found.check.first == first
         assert found.check.compared == found.check.digests == step - first + 1
         assert len(found.view.samples) == recorded["num_samples"]
@@ -90,20 +90,20 @@ def assert_every_step_is_the_same(folder, steps):
 
 
 def test_every_step_of_a_run_on_three_devices_is_replayed_on_one_with_the_same_bits(run):
-    assert_every_step_is_the_same(run, range(12))
-    assert [replayed(run, step).start for step in (4, 5, 10)] == [None, "step-00000005", "step-00000010"]
+    assert_every_step_is_the_same(run, range(1, 13))
+    assert [replayed(run, step).start for step in (5, 6, 11)] == [None, "step-00000005", "step-00000010"]
 
 
 @pytest.mark.parametrize(("world_size", "checkpoint_steps"), [(1, 1), (4, None)])
 def test_some_steps_of_runs_on_other_numbers_of_devices_too(tmp_path, world_size, checkpoint_steps):
     record(world_size, tmp_path / "run", checkpoint_steps=checkpoint_steps, keep=20)
-    assert_every_step_is_the_same(tmp_path / "run", (0, 7, 11))
+    assert_every_step_is_the_same(tmp_path / "run", (1, 8, 12))
 
 
 def test_a_run_without_checkpoints_is_replayed_from_its_beginning(run, tmp_path):
     folder = copied(run, tmp_path)
     shutil.rmtree(folder / "checkpoints")
-    found = replayed(folder, 11)
+    found = replayed(folder, 12)
     assert found.start is None
     assert found.check.compared == 12
     assert found.check.same_bits
@@ -122,12 +122,12 @@ def test_steps_of_a_run_that_broke_off_before_it_wrote_them_down_are_replayed_to
     folder = copied(run, tmp_path)
     path = folder / "ledger.jsonl"
     lines = [from_line(line) for line in path.read_bytes().splitlines()]
-    path.write_bytes(b"".join(to_line(line) for line in lines if line["step"] < 9))
-    found = replayed(folder, 9)
+    path.write_bytes(b"".join(to_line(line) for line in lines if line["step"] < 10))
+    found = replayed(folder, 10)
     assert found.holds
     assert found.check.compared == 4
-    assert found.view.digest == next(line["digest"] for line in lines if line["step"] == 9 and "digest" in line)
-    assert any("steps 0 to 8" in note for note in found.notes)
+    assert found.view.digest == next(line["digest"] for line in lines if line["step"] == 10 and "digest" in line)
+    assert any("steps 1 to 9" in note for note in found.notes)
 
 
 def test_a_damaged_checkpoint_is_passed_over_and_told(run, tmp_path):
@@ -145,7 +145,7 @@ def test_a_loss_spike_on_three_devices_is_traced_to_its_sample_microbatch_and_mo
     losses = [float.fromhex(line["loss"]) for line in read_ledger(plain).steps.values()]
     spike = max(range(4), key=losses.__getitem__)
     assert losses[spike] > 3 * min(losses[:4])
-    found = replayed(plain, spike, given=PLAIN)
+    found = replayed(plain, spike + 1, given=PLAIN)
     assert found.check.same_bits
     worst = max(found.view.microbatches, key=lambda microbatch: microbatch.loss)
     assert POISONED in worst.samples
@@ -269,7 +269,7 @@ def test_a_run_that_was_stopped_by_what_is_not_finite_is_replayed_at_that_step(
     given = {"kind": kind, "poison": poison, "checkpoint_steps": 1}
     with pytest.raises(NonFiniteError):
         record(1, tmp_path / "run", **given)
-    step = len(read_ledger(tmp_path / "run").steps)
+    step = len(read_ledger(tmp_path / "run").steps) + 1
     found = replayed(tmp_path / "run", step, given=given)
     assert found.holds
     assert found.view.error.startswith("NonFiniteError")
@@ -308,7 +308,7 @@ def test_an_exception_of_the_program_in_the_step_is_shown(tmp_path, run):
         finally:
             replay_programs.loss_fn = loss_fn
 
-    found = replayed(run, 0, program=program)
+    found = replayed(run, 1, program=program)
     assert "KeyError: 'nothing of this name'" in found.view.error
     assert any("did not raise" in note for note in found.notes)
     with pytest.raises(WorkerError, match="before step 2, after 0 steps"):
@@ -359,18 +359,18 @@ def test_a_breakpoint_of_the_program_opens_python_s_debugger_in_each_microbatch(
     monkeypatch.setattr(sys, "breakpointhook", lambda: pdb.Pdb(nosigint=True).set_trace(sys._getframe(1)))
     monkeypatch.setattr("replay_programs.loss_fn", stopping)
     monkeypatch.setattr(sys, "stdin", io.StringIO("p 'rows', len(batch[0])\nc\n" * NUM_MICROBATCHES))
-    assert replayed(run, 0).check.same_bits
+    assert replayed(run, 1).check.same_bits
     assert capsys.readouterr().out.count("('rows', 6)") == NUM_MICROBATCHES
     monkeypatch.setattr(sys, "stdin", io.StringIO("q\n"))
     with pytest.raises(BdbQuit):
-        replayed(run, 0)
+        replayed(run, 1)
 
 
 @pytest.mark.parametrize(
     ("step", "options", "sentence"),
     [
-        (12, {}, "steps 0 to 11"),
-        (-1, {}, "counted from 0"),
+        (13, {}, "steps 1 to 12"),
+        (0, {}, "counted from 1"),
         (3, {"microbatch": NUM_MICROBATCHES}, "microbatches 0 to 3"),
         (3, {"module": "boddy"}, "for example body"),
         (3, {"save": "inside"}, "run's own folder"),
@@ -388,9 +388,9 @@ def test_what_cannot_be_is_a_sentence(run, step, options, sentence):
 
 def test_a_folder_without_a_run_is_a_sentence_that_says_what_is_missing(tmp_path):
     with pytest.raises(UsageError, match=r"no run\.json in it.*Trainer.*loops of your own"):
-        replay(tmp_path, 0)
+        replay(tmp_path, 1)
     with pytest.raises(UsageError, match="holds no run"):
-        replay(tmp_path / "nowhere", 0)
+        replay(tmp_path / "nowhere", 1)
 
 
 def test_a_program_that_ends_early_is_a_sentence(tmp_path):
@@ -445,17 +445,25 @@ def test_what_a_run_records_of_its_program_leads_back_to_it(tmp_path, monkeypatc
     assert [Path(word).name for word in again["command"]] == [Path(word).name for word in first]
 
 
-def test_a_recipe_s_run_is_replayed_from_its_record(tmp_path, monkeypatch):
+def test_a_recipe_s_run_is_replayed_from_its_record(tmp_path, monkeypatch, capsys):
     from samestep.recipes.training import train as train_recipe
 
     rows = [f"{i % 7},{(i * i) % 11},{(3 * i) % 5},{(i % 7) * 2 - (3 * i) % 5}" for i in range(60)]
     (tmp_path / "table.csv").write_text("a,b,c,target\n" + "\n".join(rows) + "\n")
     monkeypatch.chdir(tmp_path)
-    job = {"recipe": "mlp", "data": "table.csv", "epochs": 2, "global_batch_size": 16, "digest_every": 1}
+    job = {
+        "recipe": "mlp",
+        "data": "table.csv",
+        "epochs": 2,
+        "global_batch_size": 16,
+        "digest_every": 1,
+        "checkpoint_steps": 9,
+    }
     train_recipe(**job, run_dir="runs/a", command=["samestep", "train", "mlp"], job={**job, "spares": 1})
     before = contents(tmp_path / "runs")
     monkeypatch.chdir("/")
-    found = replay(tmp_path / "runs" / "a", 5)
+    found = replay(tmp_path / "runs" / "a", 6)
+    assert "has no effect" not in capsys.readouterr().err, "the replay has no run folder, and the run had one"
     assert found.check.same_bits
     assert found.check.digests == 6
     assert contents(tmp_path / "runs") == before
@@ -474,11 +482,11 @@ def test_a_script_s_run_is_replayed_by_the_command_with_its_own_arguments(tmp_pa
     assert kept == (sys.argv, sys.path, sys.modules["__main__"])
     value = json.loads(done.stdout)
     assert value["holds"]
-    assert value["check"]["compared"] == 5
+    assert value["check"]["compared"] == 4
     assert value["view"]["lr"] == [0.1]
 
     shown = runner.invoke(app, ["replay", str(tmp_path / "runs" / "a"), "--step", "4", "--module", "3"])
-    assert "same bits as recorded (5 steps, 5 checksums of the state)" in shown.stdout
+    assert "same bits as recorded (4 steps, 4 checksums of the state)" in shown.stdout
     assert "3.input gradient" in shown.stdout
     assert "this is the script" not in shown.stdout
     alter(tmp_path / "runs" / "a", 2, lambda line: line.update(loss=next_up(line["loss"])))

@@ -166,7 +166,7 @@ def prepare(folder, script=DDP):
 
 
 def recorded(folder, devices="cpu:2", code=0, lr="0.1", **variables):
-    words = ("--logical-devices", 2, "--run-dir", "runs/a", "train.py", lr)
+    words = ("--logical-devices", 2, "--record", "runs/a", "train.py", lr)
     done = samestep("run", "--devices", devices, *words, cwd=folder, **variables)
     assert done.returncode == code, done.stderr
     return folder / "runs/a"
@@ -337,8 +337,8 @@ def test_what_repeats_a_run_ends_with_an_audit_that_is_killed(tmp_path):
 
 def test_what_a_run_cannot_record_is_refused_before_a_device_is_used(tmp_path, monkeypatch):
     monkeypatch.chdir(prepare(tmp_path, PLAIN))
-    done = CliRunner().invoke(app, ["run", "--devices", "cpu:2", "--run-dir", "runs/a", "train.py"])
-    assert "got --run-dir runs/a, which records a run that any number of devices" in str(done.exception)
+    done = CliRunner().invoke(app, ["run", "--devices", "cpu:2", "--record", "runs/a", "train.py"])
+    assert "got --record runs/a, which records a run that any number of devices" in str(done.exception)
     (tmp_path / "runs/a").mkdir(parents=True)
     record = {"command": [], "contract": {}, "options": {}, "files": {"../x": ""}, "folders": [], "changed": []}
     (tmp_path / "runs/a/script.json").write_text(json.dumps(record))

@@ -193,7 +193,7 @@ def test_the_first_step_that_differs_under_equal_contracts_is_a_failure(tmp_path
     folders = [make_run(tmp_path / "a"), make_run(tmp_path / "b", MadeRun(differs_from=17))]
     (comparison,) = make_report(folders).comparisons
     assert comparison.finding.verdict == "fails"
-    assert "after 17 equal steps: step 17, loss" in comparison.finding.text
+    assert "after 17 equal steps: step 18, loss" in comparison.finding.text
 
 
 def test_other_bits_under_another_contract_are_no_failure_and_the_field_is_named(tmp_path):

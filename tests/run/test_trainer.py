@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from statistics import mean, median
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ from samestep.metrics import accuracy
 from samestep.recipes.training import train
 from samestep.run.run import Run
 from samestep.run.trainer import EpochRecord, Trainer
-from samestep.runs.ledger import from_line
+from samestep.runs.ledger import from_line, read_ledger
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -260,10 +261,43 @@ def test_every_logger_and_the_ledger_are_closed_though_one_logger_fails_to(tmp_p
     assert alone(program) == (1, 1)
 
 
+WAITED = "checkpoint/blocked_milliseconds"
+
+
 def steps_of(folder):
     """The ledger's lines of steps, without those of events."""
     lines = [from_line(line) for line in (folder / "ledger.jsonl").read_bytes().splitlines()]
     return [line for line in lines if "event" not in line]
+
+
+def test_a_step_and_a_checkpoint_have_one_number_wherever_they_are_recorded(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    seen = []
+    hook = SimpleNamespace(on_step_end=lambda trainer, result: seen.append((result.step, trainer.step.num_steps)))
+
+    def program(communicator):
+        options = {"run_dir": tmp_path, "checkpoint_steps": 2, "best": "accuracy", "hooks": [hook]}
+        with make_trainer(communicator, **options) as trainer:
+            trainer.fit(points(), 2, eval_data=points(23, 5), metrics=METRICS)
+
+    alone(program)
+    steps = [*range(1, 9)]
+    metrics = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    entries = read_ledger(tmp_path)
+    assert seen == [(step, step) for step in steps]
+    assert [*entries.steps] == steps
+    assert [line["step"] for line in metrics if "loss/train" in line] == steps
+    assert [
+        event.step for event in EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("loss/train")
+    ] == steps
+    checkpoints = [event for event in entries.events if event["event"] == "checkpoint"]
+    assert {event["step"] for event in checkpoints} == {2, 4, 6, 8}
+    assert all(event["name"] == f"step-{event['step']:08d}" for event in checkpoints)
+    waits = [(line["step"], line[WAITED]) for line in metrics if WAITED in line]
+    assert [(event["step"], 1000 * event["blocked_seconds"]) for event in checkpoints] == [
+        (step, pytest.approx(wait, abs=1e-3)) for step, wait in waits
+    ]
 
 
 def test_the_run_folder_holds_the_whole_run(tmp_path):
@@ -462,7 +496,7 @@ def test_a_run_that_explodes_says_so_keeps_what_it_has_and_can_go_on(tmp_path, m
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
         options = {"run_dir": tmp_path / "run", "late_check": late}
         with Trainer(run, model, optimizer, explode_in_the_second_epoch, **options) as trainer:
-            with pytest.raises(NonFiniteError, match="step 5: not finite: the loss of microbatch 0"):
+            with pytest.raises(NonFiniteError, match="step 6: not finite: the loss of microbatch 0"):
                 trainer.fit(points(), 3)
             assert [record.epoch for record in trainer.history] == [1]
             assert trainer.step.num_steps == 5
@@ -473,7 +507,7 @@ def test_a_run_that_explodes_says_so_keeps_what_it_has_and_can_go_on(tmp_path, m
 
     alone(program)
     steps = [line["step"] for line in steps_of(tmp_path / "run")]
-    assert steps == [0, 1, 2, 3, 4, 5, 6, 7, 8]
+    assert steps == [1, 2, 3, 4, 5, 6, 7, 8, 9]
 
 
 def test_ranks_end_in_the_same_step_whichever_of_them_has_read_a_late_failure(tmp_path, monkeypatch):

@@ -93,7 +93,7 @@ def test_a_run_writes_a_line_a_step_that_does_not_depend_on_the_devices(tmp_path
         assert all(0 < seconds["compute"] < 60 and seconds.keys() == set(TIMED_KINDS) for seconds in times)
     assert lines[1] == lines[3]
     assert [(line["step"], line["epoch"], line["position"], line["num_samples"]) for line in lines[1]] == [
-        (4 * epoch + k, epoch, 16 * k, 16 if k < 3 else 13) for epoch in (0, 1) for k in range(4)
+        (4 * epoch + k + 1, epoch, 16 * k, 16 if k < 3 else 13) for epoch in (0, 1) for k in range(4)
     ]
     loader = Run(16, 4, 2).loader(points(), shuffle=True)
     assert [line["ids"] for line in lines[1]] == [

@@ -79,10 +79,10 @@ def test_a_step_that_came_out_otherwise_the_second_time_is_told_field_by_field(t
 
 
 def test_steps_from_before_a_change_of_the_contract_are_not_counted_as_repeated(tmp_path):
-    lines = [line(0), line(1), line(2), event("contract_change", 1, fields=[["lr", 1, 2]]), line(1, loss="0x1.0p+0")]
+    lines = [line(1), line(2), line(3), event("contract_change", 1, fields=[["lr", 1, 2]]), line(2, loss="0x1.0p+0")]
     ledger = read_ledger(put(tmp_path / "x", *lines))
-    assert list(ledger.steps) == [0, 1]
-    assert ledger.steps[1]["loss"] == "0x1.0p+0"
+    assert list(ledger.steps) == [1, 2]
+    assert ledger.steps[2]["loss"] == "0x1.0p+0"
     assert ledger.repeats_that_differ == []
 
 
@@ -306,7 +306,7 @@ def test_a_run_on_three_devices_agrees_to_the_bit_and_every_rank_sees_the_same_c
 def test_what_was_broken_in_a_run_is_found_at_its_step(whole, tmp_path, breaker, fields, words):
     write(tmp_path / "x", break_at=3, breaker=breaker)
     difference = compare(read_ledger(whole), read_ledger(tmp_path / "x"))
-    assert (difference.step, difference.agreed, difference.proven) == (3, 3, 2)
+    assert (difference.step, difference.agreed, difference.proven) == (4, 3, 3)
     assert [change.field for change in difference.fields] == fields
     assert cause(difference).startswith(words)
     assert "state before" not in cause(difference)
@@ -315,7 +315,7 @@ def test_what_was_broken_in_a_run_is_found_at_its_step(whole, tmp_path, breaker,
 def test_another_order_of_the_data_is_the_data_s_difference(whole, tmp_path):
     write(tmp_path / "x", order_seed=5)
     difference = compare(read_ledger(whole), read_ledger(tmp_path / "x"))
-    assert difference.step == 0
+    assert difference.step == 1
     assert difference.fields[0].field == "ids"
     assert cause(difference).startswith("The data differ")
 
@@ -323,7 +323,7 @@ def test_another_order_of_the_data_is_the_data_s_difference(whole, tmp_path):
 def test_without_a_checksum_each_step_a_change_of_state_shows_later(whole, tmp_path):
     write(tmp_path / "x", break_at=3, breaker="momentum", digest_every=100)
     difference = compare(read_ledger(whole), read_ledger(tmp_path / "x"))
-    assert difference.step == 4
+    assert difference.step == 5
     assert "or the state before: no checksum of it was compared" in cause(difference)
 
 
@@ -360,7 +360,7 @@ def test_diff_names_step_fields_and_cause_and_exits_with_1(whole, tmp_path):
     write(tmp_path / "x", break_at=3, breaker="backward")
     code, shown = run("diff", whole, tmp_path / "x")
     assert code == 1
-    headline = "step 3 is the first that differs, in gradient norm and state; the 3 steps before it agree"
+    headline = "step 4 is the first that differs, in gradient norm and state; the 3 steps before it agree"
     assert headline in shown
     assert "ulp" in shown
     assert "The backward or the sum over devices differs: the loss is the same." in shown
@@ -392,7 +392,7 @@ def test_diff_as_json_tells_everything(whole, tmp_path):
         "only_a": 1,
         "only_b": 0,
     }
-    assert (found["difference"]["step"], found["difference"]["agreed"]) == (3, 3)
+    assert (found["difference"]["step"], found["difference"]["agreed"]) == (4, 3)
     assert [field["field"] for field in found["difference"]["fields"]] == ["loss", "grad_norm", "digest"]
     assert found["difference"]["cause"].startswith("The forward differs")
     assert found["contract"] is None
@@ -404,6 +404,11 @@ def test_diff_tells_of_torn_lines_garbage_and_repeats(tmp_path):
     assert "note: A: the last line is unfinished, and left out" in shown
     assert f"note: B: line 2 {NO_CHECKSUM}" in shown
     assert "note: A: step 0 was taken twice and came out otherwise: loss 1.5 before, 1.5625 after" in shown
+
+
+def test_a_run_s_folder_alone_is_shown(tmp_path):
+    path = put(tmp_path / "x", line(1))
+    assert run(path, "--last", "1") == run("show", path, "--last", "1")
 
 
 def test_what_is_no_run_is_bad_usage(whole, tmp_path):

@@ -90,7 +90,7 @@ READERS = {"wandb": Wandb, "mlflow": Mlflow, "trackio": Trackio}
 def check_whole(folder, tools=TOOLS, first=1):
     """Each value of the folder once, contract and digest."""
     lines = [json.loads(line) for line in (folder / "run" / "ledger.jsonl").read_text().splitlines()]
-    losses = {line["step"] + 1: float.fromhex(line["loss"]) for line in lines if "loss" in line}
+    losses = {line["step"]: float.fromhex(line["loss"]) for line in lines if "loss" in line}
     for tool in tools:
         read = READERS[tool](folder, known(folder, tool))
         found = sorted((step, row["loss/train"]) for step, row in read.rows if "loss/train" in row)

@@ -62,7 +62,7 @@ def test_a_finished_run_is_summed_up(tmp_path):
         {"step": 2, "epoch": 1.0, "loss/train_epoch": 1.0, "accuracy/eval": 0.9, "loss/eval": 0.5},
         {"step": 4, "epoch": 2.0, "loss/train_epoch": 0.5, "accuracy/eval": 0.8, "loss/eval": 0.4},
     ]
-    ledger = [event("start", 0, world_size=2), *map(step, range(4)), event("end", 4, digest="00")]
+    ledger = [event("start", 0, world_size=2), *map(step, range(1, 5)), event("end", 4, digest="00")]
     found = run_status(make_run(tmp_path / "a", ledger, metrics, result=True))
     assert (found.state, found.recipe, found.steps, found.epochs, found.epochs_planned) == (
         "finished",
@@ -100,12 +100,12 @@ RESUME, END = event("resume", 1, world_size=1), event("end", 2, digest="00")
     ],
 )
 def test_the_state_is_told_by_how_the_ledger_ends(tmp_path, events, result, age, state):
-    folder = make_run(tmp_path / "a", [step(0), *events], result=result, when=time.time() - age)
+    folder = make_run(tmp_path / "a", [step(1), *events], result=result, when=time.time() - age)
     assert run_status(folder).state == state
 
 
 def test_a_run_whose_lock_is_held_is_under_way_and_once_it_is_let_go_it_has_crashed(tmp_path):
-    folder = make_run(tmp_path / "a", [START, step(0)])
+    folder = make_run(tmp_path / "a", [START, step(1)])
     lock = take_lock(folder, pytest.fail)
     assert run_status(folder).state == "running"
     lock.release()
@@ -118,7 +118,7 @@ def test_without_locks_what_was_written_lately_may_be_a_run_under_way(tmp_path, 
     def flock(*_):
         raise OSError(errno.ENOLCK, "No locks available")
 
-    folder = make_run(tmp_path / "a", [START, step(0)])
+    folder = make_run(tmp_path / "a", [START, step(1)])
     (folder / ".lock").touch()
     for path in folder.iterdir():
         os.utime(path, (time.time() - age, time.time() - age))
@@ -127,23 +127,23 @@ def test_without_locks_what_was_written_lately_may_be_a_run_under_way(tmp_path, 
 
 
 def test_a_result_from_before_a_resume_does_not_make_a_run_finished(tmp_path):
-    folder = make_run(tmp_path / "a", [START, step(0), END, RESUME], result=True)
+    folder = make_run(tmp_path / "a", [START, step(1), END, RESUME], result=True)
     os.utime(folder / "ledger.jsonl", (OLD + 60, OLD + 60))
     assert run_status(folder).state == "crashed"
 
 
 def test_the_newest_checkpoint_is_that_of_the_highest_step(tmp_path):
     names = ["step-00000900", "step-00001200", ".tmp-step-00009999-1", "step-100000000"]
-    folder = make_run(tmp_path / "a", [step(0)], checkpoints=names)
+    folder = make_run(tmp_path / "a", [step(1)], checkpoints=names)
     (folder / "checkpoints" / "latest").write_text("step-00000900")
     assert run_status(folder).checkpoint == "step-100000000"
 
 
 def test_world_sizes_are_those_that_the_run_had_one_after_another(tmp_path):
     events = [START, event("death", 3, rank=1), event("heal", 3, world_size=1), event("join", 4, world_size=2)]
-    assert run_status(make_run(tmp_path / "a", [step(0), *events])).world_sizes == (2, 1, 2)
-    assert run_status(make_run(tmp_path / "b", [step(0, 4), step(1, 4)])).world_sizes == (4,)
-    assert run_status(make_run(tmp_path / "c", [step(0, 4), step(1, 3)])).world_sizes == (4, 3)
+    assert run_status(make_run(tmp_path / "a", [step(1), *events])).world_sizes == (2, 1, 2)
+    assert run_status(make_run(tmp_path / "b", [step(1, 4), step(2, 4)])).world_sizes == (4,)
+    assert run_status(make_run(tmp_path / "c", [step(1, 4), step(2, 3)])).world_sizes == (4, 3)
 
 
 @pytest.mark.parametrize(
@@ -195,15 +195,15 @@ BROKEN = {
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_folder_is_listed_as_far_as_it_can_be_read(tmp_path, name):
-    make_run(tmp_path / "good", [step(0)])
-    BROKEN[name](make_run(tmp_path / "bad", [step(0)]))
+    make_run(tmp_path / "good", [step(1)])
+    BROKEN[name](make_run(tmp_path / "bad", [step(1)]))
     assert {run.path.name for run in find_runs(tmp_path)} == {"good", "bad"}
     assert "bad" in shown(tmp_path)
     assert len(json.loads(shown(tmp_path, "--json"))) == 2
 
 
 def test_what_cannot_be_read_is_said(tmp_path):
-    folder = make_run(tmp_path / "a", [step(0)])
+    folder = make_run(tmp_path / "a", [step(1)])
     BROKEN["contract is no JSON"](folder)
     BROKEN["ledger is a folder"](folder)
     problems = run_status(folder).problems
@@ -213,9 +213,17 @@ def test_what_cannot_be_read_is_said(tmp_path):
     assert read_contract(folder) is None
 
 
+def test_a_last_line_that_is_cut_off_is_said(tmp_path):
+    folder = make_run(tmp_path / "a", [START, step(1)], result=True)
+    with (folder / "ledger.jsonl").open("ab") as ledger:
+        ledger.write(to_line(step(2))[:-20] + b"x" * 200_000)
+    found = run_status(folder)
+    assert (found.steps, found.problems) == (1, ("ledger.jsonl: damaged lines: 1 (line 3 first)",))
+
+
 def test_the_table_tells_where_a_run_resumes_and_what_script_it_was(tmp_path):
     contract = {"command": ["python", "lib/train [x].py", "--lr", "1"]}
-    make_run(tmp_path / "[run]", [step(11, loss=0.123456)], contract=contract, checkpoints=["step-00000008"])
+    make_run(tmp_path / "[run]", [step(12, loss=0.123456)], contract=contract, checkpoints=["step-00000008"])
     row, how = [line for line in shown(tmp_path).splitlines() if "[run]" in line]
     for cell in ("train [x].py", "crashed", " 12 ", " 0 ", "0.1235", " 2 "):
         assert cell in row
@@ -226,7 +234,7 @@ def test_the_table_tells_where_a_run_resumes_and_what_script_it_was(tmp_path):
 
 
 def test_json_has_every_field_and_stays_json(tmp_path):
-    make_run(tmp_path / "a", [step(0, loss=float("nan"))], [{"step": 1, "epoch": 1, "accuracy/eval": 0.5}])
+    make_run(tmp_path / "a", [step(1, loss=float("nan"))], [{"step": 1, "epoch": 1, "accuracy/eval": 0.5}])
     (found,) = json.loads(shown(tmp_path, "--json"), parse_constant=lambda name: pytest.fail(name))
     assert found["loss"] == "nan"
     assert found["metric"] == {"name": "accuracy", "best": 0.5}
@@ -257,7 +265,7 @@ def test_what_an_audit_found_is_shown_beside_the_runs_and_in_the_report(tmp_path
         "action": "warn",
         "found": "bits of it",
     }
-    ledger = [event("start", 0, world_size=2), step(0), event("audit", 1, **found), step(1)]
+    ledger = [event("start", 0, world_size=2), step(1), event("audit", 2, **found), step(2)]
     make_run(tmp_path / "run", ledger)
     make_run(tmp_path / "good", ledger[:2])
     [problem] = run_status(tmp_path / "run").problems

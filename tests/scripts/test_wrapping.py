@@ -141,6 +141,22 @@ def test_twin_a_script_without_an_optimizer_is_not_shared_out_and_told_once_what
     assert train(1, BY_HAND)[0].stderr == first.stderr
 
 
+IN_LISTS = """
+weights, loss = [torch.zeros(6, 3, requires_grad=True)], nn.CrossEntropyLoss()
+for x, y in batches():
+    loss(x @ weights[0], y).backward()
+RESULT = weights[0].grad.sum().item()
+"""
+
+
+def test_a_script_that_keeps_its_parameters_in_lists_is_led_to_the_functions_for_that(train):
+    where = "samestep.tutorial: see docs/tutorials.md, LeNet from scratch"
+    assert where in train(1, IN_LISTS)[0].stderr
+    message = train(1, IN_LISTS, "net")[0].message
+    assert "called: loss (CrossEntropyLoss). None has parameters. Parameters in lists" in message
+    assert where in message
+
+
 @pytest.mark.parametrize(
     ("body", "texts"),
     [
@@ -148,7 +164,7 @@ def test_twin_a_script_without_an_optimizer_is_not_shared_out_and_told_once_what
             "small, large = nn.Linear(2, 2), nn.Linear(50, 50)\nsmall(torch.ones(1, 2)).sum().backward()",
             ["--wrap large"],
         ),
-        ("torch.ones(2, requires_grad=True).sum().backward()", ["--wrap NAME", "NAME is a variable or class"]),
+        ("torch.ones(2, requires_grad=True).sum().backward()", ["--wrap NAME, a variable or class of the script"]),
         (
             "model = nn.DataParallel(nn.Linear(6, 2), device_ids=[0])\nmodel(torch.ones(4, 6)).sum().backward()",
             ["wraps model for one device: every process computes all of it", "samestep run --logical-devices 2"],
@@ -203,6 +219,7 @@ def test_a_name_that_was_never_called_is_an_error_that_lists_what_was(train, end
         assert outcome.error == "UsageError"
         assert outcome.message.startswith("got --wrap modle, and the script called no module of that name.")
         assert "called: net (Net), criterion (CrossEntropyLoss). Give" in outcome.message
+        assert "samestep.tutorial" not in outcome.message
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ def test_the_causes_in_a_script_of_a_framework_are_named_with_fixes_in_its_own_w
     verdict = verdict_on(script(name), steps=STEPS)
     assert verdict.family == "ddp"
     assert verdict.difference.quantity == "samples"
-    assert verdict.difference.step == (2 if name == "fabric" else 0)
+    assert verdict.difference.step == (3 if name == "fabric" else 1)
     fixes = {cause.key: cause.advice for cause in verdict.causes}
     assert fixes.keys() == FIXES[name].keys()
     assert all(words in fixes[key] for key, words in FIXES[name].items())
@@ -51,7 +51,7 @@ def test_the_causes_in_a_script_of_a_framework_are_named_with_fixes_in_its_own_w
 @pytest.mark.slow
 def test_samples_that_accelerate_repeats_to_make_batches_even_are_found(verdict_on):
     verdict = verdict_on(script("accelerate"), "fixed", "uneven", steps=STEPS)
-    assert verdict.difference.step == 2
+    assert verdict.difference.step == 3
     assert [cause.key for cause in verdict.causes] == ["sampler"]
     assert "drop_last=True" in verdict.causes[0].advice
     assert "11 of them were taken twice" in verdict.causes[0].evidence

@@ -95,7 +95,7 @@ def test_equal_runs_reach_the_highest_tier():
 def test_rounding_is_a_difference_of_bits_alone(part):
     other = changed(recording(2), off(part, 1e-7))
     found = first_difference(recording(1), other, "bitwise")
-    assert (found.step, found.name) == (0, "0.weight")
+    assert (found.step, found.name) == (1, "0.weight")
     assert reached(recording(1), other, None, counts=True) == "allclose"
 
 
@@ -103,7 +103,7 @@ def test_rounding_is_a_difference_of_bits_alone(part):
 def test_more_than_rounding_is_a_difference_at_the_tier_allclose(part, quantity):
     other = changed(recording(2), off(part, 0.01))
     found = first_difference(recording(1), other, "allclose")
-    assert (found.step, found.quantity) == (0, quantity)
+    assert (found.step, found.quantity) == (1, quantity)
     assert found.relative == pytest.approx(0.01)
     assert reached(recording(1), other, None, counts=True) == "count-exact"
     assert reached(recording(1), other, None, counts=False) == "sample-exact"
@@ -114,7 +114,7 @@ def test_the_first_step_that_differs_is_named():
         if line["step"] == 2:
             off("gradients", 0.5)(line)
 
-    assert first_difference(recording(1), changed(recording(2), late), "allclose").step == 2
+    assert first_difference(recording(1), changed(recording(2), late), "allclose").step == 3
 
 
 def test_other_samples_come_before_what_follows_from_them():
@@ -123,7 +123,7 @@ def test_other_samples_come_before_what_follows_from_them():
         off("gradients", 0.5)(line)
 
     found = first_difference(recording(1), changed(recording(2), change), "sample-exact")
-    assert (found.step, found.quantity) == (0, "samples")
+    assert (found.step, found.quantity) == (1, "samples")
     assert "only on cpu:2: 40, 41, 42, 43" in found.text
     assert reached(recording(1), changed(recording(2), change), None, counts=True) is None
 
@@ -191,7 +191,7 @@ def test_fewer_steps_are_a_difference():
     other = recording(2)
     short = Recording(other.devices, 0, tuple(lines[:-2] for lines in other.ranks))
     found = first_difference(recording(1), short, "sample-exact")
-    assert (found.step, found.quantity) == (2, "steps")
+    assert (found.step, found.quantity) == (3, "steps")
 
 
 def with_metric(original, values, attempt=0):
@@ -205,7 +205,7 @@ def test_a_reduced_number_may_be_a_sum_or_a_mean_over_ranks_and_nothing_else():
     ours = with_metric(recording(1), [0.8, 13.0])
     assert first_difference(ours, with_metric(recording(2), [1.6, 13.0]), "allclose") is None
     found = first_difference(ours, with_metric(recording(2), [1.6, 14.0]), "allclose")
-    assert (found.quantity, found.step) == ("metric", NUM_STEPS)
+    assert (found.quantity, found.step) == ("metric", NUM_STEPS + 1)
 
 
 def test_a_number_that_differs_from_run_to_run_is_a_clock_and_not_compared():
@@ -226,7 +226,7 @@ def test_rounding_that_grows_fast_in_a_program_is_allowed_what_it_was_seen_to_do
     assert first_difference(ours, far, "allclose", Tolerance(ours, response=(ours, nudged))) is not None
 
     late = Tolerance(ours, response=(ours, nudged), since=1)
-    assert first_difference(ours, other, "allclose", late).step == 0
+    assert first_difference(ours, other, "allclose", late).step == 1
 
 
 def test_a_loss_that_rounding_alone_changes_much_is_lost_from_that_step_on():
@@ -236,7 +236,7 @@ def test_a_loss_that_rounding_alone_changes_much_is_lost_from_that_step_on():
     ours = recording(1)
     assert list(Tolerance(ours).lost()) == []
     (reason,) = Tolerance(ours, response=(ours, changed(ours, grows))).lost()
-    assert reason.startswith("from step 1 on")
+    assert reason.startswith("from step 2 on")
 
 
 def put(path, value):
@@ -306,7 +306,7 @@ def poison(line):
     ("change", "sentence"),
     [
         (put(["gradients", 0, "norm"], [0.0]), "all gradients are zero"),
-        (poison, "from step 1 on parameters are not finite"),
+        (poison, "from step 2 on parameters are not finite"),
         (put(["loss"], [1.5]), "the loss is 1.5 in all 3 steps"),
         (put(["states", 0, "bits"], [1000]), "no parameter changed"),
     ],

@@ -71,10 +71,10 @@ def test_twin_another_seed_another_rate_and_another_number_of_steps_differ(golde
     golden(API, write=True, steps=20)  # it ends after 6
     other = golden(API, seed=1, steps=20)
     assert other.exit_code == 1
-    assert "step 0: the loss is" in other.text
+    assert "step 1: the loss is" in other.text
     rate = golden(API, "0.2", steps=20)
     assert rate.exit_code == 1
-    assert "step 0: the state is" in rate.text
+    assert "step 1: the state is" in rate.text
     assert "(also other: program was train.py, is train.py 0.2)" in rate.text
     shorter = golden(API.replace("48", "40"), steps=20)
     assert shorter.exit_code == 1

@@ -178,7 +178,7 @@ def test_ranks_that_share_a_model_may_train_on_the_same_samples(verdict_on, scri
 def test_twin_a_shard_that_differs_on_another_rank_alone_is_found(runner_of, script):
     runner = runner_of(script(DIVIDED), "leak", logical=2)
     found = first_difference(*(runner.record(RunSpec(devices, 3)) for devices in ("cpu:1", "cpu:2")), "bitwise")
-    assert (found.step, found.quantity, found.name, found.runs) == (0, "gradient", "0.weight", ("cpu:1", "cpu:2"))
+    assert (found.step, found.quantity, found.name, found.runs) == (1, "gradient", "0.weight", ("cpu:1", "cpu:2"))
 
 
 def test_parameters_that_ranks_begin_alike_and_do_not_exchange_are_named(verdict_on, script):
@@ -196,7 +196,7 @@ def test_twin_features_that_a_softmax_reads_in_parts_are_not_equal_even_up_to_ro
 def test_batch_norm_is_found_named_confirmed_and_told(verdict_on, script, capsys):
     verdict = verdict_on(script(section("batchnorm")[0]))
     assert not verdict.agrees
-    assert verdict.difference.step == 0
+    assert verdict.difference.step == 1
     assert (verdict.place.type, verdict.place.direction) == ("BatchNorm1d", "forward")
     assert [cause.key for cause in verdict.causes] == ["batchnorm"]
     assert verdict.unexplained is None
@@ -213,7 +213,7 @@ def test_a_cause_that_is_not_in_the_table_is_not_made_up(verdict_on, script):
     assert not verdict.agrees
     assert verdict.causes == ()
     assert verdict.unexplained is not None
-    assert (verdict.difference.step, verdict.difference.quantity) == (0, "loss")
+    assert (verdict.difference.step, verdict.difference.quantity) == (1, "loss")
     assert (verdict.place.module, verdict.place.direction) == ("2", "backward")
 
 
@@ -233,11 +233,11 @@ def test_what_is_left_under_all_antidotes_is_told_with_its_place(verdict_on, scr
     text = parallel(factor="(1 + 0.1 * size)", share="nn.functional.dropout(x[rank::size], 0.1)")
     verdict = verdict_on(script(text))
     assert {cause.key for cause in verdict.suspects} == {"dropout", "draws"}
-    assert (verdict.unexplained.step, verdict.unexplained.quantity) == (0, "loss")
+    assert (verdict.unexplained.step, verdict.unexplained.quantity) == (1, "loss")
     assert verdict.unexplained_place.direction == "backward"
     show(verdict)
     printed = capsys.readouterr().out
-    assert f"without the effect of dropout, draws there is left: step 0: {verdict.unexplained.text}" in printed
+    assert f"without the effect of dropout, draws there is left: step 1: {verdict.unexplained.text}" in printed
     assert verdict.unexplained_place.text in printed
 
 
@@ -411,7 +411,7 @@ def test_where_no_metric_was_reached_agreement_says_so(verdict_on, script):
     ("change", "refusal"),
     [
         (("lr=LR", "lr=400"), "rounding alone may change the loss"),
-        (("loss = model(mine)", "loss = model(mine / (number < 2))"), "from step 2 on parameters are not finite"),
+        (("loss = model(mine)", "loss = model(mine / (number < 2))"), "from step 3 on parameters are not finite"),
     ],
     ids=("chaos", "NaN"),
 )

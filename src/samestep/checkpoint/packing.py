@@ -104,6 +104,8 @@ def as_bad_checkpoint(what: str, passing: type[SamestepError] = SamestepError) -
         raise
     except Exception as error:
         text = f"{type(error).__name__}: {str(error)[:_READABLE]}"
+        if isinstance(error, (AttributeError, LookupError, TypeError)):  # Python's words for content of another form
+            text = "something in it is missing, or of another kind"
         raise CheckpointError(f"{what} ({text})") from error
 
 

@@ -71,7 +71,7 @@ def holds_run(path: Path) -> bool:
 
 
 def holds_script(path: Path) -> bool:
-    """Whether a script's run was recorded in this folder, by `samestep run --run-dir`."""
+    """Whether a script's run was recorded in this folder, by `samestep run --record`."""
     return (path / SCRIPT_FILE).exists()
 
 
@@ -97,6 +97,8 @@ def script_of(folder: Path) -> dict[str, Any]:
     bad = [name for name, kind in kinds.items() if not isinstance(record.get(name), kind)]
     names = [name for kind in ("files", "folders", "changed") if kind not in bad for name in record[kind]]
     bad += [str(name) for name in names if not isinstance(name, str) or not Path(name).parts or _is_elsewhere(name)]
+    if not bad and "\0" in "".join(map(str, (*record["command"], *record["options"].values(), *names))):
+        bad.append("a NUL character, which no argument and no name has")
     code = record.get("code")
     if code is not None and not (isinstance(code, dict) and isinstance(code.get("files"), dict)):
         bad.append("code")

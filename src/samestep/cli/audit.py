@@ -48,7 +48,7 @@ def audit(
 
     Compared are the hashes of all files, each line of the ledger, the next checkpoint and the digest of the end; exit
     code 1 if one differs. One device is enough, and taken by default. Nothing is written to RUN. The run of a script,
-    recorded by samestep run --run-dir, is repeated whole, and the files that it wrote are compared.
+    recorded by samestep run --record, is repeated whole, and the files that it wrote are compared.
     """
     if holds_script(run):
         _audit_script(run, devices, trust, excepted or [], as_json)
@@ -120,7 +120,7 @@ def _print(found: "Audit") -> None:
 
     table = make_table("segment", "steps", "seconds", "the same")
     for each in found.segments:
-        steps, seconds = f"{each.first} … {each.end - 1}", f"{each.seconds:.1f}"
+        steps, seconds = f"{each.first} … {each.last}", f"{each.seconds:.1f}"
         table.add_row(str(each.number), steps, seconds, _same(each.difference))
     _show(found, table)
     make_console().print(f"seed {found.seed}: {probability(len(found.segments), found.num_segments)}", markup=False)

@@ -91,7 +91,7 @@ def show(
     ledger = read_or_refuse(run)
     steps = [] if events else list(ledger.steps.values())[-last:]
     begin = steps[0]["step"] if steps else 0
-    shown = [event for event in ledger.events if event["step"] >= begin][-last:]
+    shown = [event for event in ledger.events if event["step"] >= begin - 1][-last:]
     if as_json:
         facts = {"num_steps": len(ledger.steps), "num_events": len(ledger.events)}
         print(json_text({**facts, "steps": steps, "events": shown, "notes": _notes(ledger)}))
@@ -188,7 +188,7 @@ def _print_steps(console: "Console", steps: "list[Any]") -> None:
 
 
 def _print_events(console: "Console", events: "list[Any]") -> None:
-    table = make_table("time", "before step", "event", "")
+    table = make_table("time", "step", "event", "")
     for event in events:
         rest = {key: value for key, value in event.items() if key not in ("event", "step", "time")}
         if isinstance(digest := rest.get("digest"), str) and len(digest) > 16:

@@ -78,6 +78,10 @@ def main(server: EarlyServer | None = None) -> None:
     try:
         if any("\0" in word for word in sys.argv):
             raise UsageError("got a word with a NUL character in it, which no name and no value has")
+        try:
+            os.getcwd()
+        except OSError as error:  # torch cannot be loaded there
+            raise UsageError(f"the working folder cannot be used ({error.strerror}): change to another") from error
         code = app(prog_name="samestep", standalone_mode=False, obj=server)
         sys.stdout.flush()  # else a full disk would be met as the interpreter ends
     except (typer.Abort, KeyboardInterrupt):

@@ -83,7 +83,11 @@ def without_types(parameters: Any) -> Any:
 
 
 class CommandGroup(TyperGroup):
-    """A group of commands."""
+    """A group of commands, of which `show` is meant where a run's folder stands in the place of one."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        is_run = "show" in self.commands and args[0] not in self.commands and Path(args[0]).exists()
+        return super().resolve_command(ctx, ["show", *args] if is_run else args)
 
     def get_params(self, ctx: Any) -> Any:
         return without_types(super().get_params(ctx))

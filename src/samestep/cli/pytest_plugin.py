@@ -1,5 +1,6 @@
 """The pytest plugin: a fixture that calls `samestep verify`. Every pytest of the environment imports this module."""
 
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
@@ -26,7 +27,7 @@ def samestep_verify() -> Callable[..., str]:
         command = [sys.executable, "-P", "-m", "samestep", "verify", *words, *map(str, program)]
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
         if done.returncode != 0:
-            text = f"samestep verify {' '.join(command[4:])}: exit code {done.returncode}"
+            text = f"{shlex.join(command[3:])}: exit code {done.returncode}"
             pytest.fail(f"{text}\n{done.stdout}{done.stderr}", pytrace=False)
         return done.stdout
 

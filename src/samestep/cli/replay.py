@@ -14,7 +14,7 @@ from samestep.text import json_text, make_console, notify
 
 def replay(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.", autocompletion=run_folders)],
-    step: Annotated[int, typer.Option(metavar="N", help="The step to show, counted from 0, as in the ledger.")],
+    step: Annotated[int, typer.Option(metavar="N", help="The step to show, counted from 1, as in the ledger.")],
     microbatch: Annotated[int | None, typer.Option(metavar="S", help="Show this microbatch alone.")] = None,
     module: Annotated[
         str | None,
@@ -35,7 +35,7 @@ def replay(
 ) -> None:
     """Takes step N of a recorded run again on one device, and shows its microbatches and modules.
 
-    The run's own program is run from the newest checkpoint at or before the step, and each step on the way is
+    The run's own program is run from the newest checkpoint before the step, and each step on the way is
     compared with the ledger; exit code 1 if one differs. Nothing is written to RUN.
     """
     if device in (None, "cpu"):

@@ -51,9 +51,10 @@ def run(
     log_dir: Annotated[
         str | None, typer.Option(metavar="DIR", help="Keep what the ranks above 0 print, in DIR/rank-N.log.")
     ] = None,
-    run_dir: Annotated[
+    record_dir: Annotated[
         Path | None,
         typer.Option(
+            "--record",
             metavar="DIR",
             rich_help_panel=SCRIPT,
             help="Record in DIR what SCRIPT is and which files it writes, for samestep attest and audit; with "
@@ -120,15 +121,20 @@ def run(
     job = _as_read(replace(job, preload=reading.preload), script, reading, is_simulated, each)
     if script.single_process is None and reading.is_both:
         notify(f"{program[0]}: {reading.reason}")
+    if job.kwargs.get("simulated") and reading.names_gpus:
+        last = (script.logical_devices or selection.count) - 1
+        gpus = "cuda:0" + (f" {'and' if last == 1 else 'to'} cuda:{last}" if last else "")
+        stand = f"{selection.describe()} stand{'s' if selection.count == 1 else ''} in for {gpus}"
+        notify(stand if spec.startswith("cpu") else f"no GPU here: {stand}")
     folder = profile_dir or (Path(PROFILE_FOLDER) if profile else None)
     if folder is not None:
         selection = profiled(selection, folder)
     if audit is not None:
         selection = _audited(selection, audit, audit_action, program[0], reading)
     record = None
-    if run_dir is not None:
+    if record_dir is not None:
         others = [Path(each) for each in (log_dir, folder) if each is not None]
-        job, record = _recorded(job, script, program, run_dir, others, is_local=torchrun is None)
+        job, record = _recorded(job, script, program, record_dir, others, is_local=torchrun is None)
     if torchrun is None:
         outcome = supervise(job, selection, early=context.obj)
         if record is not None:
@@ -145,18 +151,18 @@ def run(
 
 
 def _recorded(
-    job: Job, script: ScriptOptions, program: Sequence[str], run_dir: Path, others: Sequence[Path], is_local: bool
+    job: Job, script: ScriptOptions, program: Sequence[str], folder: Path, others: Sequence[Path], is_local: bool
 ) -> "tuple[Job, ScriptRecord]":
     from samestep.launcher.script_record import ScriptRecord
 
     if script.logical_devices is None or not is_local:
         raise UsageError(
-            f"got --run-dir {run_dir}, which records a run that any number of devices of one machine repeats to the "
+            f"got --record {folder}, which records a run that any number of devices of one machine repeats to the "
             "bit; needed: --logical-devices V, and no --nnodes. A script with samestep.Trainer is given run_dir=… there"
         )
     options = {**asdict(script), "num_threads": job.num_threads, "program": program}
     job = replace(job, target=f"{ScriptRecord.__module__}:run_recorded", kwargs={"function": job.target, **job.kwargs})
-    return job, ScriptRecord(run_dir, options, others)
+    return job, ScriptRecord(folder, options, others)
 
 
 def _audited(selection: "Selection", audit: int, action: str, name: str, reading: "Reading") -> "Selection":

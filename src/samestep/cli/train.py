@@ -313,6 +313,6 @@ def _show(result: dict[str, Any], devices: str, as_json: bool) -> None:
     lines = [("devices", devices), ("run", result["run"]), ("digest", result["digest"])]
     if sys.stdout.isatty():
         lines.append(("next", f"samestep report {result['run']}"))
-        lines.append(("", f"samestep replay {result['run']} --step 0    any step again, on one device"))
+        lines.append(("", f"samestep replay {result['run']} --step 1    any step again, on one device"))
     for name, value in lines:
         print(f"{name:<8} {value}", flush=True)

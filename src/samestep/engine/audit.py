@@ -48,7 +48,7 @@ class RepeatStepError(Exception):
 class AuditFinding(NamedTuple):
     """What an audit found."""
 
-    step: int  # counted from 0
+    step: int  # counted from 1
     microbatch: int | None  # that was computed twice; None if the states differ
     ranks: tuple[int, ...]  # that are wrong; none if that cannot be told
     devices: tuple[str, ...]  # of these, with their hosts
@@ -190,7 +190,7 @@ class Audit:
         how = f"rank {third[0]} computed it a third time" if third else "it was computed once more"
         wrong = [owner] if owner == auditor else wrong  # alone it is wrong in any case
         self._conclude(
-            f"microbatch {self.microbatch} of step {self._step} was computed twice, by rank {owner} and, for the "
+            f"microbatch {self.microbatch} of step {self._step + 1} was computed twice, by rank {owner} and, for the "
             f"audit, by rank {auditor}, with different bits in {listed(found, MOST_NAMES)}; {how}",
             wrong,
             found,
@@ -207,7 +207,7 @@ class Audit:
         rows = self._membership.communicator.gather_words([int(self._sum_of(of_it)) for of_it in entries.values()])
         found = [name for name, column in zip(entries, zip(*rows, strict=True), strict=True) if len(set(column)) > 1]
         self._conclude(
-            f"the ranks' states differ in step {self._step}, found by the audit: {listed(found, MOST_NAMES)} of "
+            f"the ranks' states differ in step {self._step + 1}, found by the audit: {listed(found, MOST_NAMES)} of "
             f"{_of_ranks(odd)} is not that of {_of_ranks([r for r in range(len(states)) if r not in odd])}",
             wrong,
             found,
@@ -233,7 +233,7 @@ class Audit:
             shown = " or ".join(f"rank {rank} ({labels[rank]})" for rank in dict.fromkeys(suspects))
             text += f": it cannot be told which is wrong, {shown}"
         devices = tuple(labels[rank] for rank in wrong)
-        finding = AuditFinding(self._step, microbatch, tuple(wrong), devices, tuple(names), action, text)
+        finding = AuditFinding(self._step + 1, microbatch, tuple(wrong), devices, tuple(names), action, text)
         if action != "exclude" or membership.rank not in wrong:  # the others go on, and record it
             self.findings.append(finding)
         if action == "warn":

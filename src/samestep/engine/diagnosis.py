@@ -92,7 +92,7 @@ def _memory_of(device: torch.device) -> str:
 
 def describe_update_shortage(optimizer: str, step: int, rank: int) -> str:
     """The message if the update of step number `step` does not fit."""
-    state = "the state that it makes in its first step" if step == 0 else "what it computes on the way"
+    state = "the state that it makes in its first step" if step == 1 else "what it computes on the way"
     return (
         f"out of memory: the update of step {step} by {optimizer}, {state}, does not fit in the memory of rank {rank}, "
         "and the model may be half updated: go on from a checkpoint. More microbatches do not help here; use an "

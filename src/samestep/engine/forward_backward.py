@@ -170,7 +170,7 @@ class ForwardBackward:
             raise OutOfMemoryError(text) from error
         if num_samples > 1 or not isinstance(error, ValueError):
             return
-        where = f"of the {batch.length} samples of step {step} microbatch {microbatch} (of {number})"
+        where = f"of the {batch.length} samples of step {step + 1} microbatch {microbatch} (of {number})"
         advice = "take a global_batch_size (--global-batch-size) that leaves more"
         if batch.length > 1:
             fewer = batch.length // 2

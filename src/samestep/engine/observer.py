@@ -116,7 +116,7 @@ class HeartbeatObserver(StepObserver):
 
     def on_step(self, step: Any, batch: Any) -> None:
         """Posts the number of the step."""
-        self._heartbeat.step = step.num_steps
+        self._heartbeat.step = step.num_steps + 1
 
     def on_phase(self, phase: str) -> None:
         """Posts the phase."""

@@ -188,7 +188,7 @@ class Agreed:
     stop: int  # the signal by which the run is to stop, or `membership.END_OF_FIT`; 0 for none
     checkpoint: bool  # whether all ranks are to write a checkpoint after the step
     flags: list[bool]  # any others, equally many on every rank
-    failed: int = 0  # 1 + the number of an earlier step whose failure was read since; 0 for none
+    failed: int = 0  # the number of an earlier step whose failure was read since; 0 for none
 
 
 def write_header(batch: Batch, step: int, asked: Agreed) -> list[int]:
@@ -237,7 +237,7 @@ class StepResult:
     `bitwise`.
 
     Attributes:
-        step: the number of this step, counted from 0.
+        step: the number of this step, counted from 1.
         num_samples: samples of the global batch.
     """
 

@@ -242,7 +242,7 @@ class TrainStep:
         buffers.begin(self.num_steps)
         self._stats.begin(membership.mine)
         traces = self._traces if self.num_steps < WATCHED_STEPS else None
-        device, where = self.communicator.device, f"step {self.num_steps} on rank {membership.rank}"
+        device, where = self.communicator.device, f"step {self.num_steps + 1} on rank {membership.rank}"
         is_ordered = self.communicator.reduction == "ordered"  # the backend's own promises no bits
         enough = enough_memory(device, where, NEEDS_LESS) if is_ordered else nullcontext()
         parts = StepParts(self.num_steps, self.compute, self._purity, self._counts, self._stats, traces, audit)
@@ -275,7 +275,7 @@ class TrainStep:
         if agreed.failed:
             # An earlier step, whose failure not every rank may have read: they raise it together, or some would wait.
             self._abandon()
-            self._read_up_to(agreed.failed - 1)
+            self._read_up_to(agreed.failed)
 
         # 3. The same arithmetic on every rank.
         self._check_used(used)
@@ -327,7 +327,7 @@ class TrainStep:
         """
         membership = self.membership
         first = self._unread[0][0] if self._unread else None
-        failed = first.step + 1 if first is not None and first.is_there and not first.is_good else 0
+        failed = first.step if first is not None and first.is_there and not first.is_good else 0
         stop = END_OF_FIT if membership.asks_end else membership.heartbeat.stop_asked
         agreed = Agreed(stop, membership.asks_checkpoint, flags, failed)
         if membership.world_size > 1:
@@ -335,7 +335,7 @@ class TrainStep:
         words = [] if audit is None else audit.words()
         rows = [words]
         if membership.world_size > 1:
-            header = write_header(batch, self.num_steps, agreed)
+            header = write_header(batch, self.num_steps + 1, agreed)
             sent = [*header, *words]
             headers = self._stats.exchange(membership.communicator, membership.ranges, sent)
             agreed = read_headers([row[: len(header)] for row in headers], len(flags))
@@ -352,8 +352,8 @@ class TrainStep:
         if not self._used:
             self._abandon()
             raise UsageError(
-                f"none of the {len(names)} parameters that are trained got a gradient in step {self.num_steps}: the "
-                "loss depends on other tensors alone; check detach(), no_grad, and what the optimizer holds"
+                f"none of the {len(names)} parameters that are trained got a gradient in step {self.num_steps + 1}: "
+                "the loss depends on other tensors alone; check detach(), no_grad, and what the optimizer holds"
             )
         missing = [name for name in names if name not in self._used]
         if missing and self._num_checked == FIRST_STEPS:
@@ -423,7 +423,9 @@ class TrainStep:
                     raise
                 self._failed = True  # parameters before this one are updated: the step cannot be repeated
                 name = type(optimizer).__name__
-                raise OutOfMemoryError(describe_update_shortage(name, self.num_steps, self.membership.rank)) from error
+                raise OutOfMemoryError(
+                    describe_update_shortage(name, self.num_steps + 1, self.membership.rank)
+                ) from error
         self.strategy.after_update()
 
     def _abandon(self) -> None:
@@ -473,7 +475,7 @@ class TrainStep:
         lengths = [row[0] for row in rows]
         if len(set(lengths)) > 1:
             raise DeterminismError(
-                f"the ranks were handed batches of {lengths} samples in step {self.num_steps}; hand every rank the "
+                f"the ranks were handed batches of {lengths} samples in step {self.num_steps + 1}; hand every rank the "
                 "whole global batch: use run.loader, or a DataLoader without a distributed sampler"
             )
 
@@ -486,8 +488,8 @@ class TrainStep:
             )
         if self._failed:
             raise DeterminismError(
-                f"step {self.num_steps} failed on rank {self.communicator.rank}, and its exception was caught: a step "
-                "cannot be repeated, or left out, by one rank alone; let the exception end the run"
+                f"step {self.num_steps + 1} failed on rank {self.communicator.rank}, and its exception was caught: a "
+                "step cannot be repeated, or left out, by one rank alone; let the exception end the run"
             )
         if self.communicator.device.type == "cpu" and torch.get_num_threads() != self._num_threads:
             raise DeterminismError(
@@ -508,7 +510,7 @@ class TrainStep:
             event = torch.Event(scalars_on)
             event.record(torch.cuda.current_stream(scalars_on))  # the device need not be the current one
         read_before = self._read_up_to if self._finite.is_late else None
-        number, num_microbatches = self.num_steps, self.membership.num_microbatches
+        number, num_microbatches = self.num_steps + 1, self.membership.num_microbatches
         light, names = batch.without_samples(), self._stats.names
         return StepResult(number, batch.length, light, num_microbatches, scalars, event, read_before, _names=names)
 
@@ -517,12 +519,12 @@ class TrainStep:
         try:
             result.check()
         except NonFiniteError as error:
-            self.num_steps = result.step
+            self.num_steps = result.step - 1
             self._finite.reset()
             self._unread.clear()
             self._restore_schedule(schedule)
             if (name := self._purity.not_finite()) is not None:
-                when = "the first step" if result.step == 0 else "this step"
+                when = "the first step" if result.step == 1 else "this step"
                 advice = (
                     f"Parameter {name} held NaN or infinity before {when}: look at how it was initialised or loaded"
                 )

@@ -21,9 +21,10 @@ import selectors
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
@@ -62,18 +63,21 @@ class Display:
         self._bar: Progress | None = None
         self._task: TaskID | None = None
         self._begun = self._shown = time.monotonic()
+        self._first: tuple[float, float] | None = None  # when the first progress was seen, and how much was done
+        self.refused: OSError | None = None  # why something is not shown
 
     def progress(self, event: Event) -> None:
         """Moves the bar, at most ten times a second."""
         now = time.monotonic()
         last = event.get("step") == event.get("steps")
+        left = self._left(event, now)
         if self._quiet:
             return
         if not sys.stderr.isatty():
             if now - self._shown >= LINE_SECONDS:  # so that a long epoch does not look hung
                 self._shown = now
                 steps = f"step {event.get('step')} of {event.get('steps') or '?'}"
-                self._print(f"epoch {event.get('epoch')}, {steps}, {_figures(event)}", sys.stderr)
+                self._print(f"epoch {event.get('epoch')}, {steps}, {_figures(event)}{left}", sys.stderr)
             return
         if now - self._shown < REFRESH_SECONDS and not last:
             return
@@ -87,12 +91,20 @@ class Display:
             + "/".join(str(event[name]) for name in ("epoch", "epochs") if event.get(name) is not None),
             completed=event.get("step") or 0,
             total=event.get("steps"),
-            figures=_figures(event),
+            figures=_figures(event) + left,
             clock=str(timedelta(seconds=int(now - self._begun))),
         )
-        with showing(sys.stderr):
+        with self.keeping(sys.stderr):
             self._bar.start()  # does nothing the second time
             self._bar.refresh()
+
+    def _left(self, event: Event, now: float) -> str:
+        """The time until the last epoch ends, at the pace so far, if that is known."""
+        epoch, part = event.get("epoch") or 1, (event.get("step") or 0) / (event.get("steps") or inf)
+        done = (epoch - 1 + part) / (event.get("epochs") or inf)
+        self._first = self._first or (now, done)
+        pace = (done - self._first[1]) / max(now - self._first[0], REFRESH_SECONDS)
+        return f", {timedelta(seconds=int((1 - done) / pace))} left" if pace > 0 else ""
 
     def line(self, text: str) -> None:
         """Prints a line, above the bar if there is one."""
@@ -100,21 +112,30 @@ class Display:
             return
         self._print(text, self._lines)
 
+    @contextlib.contextmanager
+    def keeping(self, stream: TextIO) -> Iterator[None]:
+        """For a block that prints: if a full disk refuses it, the run goes on, and has failed at its end."""
+        try:
+            with showing(stream):
+                yield
+        except OSError as error:
+            self.refused = error
+
     def notify(self, text: str) -> None:
         """Prints a message about the run on stderr, above the bar if there is one; even if the display is quiet."""
         self._print(f"samestep: {text}", sys.stderr)
 
     def _print(self, text: str, stream: TextIO) -> None:
         # If bar and text share the terminal the bar's console must print it.
-        if self._bar is not None and stream.isatty():
-            with showing(stream):
+        with self.keeping(stream):
+            if self._bar is not None and stream.isatty():
                 self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
-        else:
-            show(text, stream)
+            else:
+                show(text, stream)
 
     def close(self) -> None:
         if self._bar is not None:
-            with showing(sys.stderr):
+            with self.keeping(sys.stderr):
                 self._bar.stop()
 
 
@@ -309,7 +330,7 @@ class Monitor:
             decoder = codecs.getincrementaldecoder("utf-8")
             decode = self._decoders.setdefault((worker.slot, stream), decoder("replace")).decode
             target = sys.stdout if stream == "stdout" else sys.stderr
-            with showing(target):
+            with self._display.keeping(target):
                 target.write(decode(data or b"", data is None))
                 target.flush()
         if stream is None or worker.place.rank > 0:  # the output of the first rank 0 has been printed already
@@ -514,6 +535,11 @@ class Monitor:
             return Outcome(exit_code(culprit), self.workers.result(), failure)
         if self._stopped_by is not None:
             self._display.notify("the run was at its end, and is complete")
+        for error in (self._display.refused, *(worker.refused for worker in self.workers.all)):
+            if error is not None:
+                place = "" if error.filename is None else f"{error.filename}: "
+                failure = f"what was printed cannot be written: {place}{error.strerror}"
+                return Outcome(1, self.workers.result(), failure)
         return Outcome(0, result=self.workers.result())
 
     def _culprit(self) -> Worker | None:

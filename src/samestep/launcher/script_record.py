@@ -114,7 +114,7 @@ class ScriptRecord:
             self._lock.release()
             raise UsageError(
                 f"{folder} already holds the run of another script, or one with other options or arguments; choose "
-                "another folder by --run-dir, or remove it"
+                "another folder by --record, or remove it"
             )
         self._before = entries_below(Path.cwd(), self._without)
         if self._earlier and self._earlier.get("exit_code") is None:

@@ -31,7 +31,7 @@ from samestep.launcher.worker_states import (
     make_log_dir,
     report_exception,
 )
-from samestep.text import counted, notify, show
+from samestep.text import counted, notify, tell
 
 TOKENS, STARTED, ABSENT = "tokens", "started-", "absent"  # files beside torchrun's logs; the second with a local rank
 DEFAULT_PORT = 29400  # torchrun's
@@ -232,7 +232,7 @@ def main() -> None:
     except SystemExit as stop:
         code, message = exit_code_of(stop)
         if message:
-            show(message, terminal)
+            tell(message, terminal)
     except KeyboardInterrupt:
         code = 128 + signal.SIGINT
     except BaseException as error:
@@ -243,7 +243,7 @@ def main() -> None:
         if is_numbered and report["type"] == "AbsentError":  # of `comm.rendezvous`, which imports torch
             absent.touch()
             message += "\nno further restart is tried without it"
-        show(f"samestep: error: {message}", terminal)
+        tell(f"samestep: error: {message}", terminal)
         if report["peer_lost"]:
             time.sleep(PEER_LOST_SECONDS)
     leave(code)

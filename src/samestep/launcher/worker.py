@@ -2,7 +2,6 @@
 
 import atexit
 import contextlib
-import errno
 import faulthandler
 import gc
 import io
@@ -26,7 +25,7 @@ from samestep.files import temporary_name
 from samestep.launcher import os_processes
 from samestep.launcher.job import Instruction, run_program, worker_variables
 from samestep.launcher.worker_states import report_exception
-from samestep.text import show
+from samestep.text import showing, tell
 
 Call = Callable[[], Any]
 COMPRESSING = ("gzip", "bz2", "lzma", "zipfile")
@@ -202,7 +201,7 @@ def _report_exit(stop: SystemExit, instruction: Instruction, channel: Channel) -
     """Reports the end of a program by `sys.exit`; returns the exit code."""
     code, message = exit_code_of(stop)
     if message and instruction.assignment.rank == 0:
-        show(message, sys.stderr)
+        tell(message, sys.stderr)
     if code:
         # Rank 0's message is on the terminal already.
         shown = "" if instruction.assignment.rank == 0 else message
@@ -218,13 +217,14 @@ def _printed(code: int, instruction: Instruction, channel: Channel) -> int:
     """The exit code, or 1 if a program that has succeeded cannot write the rest of what it printed to the terminal."""
     if code == 0 and instruction.assignment.rank == 0:
         try:
-            sys.stdout.flush()
-        except (AttributeError, ValueError):  # it has closed its output
+            if sys.stdout is not None:
+                with showing(sys.stdout):
+                    sys.stdout.flush()
+        except AttributeError:  # what a program may put in its place
             pass
         except OSError as error:
-            if error.errno not in (errno.EPIPE, errno.EIO):  # it has no reader any more
-                channel.send("failed", **report_exception(error))
-                return 1
+            channel.send("failed", **report_exception(error))
+            return 1
     return code
 
 

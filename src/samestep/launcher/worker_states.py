@@ -39,6 +39,7 @@ class Worker:
     is_lost: bool = False  # the run goes on without it
     has_joined: bool = False  # it was started late and is a member now
     is_replaced: bool = False  # another worker has its device, or none is to have it
+    refused: OSError | None = None  # why its log lacks some of it
     kill_at: float = float("inf")  # when it is killed if it has not ended, on the clock of `time.monotonic`
 
     @property
@@ -51,8 +52,11 @@ class Worker:
             self.tail += data
             del self.tail[:-TAIL_SIZE]
         elif data:
-            with contextlib.suppress(OSError), open_regular(self.log, "ab") as file:
-                file.write(data)
+            try:
+                with open_regular(self.log, "ab") as file:
+                    file.write(data)
+            except OSError as error:
+                self.refused = error
 
     @property
     def is_peer_lost(self) -> bool:
@@ -358,7 +362,7 @@ class Failure:
     device: str
     cause: str  # "SIGKILL", "exit code 3", "hang", or the type of an exception
     phase: str  # of its last heartbeat, one of `heartbeat.PHASES`
-    step: int  # counted from 0
+    step: int  # counted from 1; 0 for none
 
     @classmethod
     def of(cls, workers: Workers, worker: Worker) -> "Failure":

@@ -50,7 +50,7 @@ class Segment:
 
     number: int  # from 1
     first: int
-    end: int  # the step after its last
+    last: int
     start: str | None  # the checkpoint before its first step; None for the seed
     target: str | None  # the one after its last; None if there is none
 
@@ -61,7 +61,7 @@ class AuditedSegment:
 
     number: int  # from 1
     first: int
-    end: int
+    last: int
     seconds: float
     digests: int  # checksums of the state that were compared
     difference: str | None  # the first one, as a sentence
@@ -128,7 +128,7 @@ def audit(
     if take is None:
         take = partial(audit_segments, folder, trust=trust, program=program, tell=tell, progress=progress)
     done = list(take(sorted(drawn, key=lambda segment: segment.first)))
-    return Audit(str(folder), seed, len(plan), plan[-1].end - plan[0].first, done, faults, notes)
+    return Audit(str(folder), seed, len(plan), plan[-1].last - plan[0].first + 1, done, faults, notes)
 
 
 def _ledger_of(folder: Path) -> Ledger:
@@ -144,17 +144,17 @@ def segments_of(
     folder: Path, ledger: Ledger, places: Sequence[tuple[int, Path]], tell: Callable[[str], None]
 ) -> list[Segment]:
     """The segments of a run between its good checkpoints, in order; a `UsageError` if there is none."""
-    last = max(ledger.steps, default=-1) + 1
+    last = max(ledger.steps, default=0)
     begin = ledger.events[0] if ledger.events else {}
     names: dict[int, str | None] = {**({} if begin.get("event") == "resume" else {0: None})}
     names |= {step: path.name for step, path in places}
     if begin.get("event") == "resume" and names:
-        tell(f"it goes on from {begin.get('from')} of another folder: what is before {min(names)} is audited there")
+        tell(f"it goes on from {begin.get('from')} of another folder: steps up to {min(names)} are audited there")
     steps = sorted(names)
     if steps and last > steps[-1]:
         steps, names[last] = [*steps, last], None
     pairs = enumerate(pairwise(steps), 1)
-    found = [Segment(number, one, two, names[one], names[two]) for number, (one, two) in pairs]
+    found = [Segment(number, one + 1, two, names[one], names[two]) for number, (one, two) in pairs]
     if not found:
         raise UsageError(
             f"{folder} cannot be audited: it has no step after its beginning or a checkpoint. A run that is to be "
@@ -192,9 +192,9 @@ def _faults(
     for repeat in ledger.repeats_that_differ:
         yield f"the ledger has step {repeat.step} twice, with another {field_name(repeat.field)} the second time"
     ends = [each["step"] for each in ledger.events if each["event"] in ("stop", "end")]
-    last, reached = max(ledger.steps, default=-1) + 1, max([*ends, *(step for step, _ in places)], default=0)
+    last, reached = max(ledger.steps, default=0), max([*ends, *(step for step, _ in places)], default=0)
     if ledger.steps and reached > last:
-        yield f"the ledger ends before step {last}, and the run came to step {reached}"
+        yield f"the ledger ends after step {last}, and the run came to step {reached}"
     if not places:
         return
     newest = read_state(places[-1][1])
@@ -259,15 +259,15 @@ def audit_segments(
             f'of ranks along "tensor", {ranks}; audit it on as many or a multiple of them, as by --devices cpu:{ranks}'
         )
     device = own_device("cpu" if record.get("device_kind") == "cpu" else None, environment)
-    total, before = sum(each.end - each.first for each in segments), 0
+    total, before = sum(each.last - each.first + 1 for each in segments), 0
     for segment in segments:
-        tell(f"segment {segment.number}: steps {segment.first} to {segment.end - 1} on {device}")
+        tell(f"segment {segment.number}: steps {segment.first} to {segment.last} on {device}")
         began = time.perf_counter()
         rerun = SegmentRerun(
             run_folder=folder.resolve(),
             record=record,
             ledger=ledger,
-            step=segment.end - 1,
+            step=segment.last,
             start=_place(folder, segment.start),
             device=device,
             num_threads=num_threads_of(device, record),
@@ -276,9 +276,9 @@ def audit_segments(
             step_done=partial(_count, progress, before, total),
         )
         rerun.run(program)
-        before += segment.end - segment.first
+        before += segment.last - segment.first + 1
         seconds, digests = time.perf_counter() - began, sum(one.has_digest for one in rerun.compared)
-        yield AuditedSegment(segment.number, segment.first, segment.end, seconds, digests, rerun.difference)
+        yield AuditedSegment(segment.number, segment.first, segment.last, seconds, digests, rerun.difference)
 
 
 def check_code(record: Mapping[str, Any], run: Path, trust: bool) -> list[str]:
@@ -331,7 +331,7 @@ class SegmentRerun(ProgramRerun):
 
     def begins(self, step: TrainStep) -> None:
         """Compares the contracts; ends the program before the step that follows the segment."""
-        if step.num_steps > self.step:
+        if self._taken > self.step:
             self._end(self.difference)
         if self.first is None:
             assert self.trainer is not None, "its step begins"
@@ -341,8 +341,8 @@ class SegmentRerun(ProgramRerun):
                     f"{self.run_folder} cannot be audited here from step {self.segment.first} on, which was made under "
                     f"another contract:\n{explain(breaking)}\ngo back to its values, or audit it where they hold"
                 )
-            if step.num_steps != self.segment.first:
-                self._end(f"the first step that the program took is {step.num_steps}, not {self.segment.first}")
+            if self._taken != self.segment.first:
+                self._end(f"the first step that the program took is {self._taken}, not {self.segment.first}")
 
     def ends(self, step: TrainStep, result: StepResult) -> None:
         """Compares the step with its line."""
@@ -359,7 +359,7 @@ class SegmentRerun(ProgramRerun):
 
     def at_boundary(self, trainer: Trainer, capture: Callable[[], Snapshot]) -> None:
         """Compares the last state with the recorded one, of before or after the end of an epoch."""
-        if trainer is not self.trainer or trainer.step.num_steps != self.segment.end:
+        if trainer is not self.trainer or trainer.step.num_steps != self.step:
             return
         state, target, final, found, is_same_place = capture(), self._target(), self._final_digest(), None, True
         state = replace(state, files=gathered(state.files, trainer.step.state_communicator))
@@ -391,11 +391,11 @@ class SegmentRerun(ProgramRerun):
                 "from a checkpoint; have it call run.load_checkpoint(folder, …) before its loop"
             )
         state, self._is_loop = capture(), True
-        if state.step == self.segment.end:
+        if state.step == self.step:
             target = self._target()
             found = None if target is None else first_difference(target, state)
             self._end(None if found is None else f"after step {self.step}: {found}")
-        if state.step > self.segment.end:
+        if state.step > self.step:
             self._end(f"no checkpoint was saved after step {self.step}")
         return place / checkpoint_name(state.step)
 
@@ -406,7 +406,7 @@ class SegmentRerun(ProgramRerun):
     def _final_digest(self) -> str | None:
         """The recorded digest of the run's end, if that is the end of the segment."""
         events = () if self.ledger is None else self.ledger.events
-        ends = [each for each in events if each["event"] == "end" and each["step"] == self.segment.end]
+        ends = [each for each in events if each["event"] == "end" and each["step"] == self.step]
         return str(ends[-1].get("digest")) if ends else None
 
     def _end(self, difference: str | None) -> None:

@@ -290,7 +290,7 @@ class ObservedStep(StepObserver):
     @torch.no_grad()
     def begin(self, step: TrainStep) -> None:
         """Copies the parameters before the step, and looks for values that are not finite in them."""
-        self._step, self._number, self._rates = step, step.num_steps, learning_rates(step.optimizers)
+        self._step, self._number, self._rates = step, step.num_steps + 1, learning_rates(step.optimizers)
         for name, parameter in step.model.named_parameters():
             self._before[name] = parameter.detach().clone()
             self._norms[name], _ = self._look(name, f"parameter {name}, before the step", parameter, "state")

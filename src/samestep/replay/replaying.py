@@ -254,9 +254,9 @@ class ProgramRerun(StepObserver, Rerun):
         self._is_ours = self.trainer is not None and step is self.trainer.step
         if not self._is_ours:
             return
-        self._batch, self._rates, self._taken = batch, learning_rates(step.optimizers), step.num_steps
+        self._batch, self._rates, self._taken = batch, learning_rates(step.optimizers), step.num_steps + 1
         self.begins(step)
-        self.first = step.num_steps if self.first is None else self.first
+        self.first = self._taken if self.first is None else self.first
 
     def on_update(self, step: TrainStep, result: StepResult) -> None:
         """Compares the step with the ledger."""
@@ -324,7 +324,7 @@ class StepReplay(ProgramRerun):
 
     def begins(self, step: TrainStep) -> None:
         """Observes the step in full, if it is the one that was asked for."""
-        if step.num_steps >= self.step:
+        if self._taken >= self.step:
             self.observed.begin(step)
 
     def ends(self, step: TrainStep, result: StepResult) -> None:
@@ -387,7 +387,7 @@ def replay(
 ) -> Replay:
     """Takes one step of a recorded run again on one device, and returns a view of it and a comparison with the ledger.
 
-    The run's own program (or `program`, in a notebook) is run from the newest good checkpoint at or before the step.
+    The run's own program (or `program`, in a notebook) is run from the newest good checkpoint before the step.
     A script that came with the folder, or is not the one that the run recorded, needs `trust`. Each step on the way is
     compared with the ledger: tier `bitwise` if nothing has changed on which the bits depend, else `allclose`. Nothing
     is written to the run's folder.
@@ -417,7 +417,7 @@ def replay(
         if not own.is_recipe:
             announce(own, record, folder, trust, tell)
         program = own.run
-    found = newest_checkpoint(folder / CHECKPOINT_FOLDER, before=step, tell=notes.append)
+    found = newest_checkpoint(folder / CHECKPOINT_FOLDER, before=step - 1, tell=notes.append)
     start = None if found is None else found.path.resolve()
     del found  # the program reads it again
     before = record if start is None else _contract_of(start, notes)
@@ -438,7 +438,7 @@ def replay(
     view = rerun.show(program)
     assert rerun.trainer is not None, "a step was taken"
     changes = differences(before, rerun.trainer._contract)
-    if start is None and rerun.first:
+    if start is None and rerun.first != 1:
         notes.append(f"the first step that the program took is {rerun.first}")
     other = _other_model(chosen, record)
     notes += [] if other is None else [other]
@@ -472,12 +472,12 @@ def _read_ledger(folder: Path, notes: list[str]) -> Ledger | None:
 
 def _check_step(folder: Path, step: int, ledger: Ledger | None, notes: list[str]) -> None:
     """Raises a `UsageError` unless the run has the step; a run that was killed may have taken more than it wrote."""
-    if step < 0:
-        raise UsageError(f"got --step {step}; steps are counted from 0")
-    last = step if ledger is None else max(ledger.steps, default=-1)
+    if step < 1:
+        raise UsageError(f"got --step {step}; steps are counted from 1")
+    last = step if ledger is None else max(ledger.steps, default=0)
     if ledger is None or step <= last:
         return
-    known = f"steps 0 to {last}" if last >= 0 else "no step yet"
+    known = f"steps 1 to {last}" if last else "no step yet"
     turns = [event["event"] for event in ledger.events if event["event"] in ("start", "resume", "stop", "end")]
     if turns and turns[-1] in ("stop", "end"):
         raise UsageError(f"got --step {step}; {folder} has {known}")
@@ -531,7 +531,7 @@ def _check(rerun: StepReplay, tier: Tier) -> Check:
         reason = cause(LedgerDifference(bad.step, bad.fields, len(agreed), proven, knows_samples))
     return Check(
         tier=tier,
-        first=rerun.first or 0,
+        first=rerun.first or 1,
         compared=len(compared),
         digests=sum(one.has_digest for one in compared),
         differs=None if bad is None else bad.step,

@@ -82,7 +82,7 @@ def audit_script(
     record = script_of(folder)
     if (code := record.get("exit_code")) != 0:
         how = "its script runs, or was killed" if code is None else f"its script ended with the exit code {code}"
-        raise UsageError(f"{run} cannot be audited: {how}; go on with it by the same command, with --run-dir {run}")
+        raise UsageError(f"{run} cannot be audited: {how}; go on with it by the same command, with --record {run}")
     program = program_of(record, folder)
     announce(program, record, folder, trust, tell)
     notes = check_code(record, folder, trust)
@@ -98,7 +98,7 @@ def audit_script(
         place, again = Path(name).resolve() / "work", Path(name).resolve() / "run"
         _mirror(home, place, record, folder)
         # -P: a file of the folder may have the name of a module that the command imports.
-        words = [sys.executable, "-P", "-m", "samestep", "run", "--run-dir", str(again), *_options(record, devices)]
+        words = [sys.executable, "-P", "-m", "samestep", "run", "--record", str(again), *_options(record, devices)]
         # What the script prints goes to stderr, as in audits of other runs.
         dies = partial(end_with_parent, os.getpid(), signal.SIGKILL) if sys.platform == "linux" else None
         words += _arguments(record, home, place)

@@ -71,7 +71,7 @@ def ledger_curves(steps: Mapping[int, Mapping[str, Any]]) -> dict[str, Curve]:
         fields |= {"lr": rates[0] if isinstance(rates, list) and rates else None, "world_size": entry.get("world_size")}
         for tag, value in fields.items():
             if (found := as_number(value)) is not None:
-                values.setdefault(tag, {})[step + 1] = found
+                values.setdefault(tag, {})[step] = found
     return {tag: Curve.of(by_step) for tag, by_step in values.items()}
 
 
@@ -95,7 +95,7 @@ class Event:
     """An event of the ledger; unknown names are kept."""
 
     name: str
-    step: int  # updates done when it happened
+    step: int  # in or after which it happened
     time: datetime | None  # with its zone
     fields: Mapping[str, Any]
 

@@ -160,11 +160,11 @@ def _repeats(ledger: Ledger) -> list[Finding]:
 
 def _completeness(ledger: Ledger) -> Finding:
     steps = ledger.steps
-    missing = max(steps) + 1 - len(steps)
+    missing = max(steps) - len(steps)
     if not missing:
         recorded = "1 step is" if len(steps) == 1 else f"{len(steps):,} steps are"
         return Finding("holds", f"{recorded} recorded, none is missing.")
-    first = next(step for step in range(max(steps) + 1) if step not in steps)
+    first = next(step for step in range(1, max(steps) + 1) if step not in steps)
     lacking = f"{counted(missing, 'step')} {'is' if missing == 1 else 'are'} missing, the first is step {first:,}"
     return Finding("fails", f"{counted(len(steps), 'step')} recorded; {lacking}.")
 

@@ -111,7 +111,7 @@ class Trainer:
         **step_options: Unpack[StepOptions],
     ) -> None:
         for option, is_given in {"checkpoint_steps": checkpoint_steps is not None, "hash_data": hash_data}.items():
-            if is_given and run_dir is None:
+            if is_given and run_dir is None and current_rerun() is None:
                 run.membership.notice(f"{option} has no effect without a run folder; name one by run_dir=…")
         if (rerun := current_rerun()) is not None:
             step_options = rerun.change_options(self, run_dir, step_options)

@@ -85,7 +85,12 @@ def statement(folder: Path) -> dict[str, Any]:
     record, ledger = record_of(folder), read_ledger(folder) if holds_run(folder) else Ledger({}, ())
     manifests = {step: path / MANIFEST_FILE for step, path in list_checkpoints(checkpoints_of(folder))}
     files = [folder / name for name in (CONTRACT_FILE, LEDGER_FILE, RESULT_FILE, WEIGHTS_FILE)]
-    sizes = [sum(file.size for file in read_manifest(path.parent).files.values()) for path in manifests.values()]
+    sizes = []
+    for path in manifests.values():
+        try:
+            sizes.append(sum(file.size for file in read_manifest(path.parent).files.values()))
+        except CheckpointError as error:
+            raise CheckpointError(f"{path.parent}: {error}") from error
     most = MAX_SMALL_BYTES + max(sizes, default=0)  # of the weights, which are part of a checkpoint
     hashes = {path: _sha256(path, most) for path in (*files, *manifests.values()) if path.exists()}
     named = {path.relative_to(folder).as_posix(): digest for path, digest in hashes.items()}
@@ -94,7 +99,7 @@ def statement(folder: Path) -> dict[str, Any]:
         named,
         record,
         {name: value for name, value in record.items() if name not in (*OF_PROGRAM, *OF_PLACE)},
-        steps=max([*ledger.steps, *(step - 1 for step in manifests)], default=-1) + 1,
+        steps=max([*ledger.steps, *manifests], default=0),
         finalDigest=ends[-1].get("digest") if ends else None,
         data=ends[-1].get("data") if ends else None,
         chain=_chain(folder, {step: hashes[path] for step, path in manifests.items() if path in hashes}),

@@ -187,13 +187,13 @@ def learning_rates(optimizers: Sequence["Optimizer"]) -> list[float]:
 
 
 def read_losses(path: Path) -> dict[int, float]:
-    """The loss of every step in a ledger by the updates done; of a step that was run twice the later line's."""
+    """The loss of every step in a ledger; of a step that was run twice the later line's."""
     losses: dict[int, float] = {}
     for line in read_lines(path):
         with suppress(ValueError, KeyError, TypeError):
             entry = from_line(line.removesuffix(b"\n")) or {}
             if "event" not in entry:
-                losses[int(entry["step"]) + 1] = float.fromhex(entry["loss"])
+                losses[int(entry["step"])] = float.fromhex(entry["loss"])
     return losses
 
 
@@ -214,7 +214,7 @@ def lacking(path: Path, steps: int) -> str:
                 seen.add(int(match[1]))
             elif number == 1 and (begin := from_line(line)) is not None and begin.get("event") == "resume":
                 first = int(begin["step"])
-    lost = [step for step in range(first, steps) if step not in seen]
+    lost = [step for step in range(first + 1, steps + 1) if step not in seen]
     parts = [f"missing steps: {len(lost)} of {steps} (step {lost[0]} first)"] if lost else []
     parts += [f"damaged lines: {len(damaged)} (line {damaged[0]} first)"] if damaged else []
     return f"{path}: {', '.join(parts)}" if parts else ""
@@ -229,9 +229,9 @@ def gaps(folder: Path) -> Iterator[str]:
         if not isinstance(step, int) or (is_event and entry["event"] != "resume"):
             continue
         # A ledger may begin with a resume of a run in another folder.
-        if (last is not None and step > last + 1) or (last is None and step > 0 and not is_event):
+        if (last is not None and step > last + 1) or (last is None and step > 1 and not is_event):
             yield f"line {number} of the ledger is of step {step}, and that before it of step {last}"
-        last = step - 1 if is_event else step
+        last = step
 
 
 def complete_last_line(file: IO[bytes], path: Path, is_whole: Callable[[bytes], bool]) -> None:
@@ -361,7 +361,7 @@ def _read(file: Path) -> Ledger:
             events.append(entry)
             # Steps under another contract are no repetitions.
             if entry["event"] == "contract_change":
-                steps = {step: kept for step, kept in steps.items() if step < entry["step"]}
+                steps = {step: kept for step, kept in steps.items() if step <= entry["step"]}
         else:
             # After a crash a run goes on from its last checkpoint: the steps since then are there twice.
             if entry["step"] in steps:
@@ -391,7 +391,7 @@ def compare(a: Ledger, b: Ledger) -> LedgerDifference | None:
             proven = step
     ends = _same_end(a, b)
     if ends is not None and ends[1] != ends[2]:
-        return LedgerDifference(max(ends[0] - 1, 0), (FieldDifference(FINAL_DIGEST, *ends[1:]),), agreed, proven)
+        return LedgerDifference(ends[0], (FieldDifference(FINAL_DIGEST, *ends[1:]),), agreed, proven)
     return None
 
 

@@ -242,7 +242,7 @@ class Recorder:
             if contract is None:
                 self._known_deaths, self._last = self._ledger.recorded_deaths(), self._ledger.last_step()
                 # Loggers count the updates.
-                purge_step = 1 if self._last is None else self._last + 2
+                purge_step = 1 if self._last is None else self._last + 1
             if is_installed("tensorboard"):
                 self._loggers.append(TensorBoardLogger(folder / TENSORBOARD_FOLDER, purge_step))
             self._metrics = JsonlLogger(folder / METRICS_FILE)
@@ -268,7 +268,7 @@ class Recorder:
 
     def step(self, note: StepNote) -> None:
         """Records a step."""
-        self.log(note.result.step + 1, note.scalars())
+        self.log(note.result.step, note.scalars())
         if self._ledger is not None:
             # After the loggers: a step in the ledger is owed to none of them.
             self._ledger.write(note.entry())
@@ -276,7 +276,7 @@ class Recorder:
             self._seconds[kind] += seconds
         self._timed_steps += 1
         if time.monotonic() - self._timed_at >= TIMING_SECONDS:
-            self._log_times(note.result.step + 1)
+            self._log_times(note.result.step)
 
     def catch_up(self, notes: Iterable[StepNote]) -> None:
         """Records the steps that the previous writer did not get to."""
@@ -294,7 +294,7 @@ class Recorder:
             self._ledger.write_event(name, step, **fields)
 
     def healed(self, step: int, quorum: Quorum, seconds: float) -> None:
-        """Records that a quorum does a step again, after workers were lost or joined."""
+        """Records that a quorum has done a step again, after workers were lost or joined."""
         about = {"world_size": len(quorum.slots), "seconds": seconds}
         # A quorum names all workers that were lost so far, and a death is recorded once.
         lost = [loss for loss in quorum.lost if loss["slot"] not in self._known_deaths]

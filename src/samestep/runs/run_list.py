@@ -148,7 +148,7 @@ def _read_ledger(path: Path, run: RunStatus) -> tuple[Any, list[int], list[str]]
     first = last = b""
     last_event, damaged, found, sizes = None, [], [], list[Any]()
     for place, line in enumerate(read_lines(path), 1):
-        if not line.endswith(b"\n") or not (line := line.strip()):
+        if not (line := line.strip()):
             continue
         if not is_whole(line):
             damaged.append(place)
@@ -165,7 +165,7 @@ def _read_ledger(path: Path, run: RunStatus) -> tuple[Any, list[int], list[str]]
     sizes = [size for size in sizes if isinstance(size, int)]
     run.world_sizes = tuple(size for index, size in enumerate(sizes) if index == 0 or size != sizes[index - 1])
     if is_step(step.get("step")):
-        run.steps, run.loss = step["step"] + 1, number(step.get("loss"))
+        run.steps, run.loss = step["step"], number(step.get("loss"))
     return last_event, damaged, found
 
 

@@ -147,7 +147,7 @@ class RunLog:
         self._lock: FolderLock | None = None
         self._recorder: Recorder | None = None
         self._saver: CheckpointSaver | None = None  # while there are checkpoints to be written
-        self._blocked: dict[int, float] = {}  # seconds that training waited for a checkpoint, by its step
+        self._blocked: dict[int, list[float]] = {}  # seconds that training waited for checkpoints, by their step
         self._recent: deque[StepNote] = deque(maxlen=REMEMBERED_STEPS)
         self._unread: deque[StepNote] = deque()
         self._owed: list[tuple[int, EpochRecord, str]] = []  # the epochs that may not be recorded yet
@@ -241,7 +241,7 @@ class RunLog:
     def remember_step(self, result: StepResult, batch: Any, rates: list[float]) -> None:
         """Remembers a step until its scalars have arrived."""
         # The checksum is that of now: by the time that the scalars are read, further steps have changed the state.
-        is_due = (result.step + 1) % self._digest_every == 0
+        is_due = result.step % self._digest_every == 0
         digest = state_checksum(self._step) if is_due and self.folder is not None else None
         if is_due:
             self._drift.check(None if is_sharded(self._step) else digest)
@@ -293,7 +293,7 @@ class RunLog:
         for quorum, seconds in healed[self._num_healed :]:
             if self._recorder is not None:
                 seconds = round(seconds, 3)
-                self._recorder.healed(max(0, self._step.num_steps - 1), quorum, seconds)
+                self._recorder.healed(self._step.num_steps, quorum, seconds)
                 if self.folder is not None:
                     self.display.ledger(quorum.number, seconds)
         self._num_healed = len(healed)
@@ -410,7 +410,7 @@ class RunLog:
             self._recorder.flush()  # says more if the folder was moved away
             raise
         for saved in done:
-            self._record_checkpoint(saved, self._blocked.pop(saved.step, 0.0))
+            self._record_checkpoint(saved, self._blocked[saved.step].pop(0))
 
     def finish_checkpoints(self) -> None:
         """Waits until the last checkpoint is complete; raises as `poll` does."""
@@ -442,8 +442,9 @@ class RunLog:
             self._saver = CheckpointSaver(folder, self._keep, self._retries)
         start = time.perf_counter()
         self._saver.save(replace(state, files=self._saver.to_host_copy(whole_tensors(state.files))))
-        self._blocked[state.step] = time.perf_counter() - start
-        recorder.log(state.step, {"checkpoint/blocked_milliseconds": 1000 * self._blocked[state.step]})
+        seconds = time.perf_counter() - start
+        self._blocked.setdefault(state.step, []).append(seconds)
+        recorder.log(state.step, {"checkpoint/blocked_milliseconds": 1000 * seconds})
 
     def _write_sharded(self, folder: Path, state: "Snapshot") -> None:
         """Writes a sharded state on all ranks."""

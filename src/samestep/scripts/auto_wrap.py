@@ -50,6 +50,10 @@ MAX_SEEN = 12
 MAX_COMPARED = 10  # of forwards with arguments of one form, until rules that give equal results are left so
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, np.ndarray, np.generic)
 _ABSENT = object()
+FROM_SCRATCH = (
+    "Parameters in lists, outside of modules, are shared out by the functions of samestep.tutorial: see "
+    "docs/tutorials.md, LeNet from scratch"
+)
 
 
 @dataclass
@@ -61,6 +65,7 @@ class NamedModule:
     is_met: bool = False  # whether a module of that name was called
     # variables and classes of other modules called until then, by id
     seen: dict[int, str] = field(default_factory=dict)
+    is_any: bool = False  # whether one of these has parameters
 
     @cached_property
     def path(self) -> tuple[str, list[str]]:
@@ -111,6 +116,7 @@ def is_meant(module: nn.Module, wrap: NamedModule, frame: FrameType | None) -> b
         frame = frame.f_back
     if not wrap.is_met and not is_nested and len(wrap.seen) < MAX_SEEN and id(module) not in wrap.seen:
         wrap.seen[id(module)] = described(module, caller)
+        wrap.is_any = wrap.is_any or _num_elements(module) > 0
     return False
 
 
@@ -138,10 +144,13 @@ def described(module: nn.Module, frame: FrameType | None) -> str:
 def never_met(wrap: NamedModule, called_so_far: str = "the script called") -> str:
     """The message about a name that no call had."""
     called = ", ".join(dict.fromkeys(wrap.seen.values())) or "none"
+    advice = (
+        "Give the variable or the class of one of them; only calls such as model(x) count, not model.forward(x) or "
+        "other methods"
+    )
     return (
-        f"got --wrap {wrap.name}, and {called_so_far} no module of that name. Modules that it called: {called}. Give "
-        "the variable or the class of one of them; only calls such as model(x) count, not model.forward(x) or other "
-        "methods"
+        f"got --wrap {wrap.name}, and {called_so_far} no module of that name. Modules that it called: {called}. "
+        f"{advice if wrap.is_any else f'None has parameters. {FROM_SCRATCH}'}"
     )
 
 
@@ -542,9 +551,10 @@ def _hint(num_microbatches: int, frame: FrameType) -> str:
             f"{script} wraps {found[0]} for one device: every process computes all of it. Say in how many microbatches "
             f"its batches are cut: samestep run --logical-devices {num_microbatches} {script} …"
         )
-    name = "NAME" if found is None else found[0]
-    what = " (NAME is a variable or class of the script)" if found is None else ""
-    return (
+    text = (
         f"{script} called no module that has most of what an optimizer trains: nothing is shared out, every process "
-        f"computes all of it. Name the module to share out: samestep run --wrap {name} {script} …{what}"
+        "computes all of it. "
     )
+    if found is None:
+        return f"{text}{FROM_SCRATCH}. A module: by samestep run --wrap NAME, a variable or class of the script"
+    return f"{text}Name the module to share out: samestep run --wrap {found[0]} {script} …"

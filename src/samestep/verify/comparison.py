@@ -182,7 +182,7 @@ MOST_LOST = 0.1
 class Difference:
     """The first difference between two runs."""
 
-    step: int  # counted from 0
+    step: int  # counted from 1
     quantity: str  # one of `ORDER`
     name: str  # the parameter or buffer; empty for other quantities
     text: str  # a sentence with numbers
@@ -254,7 +254,7 @@ class Tolerance:
         responses = ((step, self._response(("loss",), step)) for step in range(self.plain.num_steps))
         late = (step for step, gap in responses if RESPONSE_FACTOR * gap > MOST_LOST * self._loss_size(step))
         for step in list(late)[:1]:
-            yield f"from step {step} on rounding alone may change the loss by a tenth: compare --steps {step}"
+            yield f"from step {step + 1} on rounding alone may change the loss by a tenth: compare --steps {step}"
 
     def _loss_size(self, step: int) -> float:
         """The size of the losses up to a step: the mean one's, or the last one's if that is more."""
@@ -315,7 +315,7 @@ def ranks_apart(recording: Recording, parts: Sequence[str] = ("gradients", "stat
                     if other != checksum:
                         sizes = f"{_size(size)} on rank {first}, {_size(norm)} on rank {rank}"
                         text = f"{what} of {name} is not the same on all ranks of {recording.label}: {sizes}"
-                        return Difference(step, "ranks", name, text, (recording.label, recording.label))
+                        return Difference(step + 1, "ranks", name, text, (recording.label, recording.label))
     return None
 
 
@@ -380,10 +380,10 @@ class _RecordingPair:
         name: str = "",
         relative: float | None = None,
     ) -> Difference:
-        """A difference; with values, the four {} of its text are a run's value and its label, for each run."""
+        """A difference `step` steps on; with values, the four {} of its text are a run's value and label, for each."""
         runs = (self.ours.label, self.theirs.label)
         filled = text if values is None else text.format(values[0], runs[0], values[1], runs[1])
-        return Difference(step, quantity, name, filled, runs, relative)
+        return Difference(step + 1, quantity, name, filled, runs, relative)
 
     def _starts(self) -> Iterator[Difference]:
         """The parameters before the first step."""

@@ -147,7 +147,7 @@ def compare_golden(path: Path, before: Mapping[str, Any], now: Mapping[str, Any]
         what = f"there are {counts[0]} steps there, {counts[1]} here"
     changed = _changed(before["program"], now["program"])
     return GoldenResult(
-        1, f"differs from {path}, step {step}: {what}" + (f" (also other: {changed})" if changed else "")
+        1, f"differs from {path}, step {step + 1}: {what}" + (f" (also other: {changed})" if changed else "")
     )
 
 

@@ -42,7 +42,7 @@ COUNTS = ("loss_factor", "mean_of_means", "metrics")
 MAX_IDLE = 6
 NOISE = (UNSEEDED.key, OWN_GENERATORS.key)
 """The causes by which two runs on the same devices differ by more than rounding."""
-BEFORE_NUDGE = (0, ORDER.index("loss"))
+BEFORE_NUDGE = (1, ORDER.index("loss"))
 
 Pair = tuple[RunSpec, RunSpec]
 
@@ -113,7 +113,7 @@ def _not_learning(recording: Recording) -> Iterator[str]:
     if not any(norms):
         yield "all gradients are zero: a model that learns nothing is the same on any devices"
     elif poisoned is not None:
-        yield f"from step {poisoned} on parameters are not finite: NaN is the same on any devices"
+        yield f"from step {poisoned + 1} on parameters are not finite: NaN is the same on any devices"
     elif len(losses) > 2 and len(set(losses)) == 1:
         yield f"the loss is {losses[0]:.9g} in all {len(losses)} steps: nothing is learned, or not from the data"
     starts = {line["optimizer"]: line["bits"] for line in recording.lines("parameters")}
@@ -136,7 +136,7 @@ def _not_shared(recording: Recording) -> Iterator[str]:
     for step, ran in enumerate(counts):
         if ran and max(ran.values()) > 1:
             (_, microbatch), count = ran.most_common(1)[0]
-            yield f"on {name} microbatch {microbatch} of step {step} was computed {count} times"
+            yield f"on {name} microbatch {microbatch} of step {step + 1} was computed {count} times"
             return
     if not any(counts):
         yield f"on {name} no work was shared out: every rank computed everything (--wrap names what to share out)"
@@ -217,7 +217,7 @@ class _Investigation:
         for recording in (ours, theirs):
             if recording.failure is not None:
                 text = f"the counterfactual run failed: {recording.failure}"
-                return Difference(recording.num_steps, "steps", "", text, (ours.label, theirs.label))
+                return Difference(recording.num_steps + 1, "steps", "", text, (ours.label, theirs.label))
         # The measurement takes two more runs, so that it is made only once something is out of the simple bound.
         tier = tier or self.required
         found = first_difference(ours, theirs, tier, self.tolerance(pair))
@@ -231,7 +231,7 @@ class _Investigation:
         ours, theirs = map(self.runner.record, pair)
         allowed = Tolerance(ours, self._response, self.clocks)
         start = first_difference(ours, theirs, "bitwise", allowed) if ours.devices == theirs.devices else None
-        return allowed if start is None else replace(allowed, since=start.step + 1)
+        return allowed if start is None else replace(allowed, since=start.step)
 
     def _measure(self, devices: str) -> None:
         """Measures how rounding grows, once; with all seeded if it is not the same twice, to measure rounding alone."""
@@ -261,7 +261,7 @@ class _Investigation:
         if difference.quantity in ("samples", "inputs", "start", "steps", "metric", "lr"):
             return None
         self.report(f"recording every module in step {difference.step}")
-        specs = (replace(spec, steps=difference.step + 1, detail=difference.step) for spec in pair)
+        specs = (replace(spec, steps=difference.step, detail=difference.step - 1) for spec in pair)
         ours, theirs = map(self.runner.record, specs)
         if ours.failure is not None or theirs.failure is not None:
             return None
@@ -273,7 +273,7 @@ class _Investigation:
         # effect; what differs still has further ones, until the runs agree or nothing new is suspected.
         while (left := self.compare(current := self._without(pair, (), self.steps))) is not None:
             # No further than this difference: what differs later may have other causes, which the next round finds.
-            steps, shown, suspects, gone = min(self.steps, left.step + 1), evidence, dict[Cause, NamedCause](), ""
+            steps, shown, suspects, gone = min(self.steps, left.step), evidence, dict[Cause, NamedCause](), ""
             while left is not None and (fresh := self._suspects(shown, current, suspects)):
                 suspects.update({cause: replace(one, evidence=one.evidence + gone) for cause, one in fresh.items()})
                 names = ", ".join(cause.key for cause in suspects)

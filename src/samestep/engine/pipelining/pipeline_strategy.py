@@ -70,8 +70,8 @@ class StageRunner:
         self._is_only = self._compute.is_only(batch)
         if batch.sizes is not None and 0 in batch.sizes:
             raise UsageError(
-                f"stream {batch.sizes.index(0)} has no samples left in step {step}, but strategy='pipeline' needs some "
-                "of each stream: give the loader drop_last=True, or take another strategy"
+                f"stream {batch.sizes.index(0)} has no samples left in step {step + 1}, but strategy='pipeline' needs "
+                "some of each stream: give the loader drop_last=True, or take another strategy"
             )
         self._bounds = batch.bounds(membership.num_microbatches)
         microbatches, num_leaves = membership.executed, batch.num_leaves(membership.num_microbatches)

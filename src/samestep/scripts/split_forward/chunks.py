@@ -241,7 +241,8 @@ def advice(leaves: Sequence[Leaf], template: Any, dim: int) -> str:
         if isinstance(value, list) and len(value) > 1 and all(any(_slots(entry)) for entry in value):
             return (
                 f"A list of {len(value)} with tensors is cut by the rows of these; if it has an entry a sample, as one "
-                'of pictures, wrap the model: samestep.DataParallel(model, scatter="elements")'
+                'of pictures, wrap the model: samestep.DataParallel(model, scatter="elements"); a hidden state '
+                "[layers, batch, hidden] must be passed as [batch, layers, hidden] (docs/scripts-limits.md)"
             )
     shapes = [list(leaf.value.shape) for leaf in leaves if not leaf.sizes and leaf.value.ndim > 1]
     if not shapes and len({len(leaf.sizes) for leaf in leaves if leaf.sizes}) <= 1:

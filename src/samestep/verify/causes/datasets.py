@@ -196,8 +196,8 @@ def _suspect_stream(evidence: Evidence) -> str | None:
         if len(readers) > 1:
             (one, *_), (other, *_) = list(readers.values())[:2]
             return (
-                f"for step {step} the iterable dataset gave {one} other samples than {other}; every rank is to read "
-                "the same stream, of which samestep keeps its microbatches"
+                f"for step {step + 1} the iterable dataset gave {one} other samples than {other}; every rank is to "
+                "read the same stream, of which samestep keeps its microbatches"
             )
     return None
 
@@ -272,7 +272,7 @@ def _suspect_own(evidence: Evidence) -> str | None:
         if kinds:
             return (
                 f"{listed(sorted(kinds))} made by the program stood elsewhere on one device than on another, or in one "
-                f"run than in its repetition, after step {step}"
+                f"run than in its repetition, after step {step + 1}"
             )
     return None
 

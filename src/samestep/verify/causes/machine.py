@@ -124,7 +124,7 @@ def _drawn_unseeded(one: Recording, other: Recording) -> str | None:
             for name in GENERATORS:
                 drawn = name in first["moved"] and name in second["moved"]
                 if drawn and first["states"][name] != second["states"][name]:
-                    when = first["when"].format(first["step"])
+                    when = first["when"].format(first["step"] + 1)
                     return f"the global generator of {name} was drawn from and stood elsewhere {when}"
     return None
 

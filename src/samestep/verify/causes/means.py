@@ -145,7 +145,7 @@ def _suspect_mean(evidence: Evidence) -> str | None:
                     seen = f"{function} took the mean over {listed(counts, 8)} elements"
                     if function == OWN:
                         seen = f"the program divided its loss by {listed(counts, 8)}"
-                    where = f"on ranks 0 to {run.world_size - 1} in step {step}"
+                    where = f"on ranks 0 to {run.world_size - 1} in step {step + 1}"
                     return f"{seen} {where}; the mean of the ranks' means takes these for equal"
     return None
 

@@ -243,8 +243,9 @@ def _suspect_buffers(evidence: Evidence) -> str | None:
                 others = [rank for rank in range(1, run.world_size) if prints[rank].get(name) not in (None, first)]
                 if others:
                     return (
-                        f"buffer {name} held other values on rank {listed(others)} than on rank 0 after step {step} "
-                        f"on {on_devices(run)}; DistributedDataParallel lets rank 0's win before the next forward"
+                        f"buffer {name} held other values on rank {listed(others)} than on rank 0 after step "
+                        f"{step + 1} on {on_devices(run)}; DistributedDataParallel lets rank 0's win before the next "
+                        "forward"
                     )
     return None
 

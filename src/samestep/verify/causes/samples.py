@@ -78,7 +78,7 @@ def _suspect_global_batch(evidence: Evidence) -> str | None:
     for (step, _), seen in sorted(counts.items()):
         if len({count for _, count in seen}) > 1:
             parts = ", ".join(f"{count} on {on_devices(run)}" for run, count in seen)
-            return f"step {step} was made of this many samples in all: {parts}"
+            return f"step {step + 1} was made of this many samples in all: {parts}"
     return None
 
 
@@ -130,7 +130,7 @@ def suspect_order(evidence: Evidence, *, streamed: bool = False) -> str | None:
             if _differ(first, other, step):
                 kinds = [_sampler_of(run) for run in (first, other)]
                 by = f" ({kinds[0]} against {kinds[1]})" if kinds[0] != kinds[1] else ""
-                return f"step {step} took other samples on {on_devices(other)} than on {on_devices(first)}{by}"
+                return f"step {step + 1} took other samples on {on_devices(other)} than on {on_devices(first)}{by}"
         shuffling = [
             {str(fact["type"]) for fact in run.facts("sampler", 0) if fact["shuffles"]} for run in (first, other)
         ]
@@ -233,8 +233,8 @@ def _suspect_sampler(evidence: Evidence) -> str | None:
             # The whole dataset, and some of it again.
             if before < length < count and length in lengths:
                 return (
-                    f"in step {step} on {on_devices(run)} the epoch of {length} samples ended, and {count - length} of "
-                    "them were taken twice"
+                    f"in step {step + 1} on {on_devices(run)} the epoch of {length} samples ended, and "
+                    f"{count - length} of them were taken twice"
                 )
             before = count
     return None
@@ -294,7 +294,7 @@ def suspect_unshared(evidence: Evidence, *, streamed: bool = False) -> str | Non
         for step in range(run.num_steps):
             rows = [rank[step].get("rows") for rank in run.steps]
             if rows[0] and all(row == rows[0] for row in rows):
-                return f"in step {step} all {on_devices(run)} took the same {len(rows[0])} samples"
+                return f"in step {step + 1} all {on_devices(run)} took the same {len(rows[0])} samples"
     return None
 
 

@@ -110,7 +110,9 @@ def _suspect_alone(evidence: Evidence) -> str | None:
             return f"on {on_devices(run)} no process group was started when the first step was taken"
         apart = ranks_apart(run, ("gradients",))
         if apart is not None:
-            calls = {fact["sync"]: fact["times"] for fact in run.facts("ddp_forward", 0) if fact["step"] == apart.step}
+            calls = {
+                fact["sync"]: fact["times"] for fact in run.facts("ddp_forward", 0) if fact["step"] == apart.step - 1
+            }
             frozen = [fact["frozen"] for fact in run.facts("ddp", 0)]
             reason = "nothing exchanged it"
             if any(apart.name in names for names in frozen):
@@ -155,7 +157,7 @@ def _suspect_rate(evidence: Evidence) -> str | None:
                     f"; schedulers had stepped {counts[0]} and {counts[1]} times" if counts[0] != counts[1] else ""
                 )
                 return (
-                    f"the learning rate of step {step} was {one:g} on {on_devices(first)} and {many:g} on "
+                    f"the learning rate of step {step + 1} was {one:g} on {on_devices(first)} and {many:g} on "
                     f"{on_devices(other)}{stepped}"
                 )
     return None
@@ -185,8 +187,8 @@ def _suspect_clip(evidence: Evidence) -> str | None:
                 norms, bound = [norm for norm, _ in calls], calls[0][1]
                 if max(norms) > bound and max(norms) - min(norms) > 1e-5 * max(norms):
                     return (
-                        f"in step {step} on {on_devices(run)} the ranks clipped to {bound:g} by norms of their own: "
-                        f"{listed(norms, 8)}"
+                        f"in step {step + 1} on {on_devices(run)} the ranks clipped to {bound:g} by norms of their "
+                        f"own: {listed(norms, 8)}"
                     )
     return None
 
@@ -212,7 +214,7 @@ def _suspect_rescaled(evidence: Evidence) -> str | None:
             pairs = product(losses_of(first, step), losses_of(other, step))
             if not near(ratios[0], 1) and near(min(ratios), max(ratios)) and any(near(*pair) for pair in pairs):
                 runs = f"on {on_devices(other)} as on {on_devices(first)}"
-                return f"all gradients of step {step} were {ratios[0]:.6g} times as large {runs}, at the same loss"
+                return f"all gradients of step {step + 1} were {ratios[0]:.6g} times as large {runs}, at the same loss"
     return None
 
 
@@ -239,7 +241,7 @@ def _suspect_skips(evidence: Evidence) -> str | None:
                 scales = listed([float(scale) for scale, _ in decisions], 8)
                 skipped = f"rank {listed(skipping)} alone skipped" if skipping else "none skipped"
                 return f"at update {number} on {on_devices(run)} the ranks' loss scales were {scales}, and {skipped} it"
-    late = {on_devices(run): [fact["step"] for fact in run.facts("skipped", 0)] for run in evidence.firsts}
+    late = {on_devices(run): [fact["step"] + 1 for fact in run.facts("skipped", 0)] for run in evidence.firsts}
     totals = ", ".join(f"{listed(steps) or 'none'} on {devices}" for devices, steps in late.items())
     return f"before these steps an update was skipped: {totals}" if len(set(map(tuple, late.values()))) > 1 else None
 
@@ -282,8 +284,8 @@ def _suspect_unused(evidence: Evidence) -> str | None:
         for name in absent:
             if name in there:
                 return (
-                    f"in step {step} parameter {name} had no gradient {absent[name]}, so that it was left alone, and "
-                    f"had one {there[name]}, which decays and moves it even if it is zero"
+                    f"in step {step + 1} parameter {name} had no gradient {absent[name]}, so that it was left alone, "
+                    f"and had one {there[name]}, which decays and moves it even if it is zero"
                 )
     return None
 
