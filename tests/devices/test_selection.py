@@ -165,8 +165,10 @@ def test_auto_without_an_accelerator_is_as_many_cpu_workers_as_can_be_used(monke
     assert select("auto", TWO, 5).kind == "cuda"
 
 
-def test_more_cpu_workers_than_cores_are_allowed() -> None:
-    assert select("cpu:8", NONE).count == 8
+def test_more_cpu_workers_than_cores_are_allowed_and_many_more_are_told() -> None:
+    assert select("cpu:8", NONE).notes == ()
+    (note,) = select("cpu:9", NONE).notes
+    assert note == "9 CPU workers share 4 cores: as many as cores are the fastest, with the same bits."
 
 
 def test_cpu_workers_end_at_64_or_at_the_cores() -> None:

@@ -16,6 +16,7 @@ from samestep.text import counted
 FORMS = 'auto, 4 (a count), "0,4" or "4," (indices), cpu, cpu:2, cuda, cuda:0, cuda:0,4, free:2, mps'
 
 MAX_CPU_WORKERS = 64
+MANY_A_CORE = 2  # workers; more are told, since each waits for the others
 """The largest number of CPU workers on a machine with fewer cores."""
 
 AUTO_CPU_WORKERS = 2
@@ -186,7 +187,7 @@ def _any_kind(text: str, inventory: Inventory, cpu_workers: int) -> Selection:
             remedy = f"name GPUs by index or UUID, unset {inventory.variable}, or ask for CPU workers with cpu:2"
             raise DeviceError(f"asked for {text}: {' '.join(inventory.notes)} Instead, {remedy}")
         workers = _cpu_workers(cpu_workers if text == "auto" else int(text), inventory)
-        return replace(workers, notes=inventory.notes)
+        return replace(workers, notes=(*inventory.notes, *workers.notes))
     wanted = have if text == "auto" else int(text)
     if wanted > have:
         raise DeviceError(
@@ -254,9 +255,11 @@ def _cpu_workers(count: int, inventory: Inventory) -> Selection:
     most = max(MAX_CPU_WORKERS, inventory.cores)
     if count > most:
         raise DeviceError(f"asked for {count} CPU workers, at most {most} may share {_cores(inventory)}")
+    crowd = f"{count} CPU workers share {_cores(inventory)}: as many as cores are the fastest, with the same bits."
+    notes = (crowd,) if count > MANY_A_CORE * inventory.cores else ()
     hidden = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "-1"}
     environment = {name: none for name, none in hidden.items() if name == inventory.variable}
-    return Selection("cpu", tuple(replace(inventory.cpu, index=rank) for rank in range(count)), environment)
+    return Selection("cpu", tuple(replace(inventory.cpu, index=rank) for rank in range(count)), environment, notes)
 
 
 def _has(inventory: Inventory) -> str:
