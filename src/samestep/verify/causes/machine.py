@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -201,6 +201,14 @@ UNSEEDED = Cause(
     "Seed torch, numpy and random at the start of the program, alike on every rank; samestep.Run does.",
     _suspect_unseeded,
     _with_seeds,
+)
+HASH_ORDER = Cause(
+    "hash_order",
+    "the order of a set of strings is that of each rank's hash seed",
+    "Sort what a set holds before its order counts: for name in sorted(names). Or set PYTHONHASHSEED=0 for all ranks, "
+    "as samestep run does.",
+    lambda evidence: None,  # found by a run of its own
+    nullcontext,
 )
 RACES = Cause(
     "nondeterministic",

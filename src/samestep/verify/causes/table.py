@@ -13,6 +13,7 @@ from samestep.verify.wraps import patches_for
 
 CAUSES: tuple[Cause, ...] = (  # in the order in which they are suspected, and given their effect back from the end
     machine.UNSEEDED,
+    machine.HASH_ORDER,
     machine.RACES,
     machine.FLAGS,
     samples.GLOBAL_BATCH_CAUSE,
