@@ -512,6 +512,36 @@ def test_a_metric_that_one_rank_sums_while_others_sum_gradients_is_named_with_th
     assert said in done.stderr, done.stderr
 
 
+CHANCE = """
+    import os, random, sys, time
+    import numpy as np, torch, torch.distributed as dist
+
+    def by_urandom():
+        seed = os.getpid() + int.from_bytes(os.urandom(4), "little")
+        return random.Random(seed).random()
+
+    dist.init_process_group("gloo")
+    how, = sys.argv[1:]
+    if how == "urandom":
+        by_urandom()
+    elif how == "clock":
+        np.random.seed(int(time.time()))
+    else:
+        torch.manual_seed(3)
+        print(time.time(), os.urandom(2))
+        print(random.Random(5).random())
+"""
+
+
+@pytest.mark.parametrize(("how", "line"), [("urandom", 7), ("clock", 14), ("fixed", None)])
+def test_a_seed_from_a_clock_or_the_system_is_named_by_its_line(tmp_path, how, line):
+    (tmp_path / "train.py").write_text(textwrap.dedent(CHANCE))
+    done = samestep("run", "--devices", "cpu:1", "--logical-devices", 2, "train.py", how, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    said = re.findall(r"samestep: (.*) seeds a generator by a clock, a process id or os.urandom: ", done.stderr)
+    assert said == ([] if line is None else [f"{tmp_path / 'train.py'}, line {line},"]), done.stderr
+
+
 COPIES = """
     import sys, torch, torch.distributed as dist
     from torch import nn
