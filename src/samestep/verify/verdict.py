@@ -21,7 +21,7 @@ from samestep.text import listed
 from samestep.verify.causes.datasets import OWN_GENERATORS
 from samestep.verify.causes.evidence import Cause, Evidence
 from samestep.verify.causes.frameworks import advice_on
-from samestep.verify.causes.machine import HASH_ORDER, RACES, UNSEEDED
+from samestep.verify.causes.machine import HASH_ORDER, UNSEEDED
 from samestep.verify.causes.table import CAUSES
 from samestep.verify.comparison import (
     ORDER,
@@ -195,7 +195,6 @@ class _Investigation:
     suspects: list[NamedCause] = field(default_factory=list)
     unexplained: Difference | None = None
     unexplained_place: DivergencePlace | None = None
-    innocent: tuple[Cause, ...] = ()  # that the place of the difference rules out
     clocks: frozenset[int] = frozenset()  # the reduced numbers that are not compared
     _response: tuple[Recording, Recording] | None = None
 
@@ -299,11 +298,7 @@ class _Investigation:
         only_rounding = self.required == "bitwise" and self.compare(current, "allclose") is None
         found = {}
         for cause in CAUSES:
-            if (
-                cause not in (*self.base, *self.innocent)
-                and cause not in known
-                and (only_rounding or not cause.bits_only)
-            ):
+            if cause not in self.base and cause not in known and (only_rounding or not cause.bits_only):
                 sign = cause.suspect(evidence)
                 if sign is not None:
                     found[cause] = NamedCause(cause.key, cause.title, sign, advice_on(cause, evidence))
@@ -372,8 +367,6 @@ def reach_verdict(
         differing.sort(key=lambda item: (item[1].rank, item[0][1].attempt == 0))
         pair, difference = differing[0]
         place = investigation.place(pair, difference)
-        if place is not None and place.direction == "input" and pair[0].devices == pair[1].devices:
-            investigation.innocent = (RACES,)  # no kernel has made what the model is given
         if pair[1].own_hash_seeds:
             seen = f"the runs agree with one hash seed for all; with one of each rank's own {pair[1].devices} differs"
             investigation.named.append(NamedCause(HASH_ORDER.key, HASH_ORDER.title, seen, HASH_ORDER.advice))
