@@ -159,7 +159,9 @@ def test_a_script_that_has_its_ranks_meet_elsewhere_is_told_to_leave_the_address
 def test_a_driver_of_ray_is_refused_where_it_would_wait_for_ever(tmp_path, options):
     # In place of Ray, which is no requirement: what counts is the name by which it starts, also at its first use.
     (tmp_path / "lib").mkdir()
-    (tmp_path / "lib" / "ray.py").write_text("def init(): raise AssertionError\ndef get(): return __import__('ray').init()\n")
+    (tmp_path / "lib" / "ray.py").write_text(
+        "def init(): raise AssertionError\ndef get(): return __import__('ray').init()\n"
+    )
     (tmp_path / "train.py").write_text("import ray, torch.distributed\nray.get()\n")
     done = samestep("run", "--devices", *options, "train.py", cwd=tmp_path, PYTHONPATH=str(tmp_path / "lib"))
     assert done.returncode == 2, done.stderr

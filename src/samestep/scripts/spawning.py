@@ -77,7 +77,8 @@ def enter_rank(stack: ExitStack, rank: int, seed: int | None, leaves_seeds: bool
             "never come; start the script by python, and use samestep.Run in the workers that Ray starts"
         )
 
-    late = {GROUPS: partial(_kept_groups, kept), "torch.nn.parallel.distributed": synchronised}
+    late: dict[str, Callable[[Any], list[Patch]]] = {GROUPS: partial(_kept_groups, kept)}
+    late["torch.nn.parallel.distributed"] = synchronised
     late["ray"] = lambda ray: [Patch(ray, "init", refuse)]  # Ray calls it by this name, too, at its first use
     stack.enter_context(applied([*late_dynamo(), *late_patches(late)]))
     if not leaves_seeds:
