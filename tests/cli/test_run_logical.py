@@ -506,9 +506,86 @@ def test_a_metric_that_one_rank_sums_while_others_sum_gradients_is_named_with_th
     assert done.returncode == 1
     assert "trained" not in done.stdout
     said = "the ranks are out of step:\n" + "".join(
-        f"  rank {rank}: allreduce, [(1,)], at train.py, line {line}\n" for rank, line in ((0, 11), (1, 10))
+        f"  rank {rank}: allreduce {where} backward {number}, [(1,)], at train.py, line {line}\n"
+        for rank, where, number, line in ((0, "in", 3, 11), (1, "after", 2, 10))
     )
     assert said in done.stderr, done.stderr
+
+
+CHANCE = """
+    import os, random, sys, time
+    import numpy as np, torch, torch.distributed as dist
+
+    def by_urandom():
+        seed = os.getpid() + int.from_bytes(os.urandom(4), "little")
+        return random.Random(seed).random()
+
+    dist.init_process_group("gloo")
+    how, = sys.argv[1:]
+    if how == "urandom":
+        by_urandom()
+    elif how == "clock":
+        np.random.seed(int(time.time()))
+    else:
+        torch.manual_seed(3)
+        print(time.time(), os.urandom(2))
+        print(random.Random(5).random())
+"""
+
+
+@pytest.mark.parametrize(("how", "line"), [("urandom", 7), ("clock", 14), ("fixed", None)])
+def test_a_seed_from_a_clock_or_the_system_is_named_by_its_line(tmp_path, how, line):
+    (tmp_path / "train.py").write_text(textwrap.dedent(CHANCE))
+    done = samestep("run", "--devices", "cpu:1", "--logical-devices", 2, "train.py", how, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    said = re.findall(r"samestep: (.*) seeds a generator by a clock, a process id or os.urandom: ", done.stderr)
+    assert said == ([] if line is None else [f"{tmp_path / 'train.py'}, line {line},"]), done.stderr
+
+
+COPIES = """
+    import sys, torch, torch.distributed as dist
+    from torch import nn
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    dist.init_process_group("gloo")
+    rank, (how,) = dist.get_rank(), sys.argv[1:]
+    torch.manual_seed(rank if how == "seed" else 0)
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    if how in ("seed", "sharded"):
+        model = fully_shard(net, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b")))
+    else:
+        model = DistributedDataParallel(net)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * (1 + rank if how == "rate" else 1))
+    for step in range(5):
+        loss = model(torch.randn(8, 4)).square().mean()
+        if how == "skip" and step == (2 if rank == 1 else 4):
+            continue
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+"""
+DIFFER = r"samestep: copies of the model differ: \w{12} on rank 0, \w{12} on rank %s, at train.py, line \d+; each rank "
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("nothing", None),
+        ("sharded", None),
+        ("seed", DIFFER % "2"),
+        ("rate", DIFFER % r"1, \w{12} on rank 2, \w{12} on rank 3"),
+        ("skip", "samestep: gradients of different steps are added: step 3 on rank 0, 2, 3, step 4 on rank 1, at tr"),
+    ],
+)
+def test_steps_of_one_rank_and_copies_that_differ_are_named_in_one_line(tmp_path, how, said):
+    (tmp_path / "train.py").write_text(textwrap.dedent(COPIES))
+    done = samestep("run", "--devices", "cpu:2", "--logical-devices", 4, "train.py", how, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.startswith("samestep: ")]
+    assert len(lines) == (said is not None), lines
+    assert said is None or re.match(said, lines[0]), lines
 
 
 ATTENTION = """

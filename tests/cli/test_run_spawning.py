@@ -155,6 +155,20 @@ def test_a_script_that_has_its_ranks_meet_elsewhere_is_told_to_leave_the_address
     assert "leave MASTER_ADDR and MASTER_PORT as they are" in done.stderr
 
 
+@pytest.mark.parametrize("options", [("cpu:2",), ("cpu:1", "--logical-devices", "2")])
+def test_a_driver_of_ray_is_refused_where_it_would_wait_for_ever(tmp_path, options):
+    # In place of Ray, which is no requirement: what counts is the name by which it starts, also at its first use.
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "ray.py").write_text(
+        "def init(): raise AssertionError\ndef get(): return __import__('ray').init()\n"
+    )
+    (tmp_path / "train.py").write_text("import ray, torch.distributed\nray.get()\n")
+    done = samestep("run", "--devices", *options, "train.py", cwd=tmp_path, PYTHONPATH=str(tmp_path / "lib"))
+    assert done.returncode == 2, done.stderr
+    assert "start the script by python, and use samestep.Run in the workers that Ray starts" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_loaders_pools_and_children_in_the_place_of_their_rank_go_on_working(tmp_path):
     done = run_script(tmp_path, LEGITIMATE, "cpu:2")
     seeded = "samestep: the script draws from torch without a seed: seeded by 0 here (--seed)\n"  # its loaders do

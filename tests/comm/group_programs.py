@@ -392,6 +392,17 @@ def objects(rank, ranks):
     return float(value) == sum(halves[ours])
 
 
+def members_alone(rank, ranks):
+    """Groups that their members alone make, so that ranks have made different numbers of them; wrong sums."""
+    wrong = []
+    for members in ([0, 3], [1, 2], [0, 1], [1, 2], [2, 3], [0, 3]):
+        if rank in members:
+            value = torch.tensor([float(10**rank)])
+            dist.all_reduce(value, group=dist.new_group(members))
+            wrong += [members] if value.item() != sum(10**member for member in members) else []
+    return wrong
+
+
 def sparse(rank, ranks):
     """The sum of sparse tensors: whether it is the sum of dense ones."""
     index = torch.tensor([[rank, ranks, rank]])
@@ -432,10 +443,12 @@ def disagree(rank, ranks, how, twin=False):
     group, errors = dist.distributed_c10d._get_default_group(), []
     kind = type(group._transport)
     model = DistributedDataParallel(torch.nn.Linear(1, 1, bias=False))
+    normed = DistributedDataParallel(torch.nn.BatchNorm1d(1))
     calls = {
         "lengths": lambda: dist.all_reduce(torch.ones(3 + rank)),
         "metric": lambda: dist.all_reduce(torch.tensor([1000.0])) if rank else model(torch.ones(1, 1)).sum().backward(),
         "order": lambda: (rank or dist.broadcast(torch.ones(1), 0), dist.all_reduce(torch.ones(1))),
+        "alone": lambda: dist.barrier() if rank else [normed(torch.ones(2, 1)), dist.barrier()],
         "two of three": lambda: dist.all_reduce(torch.ones(3 + rank)) if rank < 2 else dist.barrier(),
     }
     if twin:

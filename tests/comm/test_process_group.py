@@ -104,6 +104,10 @@ def test_objects_barriers_and_sub_groups(ranks_of, tmp_path, transport):
     assert ranks_of(4).run(in_group, tmp_path / "store", group_programs.objects, (), transport) == [True] * 4
 
 
+def test_groups_that_only_their_members_make_find_each_other(ranks_of, tmp_path):
+    assert ranks_of(4).run(in_group, tmp_path / "store", group_programs.members_alone) == [[]] * 4
+
+
 def test_sparse_gradients_are_summed(ranks_of, tmp_path):
     assert ranks_of(3).run(in_group, tmp_path / "store", group_programs.sparse) == [True] * 3
 
@@ -157,8 +161,9 @@ def test_a_call_that_makes_no_sense_is_refused_and_the_group_goes_on(ranks_of, t
     ("how", "ranks", "calls"),
     [
         ("lengths", 2, ["allreduce, [(3,)]", "allreduce, [(4,)]"]),
-        ("metric", 2, ["allreduce, [(1,)]", "allreduce, [(1,)]"]),
-        ("order", 2, ["allreduce, [(1,)]", "allreduce, [(1,)]"]),
+        ("metric", 2, ["allreduce in backward 1, [(1,)]", "allreduce, [(1,)]"]),
+        ("order", 2, ["broadcast, [(1,)]", "allreduce, [(1,)]"]),
+        ("alone", 3, ["broadcast in the forward of DistributedDataParallel, [(2,)]", "barrier, []", "barrier, []"]),
         ("two of three", 3, ["allreduce, [(3,)]", "allreduce, [(4,)]", "barrier, []"]),
     ],
 )
@@ -173,6 +178,7 @@ def test_ranks_out_of_step_are_told_what_each_of_them_calls_and_the_group_stays_
     for rank, (line, call) in enumerate(zip(lines[1:], calls, strict=False)):
         assert re.fullmatch(rf"  rank {rank}: {re.escape(call)}, at \S*group_programs\.py, line \d+", line), line
     assert lines[ranks + 1].startswith("They may have other batches, but must all call the same collectives in the")
+    assert ("calls model.module(…)" in text) == (how == "alone")
 
 
 @cpu_only("gloo carries the bytes between GPUs")

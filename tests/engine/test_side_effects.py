@@ -13,7 +13,7 @@ from worlds import in_turns
 
 from samestep.engine import side_effects
 from samestep.engine.side_effects import MAX_READ, Traces, Watch, reachable
-from samestep.errors import DeterminismError
+from samestep.errors import DeterminismError, UsageError
 from samestep.run.run import Run
 
 RNG = np.random.default_rng(1)
@@ -74,9 +74,9 @@ def test_large_data_is_not_searched():
     assert reachable(holder.samples[:1]) == [RNG]
 
 
-def rows(num_samples=12):
+def rows(num_samples=12, start=0):
     """Points of three numbers, and their sums."""
-    x = torch.arange(3.0 * num_samples).view(num_samples, 3).sin()
+    x = (start + torch.arange(3.0 * num_samples)).view(num_samples, 3).sin()
     return x, x.sum(1, keepdim=True)
 
 
@@ -134,14 +134,14 @@ def said(capfd, world_size, model, make_loss=lambda run: squared, steps=4):
         step = run.train_step(net, torch.optim.SGD(net.parameters(), lr=0.1), make_loss(run))
         for number in range(steps):
             net.outside = number  # written between steps: no trace
-            step(rows())
+            step(rows(start=number))
         assert run.membership.on_rank_asked is None
 
     in_turns(world_size, program)
     return capfd.readouterr().err
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize(
     ("kind", "name"),
     [
@@ -155,9 +155,118 @@ def test_an_attribute_in_which_microbatches_leave_other_values_is_named_once(cap
     assert err.count("\n") == 1
 
 
+@pytest.mark.parametrize("world_size", [1, 4])
 @pytest.mark.parametrize("kind", ["cache", "weights", "none"])
-def test_caches_and_values_that_every_microbatch_leaves_alike_are_not_told(capfd, kind):
-    assert said(capfd, 1, lambda: nn.Sequential(Part(kind))) == ""
+def test_caches_and_values_that_every_microbatch_leaves_alike_are_not_told(capfd, kind, world_size):
+    assert said(capfd, world_size, lambda: nn.Sequential(Part(kind))) == ""
+
+
+@pytest.mark.parametrize("ways", ["words", "_last"])
+def test_twin_of_ranks_with_one_microbatch_each_two_comparisons_are_needed(capfd, monkeypatch, ways):
+    if ways == "words":
+        monkeypatch.setattr(side_effects, "WORDS", 1)
+        monkeypatch.setattr(Traces, "judge", lambda self, rows: None)
+    else:
+        monkeypatch.setattr(Traces, "_last", property(lambda self: {}, lambda self, value: None), raising=False)
+    kinds = {"words": "recurrent", "_last": "number"}
+    assert said(capfd, 4, lambda: nn.Sequential(Part(kinds[ways]))) == ""
+
+
+class Smoothed:
+    """A loss that divides by its moving average."""
+
+    def __init__(self):
+        self.mean = 1.0
+
+    def __call__(self, model, batch):
+        loss = squared(model, batch)
+        self.mean = 0.9 * self.mean + 0.1 * loss.item()
+        return loss / self.mean
+
+
+class Program:
+    """A script's object, one of whose methods is the loss."""
+
+    def __init__(self):
+        self.teachers = [nn.Sequential(nn.Linear(3, 1), nn.BatchNorm1d(1))]
+
+    def loss(self, model, batch):
+        return squared(model, batch) + functional.mse_loss(self.taught(batch[0]), batch[1])
+
+    def taught(self, x):
+        return sum(teacher(x).detach() for teacher in self.teachers)
+
+
+def with_teacher(run):
+    """A loss that calls a function that calls a teacher in training mode."""
+    teacher = nn.Sequential(nn.Linear(3, 1), nn.BatchNorm1d(1))
+
+    def taught(x):
+        return teacher(x).detach()
+
+    return lambda model, batch: squared(model, batch) + functional.mse_loss(taught(batch[0]), batch[1])
+
+
+def with_count(run):
+    """A loss with a counter in its closure."""
+    count = 0
+
+    def loss(model, batch):
+        nonlocal count
+        count += 1
+        return squared(model, batch) * (1 + 0.1 * count)
+
+    return loss
+
+
+def with_queue(run):
+    """A loss with a memory of earlier outputs."""
+    queue = torch.ones(4, 1)
+
+    def loss(model, batch, weight):
+        y = model(batch[0])
+        total = functional.mse_loss(y, batch[1]) + weight * (y @ queue.to(y.device, copy=True).T).square().mean()
+        queue.copy_(torch.cat([queue.to(y.device), y.detach()])[-4:])
+        return total
+
+    return functools.partial(loss, weight=0.1)
+
+
+@pytest.mark.parametrize("world_size", [1, 3, 4])
+@pytest.mark.parametrize(
+    ("loss", "name"),
+    [
+        (with_teacher, "teacher.1 (BatchNorm1d): "),
+        (lambda run: Program().loss, "teachers[0].1 (BatchNorm1d): "),
+        (lambda run: Smoothed(), "mean: "),
+        (with_count, "count: "),
+        (with_queue, "queue: "),
+    ],
+)
+def test_what_the_loss_function_holds_and_microbatches_write_is_named_on_any_devices(capfd, world_size, loss, name):
+    err = said(capfd, world_size, lambda: nn.Linear(3, 1), loss)
+    assert err.startswith(f"samestep: {name}")
+    assert "written in the forward, other values by other microbatches; " in err
+    assert err.count("\n") == 1
+
+
+def test_a_teacher_in_evaluation_mode_and_what_is_written_between_steps_are_not_told(capfd):
+    def loss(run):
+        teacher = nn.Sequential(nn.Linear(3, 1), nn.BatchNorm1d(1)).eval()
+        return lambda model, batch: squared(model, batch) + functional.mse_loss(teacher(batch[0]), batch[1])
+
+    assert said(capfd, 4, lambda: nn.Linear(3, 1), loss) == ""
+
+
+def test_a_parameter_that_waits_for_its_gradient_and_is_in_no_optimizer_is_refused():
+    def program(communicator):
+        net = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+        own = torch.optim.SGD(net[0].parameters(), lr=0.1)
+        net[0].bias.register_post_accumulate_grad_hook(lambda bias: own.step())
+        Run(12, 4, communicator=communicator).train_step(net, torch.optim.SGD(net[1].parameters(), lr=0.1), squared)
+
+    with pytest.raises(UsageError, match=r"0\.bias has a hook that waits for its gradient .* give it to the optimizer"):
+        in_turns(1, program)
 
 
 def with_generator(run):

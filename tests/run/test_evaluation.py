@@ -207,6 +207,43 @@ def test_buffers_that_the_forward_changes_reach_neither_the_next_microbatch_nor_
     assert in_run(program, world_size) == [reference] * world_size
 
 
+class ForceField(nn.Module):
+    """Its forward differentiates, draws, and writes to a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.energy = classifier()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls.add_(1)
+        x = x.detach().requires_grad_()
+        energy = self.energy(x + 0.1 * torch.randn_like(x))[:, 0] * self.calls
+        return energy, -torch.autograd.grad(energy.sum(), x, create_graph=self.training)[0]
+
+
+def test_a_forward_that_differentiates_is_evaluated_and_predicts_as_with_gradients():
+    def program(run, turn_on=False):
+        torch.manual_seed(0)
+        model = ForceField().to(run.device)
+
+        def forward(model, batch):
+            with torch.set_grad_enabled(turn_on or torch.is_grad_enabled()):
+                return model(batch[0])
+
+        def force(output, batch):
+            assert not output[1].requires_grad
+            return output[1].norm(dim=1)
+
+        score = run.evaluate(model, points(), {"force": force}, forward=forward)
+        predicted = run.predict(model, points(), forward=forward)
+        return score, [part.tolist() for part in predicted], model.calls.item()
+
+    (reference,) = in_run(lambda run: program(run, turn_on=True))
+    for world_size in (1, 3):
+        assert in_run(program, world_size) == [reference] * world_size
+
+
 def test_predictions_come_in_the_order_of_the_data_and_keep_their_dtypes():
     def program(run):
         model = classifier()

@@ -190,7 +190,21 @@ for x, y in batches():
     update(optimizer, loss)
 RESULT["state"] = model.state_dict()
 """
+FORCES = """
+def forward(self, x):
+    x = x.detach().requires_grad_()
+    energy = self.net(x)[:, 0]
+    return energy, torch.autograd.grad(energy.sum(), x, create_graph=True)[0]
+
+model = Net(forward, net=nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+for x, _ in batches():
+    energy, forces = model(x)
+    update(optimizer, (energy - x.square().sum(1)).square().mean() + (forces - 2 * x).square().mean())
+RESULT["state"] = model.state_dict()
+"""
 SCRIPTS = {
+    "forces": FORCES,
     "packed sequences": PACKED.replace("WRAP", ""),
     "copies of its modules": COPIES,
     "containers with checks": CHECKED,

@@ -119,11 +119,11 @@ def connect_at(
 
 def connect_process_group(
     store: dist.Store, rank: int, ranks: Sequence[int], timeout: timedelta
-) -> tuple[Connection, Any]:
-    """Connects the ranks of a process group of torch: a transport, and gloo for what goes from rank to rank.
+) -> tuple[Connection, Any, dist.Store]:
+    """Connects the ranks of a process group of torch: a transport, gloo for what goes from rank to rank, and a store.
 
     Args:
-        store: of this group, which all of its ranks reach.
+        store: which all of its ranks reach. The part of it where they meet, which is returned, is this group's alone.
         rank: in the group.
         ranks: the numbers of the group's ranks in the whole run.
         timeout: of every operation.
@@ -157,7 +157,7 @@ def connect_process_group(
     # A rank that ends at once must not close gloo's connections while others still make them.
     transport.gather(torch.zeros(1, dtype=torch.uint8)).wait()
     transport.advice = "do all ranks call the same collectives? A rank may be late by {:g} s, the group's timeout"
-    return transport, gloo
+    return transport, gloo, store
 
 
 def connect_gpus(

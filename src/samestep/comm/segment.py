@@ -4,7 +4,7 @@ The operations of one rank in shared memory: the layout of their bytes, and the 
 
 An operation is, in words of 8 bytes: its number, with the kind of call in the upper bits; a row of starts and one of
 sizes, in bytes, by the rank that they are for, counted from the end of the header; a row of marks, 1 once that rank has
-read its part. The header is padded to a multiple of 64 bytes, a cache line, then come the bytes.
+read its part; a note. The header is padded to a multiple of 64 bytes, a cache line, then come the bytes.
 
 It lies in its rank's outbox until all ranks have read it, at the lowest free place: so the memory in use stays at the
 most that was under way, and what only a few large operations took lies behind that of the others, and can be released.
@@ -97,8 +97,8 @@ def receive_offsets(sizes: tuple[int, ...], width: int) -> tuple[int, tuple[int,
 
 @functools.cache
 def header(world_size: int) -> struct.Struct:
-    """The format of the header: the number and the rows."""
-    words = 1 + 3 * world_size
+    """The format of the header: the number, the rows and the note."""
+    words = 2 + 3 * world_size
     return struct.Struct(f"={words}Q{-8 * words % ALIGNMENT}x")
 
 

@@ -148,7 +148,7 @@ class SharedTransport(Connection):
             self._mark_dropped()
         block = self._place(self._header.size + offsets.size)
         at = self._lane.outbox + block.start
-        self._header.pack_into(segment.memory, at, block.number | self.call << 48, *offsets.rows)
+        self._header.pack_into(segment.memory, at, block.number | self.call << 48, *offsets.rows, self.note)
         for to, start, size in offsets.copies:
             segment.write(at + self._header.size + to, tensor, start, size)
         self._announce(segment, block)
@@ -219,6 +219,8 @@ class SharedTransport(Connection):
         sent = words[mine + ranks]
         if sent != size:
             raise unexpected_sizes(self.rank, f"{sent} bytes of rank {peer}", f"{size}")
+        if (note := words[word + 1 + 3 * ranks]) != self.note:
+            self.other_notes[peer] = note
         return at + self._header.size + words[mine], mine + 2 * ranks
 
     def wait_for(self, peer: int, number: int) -> None:

@@ -127,6 +127,8 @@ class Connection(Transport):
         # Raises if a rank is lost. Set where waiting blocks a stream, which nothing would end then, and the run heals.
         self.check_lost: Callable[[], None] | None = None
         self.call = 0  # up to 15 bits: of what a process group calls, which ranks that call something else notice
+        self.note = 0  # a word that goes along with what this rank sends
+        self.other_notes: dict[int, int] = {}  # those of the ranks that sent another one, if the transport carries them
         self.advice = ADVICE  # in the error of a transfer for which a rank is missing
         self._timeout = timeout.total_seconds()
 

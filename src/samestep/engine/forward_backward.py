@@ -5,7 +5,7 @@ import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ COMPILING: dict[str, Any] = {"automatic_dynamic_shapes": False, "assume_static_b
 COMPILING |= {"fail_on_recompile_limit_hit": True} | dict.fromkeys(
     ("recompile_limit", "accumulated_recompile_limit"), MOST_SHAPES
 )
+T = TypeVar("T")
 _PLAIN: AbstractContextManager[Any] = nullcontext()
 
 
@@ -234,6 +235,21 @@ def check_compiled(model: nn.Module, compiles: bool) -> None:
         if getattr(context, "_dynamic", None):
             advice = "whose code depends on the shapes that a rank met before; use torch.compile(…, dynamic=False)"
             raise UsageError(f"module {name or 'model'} is compiled with dynamic=True, {advice}")
+
+
+def without_gradients(compute: Callable[[], T]) -> T:
+    """What a computation returns without gradients; with them where it differentiates, as the forward of a force field.
+
+    It begins anew then, so it sets the state from which it begins.
+    """
+    try:
+        with torch.no_grad():
+            return compute()
+    except RuntimeError as error:
+        if "does not require grad" not in str(error):
+            raise
+    with torch.enable_grad():
+        return compute()
 
 
 @contextmanager

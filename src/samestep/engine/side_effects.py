@@ -31,6 +31,13 @@ _CONTAINERS = (list, tuple, set, frozenset, deque)
 _TABLES = ("_parameters", "_buffers", "_modules")
 CLOSED = (nn.Module, type, FunctionType, ModuleType, *GENERATORS)
 
+WORDS = 16
+LEFT = (
+    "written in the forward, other values by other microbatches; if a later forward reads it, it finds what the "
+    "microbatch before left on this device, and the results depend on the number of devices. Pass it through the "
+    "batch, put a module that the loss holds into evaluation mode, or train with num_microbatches=1"
+)
+
 Source = tuple[Callable[[], Any], Callable[[Any], None]]  # reads a state that can be compared; writes it back
 Values = dict[tuple[str, str], Any]
 
@@ -160,9 +167,11 @@ class Traces:
     """Finds the traces of microbatches in the first steps, and prints a notice for each kind."""
 
     # A trace is a value that a microbatch leaves where the next microbatch of this rank finds it, and those of other
-    # ranks do not: in plain attributes of modules, or in generators that no step seeds. So is a read of the rank. No
-    # more than a notice, since caches and values kept for inspection are legitimate; and only in the first two steps,
-    # since comparing all attributes takes as long as a small forward.
+    # ranks do not: in plain attributes of modules, in what the loss function holds, modules with their buffers among
+    # it, or in generators that no step seeds. So is a read of the rank. No more than a notice, since caches and values
+    # kept for inspection are legitimate; and only in the first two steps, since comparing all attributes takes as long
+    # as a small forward. A rank with one microbatch has nothing to compare: what others left is compared by `words`,
+    # and a number with that of the step before, as all ranks may count alike.
 
     def __init__(self, membership: Membership, model: nn.Module, loss_fn: Callable[..., Any]) -> None:
         self._membership, self._model, self._loss_fn = membership, model, loss_fn
@@ -170,6 +179,10 @@ class Traces:
         self._states: list[Any] = []
         self._before: Values = {}
         self._ends: Values = {}
+        self._last: Values = {}  # the numbers that the only microbatch of the step before has left
+        self._written: Values = {}
+        self._num_compared = 0
+        self._told: set[str] = set()
         self._left: dict[str, None] = {}
         self._drawn: dict[str, None] = {}
         self._asked: dict[str, None] = {}
@@ -180,17 +193,23 @@ class Traces:
             found = reachable([self._loss_fn, *self._model.modules()], (*GENERATORS, _BaseDataLoaderIter))
             self._generators = [one for one in found if not _is_global(one)]
         self._states = [_progress(one) for one in self._generators]
-        self._before, self._ends = _values(self._model), {}
+        # Not of tensors, which may be computed anew from the weights of each step.
+        alone = self._written.items() if self._num_compared == 1 else ()
+        self._last = {k: v for k, v in alone if not (isinstance(v, tuple) and isinstance(v[0], torch.dtype))}
+        self._before, self._ends, self._written, self._num_compared = self._values(), {}, {}, 0
         self._membership.on_rank_asked = lambda name: self._asked.update({name: None})
 
     def compare(self) -> None:
         """Compares with the state before the last microbatch, and with what other microbatches of the step left."""
-        now = _values(self._model)
+        now = self._values()
+        self._num_compared += 1
         for place, value in now.items():
             is_written = place not in self._before or self._before[place] != value
             # A value that all microbatches leave alike is no trace.
-            if is_written and self._ends.get(place, value) != value:
+            if is_written and self._ends.get(place, self._last.get(place, value)) != value:
                 self._left[place[0]] = None
+            if is_written and place in self._before:  # else an entry that a cache gains
+                self._written.setdefault(place, value)
             self._ends.setdefault(place, value)
         self._before = now
         for number, one in enumerate(self._generators or ()):
@@ -204,12 +223,7 @@ class Traces:
         # Between steps a script may ask for its rank, for example to print on one alone.
         self._membership.on_rank_asked = None
         self._before, self._ends, self._states = {}, {}, []
-        self._notice(
-            self._left,
-            "written in the forward, other values by other microbatches; if a later forward reads it, it finds what "
-            "the microbatch before left on this device, and the results depend on the number of devices. Pass it "
-            "through the batch, or train with num_microbatches=1",
-        )
+        self._notice(self._left, LEFT)
         self._notice(
             self._drawn,
             "drawn from while microbatches run, and not seeded by microbatch: the results depend on the number of "
@@ -221,11 +235,44 @@ class Traces:
             "to the code between steps",
         )
 
+    def words(self) -> list[int]:
+        """What the first microbatch of this rank left in the step, for `judge`: checksums, of some places each."""
+        words = [0] * WORDS
+        for place, value in sorted(self._written.items(), key=repr):
+            words[_word_of(place)] = zlib.crc32(repr(value).encode(), words[_word_of(place)])
+        return [min(1, self._num_compared), *words]
+
+    def judge(self, rows: Sequence[Sequence[int]]) -> None:
+        """Takes the words of all ranks, and names what their microbatches have left otherwise."""
+        for place in self._written:
+            if len({row[1 + _word_of(place)] for row in rows if row[0]}) > 1:
+                self._left[place[0]] = None
+        self._notice(self._left, LEFT)
+
+    def _values(self) -> Values:
+        """The values in the plain attributes of the user's modules and in what the loss function holds, by place."""
+        modules, found = dict(self._model.named_modules()), Values()
+        known, held = set(map(id, modules.values())), _held(self._loss_fn)
+        for name, value in held:
+            if isinstance(value, nn.Module):
+                others = {key: one for key, one in value.named_modules(prefix=name) if id(one) not in known}
+                modules |= others
+                for key, one in others.items():
+                    for buffer_name, buffer in one._buffers.items():
+                        _add_values(f"{key} ({type(one).__name__})", buffer_name, buffer, 0, found)
+            else:
+                _add_values(name, name, value, MAX_DEPTH, found)
+        # torch's own modules keep nothing between calls but their buffers.
+        own = [(name, one) for name, one in modules.items() if not type(one).__module__.startswith("torch.")]
+        for name, value in plain_attributes(own):
+            _add_values(name, name, value, MAX_DEPTH, found)
+        return found
+
     def _notice(self, names: dict[str, None], what: str) -> None:
-        if names:
-            shown = ", ".join(list(names)[:MOST_NAMES])
-            self._membership.notice(f"{shown}{', …' if len(names) > MOST_NAMES else ''}: {what}")
-            names.clear()
+        if new := [name for name in names if name not in self._told]:
+            self._told.update(new)
+            self._membership.notice(f"{', '.join(new[:MOST_NAMES])}{', …' if len(new) > MOST_NAMES else ''}: {what}")
+        names.clear()
 
     def _name(self, generator: Any) -> str:
         """The attribute or variable that holds a generator; its class if that is deeper down."""
@@ -243,14 +290,31 @@ def plain_attributes(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple
                 yield f"{prefix}.{key}" if prefix else key, value
 
 
-def _values(model: nn.Module) -> Values:
-    """The values in the plain attributes of the user's modules, by attribute and by place in it."""
-    # torch's own modules keep nothing between calls but their buffers.
-    own = [(name, child) for name, child in model.named_modules() if not type(child).__module__.startswith("torch.")]
-    found: Values = {}
-    for name, value in plain_attributes(own):
-        _add_values(name, name, value, MAX_DEPTH, found)
+def _held(function: Any) -> list[tuple[str, Any]]:
+    """What a loss function refers to, by name: variables, also of functions that it calls, attributes, arguments."""
+    found, seen, waiting = [], set[int](), [("loss", function)]
+    while waiting and len(seen) < MAX_OBJECTS:
+        name, entry = waiting.pop()
+        if id(entry) in seen:
+            continue
+        seen.add(id(entry))
+        if isinstance(entry, functools.partial):
+            waiting += [(name, entry.func), *((name, value) for value in entry.args), *entry.keywords.items()]
+        elif isinstance(entry, MethodType):
+            waiting += [(name, entry.__func__), (type(entry.__self__).__name__, entry.__self__)]
+        elif isinstance(entry, FunctionType):
+            waiting += _variables(entry) if is_script_file(entry.__code__.co_filename) else []
+        elif isinstance(entry, list | tuple) and any(isinstance(one, nn.Module) for one in entry):
+            waiting += [(f"{name}[{index}]", one) for index, one in enumerate(entry)]
+        elif isinstance(entry, nn.Module) or not _is_script(type(entry)):
+            found += [(name, entry)] if isinstance(entry, (nn.Module, *_LEAVES, *_CONTAINERS, dict)) else []
+        elif not isinstance(entry, type):
+            waiting += [*_attributes(entry).items(), *((name, one) for one in _functions(type(entry)))]
     return found
+
+
+def _word_of(place: tuple[str, str]) -> int:
+    return zlib.crc32(repr(place).encode()) % WORDS
 
 
 def _add_values(attribute: str, path: str, value: Any, depth: int, found: Values) -> None:

@@ -127,7 +127,9 @@ class TrainStep:
         )
         self._stats = StepStats(device, on_host=not self._finite.on_device)
         self._unread: deque[tuple[StepResult, _Schedule | None]] = deque()
-        _check_trained(named_parameters(model, self.optimizers).values())  # before anything is moved or sharded
+        trained = named_parameters(model, self.optimizers).values()
+        _check_trained(trained)  # before anything is moved or sharded
+        _check_hooks(model, trained)
         bucket_bytes = config.bucket_bytes or default_bucket_bytes(device.type == "cuda")
         options = ExchangeOptions(bucket_bytes, config.overlap)
         try:
@@ -336,10 +338,14 @@ class TrainStep:
         rows = [words]
         if membership.world_size > 1:
             header = write_header(batch, self.num_steps + 1, agreed)
-            sent = [*header, *words]
+            traces = self._traces if self.num_steps < WATCHED_STEPS else None
+            left = [] if traces is None else traces.words()
+            sent = [*header, *left, *words]
             headers = self._stats.exchange(membership.communicator, membership.ranges, sent)
             agreed = read_headers([row[: len(header)] for row in headers], len(flags))
-            rows = [row[len(header) :] for row in headers]
+            if traces is not None:
+                traces.judge([row[len(header) :] for row in headers])
+            rows = [row[len(header) + len(left) :] for row in headers]
         return agreed, rows
 
     def _check_used(self, used: list[bool]) -> None:
@@ -575,6 +581,19 @@ class TrainStep:
         self._finite.reset()
         self.num_steps = int(state["num_steps"])
         self._scale.load_state_dict(state["loss_scale"])
+
+
+def _check_hooks(model: nn.Module, trained: Iterable[Tensor]) -> None:
+    """Raises a `UsageError` if a parameter waits for its gradient which is in no optimizer: the step computes none."""
+    own = set(map(id, trained))
+    for name, parameter in model.named_parameters():
+        hooks = (parameter._post_accumulate_grad_hooks or {}).values() if parameter.requires_grad else ()
+        is_waiting = any(not str(getattr(hook, "__module__", "")).startswith("samestep.") for hook in hooks)
+        if is_waiting and id(parameter) not in own:  # the hooks of samestep are those of another step
+            raise UsageError(
+                f"{name} has a hook that waits for its gradient (an optimizer step in the backward) and is in no "
+                "optimizer of this step, which computes no gradient of it: give it to the optimizer, without the hook"
+            )
 
 
 def _check_trained(parameters: Iterable[Tensor]) -> None:

@@ -183,7 +183,8 @@ def _start(server: ForkServer, message: dict[str, Any]) -> Instruction | None:
         with tempfile.TemporaryFile() as file:
             file.write(json.dumps(asdict(instruction)).encode())
             file.flush()
-            pid = _spawn("samestep.launcher.worker", fds=fds, fd=file.fileno())
+            hashes = {"PYTHONHASHSEED": str(1 + instruction.assignment.rank)} if instruction.job.own_hash_seeds else {}
+            pid = _spawn("samestep.launcher.worker", fds=fds, fd=file.fileno(), variables=hashes)
     os_processes.release_signals()
     # Here and in the worker: whichever comes first, the group is there before it is signalled.
     with contextlib.suppress(OSError):
@@ -268,7 +269,9 @@ def _host_store(listener: socket.socket) -> NoReturn:
     raise AssertionError("the store is held")
 
 
-def _spawn(module: str, *arguments: str, fd: int, fds: Mapping[str, int] | None = None) -> int:
+def _spawn(
+    module: str, *arguments: str, fd: int, fds: Mapping[str, int] | None = None, variables: Mapping[str, str] = {}
+) -> int:
     """Starts a module as a program that leads a process group; returns its process id."""
     fds = fds or {}
     process = subprocess.Popen(
@@ -276,6 +279,7 @@ def _spawn(module: str, *arguments: str, fd: int, fds: Mapping[str, int] | None 
         pass_fds=tuple({fd, *fds.values()}),
         stdout=fds.get("stdout"),
         stderr=fds.get("stderr"),
+        env={**os.environ, **variables},
         process_group=0,
     )
     process.returncode = 0  # `_reap` waits for it instead of `subprocess`

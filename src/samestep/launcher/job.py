@@ -110,6 +110,7 @@ class Job:
     resume_hint: str = "start the script again from what it last saved"  # for a run that ended, as part of a sentence
     num_threads: int = 1  # CPU threads a worker
     start_method: str | None = None  # "fork" or "spawn"; None for fork where that is possible
+    own_hash_seeds: bool = False  # whether a rank that is spawned has a hash seed of its own, as under torchrun
     policy: Policy = Policy()
     logical_devices: int | None = None  # the number of workers, if it is not that of the devices
     relay: bool = False  # print rank 0's output by `sys.stdout` of this process, instead of letting it inherit the file

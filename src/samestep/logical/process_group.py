@@ -15,14 +15,15 @@ import functools
 import sys
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from samestep.callsite import calling_frame, script_line
 from samestep.checkpoint.contract import check_same_gpus
@@ -35,11 +36,29 @@ from samestep.launcher.device_token import lent_token, shares_device
 from samestep.logical import collectives
 from samestep.logical.collectives import Operation
 from samestep.logical.work_queue import NO_TIMEOUT, QueuedWork, WorkQueue
+from samestep.text import listed, notify
 
 NAME = "samestep"
 DEVICES = ["cpu", "cuda"]
 SUM = Operation("SUM")
 EVEN = {"allreduce", "reduce", "broadcast", "allgather"}  # whose tensors have as many elements on each rank
+HISTORY = 256  # operations: a rank is ahead of the others by the broadcasts alone of which it is the source
+FORWARD, DDP_FILE = "the forward of DistributedDataParallel", nn.parallel.distributed.__file__
+HINTS = {  # of calls that some ranks make while others make another one
+    FORWARD: "That forward broadcasts buffers: what one rank does alone calls model.module(…) instead of model(…)",
+    "in backward": "A rank that leaves a step out must do so together with all others",
+}
+ODD = "out of step"
+STEP_BITS = 16
+NOTES = (
+    ("gradients of different steps are added", "step {}", HINTS["in backward"]),
+    (
+        "copies of the model differ",
+        "{:012x}",
+        "each rank updates its own, so they stay so; look for a seed, a learning rate or a file of each rank, or ask "
+        "samestep verify",
+    ),
+)
 FOLLOWS_SECONDS = 2.0  # by which the error of a rank that waited for a lost one comes after the loss
 
 
@@ -64,8 +83,12 @@ def _make_group(options: Any, _: Any) -> "OrderedProcessGroup":
     rank, size = options.group_rank, options.group_size
     ranks = tuple(options.global_ranks_in_group) or tuple(range(size))
     if size == 1:
-        return OrderedProcessGroup(LocalTransport(), None, options, ranks)
-    return OrderedProcessGroup(*connect_process_group(options.store, rank, ranks, options.timeout), options, ranks)
+        return OrderedProcessGroup(LocalTransport(), None, options.store, options, ranks)
+    store = options.store
+    if options.global_ranks_in_group and dist.is_initialized():
+        # torch numbers groups by those that a rank has made: where members alone make theirs, several have one number.
+        store = dist.PrefixStore(f"ranks {ranks}", dist.distributed_c10d._get_default_store())
+    return OrderedProcessGroup(*connect_process_group(store, rank, ranks, options.timeout), options, ranks)
 
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -105,17 +128,23 @@ class OrderedProcessGroup(_Base):  # type: ignore[misc]  # for the same reason
     supports_splitting = supports_coalescing = supports_time_estimate = False
     _device_types = tuple(map(torch.device, DEVICES))  # asked for by distributed checkpoints, for one
 
-    def __init__(self, transport: Transport, gloo: Any, options: Any, ranks: tuple[int, ...]) -> None:
+    def __init__(
+        self, transport: Transport, gloo: Any, store: dist.Store, options: Any, ranks: tuple[int, ...]
+    ) -> None:
         super().__init__(transport.rank, transport.world_size)
         self._transport = transport  # for host memory
         self._over_nccl: GroupTransport | None = None
         self._has_asked = False  # whether the ranks have GPUs of their own
         self._gloo = gloo
-        self._store = options.store
+        self._store = store
         self._ranks = ranks
         self._timeout = options.timeout
         self._queue = WorkQueue(f"samestep {options.group_id}")
         self._failure: Exception | None = None
+        self._calls: deque[tuple[int, str]] = deque(maxlen=HISTORY)  # the last that were run, with their numbers
+        self._backward, self._num_backwards = -1, 0  # the last one that has reduced gradients here, and how many have
+        self._told: set[str] = set()
+        self.step_note = 0  # of the step whose gradients a backward reduces next: see `note_step`
         self._names: dict[str, str] = {}
         self._end = close_at_exit(self._close)
 
@@ -379,30 +408,41 @@ class OrderedProcessGroup(_Base):  # type: ignore[misc]  # for the same reason
         caller, line = sys._getframe(1), script_line()  # now: another thread may run it
         name, outer = caller.f_code.co_name, calling_frame(caller)
         # A metric that a script sums must not be added to a gradient of its size, which torch sums within a backward.
-        by = outer is not None and outer.f_code.co_filename == dist.distributed_c10d.__file__
-        kind = zlib.crc32(f"{name} {written[0].dtype if 'reduce' in name else ''} {by}".encode()) >> 17
-        call, tensors = (name, written, line), [*written, *also]
-        return self._queue.submit(lambda: self._run(run, limit, kind, call, tensors), outputs, tensors, is_async)
+        by = "" if outer is None else outer.f_code.co_filename
+        is_own = by == dist.distributed_c10d.__file__
+        kind = zlib.crc32(f"{name} {written[0].dtype if 'reduce' in name else ''} {is_own}".encode()) >> 17
+        backward, note, where = torch._C._current_graph_task_id(), 0, f" in {FORWARD}" if by == DDP_FILE else ""
+        if backward != -1 and name == "allreduce":
+            self._num_backwards += backward != self._backward
+            self._backward, note = backward, self.step_note
+        if backward != -1 or (self._num_backwards and not where):
+            where = f" {'after' if backward == -1 else 'in'} backward {self._num_backwards}"
+        said = f"{name}{where}, {[tuple(t.shape) for t in written]}, at {line}"
+        call, tensors = (name, kind, said, note), [*written, *also]
+        return self._queue.submit(lambda: self._run(run, limit, call, tensors), outputs, tensors, is_async)
 
     def _run(
         self,
         run: Callable[[Transport], Any],
         timeout: timedelta,
-        kind: int,
-        call: tuple[str, Any, str],
+        call: tuple[str, int, str, int],
         tensors: Sequence[Tensor],
     ) -> None:
         """Runs an operation whose turn has come. One that fails leaves the ranks at odds, so all later ones fail."""
         if self._failure is not None:
             raise self._failure
-        transport = self._transport
+        transport, (name, kind, said, note) = self._transport, call
         if isinstance(transport, Connection):
             transport.limit_waits(timeout)
-            transport.call = kind
+            transport.call, transport.note, transport.other_notes = kind, note, {}
+        number = self._calls[-1][0] + 1 if self._calls else 0
+        self._calls.append((number, said))
         try:
-            run(self._transport_of(call[0], tensors))
+            run(self._transport_of(name, tensors))
+            if note and isinstance(transport, Connection) and transport.other_notes:
+                self._tell_notes(note, transport.other_notes, said.rpartition(", at ")[2])
         except (PeerLostError, DeterminismError) as error:
-            self._failure = self._explained(error, *call)
+            self._failure = self._explained(error, number)
             raise self._failure from error
         except Exception as error:
             self._failure = error
@@ -428,14 +468,34 @@ class OrderedProcessGroup(_Base):  # type: ignore[misc]  # for the same reason
                 raise unexpected_sizes(host.rank, f"{other} elements of rank {rank}", f"{size}")
         return self._over_nccl
 
-    def _explained(self, error: SamestepError, name: str, tensors: Sequence[Tensor], line: str) -> Exception:
+    def note_step(self, step: int, weights: int = 0) -> None:
+        """Sets what goes along with the gradients of a step: its number, and a checksum of the weights or 0."""
+        # Gradients of different steps are as long as each other, and would be added in silence.
+        self.step_note = step % 2**STEP_BITS | weights % 2**47 << STEP_BITS
+
+    def _tell_notes(self, ours: int, notes: Mapping[int, int], line: str) -> None:
+        """Says once, on rank 0, that ranks reduce the gradients of different steps, or hold different weights."""
+        for index, (what, shown, advice) in enumerate(NOTES):
+            values: dict[int, list[str]] = {}
+            for number, rank in enumerate(self._ranks):
+                if note := notes.get(number, ours):  # 0 is of no step
+                    values.setdefault(divmod(note, 2**STEP_BITS)[1 - index], []).append(str(rank))
+            if len(values) > 1:
+                each = listed([f"{shown.format(value)} on rank {', '.join(ranks)}" for value, ranks in values.items()])
+                if what not in self._told and self._ranks[self._transport.rank] == 0:
+                    notify(f"{what}: {each}, at {line}; {advice[0].lower()}{advice[1:]}")
+                self._told.add(what)
+                return  # weights of different steps differ in any case
+
+    def _explained(self, error: SamestepError, number: int) -> Exception:
         """The error of an operation that failed between ranks; if they are out of step, with the call of each rank."""
         store, calls = self._store, dict.fromkeys([f"rank {rank}" for rank in self._ranks], "another call, or none")
         is_odd = isinstance(error, DeterminismError)
         with suppress(RuntimeError):  # the store is gone with the rank that hosts it
-            if is_odd or (is_odd := store.check(["out of step"])):
-                store.set("out of step", "")
-                store.set([*calls][self._transport.rank], f"{name}, {[tuple(t.shape) for t in tensors]}, at {line}")
+            if is_odd or (is_odd := store.check([ODD])):
+                # Of the first operation that differs: the source of a broadcast, which waits for nobody, is further.
+                number = int(store.compare_set(ODD, "", str(number)))
+                store.set([*calls][self._transport.rank], dict(self._calls).get(number, self._calls[-1][1]))
                 self._transport.close()  # ranks that wait for this one stop waiting, and tell theirs
                 for key in calls:
                     with suppress(RuntimeError):  # a rank that computes has no call to tell
@@ -446,9 +506,10 @@ class OrderedProcessGroup(_Base):  # type: ignore[misc]  # for the same reason
             time.sleep(FOLLOWS_SECONDS)
             return GroupError(str(error), getattr(error, "ranks", ()))
         lines = "\n".join(f"  {key}: {text}" for key, text in calls.items())
+        some = [hint for part, hint in HINTS.items() if 0 < sum(part in text for text in calls.values()) < len(calls)]
         return DeterminismError(
             f"the ranks are out of step:\n{lines}\nThey may have other batches, but must all call the same collectives "
-            "in the same order, with tensors of the same shapes"
+            f"in the same order, with tensors of the same shapes{''.join(f'. {hint}' for hint in some[:1])}"
         )
 
     def peer_failure(self, rank: int | None, error: Exception) -> GroupError:

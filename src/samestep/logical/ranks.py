@@ -30,11 +30,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.elastic.utils.distributed import get_free_port
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 
 from samestep.comm.environment import RANK_VARIABLES, Environment, read_environment
 from samestep.core.seeds import derive_seed
+from samestep.data.batch import checksum
 from samestep.devices.inventory import usable_cores
 from samestep.devices.portable import asks_for_portable
 from samestep.engine.determinism import own_device
@@ -61,6 +63,7 @@ FIRST, GROUP, ENDED = "samestep first process", "made a process group", "made no
 NEEDS_LESS = "smaller batches, activation checkpointing, or more GPUs: ranks that share one have its memory together"
 LIBRARIES = ("multiprocessing", "concurrent", "torch.utils", "torch.multiprocessing.pool")  # start loaders, pools
 _told: set[str] = set()
+_steps: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
 def run_logical(
@@ -98,6 +101,7 @@ def _enter_logical(stack: ExitStack, place: Environment, simulated: bool, store:
     torch.set_num_threads(place.num_threads or 1)
     stack.enter_context(_deterministic())
     stack.enter_context(_enough_memory(device, place.rank))
+    stack.callback(register_optimizer_step_pre_hook(_note_replicas).remove)
     stack.enter_context(applied(late_dynamo()))
     if simulated:
         os.environ.setdefault(ON_CPUS, "false")
@@ -231,6 +235,7 @@ def _process_groups(num_devices: int, store: dist.Store | None) -> list[Patch]:
 
     return [
         Patch(OrderedProcessGroup, "allreduce", _lending_after_backward(OrderedProcessGroup.allreduce)),
+        Patch(DistributedDataParallel, "forward", _noting_steps(DistributedDataParallel.forward)),
         Patch(dist, "init_process_group", init_process_group, (*C10D, MESH)),
         Patch(dist, "new_group", new_group, (*C10D, MESH)),
         Patch(dist, "get_backend", get_backend, (*C10D, MESH)),
@@ -259,6 +264,40 @@ def _lending_after_backward(inner: Callable[..., Any]) -> Callable[..., Any]:
         return work
 
     return allreduce
+
+
+def _noting_steps(inner: Callable[..., Any]) -> Callable[..., Any]:
+    """Forwards of DistributedDataParallel that a backward with an exchange may follow are its steps."""
+
+    @functools.wraps(inner)
+    def forward(model: Any, *args: Any, **options: Any) -> Any:
+        if torch.is_grad_enabled() and model.require_backward_grad_sync and not torch.compiler.is_compiling():
+            _note_step(model, {model.process_group: model._module_parameters})
+        return inner(model, *args, **options)
+
+    return forward
+
+
+def _note_replicas(optimizer: Any, *_: Any) -> None:
+    """Before each update of distributed tensors: those that a dimension of their mesh replicates."""
+    if torch.compiler.is_compiling():
+        return
+    by_group: dict[Any, list[torch.Tensor]] = {}
+    make = getattr(sys.modules.get(DTENSOR), "DTensor", ())
+    for parameter in (each for group in optimizer.param_groups for each in group["params"] if isinstance(each, make)):
+        for dim, placement in enumerate(parameter.placements):
+            if placement.is_replicate():
+                by_group.setdefault(parameter.device_mesh.get_group(dim), []).append(parameter.to_local())
+    _note_step(optimizer, by_group)
+
+
+def _note_step(owner: Any, weights: dict[Any, list[torch.Tensor]]) -> None:
+    """Notes a step, and the weights of its groups at the first, second, fourth, … : it takes a pass over them."""
+    _steps[owner] = step = _steps.get(owner, 0) + 1
+    with torch._C.DisableTorchFunction():
+        for group, copies in weights.items():
+            ours = group._get_backend(copies[0].device)
+            ours.note_step(step, checksum(copies) if step & (step - 1) == 0 else 0)
 
 
 def _name_of(backend: str | None) -> str:

@@ -20,7 +20,7 @@ from samestep.data.nested import leaves, map_tensors
 from samestep.data.randomness import Generators
 from samestep.data.tensors import TensorData
 from samestep.engine.config import autocast, check_precision
-from samestep.engine.forward_backward import compiling_alike
+from samestep.engine.forward_backward import compiling_alike, without_gradients
 from samestep.engine.kernel_flags import enough_memory
 from samestep.engine.losses import describe, wide_dtype
 from samestep.engine.parameters import move_model
@@ -292,6 +292,15 @@ def _forward_all(
     where = f"an evaluation or prediction on rank {membership.rank}"
     enough = enough_memory(device, where, NEEDS_LESS) if is_ordered else nullcontext()
     with enough, _evaluating(model, device, precision) as restore_buffers:
+
+        def run(value: Any, seed: int) -> Any:
+            def begin() -> Any:
+                restore_buffers()
+                generators.seed(seed)
+                return compute(model, value)
+
+            return map_tensors(Tensor.detach, without_gradients(begin))
+
         for number, batch in enumerate(loader):
             membership.heartbeat.enter("evaluate")
             bounds = batch.bounds(membership.num_microbatches)
@@ -300,16 +309,13 @@ def _forward_all(
             # By batch and microbatch, never by rank: a metric that draws does so alike whichever rank measures.
             with generators.preserved():
                 for microbatch, value in batch.microbatches.items():
-                    generators.seed(derive_seed(loader.seed, EVALUATION_STREAM, number, microbatch))
-                    output = compute(model, value)
+                    output = run(value, derive_seed(loader.seed, EVALUATION_STREAM, number, microbatch))
                     if microbatch in membership.mine:
                         take(number, microbatch, bounds[microbatch + 1] - bounds[microbatch], value, output)
-                    restore_buffers()
                     rounds -= 1
                 # The others need this rank's shard of the model once more.
                 for _ in range(rounds):
-                    compute(model, value)
-                    restore_buffers()
+                    run(value, 0)
                 if end_batch is not None:
                     membership.heartbeat.enter("exchange")
                     generators.seed(derive_seed(loader.seed, EVALUATION_STREAM, number))

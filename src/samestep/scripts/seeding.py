@@ -6,12 +6,15 @@ chance (`random.seed()`, `numpy.random.default_rng()`), a number derived from th
 """
 
 import functools
+import linecache
 import os
 import pickle
 import random
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -27,6 +30,8 @@ from samestep.scripts.files.rank0_files import Caller, origin
 from samestep.scripts.shared_script import SharedScript
 from samestep.text import notify
 
+CHANCE = re.compile(r"\b(time|time_ns|perf_counter|monotonic|now|getpid|urandom|uuid4|token_bytes|randbits)\(")
+"""What differs from run to run, in a line that seeds a generator."""
 UNSEEDED = 0x0E_ED
 """The stream of the numbers that stand in for seeds that were not given."""
 STATES: dict[str, Callable[[], bytes]] = {
@@ -54,6 +59,8 @@ class Seeds:
         self.seed = seed  # this rank's
         self.may_draw = may_draw  # whether a call comes at a point where numbers can be derived
         self.drawn: dict[str, None] = {}  # in order
+        self.by_chance: dict[str, None] = {}  # the lines that seed a generator by what differs from run to run
+        self.asked: set[Any] = set()  # the code that has called os.urandom
         self._num_derived = 0
         self._starts = {name: state() for name, state in STATES.items()}
 
@@ -70,6 +77,15 @@ class Seeds:
                 del self._starts[name]
                 self.drawn.setdefault(name)
 
+    def find_chance(self, frame: FrameType) -> None:
+        """Notes a line of the script's or a library's that seeds a generator by a clock, a process id or os.urandom."""
+        caller, at = origin(frame)
+        if at is not None and caller in (Caller.SCRIPT, Caller.LIBRARY):
+            path, line = at.f_code.co_filename, at.f_lineno
+            is_known = at.f_code in self.asked and at.f_code.co_name != "<module>"  # of a script the line alone
+            if is_known or CHANCE.search(linecache.getline(path, line)):
+                self.by_chance[f"{path.partition('-packages/')[2] or path}, line {line}"] = None
+
     def mark_set(self, name: str, is_state: bool) -> None:
         """A generator was set: to a seed, or to a state, which may be the one that it began with."""
         if name in self._starts and not (is_state and STATES[name]() == self._starts[name]):
@@ -83,7 +99,7 @@ def seeded(script: SharedScript, seed: int | None) -> Iterator[None]:
     of_numpy = mtrand.get_bit_generator()
     before = script.seeding
     try:
-        with _watched(seed or 0, seed or 0, script.may_meet, script.notice if seed is None else None) as seeds:
+        with _watched(seed or 0, seed, script.may_meet, script.notice) as seeds:
             script.seeding = seeds
             yield
     finally:
@@ -99,19 +115,17 @@ def seeded_rank(rank: int, seed: int | None) -> Iterator[None]:
     """Seeds the generators of one rank of a multi-process script: forks of one process would draw the same."""
     process = os.getpid()
 
-    is_told = rank == 0 and seed is None
+    tell = notify if rank == 0 else lambda text: None
     with (
-        _watched(
-            derive_seed(seed or 0, rank), seed or 0, lambda: os.getpid() == process, notify if is_told else None
-        ) as seeds,
+        _watched(derive_seed(seed or 0, rank), seed, lambda: os.getpid() == process, tell) as seeds,
         applied(_made_by_chance(lambda: seeds, in_chunk=lambda: False)),
     ):
         yield
 
 
 @contextmanager
-def _watched(own: int, seed: int, may_draw: Callable[[], bool], tell: Callable[[str], None] | None) -> Iterator[Seeds]:
-    """Seeds this process; tells at the end of the block what was drawn without a seed of the script's."""
+def _watched(own: int, seed: int | None, may_draw: Callable[[], bool], tell: Callable[[str], None]) -> Iterator[Seeds]:
+    """Seeds this process; tells at the end of the block what was drawn without a seed, or with one of chance."""
     with torch._C.DisableTorchFunction():  # simulated devices do not matter here
         seed_process(own)
         seeds = Seeds(own, may_draw)
@@ -119,12 +133,23 @@ def _watched(own: int, seed: int, may_draw: Callable[[], bool], tell: Callable[[
     def tell_drawn() -> None:
         with torch._C.DisableTorchFunction():
             seeds.find_drawn(*STATES)
-        if seeds.drawn and tell is not None:
+        for line in seeds.by_chance:
+            tell(
+                f"{line}, seeds a generator by a clock, a process id or os.urandom: it draws other numbers in every "
+                "run; look for an option that gives it a seed, such as deterministic=True or seed=…"
+            )
+        if seeds.drawn and seed is None:
             *others, last = seeds.drawn
             names = f"{', '.join(others)} and {last}" if others else last
-            tell(f"the script draws from {names} without a seed: seeded by {seed} here (--seed)")
+            tell(f"the script draws from {names} without a seed: seeded by 0 here (--seed)")
 
-    with applied(_setting(seeds, *setter) for setter in SETTERS):
+    urandom = os.urandom
+
+    def noted(size: int) -> bytes:
+        seeds.asked.add(sys._getframe(1).f_code)
+        return urandom(size)
+
+    with applied([Patch(os, "urandom", noted), *(_setting(seeds, *setter) for setter in SETTERS)]):
         try:
             yield seeds
         except SystemExit:
@@ -151,6 +176,7 @@ def _setting(seeds: Seeds, owner: Any, name: str, generator: str, alias: str) ->
             number = seeds.derived(generator)
             result = (getattr(owner, "manual_" + name)(number), number)[1] if is_torch else original(number % 2**32)
         else:
+            seeds.find_chance(sys._getframe(1))
             result = original(*args, **kwargs)
         with torch._C.DisableTorchFunction():
             seeds.mark_set(generator, is_state)
@@ -216,8 +242,12 @@ def _made_by_chance(seeds: Callable[[], Seeds | None], in_chunk: Callable[[], bo
     """Generators that the script makes without a seed get one; those of libraries are left alone."""
     generator, construct = np.random.default_rng, random.Random.__init__
 
-    def stand_in() -> int | None:
+    def stand_in(given: Any) -> Any:
         current = seeds()
+        if given is not None:
+            if current is not None and current.may_draw():
+                current.find_chance(sys._getframe(2))
+            return given
         if current is None or origin(sys._getframe(2))[0] is not Caller.SCRIPT:
             return None
         if current.may_draw():
@@ -227,11 +257,11 @@ def _made_by_chance(seeds: Callable[[], Seeds | None], in_chunk: Callable[[], bo
 
     @functools.wraps(generator)
     def default_rng(seed: Any = None) -> np.random.Generator:
-        return generator(stand_in() if seed is None else seed)
+        return generator(stand_in(seed))
 
     @functools.wraps(construct)
     def init(self: random.Random, x: Any = None) -> None:
-        construct(self, stand_in() if x is None else x)
+        construct(self, stand_in(x))
 
     return [
         Patch(np.random, "default_rng", default_rng, aliases=("numpy.random._generator",)),

@@ -71,8 +71,16 @@ def enter_rank(stack: ExitStack, rank: int, seed: int | None, leaves_seeds: bool
     def synchronised(distributed: Any) -> Any:  # the last module of torch.nn: before it, torch is imported only in part
         return importlib.import_module("samestep.scripts.sync_batch_norm").patches(distributed)
 
-    late = late_patches({GROUPS: partial(_kept_groups, kept), "torch.nn.parallel.distributed": synchronised})
-    stack.enter_context(applied([*late_dynamo(), *late]))
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        raise UsageError(
+            "ray.init() in a worker of samestep run: each would start a cluster, whose workers wait for ranks that "
+            "never come; start the script by python, and use samestep.Run in the workers that Ray starts"
+        )
+
+    late: dict[str, Callable[[Any], list[Patch]]] = {GROUPS: partial(_kept_groups, kept)}
+    late["torch.nn.parallel.distributed"] = synchronised
+    late["ray"] = lambda ray: [Patch(ray, "init", refuse)]  # Ray calls it by this name, too, at its first use
+    stack.enter_context(applied([*late_dynamo(), *late_patches(late)]))
     if not leaves_seeds:
         from samestep.scripts.seeding import seeded_rank  # imports torch
 

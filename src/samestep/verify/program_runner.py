@@ -47,6 +47,7 @@ class RunSpec:
     detail: int | None = None  # the step whose modules are recorded
     neutral: tuple[str, ...] = ()  # keys of the causes that have no effect
     nudge: bool = False  # whether gradients are changed by a rounding error
+    own_hash_seeds: bool = False  # whether each rank has a hash seed of its own
 
 
 class Stopped(Exception):
@@ -166,11 +167,12 @@ class ProgramRunner(AbstractContextManager["ProgramRunner"]):
             quiet=True,
             preload=PRELOAD,
             num_threads=self._num_threads,
-            start_method=self._start_method,
+            start_method="spawn" if spec.own_hash_seeds else self._start_method,
+            own_hash_seeds=spec.own_hash_seeds,
             policy=POLICY,
             logical_devices=program.logical_devices,
         )
-        forks = resolve_start_method(self._start_method, self._num_threads) == "fork"
+        forks = resolve_start_method(job.start_method, self._num_threads) == "fork"
         outcome = supervise(job, selection, partial(self._forking_pool, selection) if forks else None)
         if outcome.exit_code != 0 and outcome.failure is None:
             raise Stopped(outcome.exit_code)

@@ -11,6 +11,7 @@ they do not?     name the first step, quantity and module that differ
 """
 
 import math
+import os
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,7 +21,7 @@ from samestep.text import listed
 from samestep.verify.causes.datasets import OWN_GENERATORS
 from samestep.verify.causes.evidence import Cause, Evidence
 from samestep.verify.causes.frameworks import advice_on
-from samestep.verify.causes.machine import UNSEEDED
+from samestep.verify.causes.machine import HASH_ORDER, UNSEEDED
 from samestep.verify.causes.table import CAUSES
 from samestep.verify.comparison import (
     ORDER,
@@ -346,6 +347,11 @@ def reach_verdict(
     if others:
         investigation.find_clocks(pairs[0])
     differing = [(pair, found) for pair in pairs if (found := investigation.compare(pair)) is not None]
+    ranks_alone = reference.family == "ddp" and not reference.is_logical and "PYTHONHASHSEED" not in os.environ
+    if others and not differing and ranks_alone:
+        investigation.report("running with a hash seed of each rank's own")
+        pairs.append((first, replace(others[-1], own_hash_seeds=True)))
+        differing = [(pairs[-1], found)] if (found := investigation.compare(pairs[-1])) is not None else []
     verdict = Verdict(
         program=runner.program.label,
         family=reference.family,
@@ -361,6 +367,10 @@ def reach_verdict(
         differing.sort(key=lambda item: (item[1].rank, item[0][1].attempt == 0))
         pair, difference = differing[0]
         place = investigation.place(pair, difference)
+        if pair[1].own_hash_seeds:
+            seen = f"the runs agree with one hash seed for all; with one of each rank's own {pair[1].devices} differs"
+            investigation.named.append(NamedCause(HASH_ORDER.key, HASH_ORDER.title, seen, HASH_ORDER.advice))
+            differing = []
         for other, _ in differing:
             investigation.explain(other, evidence)
         verdict = replace(

@@ -1,8 +1,9 @@
 """Compares a module's results on a whole batch with those on its microbatches, before its forward is cut.
 
-Both run without gradients, once for each form of the arguments, on every rank alike. Random draws and BatchNorm are
-neutral meanwhile: they depend on the microbatch by design. What remains equal can be joined, each tensor by a rule that
-the comparison finds: rows one after another, or a mean or a sum over the microbatches, as of a loss.
+Both run without gradients (with them if the forward differentiates), once for each form of the arguments, on every rank
+alike. Random draws and BatchNorm are neutral meanwhile: they depend on the microbatch by design. What remains equal can
+be joined, each tensor by a rule that the comparison finds: rows one after another, or a mean or a sum over the
+microbatches, as of a loss.
 """
 
 import io
@@ -22,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from samestep.callsite import is_script_file
 from samestep.data.nested import leaves as entries_of
+from samestep.engine.forward_backward import without_gradients
 from samestep.patch import Patch, applied
 from samestep.scripts import output
 from samestep.scripts.shared_script import SharedScript
@@ -306,6 +308,9 @@ def _isolated(script: SharedScript, module: nn.Module) -> Iterator[Callable[...,
     children = list(model.modules())
 
     def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return without_gradients(lambda: attempt(args, kwargs))
+
+    def attempt(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         before = [ModuleState(child) for child in children]
         buffers = [dict(child._buffers) for child in children]
         script.generators.seed(0)
@@ -317,8 +322,8 @@ def _isolated(script: SharedScript, module: nn.Module) -> Iterator[Callable[...,
                 child.__dict__["_compiled_call_impl"] = None
                 for key, buffer in child._buffers.items():
                     child._buffers[key] = None if buffer is None else buffer.clone()
-            result = without_objects(model(*args, **kwargs))
-            return result, _written(model, before, buffers)
+            leaves, template = take_apart(without_objects(model(*args, **kwargs)), is_tensor, dataclasses=True)
+            return put_together(template, [leaf.detach() for leaf in leaves]), _written(model, before, buffers)
         finally:
             for child, attributes, kept in zip(children, before, buffers, strict=True):
                 attributes.put_back(child, "")
@@ -334,7 +339,6 @@ def _isolated(script: SharedScript, module: nn.Module) -> Iterator[Callable[...,
         stack.enter_context(redirect_stdout(io.StringIO()))
         stack.enter_context(redirect_stderr(io.StringIO()))
         stack.enter_context(output.without_warnings())
-        stack.enter_context(torch.no_grad())
         stack.enter_context(_Neutral())  # type: ignore[no-untyped-call]
         yield run
 

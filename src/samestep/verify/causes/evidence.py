@@ -171,6 +171,11 @@ def by_step(run: Recording, name: str, value: Callable[[Line], T]) -> dict[int, 
     return steps
 
 
+def forwards(run: Recording) -> dict[int, list[int]]:
+    """For each step the number of forwards with gradients of each rank since the step before."""
+    return {step: list(map(sum, ranks)) for step, ranks in by_step(run, "forward", lambda f: int(f["times"])).items()}
+
+
 def on_devices(run: Recording) -> str:
     """The number of devices of a run, for a sentence."""
     return f"{run.world_size} device{'s' if run.world_size > 1 else ''}"

@@ -2,20 +2,23 @@
 
 import random
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 from torch.backends import cudnn
+from torch.optim import Optimizer
 
 from samestep.data.batch import checksum
 from samestep.data.randomness import seed_process
 from samestep.engine.deterministic_kernels import register_kernels
 from samestep.engine.kernel_flags import CPU, CUDA, float32_precisions
 from samestep.engine.side_effects import Watch
+from samestep.text import listed
 from samestep.verify.causes.evidence import Cause, Evidence, Facts, on_devices
 from samestep.verify.comparison import first_difference
 from samestep.verify.recording import Recording
@@ -158,8 +161,10 @@ def _with_seeds() -> AbstractContextManager[None]:
 
 def _suspect_races(evidence: Evidence) -> str | None:
     for one, other in evidence.repeats:
-        found = first_difference(one, other, "bitwise")
-        if found is not None and found.quantity != "metric" and _drawn_unseeded(one, other) is None:
+        found, more = (first_difference(one, other, tier) for tier in ("bitwise", "allclose"))
+        if found is None or (more is not None and more.step == found.step):
+            continue  # more than rounding: the model was given something else
+        if found.quantity != "metric" and _drawn_unseeded(one, other) is None:
             return (
                 f"two runs on {on_devices(one)} differ in step {found.step}, although every generator had the same "
                 "state: a kernel adds in the order in which its threads happen to arrive"
@@ -201,6 +206,48 @@ UNSEEDED = Cause(
     "Seed torch, numpy and random at the start of the program, alike on every rank; samestep.Run does.",
     _suspect_unseeded,
     _with_seeds,
+)
+
+
+def _suspect_start(evidence: Evidence) -> str | None:
+    for run in evidence.shared if evidence.is_ddp else ():
+        for one, other in product(run.lines("parameters"), run.lines("parameters", run.world_size - 1)):
+            if one["optimizer"] == other["optimizer"] and one["names"] == other["names"] and not one["divided"]:
+                pairs = zip(one["names"], one["bits"], other["bits"], strict=True)
+                if apart := [name for name, ours, theirs in pairs if ours != theirs]:
+                    return f"{listed(apart)} began with other values on rank {run.world_size - 1} than on rank 0"
+    return None
+
+
+def _with_one_start() -> AbstractContextManager[None]:
+    """Until the first optimizer is made, whatever seed the program gives torch is the same on all ranks."""
+    made: list[None] = []
+
+    def seed(inner: Callable[..., Any], number: Any) -> Any:
+        return inner(number if made else SEED)
+
+    def make(inner: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        made.append(None)
+        inner(*args, **kwargs)
+
+    return wrapped(Wrap(torch, "manual_seed", seed, ("torch.random",)), Wrap(Optimizer, "__init__", make))
+
+
+START = Cause(
+    "start",
+    "copies of the model begin with other values on other ranks",
+    "Build the model with one seed on all ranks, and give each rank a seed of its own after that; or build it on the "
+    "meta device and load one checkpoint. DistributedDataParallel copies rank 0's, fully_shard copies nothing.",
+    _suspect_start,
+    _with_one_start,
+)
+HASH_ORDER = Cause(
+    "hash_order",
+    "the order of a set of strings is that of each rank's hash seed",
+    "Sort what a set holds before its order counts: for name in sorted(names). Or set PYTHONHASHSEED=0 for all ranks, "
+    "as samestep run does.",
+    lambda evidence: None,  # found by a run of its own
+    nullcontext,
 )
 RACES = Cause(
     "nondeterministic",

@@ -23,7 +23,7 @@ from torch.utils.data import (
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from samestep.comm.environment import read_environment
-from samestep.verify.causes.evidence import Cause, Evidence, Facts, by_step, on_devices
+from samestep.verify.causes.evidence import Cause, Evidence, Facts, by_step, forwards, on_devices
 from samestep.verify.recording import Recording
 from samestep.verify.wraps import Wrap, by_script, wrapped
 
@@ -72,8 +72,8 @@ def _suspect_global_batch(evidence: Evidence) -> str | None:
         for step, ranks in by_step(run, "backward", lambda fact: int(fact["times"])).items():
             count = sum(samples.get(step, ()))
             skipped = sum(int(fact["times"]) for fact in run.facts("skipped", 0) if fact["step"] == step)
-            # All ranks took part alike.
-            if count and len({tuple(rank) for rank in ranks}) == 1:
+            # All ranks took part alike, and none left a batch out.
+            if count and len({tuple(rank) for rank in ranks}) == len(set(forwards(run).get(step, [0]))) == 1:
                 counts.setdefault((step, skipped), []).append((run, count))
     for (step, _), seen in sorted(counts.items()):
         if len({count for _, count in seen}) > 1:

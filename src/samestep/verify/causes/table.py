@@ -13,6 +13,8 @@ from samestep.verify.wraps import patches_for
 
 CAUSES: tuple[Cause, ...] = (  # in the order in which they are suspected, and given their effect back from the end
     machine.UNSEEDED,
+    machine.HASH_ORDER,
+    machine.START,
     machine.RACES,
     machine.FLAGS,
     samples.GLOBAL_BATCH_CAUSE,
@@ -35,6 +37,7 @@ CAUSES: tuple[Cause, ...] = (  # in the order in which they are suspected, and g
     updates.LOCAL_CLIP,
     updates.RESCALED,
     updates.LOSS_SCALE,
+    updates.LEFT_OUT,
     updates.UNUSED,
     updates.ALONE,
     rounding.NATIVE,

@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from samestep.comm.communicator import Communicator, make_communicator
 from samestep.comm.environment import read_environment
 from samestep.text import listed
-from samestep.verify.causes.evidence import Cause, Evidence, Facts, by_step, on_devices
+from samestep.verify.causes.evidence import Cause, Evidence, Facts, by_step, forwards, on_devices
 from samestep.verify.comparison import losses_of, ranks_apart
 from samestep.verify.recording import Recording
 from samestep.verify.summaries import norm as norm_of
@@ -246,6 +246,19 @@ def _suspect_skips(evidence: Evidence) -> str | None:
     return f"before these steps an update was skipped: {totals}" if len(set(map(tuple, late.values()))) > 1 else None
 
 
+def _suspect_left_out(evidence: Evidence) -> str | None:
+    for run in evidence.shared if evidence.is_ddp else ():
+        for step, ranks in sorted(forwards(run).items()):
+            most = max(ranks)
+            if min(ranks) < most:
+                more = listed([rank for rank, count in enumerate(ranks) if count == most])
+                return (
+                    f"on {on_devices(run)} rank {more} ran {most} forwards up to its update {step}, others "
+                    f"{min(ranks)}: it left a step out, and its gradients met those of another step of the others"
+                )
+    return None
+
+
 @contextmanager
 def _without_skips() -> Iterator[None]:
     """GradScalers are switched off, the program finds all numbers finite, and gradients that are not are zero."""
@@ -338,6 +351,14 @@ LOSS_SCALE = Cause(
     "Reduce the gradients before scaler.unscale_ and scaler.step look at them, so that every rank finds the same "
     "infinities (precision='16-mixed' does so), and skip an update by a number that is reduced over all ranks too.",
     _suspect_skips,
+    _without_skips,
+)
+LEFT_OUT = Cause(
+    "left_out",
+    "a rank leaves a step out by itself",
+    "Decide together, before anything is left out: dist.all_reduce(is_bad, dist.ReduceOp.MAX), and then all ranks "
+    "`continue`, or none.",
+    _suspect_left_out,
     _without_skips,
 )
 UNUSED = Cause(
