@@ -208,6 +208,7 @@ class Assignment:
     attempt: int = 0  # how often all workers have been restarted
     joins: bool = False  # whether it is a replacement, which waits until it is in a quorum
     cores: Sequence[int] = ()  # the CPU cores nearest to its device; empty if unknown
+    sockets: str = ""  # the folder for those of its data workers, removed with the run; empty if none can be made
 
 
 @dataclass(frozen=True)

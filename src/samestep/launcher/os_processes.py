@@ -16,11 +16,15 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing import queues
 from pathlib import Path
+from typing import Any
 
 from samestep.devices.portable import CAPS
+from samestep.patch import Patch
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
@@ -134,6 +138,21 @@ def temporary_folder(prefix: str) -> Iterator[str]:
     command = ["sh", "-c", 'read _; while [ -e "$0" ]; do rm -rf -- "$0" 2>&-; done', folder]
     with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True):
         yield folder
+
+
+class SentBatches(queues.Queue):  # type: ignore[type-arg]  # generic in the stubs alone
+    """A queue by which a data worker that cannot send a batch ends: torch's loader then raises, and does not hang."""
+
+    @staticmethod
+    def _on_queue_feeder_error(error: Exception, item: Any) -> None:
+        traceback.print_exception(error)
+        data = sys.modules.get("torch.utils.data")
+        if data is not None and data.get_worker_info() is not None:
+            sys.stderr.flush()
+            os._exit(1)
+
+
+BATCHES_ARE_SENT = Patch(queues, "Queue", SentBatches)
 
 
 def set_title(title: str, short: str) -> None:
