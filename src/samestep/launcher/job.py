@@ -112,6 +112,7 @@ class Job:
     start_method: str | None = None  # "fork" or "spawn"; None for fork where that is possible
     policy: Policy = Policy()
     logical_devices: int | None = None  # the number of workers, if it is not that of the devices
+    counts_lines: bool = False  # say at the end how many lines ranks above 0 have printed, which are not shown
     relay: bool = False  # print rank 0's output by `sys.stdout` of this process, instead of letting it inherit the file
 
     def __post_init__(self) -> None:

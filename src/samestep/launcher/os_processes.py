@@ -1,6 +1,4 @@
-"""Processes: trees that end with their parent and leave no grandchildren, and the process of the fork server.
-
-Process trees: processes that end with their parent, leave no grandchildren, and have a title in `ps`.
+"""Processes: trees that end with their parent, leave no grandchildren and have a title in `ps`; the fork server's.
 
 Linux has this in the kernel (prctl(2): PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER); elsewhere a thread polls the parent.
 """
