@@ -560,7 +560,7 @@ def test_a_line_says_at_the_end_what_ranks_above_0_have_printed(tmp_path, words)
     (tmp_path / "train.py").write_text(textwrap.dedent(PRINTS))
     done = samestep("run", *words, "train.py", "ends", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, "a line\n")
-    assert done.stderr == "an error's line\nsamestep: ranks 2 and 3 printed 14 lines: --log-dir DIR keeps them\n"
+    assert done.stderr == "an error's line\nsamestep: ranks 2 and 3 printed 14 lines, which --log-dir DIR keeps\n"
     done = samestep("run", *words, "--log-dir", "logs", "train.py", "ends", cwd=tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (0, "a line\n", "an error's line\n")
     assert (tmp_path / "logs" / "rank-2.log").read_text().count("a line") == 3

@@ -326,7 +326,7 @@ class Monitor:
         if lines := +self._lines:
             *others, last = sorted(lines)
             who = f"ranks {', '.join(map(str, others))} and {last}" if others else f"rank {last}"
-            self._display.notify(f"{who} printed {counted(lines.total(), 'line')}: --log-dir DIR keeps them")
+            self._display.notify(f"{who} printed {counted(lines.total(), 'line')}, which --log-dir DIR keeps")
         for fd in self._owned:
             os.close(fd)
         self._owned.clear()

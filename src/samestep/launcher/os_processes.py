@@ -14,7 +14,6 @@ import sys
 import tempfile
 import threading
 import time
-import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import queues
@@ -143,7 +142,7 @@ class SentBatches(queues.Queue):  # type: ignore[type-arg]  # generic in the stu
 
     @staticmethod
     def _on_queue_feeder_error(error: Exception, item: Any) -> None:
-        traceback.print_exception(error)
+        queues.Queue._on_queue_feeder_error(error, item)  # type: ignore[attr-defined]  # prints it
         data = sys.modules.get("torch.utils.data")
         if data is not None and data.get_worker_info() is not None:
             sys.stderr.flush()

@@ -139,10 +139,8 @@ def watching_children(program: str, starts: Sequence[str] = ()) -> Iterator[None
 
     def alone(port: str, *_: str) -> NoReturn:
         if "mpi4py" in sys.modules:
-            raise UsageError(
-                f"{program} takes its ranks from MPI (mpi4py), which samestep does not start, so each process is rank "
-                "0 of 1 there: take them from RANK and WORLD_SIZE, and leave MASTER_ADDR and MASTER_PORT as they are"
-            )
+            asked = "take them from RANK and WORLD_SIZE, and leave MASTER_ADDR and MASTER_PORT alone"
+            raise UsageError(f"{program} takes its ranks from MPI (mpi4py), which samestep does not start: {asked}")
         raise UsageError(
             f"{program} has its ranks meet at port {port}, and samestep keeps their store at port {place[0]}: "
             "leave MASTER_ADDR and MASTER_PORT as they are, and give init_process_group no address (init_method)"
