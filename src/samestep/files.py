@@ -1,10 +1,11 @@
-"""Files: opened if they are regular ones, written whole or not at all, temporary names, errors with a remedy.
+"""Files: opened if they are regular ones, written whole or not at all, leftovers of others, errors with a remedy.
 
 A run folder may be of unknown origin. So each of its files is opened by `open_regular`: a symbolic link in it could
 name any file of the user's, and a pipe or a device may have no end.
 """
 
 import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -13,15 +14,13 @@ import re
 import secrets
 import shutil
 import stat
-import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from functools import cache
 from os import PathLike
 from pathlib import Path
 from typing import IO, Any, TypeVar
-
-import psutil
 
 from samestep.errors import DataError, RunFolderError
 
@@ -63,9 +62,9 @@ MAX_LEVELS = 200
 # No link is followed, and a pipe without a writer is opened without waiting.
 IN_PLACE = os.O_NOFOLLOW | os.O_NONBLOCK
 NO_SPACE = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
-_TEMPORARY = re.compile(r"\.tmp-.*-(?P<pid>\d+)-(?P<began>\d+)-(?P<host>[0-9a-f]{8})-[0-9a-f]{8}")
-_MAX_WHAT = 200  # bytes
-_FOREIGN_SECONDS = 24 * 60 * 60.0  # of another machine's processes, whose life cannot be checked
+_STAGING = re.compile(r"\.tmp-(?P<system>[0-9a-f]{8})-[0-9a-f]{8}")
+_LOCK = "lock"
+_FOREIGN_SECONDS = 24 * 60 * 60.0  # of processes whose lock says nothing here
 
 
 @contextmanager
@@ -113,20 +112,15 @@ def make_folder(path: Path) -> None:
 def replacing(path: Path, *place: str) -> Iterator[Path]:
     """Yields a temporary path to write to, synced and renamed to `path` on success; raises as `writing` does."""
     # Synced before it is renamed: else a crash may leave the new name with a file whose content never reached the disk.
-    temporary = temporary_name(path.parent, path.name)
-    try:
-        remove_leftovers(path.parent)
-        with writing(path, *place):
-            temporary.touch()
-            mode = temporary.stat().st_mode
-            yield temporary
-            temporary.chmod(mode)  # safetensors makes its files readable by their owner alone
-            with temporary.open("rb") as file:
-                os.fsync(file.fileno())
-            temporary.replace(path)
-    finally:
-        with suppress(OSError):
-            temporary.unlink()
+    with writing(path, *place), staging(path.parent) as folder:
+        temporary = folder / path.name
+        temporary.touch()
+        mode = temporary.stat().st_mode
+        yield temporary
+        temporary.chmod(mode)  # safetensors makes its files readable by their owner alone
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        temporary.replace(path)
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -255,49 +249,66 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def temporary_name(folder: Path, what: str, pid: int | None = None) -> Path:
-    """A new name in `folder`, short enough for file systems, with the process and the host that made it."""
-    short, maker = os.fsdecode(os.fsencode(what)[:_MAX_WHAT]), pid or os.getpid()
-    return folder / f".tmp-{short}-{maker}-{_began(maker)}-{_host()}-{secrets.token_hex(4)}"
-
-
-def remove_entry(path: Path) -> None:
-    """Removes a file, or a folder with its content, as far as possible."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        with suppress(OSError):
-            path.unlink()
+@contextmanager
+def staging(parent: Path) -> Iterator[Path]:
+    """Yields a new folder in `parent`, for what is renamed out of it once it is whole; removes it in any case."""
+    # A lock that ends with this process, and is seen in all containers that share the folder, tells others that it is
+    # in use. Forked children hold it too: if they live on, the folder is removed later.
+    remove_leftovers(parent)
+    with ExitStack() as until:
+        while True:
+            folder = parent / f".tmp-{_system()}-{secrets.token_hex(4)}"
+            folder.mkdir()
+            until.callback(_remove_staging, folder)
+            with suppress(FileNotFoundError):  # others take it for a leftover as long as it is empty
+                file = until.enter_context((folder / "unlocked").open("xb"))
+                break
+        with suppress(OSError):  # on a file system without locks
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            Path(file.name).rename(folder / _LOCK)  # no lock can be found that is not held yet
+        yield folder
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Removes temporary entries in `folder` whose processes have ended."""
+    """Removes folders of `staging` whose processes have ended."""
     for path in folder.glob(".tmp-*"):
         with suppress(OSError):
-            if is_abandoned(path):
-                remove_entry(path)
+            check_kind(path, may_be_folder=True)
+            if (match := _STAGING.fullmatch(path.name)) and _is_abandoned(path, match["system"]):
+                _remove_staging(path)
 
 
-def is_abandoned(path: Path) -> bool:
-    """Whether an entry is a temporary one whose process has ended; of another host's process, one that is a day old."""
-    match = _TEMPORARY.fullmatch(path.name)
-    if match is None:
-        return False
-    if match["host"] != _host():
-        return time.time() - path.stat().st_mtime > _FOREIGN_SECONDS
-    return not 0 < _began(int(match["pid"])) == int(match["began"])  # another process may have its number by now
-
-
-def _began(pid: int) -> int:
-    """When a process began; 0 if it has ended."""
+def _is_abandoned(path: Path, system: str) -> bool:
+    """Whether the lock of a folder has no holder; where that says nothing, whether the folder is a day old."""
     try:
-        if sys.platform != "linux":
-            return int(psutil.Process(pid).create_time())
-        state, *numbers = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-        return 0 if state in b"ZX" else int(numbers[18])  # in ticks since the boot: clocks are set in between
-    except (OSError, psutil.Error):
-        return 0
+        with open_regular(path / _LOCK, "r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if system == _system():  # locks of a network's file system may be those of one machine alone
+            return True
+    except BlockingIOError:
+        return False
+    except OSError:  # no lock, or a file system without them
+        with suppress(OSError):
+            path.rmdir()  # if it is empty
+    return time.time() - path.stat().st_mtime > _FOREIGN_SECONDS
 
 
-def _host() -> str:
-    return hashlib.sha256(platform.node().encode()).hexdigest()[:8]
+def _remove_staging(folder: Path) -> None:
+    """Removes a folder of `staging`, its lock last: if that fails or is killed meanwhile, another one goes on."""
+    with suppress(OSError):
+        for path in sorted(folder.iterdir(), key=lambda path: path.name == _LOCK):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+        folder.rmdir()
+
+
+@cache
+def _system() -> str:
+    """A name of this start of the system, which all its containers share."""
+    try:
+        name = Path("/proc/sys/kernel/random/boot_id").read_text()
+    except OSError:
+        name = platform.node()
+    return hashlib.sha256(name.encode()).hexdigest()[:8]

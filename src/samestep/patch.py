@@ -19,8 +19,9 @@ patched:
 
 `late_dynamo` is applied with them, so that all see the same torch._dynamo, whenever it is imported.
 `spawning` and `logical` patch multiprocessing and torch.distributed, for scripts that deal with ranks themselves, and
-`logical` counts torch's errors of memory. Replays, audits and runs of `verify` patch os._exit, by
-`exits_raised`, and a script that is recorded tells what made it before it leaves so.
+`logical` counts torch's errors of memory; `spawning` looks at the programs that any script starts. The launcher patches
+the queues of multiprocessing in its workers, of which no batch is lost in silence. Replays, audits and runs of
+`verify` patch os._exit, by `exits_raised`, and a script that is recorded tells what made it before it leaves so.
 """
 
 import os

@@ -14,7 +14,7 @@ import signal
 import sys
 import traceback
 from collections import Counter, OrderedDict
-from contextlib import redirect_stdout, suppress
+from contextlib import ExitStack, redirect_stdout, suppress
 from pathlib import Path
 
 import numpy as np
@@ -85,7 +85,11 @@ class Program:
             state = self.progress.capture(self.loader, self.loader.state_dict(), self.contract)
         else:
             state = capture(self.step, {"contract": self.contract, "cursor": self.loader.state_dict(), "rest": [1.5]})
-        temporary, written, whole = begin_checkpoint(folder, 3, False), {}, state.files
+        with ExitStack() as until:
+            self.write(kind, folder, state, begin_checkpoint(until, folder, 3, False))
+
+    def write(self, kind, folder, state, temporary):
+        written, whole = {}, state.files
         if kind == "parts":
             rows = {f: {n: t for n, t in ts.items() if t.ndim and f != "rest"} for f, ts in whole.items()}
             whole = {f: {n: t for n, t in ts.items() if n not in rows[f]} for f, ts in whole.items()}

@@ -1,6 +1,7 @@
 """Checkpoints: what is loaded is what was written, whatever happens to the writer, the disk and the files."""
 
 import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -9,7 +10,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -18,7 +21,7 @@ from checkpoint_writers import REFUSED, is_state_of, snapshot_of
 from safetensors.torch import load_file
 
 from samestep import files as run_files
-from samestep.checkpoint import verified_files
+from samestep.checkpoint import storage, verified_files
 from samestep.checkpoint.packing import DTYPES
 from samestep.checkpoint.resume import named_checkpoint
 from samestep.checkpoint.storage import (
@@ -440,49 +443,152 @@ def test_a_good_checkpoint_of_the_same_step_is_kept_and_a_damaged_one_replaced(t
     assert names_in(tmp_path) == ["latest", "step-00000002"]
 
 
-def ended_process():
-    process = subprocess.Popen([sys.executable, "-c", ""])
-    process.wait()
-    return process.pid
+MAKER = """
+import os, pathlib, sys, time
+from samestep.files import staging
+with staging(pathlib.Path(sys.argv[1])) as folder:
+    (folder / "half of it").mkdir()
+    if sys.argv[2] == "forks" and os.fork() == 0:
+        time.sleep(600)
+    print(folder, flush=True)
+    sys.stdin.read()
+"""
 
 
-def test_what_ended_processes_left_is_removed_and_what_living_ones_write_is_not(tmp_path):
-    write_checkpoint(tmp_path, snapshot_of(1))
-    dead = run_files.temporary_name(tmp_path, "step-00000002", ended_process())
-    shutil.copytree(tmp_path / "step-00000001", dead)
-    dead_file = run_files.temporary_name(tmp_path, "latest", ended_process())
-    dead_file.write_text("step")
-    zombie = subprocess.Popen([sys.executable, "-c", ""])
-    os.waitid(os.P_PID, zombie.pid, os.WEXITED | os.WNOWAIT)
-    run_files.temporary_name(tmp_path, "step-00000005", zombie.pid).mkdir()
-    inherited = run_files.temporary_name(tmp_path, "step-00000003", os.getpid())
-    inherited.mkdir()
-    pid = str(os.getpid())
-    number, began = (word := inherited.name.split("-"))[-4:-2]
-    assert number == pid
-    reused = inherited.rename(inherited.with_name("-".join([*word[:-3], str(int(began) - 1), *word[-2:]])))
-    assert run_files.is_abandoned(reused)  # of a process that had this number before
-    alive = run_files.temporary_name(tmp_path, "step-00000004", os.getppid())
-    alive.mkdir()
-    host = alive.name.split("-")[-2]
-    elsewhere, long_ago = [alive.with_name(alive.name.replace(host, other)) for other in ("00000000", "11111111")]
-    elsewhere.mkdir()
-    long_ago.mkdir()
-    os.utime(long_ago, (time.time() - 2 * 86400,) * 2)
+@contextmanager
+def staged(folder, kind="", *, within=()):
+    """The folder that another process is about to fill, in a namespace of its own if it is to be."""
+    place = tempfile.mkdtemp(dir=folder.parent)  # moved from there: each maker removes what others left beside it
+    command = [*within, sys.executable, "-c", MAKER, place, kind]
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        if not (line := process.stdout.readline()):
+            pytest.skip(f"{' '.join(within)} does not run here")
+        made = Path(line.split()[0])
+        yield made.rename(folder / made.name), process
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def age(path):
+    os.utime(path, (time.time() - 2 * 86400,) * 2)
+    return path
+
+
+def let_new_ones_age(folder):
+    """What is left by a writer that was killed before it had locked its folder, which is empty, is made old."""
+    for name in folder.glob(".tmp-*/unlocked"):
+        assert [name] == [*age(name.parent).iterdir()]
+
+
+def of_another_system(path):
+    return path.rename(path.with_name(f".tmp-{'0' * 8}-{path.name[-8:]}"))
+
+
+def killed(folder):
+    """The folder that a process has left."""
+    with staged(folder) as (path, _):
+        return path
+
+
+WRITERS = {  # of something in the folder, whatever it is
+    "a checkpoint": lambda folder: write_checkpoint(folder, snapshot_of(1)),
+    "a file": lambda folder: run_files.write_json(folder / "facts.json", 1),
+    "a name": lambda folder: storage.point_to(folder, "latest", "step-00000001"),
+}
+
+
+@pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
+def test_a_writer_removes_what_killed_ones_have_left(tmp_path, write):
+    left = [killed(tmp_path), age(of_another_system(killed(tmp_path)))]
+    unlocked = killed(tmp_path)
+    (unlocked / "lock").unlink()
+    age(unlocked)
+    assert all((each / "half of it").is_dir() for each in [*left, unlocked])
+    write(tmp_path)
+    assert [name for name in names_in(tmp_path) if name.startswith(".tmp-")] == []
+
+
+def test_a_folder_that_another_process_takes_for_a_leftover_is_made_anew(tmp_path, monkeypatch):
+    made, mkdir = [], Path.mkdir
+
+    def make(path):
+        mkdir(path)
+        made.append(path)
+        if len(made) < 3:
+            run_files.remove_leftovers(tmp_path)
+
+    monkeypatch.setattr(Path, "mkdir", make)
+    with run_files.staging(tmp_path) as folder:
+        assert [path for path in made if path.exists()] == [folder] == made[2:]
+        assert names_in(folder) == ["lock"]
+
+
+@pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
+def test_what_others_write_and_what_cannot_be_judged_stays(tmp_path, write):
+    elsewhere, unlocked = of_another_system(killed(tmp_path)), killed(tmp_path)
+    (unlocked / "lock").unlink()
+    (tmp_path / "users").mkdir()
+    (tmp_path / "users" / "file").touch()
+    link = tmp_path / f".tmp-{'0' * 8}-{'1' * 8}"
+    link.symlink_to("users")
+    age(tmp_path / "users")
     (tmp_path / ".tmp-something").write_text("not ours")
+    with staged(tmp_path) as (long, _), staged(tmp_path) as (other, _), run_files.staging(tmp_path) as own:
+        kept = {age(long), age(of_another_system(other)), own, elsewhere, unlocked, link, tmp_path / ".tmp-something"}
+        write(tmp_path)
+        assert {path for path in tmp_path.iterdir() if path.name.startswith(".tmp-")} == kept
+        assert (long / "half of it").is_dir()
+    assert (tmp_path / "users" / "file").exists()
+
+
+def test_what_a_process_writes_in_another_pid_namespace_stays(tmp_path):
+    with staged(tmp_path, within=("unshare", "--pid", "--fork", "--mount-proc")) as (path, _):
+        write_checkpoint(tmp_path, snapshot_of(1))
+        assert (path / "half of it").is_dir()
     write_checkpoint(tmp_path, snapshot_of(2))
-    zombie.wait()
-    expected = {alive.name, elsewhere.name, ".tmp-something", "latest", "step-00000001", "step-00000002"}
-    assert set(names_in(tmp_path)) == expected
+    assert not path.exists()
 
 
-def test_what_replaces_a_file_removes_what_ended_processes_left_beside_it(tmp_path):
-    dead, alive = (run_files.temporary_name(tmp_path, "weights", pid) for pid in (ended_process(), os.getppid()))
-    dead.write_text("half of it")
-    alive.write_text("half of it")
-    (tmp_path / ".tmp-weights").write_text("not ours")
-    run_files.write_json(tmp_path / "facts.json", 1)
-    assert set(names_in(tmp_path)) == {alive.name, ".tmp-weights", "facts.json"}
+def test_a_fork_that_outlives_a_killed_writer_keeps_what_it_left_until_it_ends(tmp_path):
+    with staged(tmp_path, "forks") as (path, process):
+        process.kill()
+        process.wait()
+        write_checkpoint(tmp_path, snapshot_of(1))
+        assert (path / "half of it").is_dir()
+    write_checkpoint(tmp_path, snapshot_of(2))
+    assert not path.exists()
+
+
+def test_a_program_that_a_writer_starts_does_not_hold_its_lock(tmp_path):
+    with run_files.staging(tmp_path) as folder:
+        program = subprocess.Popen(["sleep", "600"], close_fds=False)
+        shutil.copytree(folder, copy := tmp_path / f"{folder.name[:-8]}{'0' * 8}")
+        (copy / "lock").unlink()
+        os.link(folder / "lock", copy / "lock")
+    run_files.remove_leftovers(tmp_path)
+    program.kill()
+    program.wait()
+    assert names_in(tmp_path) == []
+
+
+def test_twin_without_locks_nothing_is_removed_before_it_is_a_day_old(tmp_path, monkeypatch):
+    def flock(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    left = killed(tmp_path)
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with run_files.staging(tmp_path) as folder:
+        assert not (folder / "lock").exists()  # which would be taken for one that nobody holds
+        run_files.remove_leftovers(tmp_path)
+        assert {left, folder} == set(tmp_path.iterdir())
+    assert left.is_dir()
+    age(left)
+    run_files.remove_leftovers(tmp_path)
+    assert names_in(tmp_path) == []
 
 
 def assert_all_is_good(folder, allowed, size=5000):
@@ -503,6 +609,7 @@ def test_a_writer_killed_at_any_operation_on_files_loses_nothing(tmp_path, write
         folder = shutil.copytree(tmp_path / "before", tmp_path / str(number))
         ends += writers.run(("write_until", folder, 4, 2, number, 0))
         assert_all_is_good(folder, {3, 4})
+        let_new_ones_age(folder)
         write_checkpoint(folder, snapshot_of(4), keep=2)
         assert names_in(folder) == ["latest", "step-00000003", "step-00000004"], number
         assert (folder / "latest").read_text() == "step-00000004\n"
@@ -543,6 +650,7 @@ def test_a_writer_stopped_while_it_replaces_a_checkpoint_leaves_the_old_or_the_n
         assert read_checkpoint(named_checkpoint(folder / "step-00000004")).facts == found.snapshot.facts, number
         facts.append(found.snapshot.facts["evaluated"])
         aside += best.name.endswith(".replaced")
+        let_new_ones_age(folder)
         write_checkpoint(folder, snapshot_of(5), keep=3)
         assert names_in(folder) == ["best", "latest", "step-00000004", "step-00000005"], number
         assert read_checkpoint(folder / "step-00000004").facts == found.snapshot.facts, number

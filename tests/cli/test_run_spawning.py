@@ -2,7 +2,9 @@
 
 import importlib.util
 import json
+import re
 import sys
+import textwrap
 
 import gpus
 import pytest
@@ -167,6 +169,15 @@ def test_a_driver_of_ray_is_refused_where_it_would_wait_for_ever(tmp_path, optio
     assert done.returncode == 2, done.stderr
     assert "start the script by python, and use samestep.Run in the workers that Ray starts" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_script_whose_ranks_are_those_of_mpi_is_told_where_samestep_has_them(tmp_path):
+    (tmp_path / "mpi4py").mkdir()
+    (tmp_path / "mpi4py" / "__init__.py").touch()
+    done = run_script(tmp_path, f"import mpi4py\n{OWN_ADDRESS}", "cpu:1")
+    assert done.returncode == 2, done.stderr
+    assert "train.py takes its ranks from MPI (mpi4py), which samestep does not start" in done.stderr
+    assert "RANK and WORLD_SIZE" in done.stderr
 
 
 def test_loaders_pools_and_children_in_the_place_of_their_rank_go_on_working(tmp_path):
@@ -493,3 +504,96 @@ def test_a_trainer_that_does_not_distribute_its_work_is_told_what_to_give_it(tmp
     lines = lines_about(run_script(tmp_path, LIGHTNING.format(more=more), "cpu:2"))
     assert len(lines) == (said is not None)
     assert all(said in line for line in lines)
+
+
+TORCHRUN = """
+    import os, subprocess, sys
+    kind, way = sys.argv[1:]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "ranks.py", kind]
+    os.system(" ".join(command)) if way == "system" else subprocess.run(command, check=True)
+"""
+RANKS = """
+    import sys, torch, torch.distributed as dist
+    kind = sys.argv[1]
+    if kind == "cuda":
+        torch.cuda.set_device(dist.get_node_local_rank())
+    dist.init_process_group("nccl" if kind == "cuda" else "gloo")
+    total = torch.full((1,), 1.0 + dist.get_rank(), device=kind)
+    dist.all_reduce(total)
+    if dist.get_rank() == 0:
+        print("sum", total.item(), "by samestep:", "samestep" in sys.modules, torch.get_num_threads())
+    dist.destroy_process_group()
+"""
+LOGICAL = "samestep: train.py starts torchrun: its 2 ranks are logical ones (samestep run)\n"
+OUTSIDE = "samestep: train.py starts torchrun: its ranks train outside of samestep, with torchrun's bits"
+
+
+@pytest.mark.parametrize(("kind", "devices", "threads"), [("cpu", "cpu:3", 2), ("cuda", "cpu:1", 1)])
+def test_a_torchrun_of_a_script_runs_logical_ranks_if_the_script_does(tmp_path, kind, devices, threads):
+    (tmp_path / "train.py").write_text(textwrap.dedent(TORCHRUN))
+    (tmp_path / "ranks.py").write_text(textwrap.dedent(RANKS))
+    words = ("--devices", devices, "--logical-devices", "3", "--num-threads", threads)
+    done = samestep("run", *words, "train.py", kind, "run", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, LOGICAL)
+    assert done.stdout == f"sum 3.0 by samestep: True {threads}\n"
+
+
+@pytest.mark.parametrize(
+    ("way", "words"),
+    [("run", []), ("system", ["--logical-devices", "2"]), ("run", ["--multi-process"])],
+    ids=["no logical devices", "a shell", "multi-process"],
+)
+def test_a_torchrun_that_runs_outside_of_samestep_is_named(tmp_path, way, words):
+    (tmp_path / "train.py").write_text(textwrap.dedent(TORCHRUN))
+    (tmp_path / "ranks.py").write_text(textwrap.dedent(RANKS))
+    done = samestep("run", "--devices", "cpu:1", *words, "train.py", "cpu", way, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "sum 3.0 by samestep: False 1\n"), done.stderr
+    assert done.stderr.count(OUTSIDE) == 1
+
+
+PRINTS = """
+    import os, sys
+    import torch.distributed as dist
+
+    def fail(rank):
+        if rank == 1 and sys.argv[1] == "fails":
+            raise ValueError("as it must")
+
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    print("a line\\n" * (1, 0, 3, 11)[rank], end="", flush=True)
+    print("an error's line", file=sys.stderr)
+    dist.barrier()
+    fail(rank)
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("words", [["--devices", "cpu:2", "--logical-devices", "4"], ["--devices", "cpu:4"]])
+def test_a_line_says_at_the_end_what_ranks_above_0_have_printed(tmp_path, words):
+    (tmp_path / "train.py").write_text(textwrap.dedent(PRINTS))
+    done = samestep("run", *words, "train.py", "ends", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "a line\n")
+    assert done.stderr == "an error's line\nsamestep: ranks 2 and 3 printed 14 lines, which --log-dir DIR keeps\n"
+    done = samestep("run", *words, "--log-dir", "logs", "train.py", "ends", cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "a line\n", "an error's line\n")
+    assert (tmp_path / "logs" / "rank-2.log").read_text().count("a line") == 3
+
+
+@pytest.mark.parametrize("words", [["--devices", "cpu:2", "--logical-devices", "4"], ["--devices", "cpu:2"]])
+def test_the_traceback_of_a_rank_begins_in_the_script(tmp_path, words):
+    (tmp_path / "train.py").write_text(textwrap.dedent(PRINTS))
+    done = samestep("run", *words, "train.py", "fails", cwd=tmp_path)
+    frames = re.findall('File "(.*)", line', done.stderr.partition("Traceback (most recent call last):")[2])
+    assert frames == [str(tmp_path / "train.py")] * 2, done.stderr
+
+
+@pytest.mark.parametrize("words", [[], ["--multi-process"], ["--single-process"]])
+def test_a_script_of_a_library_that_has_one_rank_under_python_is_told_so(tmp_path, words):
+    (tmp_path / "accelerate.py").touch()  # one that is read as the library, if it is installed
+    (tmp_path / "train").mkdir()
+    (tmp_path / "train" / "train.py").write_text("import accelerate\nprint(1)")
+    done = samestep("run", "--devices", "cpu:2", *words, "train/train.py", cwd=tmp_path, PYTHONPATH=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    said = "python has one rank: --single-process shares that one out, --devices cpu:1 runs it whole" in done.stderr
+    assert said == (not words)

@@ -178,7 +178,7 @@ def test_the_starters_sudden_death_ends_the_run_and_is_told(starter):
     starter.script("stubborn.py", STUBBORN)
     process = starter.start("--devices", "cpu:2", "stubborn.py")
     wait_until_up(starter, 2)
-    (server,) = psutil.Process(process.pid).children()
+    (server,) = [child for child in psutil.Process(process.pid).children() if child.name() == "samestep-fork"]
     os.kill(server.pid, signal.SIGKILL)
     _, stderr = process.communicate(timeout=30)
     assert process.returncode == 1

@@ -622,10 +622,11 @@ def test_mlp_learns_the_prices_of_houses(shared_data):
 
 KILLED = """
 import os, pathlib, signal, sys
-from samestep.files import replacing
-with replacing(pathlib.Path(sys.argv[1])) as temporary:
+from samestep.files import replacing, staging
+run_file = pathlib.Path(sys.argv[1])
+with replacing(run_file) as temporary, staging(run_file.parent / "checkpoints") as folder:
     temporary.write_text("half of it")
-    (temporary.parent / "checkpoints" / temporary.name.replace("run.json", "step-00000001")).mkdir()
+    (folder / "step-00000001").mkdir()
     os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -642,7 +643,7 @@ def test_what_killed_processes_left_is_removed_when_a_run_is_resumed_even_if_not
     whole = names()
     killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "run.json")])
     assert killed.returncode == -signal.SIGKILL
-    assert len(names()) == len(whole) + 2
+    assert len(names()) == len(whole) + 6
     alone(program, "auto")
     assert names() == whole
 

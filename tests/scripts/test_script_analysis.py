@@ -269,6 +269,11 @@ LIBRARY = {
                 return Runner()
     """,
     "lib/plainlib.py": "import ranklib\ndef start(): ranklib.begin()",  # whose file does not use torch
+    # Nor does this one's, and the other files of its package do.
+    "lib/kit/config.py": "import kit.distributed as distributed\ndef setup(): distributed.enable()",
+    "lib/kit/near.py": "from . import distributed\ndef setup(): distributed.enable()",
+    "lib/kit/distributed.py": "import torch.distributed as dist\ndef enable(): dist.init_process_group('gloo')",
+    "lib/kit/__init__.py": "",
 }
 
 
@@ -290,6 +295,11 @@ LIBRARY = {
         ("from ranklib.trainer import Net\nNet()", ""),
         ("import ranklib", ""),
         ("import plainlib\nplainlib.start()", ""),
+        (
+            "from kit.config import setup\nsetup()",
+            "uses kit.config.setup, which calls init_process_group (distributed.py",
+        ),
+        ("from kit.near import setup\nsetup()", "uses kit.near.setup, which calls init_process_group (distributed.py"),
         ("from transformers import BertConfig, BertModel\nBertModel(BertConfig())", ""),
         ("import torchmetrics, datasets\ntorchmetrics.MeanMetric()\ndatasets.load_dataset('x')", ""),
         ("from ignite.engine import create_supervised_trainer\ncreate_supervised_trainer()", ""),

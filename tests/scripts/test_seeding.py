@@ -62,7 +62,7 @@ UNSEEDED = "samestep: the script draws from {} without a seed: seeded by 0 here 
         ("torch alone", "NumPy and Python's random"),
         ("too late", "torch"),
         ("restored", "torch"),
-        ("by chance", "torch and generators made without a seed"),
+        ("by chance", "torch and generators of its own"),
         ("library", ""),
         ("as the run", ""),
         ("given", ""),

@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from samestep.comm.communicator import Communicator
 from samestep.comm.exceptions import on_main, raise_together
 from samestep.engine.sharded_state import LocalShard
 from samestep.errors import RunFolderError
-from samestep.files import remove_entry, retrying, writing
+from samestep.files import retrying, writing
 
 HostFiles = dict[str, dict[str, Tensor]]
 _WORDS = 5  # of the size of a file, and its SHA-256
@@ -210,19 +211,16 @@ def write_sharded(
     state = with_rows(state, over, communicator.rank == 0)
     whole, shards = split_files(state.files)
     # Every rank has to know the temporary folder. None if a good checkpoint of this step is kept: no rank writes then.
-    begun = on_main(communicator, lambda: begin_checkpoint(folder, state.step, replaces))
-    name = json.loads(communicator.share_text(json.dumps(None if begun is None else begun.name)))
-    temporary = None if name is None else folder / name
-    try:
+    with ExitStack() as until:
+        begun = on_main(communicator, lambda: begin_checkpoint(until, folder, state.step, replaces))
+        name = json.loads(communicator.share_text(json.dumps(begun and str(begun.relative_to(folder)))))
+        temporary = None if name is None else folder / name
         parts = {} if temporary is None else _write_parts(communicator, over, temporary, shards)
         snapshot = replace(state, files=whole)
         path = on_main(
             communicator, lambda: str(complete_checkpoint(folder, snapshot, temporary, parts, keep, replaces))
         )
         return folder / Path(communicator.share_text(path or "")).name
-    finally:
-        if communicator.rank == 0 and temporary is not None:
-            remove_entry(temporary)
 
 
 @torch.no_grad()

@@ -22,7 +22,7 @@ from samestep.checks import check_choice, check_number
 from samestep.comm.exceptions import on_main
 from samestep.engine.step import TrainStep
 from samestep.errors import UsageError
-from samestep.files import reason, remove_entry, replacing, sync_folder, temporary_name, writing
+from samestep.files import reason, replacing, staging, sync_folder, writing
 from samestep.text import notify
 
 MODEL = "model"
@@ -197,15 +197,12 @@ def _write_hub_files(folder: Path, weights: Mapping[str, Tensor], config: Any, m
 @contextmanager
 def _new_folder(target: Path) -> Iterator[Path]:
     """Yields a temporary folder, which is renamed to `target` on success; raises as `writing` does."""
-    temporary = temporary_name(target.parent, target.name)
-    try:
-        with writing(target, _PLACE):
-            temporary.mkdir()
-            yield temporary
-            sync_folder(temporary)
-            temporary.rename(target)
-    finally:
-        remove_entry(temporary)
+    with writing(target, _PLACE), staging(target.parent) as folder:
+        temporary = folder / target.name
+        temporary.mkdir()
+        yield temporary
+        sync_folder(temporary)
+        temporary.rename(target)
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ import errno
 import json
 import re
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ from samestep.checkpoint.verified_files import (
 )
 from samestep.checks import check_number
 from samestep.errors import CheckpointError
-from samestep.files import read_small, remove_entry, remove_leftovers, sync_folder, temporary_name, writing
+from samestep.files import read_small, staging, sync_folder, writing
 
 LATEST_FILE, BEST_FILE = "latest", "best"
 _REPLACED = ".replaced"
@@ -103,29 +103,25 @@ def write_checkpoint(folder: Path, snapshot: Snapshot, keep: int = 3, replace: b
     an evaluation. Other good ones are removed only when the new one is complete, and only if they are older.
     """
     check_number("keep", keep, 1)
-    temporary = begin_checkpoint(folder, snapshot.step, replace)
-    try:
+    with ExitStack() as until:
+        temporary = begin_checkpoint(until, folder, snapshot.step, replace)
         return complete_checkpoint(folder, snapshot, temporary, {}, keep, replace)
-    finally:
-        if temporary is not None:
-            remove_entry(temporary)
 
 
-def begin_checkpoint(folder: Path, step: int, replace: bool) -> Path | None:
-    """Makes the temporary folder of a checkpoint; None if a good one of this step is kept."""
+def begin_checkpoint(until: ExitStack, folder: Path, step: int, replace: bool) -> Path | None:
+    """Makes the temporary folder of a checkpoint, removed at the latest with `until`; None if a good one is kept."""
     target = folder / checkpoint_name(step)
     with writing(target):
         if not folder.is_dir():
             folder.mkdir(parents=True, exist_ok=True)
             sync_folder(folder.parent)
-        remove_leftovers(folder)
         # A writer that was killed between the two renames of a replacement has left the older one under this name.
         for aside in folder.glob(f"step-*{_REPLACED}/"):
             home = aside.with_suffix("")
             _discard(aside) if home.is_dir() else aside.rename(home)
         if not replace and verify_checkpoint(target) is None:
             return None
-        temporary = temporary_name(folder, target.name)
+        temporary = until.enter_context(staging(folder)) / target.name
         temporary.mkdir()
     return temporary
 
@@ -133,10 +129,7 @@ def begin_checkpoint(folder: Path, step: int, replace: bool) -> Path | None:
 def complete_checkpoint(
     folder: Path, snapshot: Snapshot, temporary: Path | None, parts: Mapping[str, Written], keep: int, replace: bool
 ) -> Path:
-    """Writes the other files beside `parts`, renames the folder of `begin_checkpoint`, and removes older checkpoints.
-
-    The caller of `begin_checkpoint` removes the temporary folder, if it is still there.
-    """
+    """Writes the files beside `parts`, renames the folder of `begin_checkpoint`, and removes older checkpoints."""
     target = folder / checkpoint_name(snapshot.step)
     with writing(target):
         if temporary is not None:
@@ -298,13 +291,9 @@ def _move_into_place(temporary: Path, target: Path, replace: bool) -> None:
 
 def point_to(folder: Path, file: str, name: str) -> None:
     """Makes `latest` or `best` name a checkpoint; raises a `RunFolderError` if it cannot be written."""
-    temporary = temporary_name(folder, file)
-    try:
-        with writing(folder / file):
-            write_sealed(temporary, f"{name}\n".encode())
-            temporary.replace(folder / file)
-    finally:
-        remove_entry(temporary)
+    with writing(folder / file), staging(folder) as temporary:
+        write_sealed(temporary / file, f"{name}\n".encode())
+        (temporary / file).replace(folder / file)
 
 
 def _remove_older(folder: Path, step: int, keep: int) -> None:
@@ -332,9 +321,5 @@ def _is_complete(path: Path) -> bool:
 
 def _discard(path: Path) -> None:
     """Removes a checkpoint, renamed first, so that a half removed one never looks like a checkpoint."""
-    trash = temporary_name(path.parent, path.name)
-    try:
-        path.rename(trash)
-    except OSError:  # another process removes it, or the next write tries again
-        return
-    remove_entry(trash)
+    with suppress(OSError), staging(path.parent) as trash:  # another process removes it, or the next write tries again
+        path.rename(trash / path.name)

@@ -195,10 +195,12 @@ def _as_read(job: Job, script: ScriptOptions, reading: "Reading", simulated: boo
         reading.refuse_own_ranks(script.single_process)
     if logical is None:
         more = {"seed": script.seed, "leaves_seeds": bool(reading.own), "starts": starts}
-        return _called(job, "samestep.scripts.spawning", "run_multi_process", more)
+        return _called(
+            replace(job, counts_lines=not reading.own), "samestep.scripts.spawning", "run_multi_process", more
+        )
     reading.check_logical_devices(logical)
     of_ranks = {"simulated": simulated and reading.names_gpus, "starts": (starts, places if starts else [])}
-    job = replace(job, logical_devices=logical)
+    job = replace(job, logical_devices=logical, counts_lines=True)
     return _called(job, "samestep.logical.ranks", "run_logical", {"seed": script.seed, **of_ranks})
 
 

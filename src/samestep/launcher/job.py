@@ -113,6 +113,7 @@ class Job:
     own_hash_seeds: bool = False  # whether a rank that is spawned has a hash seed of its own, as under torchrun
     policy: Policy = Policy()
     logical_devices: int | None = None  # the number of workers, if it is not that of the devices
+    counts_lines: bool = False  # say at the end how many lines ranks above 0 have printed, which are not shown
     relay: bool = False  # print rank 0's output by `sys.stdout` of this process, instead of letting it inherit the file
 
     def __post_init__(self) -> None:
@@ -209,6 +210,7 @@ class Assignment:
     attempt: int = 0  # how often all workers have been restarted
     joins: bool = False  # whether it is a replacement, which waits until it is in a quorum
     cores: Sequence[int] = ()  # the CPU cores nearest to its device; empty if unknown
+    sockets: str = ""  # the folder for those of its data workers, removed with the run; empty if none can be made
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ import selectors
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -45,7 +46,7 @@ from samestep.launcher.worker_states import (
     explain,
     read_available,
 )
-from samestep.text import show, showing
+from samestep.text import counted, show, showing
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -202,6 +203,7 @@ class Monitor:
         self._decoders: dict[tuple[int, Stream], codecs.IncrementalDecoder] = {}
         self._selector = selectors.DefaultSelector()
         self._owned: set[int] = set()
+        self._lines = Counter[int]()  # that a rank above 0 has printed, by its number
         self._last: set[int] = set()  # read after the others: a worker's line comes after its output so far
         self._failed: list[Worker] = []  # in the order of detection
         self._hint = ""
@@ -333,6 +335,8 @@ class Monitor:
             with self._display.keeping(target):
                 target.write(decode(data or b"", data is None))
                 target.flush()
+        elif stream == "stdout" and self._job.counts_lines and worker.log is None and data:
+            self._lines[worker.place.rank] += data.count(b"\n")
         if stream is None or worker.place.rank > 0:  # the output of the first rank 0 has been printed already
             worker.keep(data or b"")
         return data is not None
@@ -340,6 +344,10 @@ class Monitor:
     def close(self) -> None:
         """Closes this side of the pipes, after printing the rest of their content."""
         self._poll(0)
+        if lines := +self._lines:
+            *others, last = sorted(lines)
+            who = f"ranks {', '.join(map(str, others))} and {last}" if others else f"rank {last}"
+            self._display.notify(f"{who} printed {counted(lines.total(), 'line')}, which --log-dir DIR keeps")
         for fd in self._owned:
             os.close(fd)
         self._owned.clear()

@@ -1,6 +1,4 @@
-"""Processes: trees that end with their parent and leave no grandchildren, and the process of the fork server.
-
-Process trees: processes that end with their parent, leave no grandchildren, and have a title in `ps`.
+"""Processes: trees that end with their parent, leave no grandchildren and have a title in `ps`; the fork server's.
 
 Linux has this in the kernel (prctl(2): PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER); elsewhere a thread polls the parent.
 """
@@ -18,9 +16,12 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing import queues
 from pathlib import Path
+from typing import Any
 
 from samestep.devices.portable import CAPS
+from samestep.patch import Patch
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
@@ -134,6 +135,21 @@ def temporary_folder(prefix: str) -> Iterator[str]:
     command = ["sh", "-c", 'read _; while [ -e "$0" ]; do rm -rf -- "$0" 2>&-; done', folder]
     with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True):
         yield folder
+
+
+class SentBatches(queues.Queue):  # type: ignore[type-arg]  # generic in the stubs alone
+    """A queue by which a data worker that cannot send a batch ends: torch's loader then raises, and does not hang."""
+
+    @staticmethod
+    def _on_queue_feeder_error(error: Exception, item: Any) -> None:
+        queues.Queue._on_queue_feeder_error(error, item)  # type: ignore[attr-defined]  # prints it
+        data = sys.modules.get("torch.utils.data")
+        if data is not None and data.get_worker_info() is not None:
+            sys.stderr.flush()
+            os._exit(1)
+
+
+BATCHES_ARE_SENT = Patch(queues, "Queue", SentBatches)
 
 
 def set_title(title: str, short: str) -> None:

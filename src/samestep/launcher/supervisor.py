@@ -21,7 +21,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from types import FrameType, FunctionType
 from typing import Any, Literal
 
@@ -32,7 +31,6 @@ from samestep.comm.environment import read_environment
 from samestep.comm.heartbeat import HeartbeatPage
 from samestep.devices.selection import AUTO_CPU_WORKERS, Selection, cpu_workers_for, select
 from samestep.errors import UsageError, WorkerError
-from samestep.files import remove_leftovers
 from samestep.launcher import os_processes
 from samestep.launcher.job import (
     TRAINING,
@@ -84,10 +82,15 @@ def supervise(
     with (
         stop_requests() as requests,
         contextlib.closing(Display(job.quiet, job.lines_to)) as display,
-        _token_file(job) as tokens,
+        contextlib.ExitStack() as until,
     ):
         for sentence in () if job.quiet else selection.notes:
             display.notify(sentence)
+        tokens, sockets = dict[str, int](), ""
+        if job.logical_devices is not None:  # the locks of a file without a name, if ranks may share a device
+            tokens["devices"] = until.enter_context(tempfile.TemporaryFile()).fileno()
+        with contextlib.suppress(OSError):
+            sockets = until.enter_context(os_processes.temporary_folder("samestep-"))
         # One fork server for all attempts, unless it is itself what broke: it imports torch once.
         pool = open_pool()
         for attempt in itertools.count():
@@ -100,7 +103,7 @@ def supervise(
                 if requests is not None:
                     monitor.listen_for_stop(requests)
                 for place in assign(job, selection, run_id, attempt):
-                    monitor.start(place)
+                    monitor.start(replace(place, sockets=sockets))
                 outcome = monitor.run()
                 events += monitor.events
                 again = monitor.may_restart and restarts.use_one_after(monitor.ended_by)
@@ -109,8 +112,6 @@ def supervise(
                     pool.close()
                 monitor.close()
                 page.close()
-                with contextlib.suppress(OSError):
-                    remove_leftovers(Path(tempfile.gettempdir()))  # of workers, see `worker.work`
             if not again:
                 break
             where = ""
@@ -135,16 +136,6 @@ def _without(selection: Selection, failed: int | None, policy: Policy) -> tuple[
         return selection, ""
     words = f" on {counted(left, 'device')}, without {selection.label(failed)}"
     return selection.only(*(index for index in range(selection.count) if index != failed)), words
-
-
-@contextlib.contextmanager
-def _token_file(job: Job) -> Iterator[dict[str, int]]:
-    """The descriptor of a file without a name whose locks are the tokens of devices, if ranks may share one."""
-    if job.logical_devices is None:
-        yield {}
-        return
-    with tempfile.TemporaryFile() as file:
-        yield {"devices": file.fileno()}
 
 
 def resolve_start_method(start_method: str | None, num_threads: int) -> StartMethod:

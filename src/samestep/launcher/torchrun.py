@@ -31,6 +31,7 @@ from samestep.launcher.worker_states import (
     make_log_dir,
     report_exception,
 )
+from samestep.patch import applied
 from samestep.text import counted, notify, tell
 
 TOKENS, STARTED, ABSENT = "tokens", "started-", "absent"  # files beside torchrun's logs; the second with a local rank
@@ -227,7 +228,8 @@ def main() -> None:
         _redirect(log, anew=not is_restarted)
     report = None
     try:
-        run_program(job.restarted() if is_restarted else job, {})
+        with applied([os_processes.BATCHES_ARE_SENT]):
+            run_program(job.restarted() if is_restarted else job, {})
         code = 0
     except SystemExit as stop:
         code, message = exit_code_of(stop)

@@ -12,19 +12,17 @@ import pickle
 import random
 import signal
 import sys
-import tempfile
 import threading
 import zipfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NoReturn
 
 from samestep.comm.heartbeat import HEALS, Channel, HeartbeatPage
 from samestep.devices.device import keep_freed_memory
-from samestep.files import temporary_name
 from samestep.launcher import os_processes
 from samestep.launcher.job import Instruction, run_program, worker_variables
 from samestep.launcher.worker_states import report_exception
+from samestep.patch import applied
 from samestep.text import showing, tell
 
 Call = Callable[[], Any]
@@ -43,16 +41,14 @@ def work(instruction: Instruction, call: Call | None = None) -> int:
     try:
         os_processes.release_signals()
         _draw_seeds()
-        with contextlib.suppress(OSError):  # of the data workers' sockets; the supervisor removes it in any case
-            folder = temporary_name(Path(tempfile.gettempdir()), "")
-            if len(str(folder)) < 80:  # the address of a socket in it has 108 bytes at most
-                folder.mkdir(mode=0o700)
-                multiprocessing.current_process()._config["tempdir"] = str(folder)  # type: ignore[attr-defined]
+        if 0 < len(folder := instruction.assignment.sockets) < 80:  # a socket's address has 108 bytes at most
+            multiprocessing.current_process()._config["tempdir"] = folder  # type: ignore[attr-defined]
         import torch
 
         torch.set_num_threads(instruction.job.num_threads)  # the bits depend on it
         keep_freed_memory()
-        value = call() if call is not None else run_program(instruction.job, instruction.fds)
+        with applied([os_processes.BATCHES_ARE_SENT]):
+            value = call() if call is not None else run_program(instruction.job, instruction.fds)
         _deliver(value, instruction, channel, HeartbeatPage(instruction.fds["page"]))
         return _post_end(instruction, _printed(0, instruction, channel))
     except SystemExit as stop:

@@ -185,7 +185,8 @@ def begin_log(path: str, *, anew: bool) -> None:
 SAMESTEP = str(Path(__file__).resolve().parents[1])
 LAUNCHER = str(Path(__file__).resolve().parent)
 EXCHANGE = (f"{SAMESTEP}/scripts/split_forward/", f"{SAMESTEP}/verify/")
-HIDDEN = (LAUNCHER, f"{SAMESTEP}/scripts/", f"{SAMESTEP}/verify/", "<frozen importlib", "<frozen runpy")
+OWN = ("/scripts/", "/verify/", "/logical/ranks.py")
+HIDDEN = (LAUNCHER, *(f"{SAMESTEP}{place}" for place in OWN), "<frozen importlib", "<frozen runpy")
 NUM_TAIL_LINES = 30
 MAX_LABEL = 80
 
@@ -229,7 +230,7 @@ def report_exception(error: BaseException) -> dict[str, Any]:
 
 
 def _without_own_frames(found: traceback.TracebackException) -> traceback.TracebackException:
-    """A traceback and those of its causes, without frames of the launcher and of single-process scripts' machinery."""
+    """A traceback and those of its causes, without frames of the launcher and of what runs scripts."""
     # They stay if the exception arose in the exchange of a wrapped forward, or in what verify watches: it is our own.
     if not (found.stack and found.stack[-1].filename.startswith(EXCHANGE)):
         # torch's dispatch to a mode is in a traceback only because of simulated devices.

@@ -30,6 +30,7 @@ from samestep.data.randomness import seed_process
 from samestep.data.tensors import TensorData
 from samestep.devices.device import keep_freed_memory
 from samestep.devices.portable import asks_for_portable
+from samestep.devices.selection import describe_unused_cores
 from samestep.engine.config import (
     AuditAction,
     OnNonFinite,
@@ -198,9 +199,6 @@ class Run:
         self._drawn_before = DrawnBefore()
         self.membership.notice(describe_late_caps())
         if is_script and self.device.type == "cpu" and environment.launcher == "none" and threads == 1:
-            # Not loaded by workers.
-            from samestep.devices.selection import describe_unused_cores
-
             self.membership.notice(describe_unused_cores(count))
         # Last: nothing above moves the generators by which the script makes its model.
         seed_process(seed)

@@ -62,8 +62,7 @@ class Reading:
     # written for one process, and their wrapped forwards are shared out
     kind: Literal["single-process", "multi-process"]
     reason: str  # the sign by which it was recognised
-    # Whether a multi-process script also has a DataParallel, which --single-process would share out.
-    is_both: bool = False
+    is_both: bool = False  # whether a multi-process script may also be one of a single process; the reason says why
     own: str = ""  # the sign of a script that uses samestep's own Run, Trainer or launch
     starts: tuple[str, ...] = ()  # where a multi-process script starts its ranks itself
     reads_ranks: bool = False  # whether it also reads torchrun's variables
@@ -207,8 +206,10 @@ class Libraries:
             return None
         path, wanted, rest = folder.files_of(".".join(parts[:length]))[-1], parts[length], parts[length + 1 :]
         text = path.read_bytes()
-        # What is defined in a file that does not use torch starts no ranks: most libraries are seen through quickly.
-        if b"torch" not in text and re.search(rf"\b(def|class)\s+{wanted}\b".encode(), text):
+        # What is defined in a file that uses neither torch nor others of its package starts no ranks: most libraries
+        # are seen through quickly.
+        leads_on = re.search(rf"torch|^\s*(from|import)\s+(\.|{top}\b)".encode(), text, re.MULTILINE)
+        if not leads_on and re.search(rf"\b(def|class)\s+{wanted}\b".encode(), text):
             return None
         if (source := self._parsed(path, folder)) is None:
             return None
@@ -267,7 +268,9 @@ def reads_as(target: str | Path, *, is_module: bool = False) -> Reading:
         reason = f"{signs.ranks}, so it deals with its ranks itself"
         if signs.wrapper:
             reason += f"; it also has {signs.wrapper}, which samestep run --single-process shares out instead"
-        facts = (bool(signs.wrapper), signs.own, signs.starts, signs.reads_ranks)
+        elif is_one := re.search(r", (imports|uses) (?!samestep)[\w.]+$", signs.ranks):
+            reason += "; python has one rank: --single-process shares that one out, --devices cpu:1 runs it whole"
+        facts = (bool(signs.wrapper or is_one), signs.own, signs.starts, signs.reads_ranks)
         return Reading("multi-process", reason, *facts, stated_microbatches(signs.calls), **found)
     if signs.wrapper:
         return Reading("single-process", f"it has {signs.wrapper}, and starts no process group", **found)

@@ -251,7 +251,7 @@ def _made_by_chance(seeds: Callable[[], Seeds | None], in_chunk: Callable[[], bo
         if current is None or origin(sys._getframe(2))[0] is not Caller.SCRIPT:
             return None
         if current.may_draw():
-            return current.derived("generators made without a seed")
+            return current.derived("generators of its own")
         # torch seeds the workers of a loader, each with a number of its own
         return random.getrandbits(64) if in_chunk() or get_worker_info() is not None else None
 

@@ -28,6 +28,7 @@ from samestep.scripts.loading import Rank0Iterator
 from samestep.scripts.shared_script import SharedScript, activated, connect_script, fixed_benchmark, num_visible
 from samestep.scripts.simulated.cuda import mark
 from samestep.scripts.simulated.devices import own_accelerator, simulated_devices
+from samestep.scripts.spawning import watching_torchrun
 from samestep.scripts.split_forward import forward, regions
 
 DELAY_SECONDS = 0.2
@@ -50,10 +51,15 @@ def run_single_process(
 ) -> None:
     """Runs a script (kind "script") or a module (kind "module") as this rank: the entry of `samestep run`'s workers."""
     script, environment = connect_script(num_microbatches), read_environment()
+    place = None if num_microbatches is None else environment  # for logical devices
     # The script must find the environment of `python script.py`: no trace of ranks.
     hidden = {name: os.environ.pop(name) for name in RANK_VARIABLES if name in os.environ}
     try:
-        with patched(script, simulated=simulated, seed=seed, wrap=wrap), _profiled(environment):
+        with (
+            applied(watching_torchrun(target, place, seed)),
+            patched(script, simulated=simulated, seed=seed, wrap=wrap),
+            _profiled(environment),
+        ):
             if kind == "module":
                 run_module(target, tuple(argv))
             else:

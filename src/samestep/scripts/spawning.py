@@ -6,6 +6,8 @@ Children import this module, so it imports torch only where a process group is m
 import gc
 import importlib
 import os
+import re
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -14,7 +16,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any, NoReturn
 
 from samestep.callsite import script_line
-from samestep.comm.environment import read_environment
+from samestep.comm.environment import Environment, read_environment
 from samestep.errors import UsageError
 from samestep.launcher.job import run_module, run_script
 from samestep.patch import Patch, applied, late_dynamo, late_patches
@@ -22,6 +24,7 @@ from samestep.text import notify
 
 REFUSED = 173  # the exit code of a child that stopped before it would wait; no signal's, and hardly a script's
 OTHER_GROUPS = ("horovod.torch", "mpi4py.MPI")  # whose processes exchange gradients without torch's process groups
+TORCHRUN = re.compile(r"(\w+=\S*\s)*(\S*\btorchrun|\S*python\S*\s(-\S+\s)*?-m\storch\.distributed\.(run|launch))\s")
 GROUPS = "torch.distributed.distributed_c10d"
 RENDEZVOUS = "torch.distributed.rendezvous"
 GPU_WORDS = ("CUDA", "_cuda_", "NVIDIA", "NCCL")  # in torch's errors without a GPU, also if built without CUDA
@@ -52,6 +55,7 @@ def run_multi_process(
     run = run_module if kind == "module" else run_script
     refused, starting = (starts, None) if isinstance(starts, Sequence) else ((), starts)
     with ExitStack() as stack:
+        stack.enter_context(applied(watching_torchrun(target)))
         stack.enter_context(watching_children(target, refused))
         stack.enter_context(starting or applied(_first_backward(target)))
         kept = enter_rank(stack, place.rank, seed, leaves_seeds)
@@ -88,6 +92,40 @@ def enter_rank(stack: ExitStack, rank: int, seed: int | None, leaves_seeds: bool
     return kept
 
 
+def watching_torchrun(program: str, place: Environment | None = None, seed: int | None = None) -> list[Patch]:
+    """Has a torchrun of the script start logical ranks, on the devices of `place`; else a line says that it cannot."""
+    init: Any = subprocess.Popen.__init__
+    system = os.system
+
+    def seen(command: Any) -> Any:
+        words = [*map(os.fsdecode, command)] if isinstance(command, list | tuple) else str(command).split()
+        if (found := TORCHRUN.match(" ".join([*words, ""]))) is None:
+            return command
+        from torch.distributed.run import parse_args
+
+        with suppress(SystemExit):  # torchrun will say why
+            asked = parse_args(words[len(found[0].split()) :])
+            is_here = asked.nproc_per_node.isdecimal() and asked.nnodes in ("1", "1:1") and not asked.no_python
+            if place is not None and is_here and not isinstance(command, str):
+                on = f"{'cpu:' if place.device_kind == 'cpu' else ''}{min(place.world_size, int(asked.nproc_per_node))}"
+                own = ["--multi-process", "--devices", on, "--num-threads", str(place.num_threads or 1)]
+                own += [*([] if seed is None else ["--seed", str(seed)]), "--logical-devices", asked.nproc_per_node]
+                own += [*["-m"] * asked.module, asked.training_script]
+                notify(f"{program} starts torchrun: its {asked.nproc_per_node} ranks are logical ones (samestep run)")
+                return [sys.executable, "-m", "samestep", "run", *own, *asked.training_script_args]
+        if os.environ.get("RANK", "0") == "0":
+            notify(
+                f"{program} starts torchrun: its ranks train outside of samestep, with torchrun's bits, and find no "
+                "simulated GPU; start them by samestep run --logical-devices V, V being their number"
+            )
+        return command
+
+    def started(process: Any, args: Any, *more: Any, **given: Any) -> None:
+        init(process, seen(args), *more, **given)
+
+    return [Patch(subprocess.Popen, "__init__", started), Patch(os, "system", lambda command: system(seen(command)))]
+
+
 @contextmanager
 def watching_children(program: str, starts: Sequence[str] = ()) -> Iterator[None]:
     """Raises a `UsageError` for a process group that would hang, here and in child processes."""
@@ -108,6 +146,9 @@ def watching_children(program: str, starts: Sequence[str] = ()) -> Iterator[None
         started.append((process, line))
 
     def alone(port: str, *_: str) -> NoReturn:
+        if "mpi4py" in sys.modules:
+            asked = "take them from RANK and WORLD_SIZE, and leave MASTER_ADDR and MASTER_PORT alone"
+            raise UsageError(f"{program} takes its ranks from MPI (mpi4py), which samestep does not start: {asked}")
         raise UsageError(
             f"{program} has its ranks meet at port {port}, and samestep keeps their store at port {place[0]}: "
             "leave MASTER_ADDR and MASTER_PORT as they are, and give init_process_group no address (init_method)"
