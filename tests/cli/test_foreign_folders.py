@@ -358,7 +358,6 @@ JOBS = {  # the job of a stranger's record, the command, and what it says
     "an odd value": ({"seed": {}}, ("audit", "a"), "a/run.json has seed = {}; needed: a whole number"),
     "no recipe": ({"recipe": "nosuch"}, ("audit", "a"), "got RECIPE='nosuch'"),
     "threads": ({"num_threads": 10**6}, ("audit", "a"), "1024"),
-    "a recipe alone": ({}, ("audit", "a"), "which was made under another contract"),
 }
 
 
@@ -375,6 +374,18 @@ def test_a_stranger_s_job_reads_no_file_builds_no_large_model_and_is_a_sentence(
     assert "Traceback" not in text
     assert "\u202e" not in text
     assert ("--trust" in text) == ("which you did not" in why or "larger" in why)
+
+
+def test_a_stranger_s_recipe_that_reads_no_file_is_audited_without_asking(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    words = ("--epochs", 1, "--devices", "cpu:1", "--run-dir", "a", "--no-portable")
+    assert samestep("train", "mlp", *words, cwd=tmp_path).returncode == 0
+    record = json.loads((tmp_path / "a" / "run.json").read_text())
+    write_json(tmp_path / "a" / "run.json", {**record, "signature": None, "working_folder": "/nowhere"})
+    for words in (("audit", "a", "--all"), ("replay", "a", "--step", 0)):
+        code, text = said(words, monkeypatch, capsys)
+        assert code == 0, text
+        assert "running a recipe with {'recipe': 'mlp', 'epochs': 1" in text
 
 
 def test_one_s_own_recipe_is_audited_without_asking_wherever_its_folder_was_moved(folder, monkeypatch, capsys):

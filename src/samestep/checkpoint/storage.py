@@ -221,8 +221,8 @@ def _check_place(folder: Path) -> None:
 
 
 def strange_entries(folder: Path, is_own: bool) -> Iterator[str]:
-    """The entries of a folder of checkpoints that no run writes; of one that holds others too, those named so alone."""
-    paths = [path for _, path in list_checkpoints(folder)]
+    """The entries of a folder of checkpoints that no run writes; of a loop's own folder, those named so alone."""
+    paths = [path for step, path in list_checkpoints(folder) if step or not is_own]  # a run writes none of step 0
     for name in sorted({*os.listdir(folder)} - {*(path.name for path in paths), LATEST_FILE, BEST_FILE}):
         if is_checkpoint_name(name) or (is_own and not name.startswith(".tmp-")):
             yield name

@@ -198,13 +198,11 @@ def _not_audited(folder: Path, ledger: Ledger, plan: Sequence[Segment]) -> Itera
     """What a folder claims and its segments do not compute again."""
     if plan[0].start is not None:
         yield f"steps 0 to {plan[0].first - 1}: no segment of this folder leads to {plan[0].start}"
-    if ledger.num_left:
-        yield f"{counted(ledger.num_left, 'line')} of the ledger, of steps that were taken under an earlier contract"
+    for change in [each for each in ledger.events if each["event"] == "contract_change"]:
+        yield f"the steps under the contract that was changed at step {change['step']}"
     home = checkpoints_of(folder)
     if home.is_dir():
         yield from (f"{home.name}/{name}, which no run writes" for name in strange_entries(home, holds_run(folder)))
-    if holds_run(folder) and (home / checkpoint_name(0)).exists():
-        yield f"{home.name}/{checkpoint_name(0)}: a run begins at its seed"
 
 
 def attestation_faults(folder: Path, notes: list[str]) -> Iterator[str]:

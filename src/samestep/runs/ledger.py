@@ -233,8 +233,6 @@ def gaps(folder: Path) -> Iterator[str]:
             yield f"line {number} of the ledger has {min(strange)!r}, which no run writes there"
         if not isinstance(step, int) or (is_event and entry["event"] != "resume"):
             continue
-        if last is None and is_event and step == 0:
-            yield f"line {number} of the ledger is of a resume at step 0, before which there is nothing"
         # A ledger may begin with a resume of a run in another folder.
         if (last is not None and step > last + 1) or (last is None and step > 0 and not is_event):
             yield f"line {number} of the ledger is of step {step}, and that before it of step {last}"
@@ -315,7 +313,6 @@ class Ledger:
     torn: bool = False  # whether the last line is unfinished: the run was killed as it wrote, or is writing now
     repeats_that_differ: Sequence[Repeat] = ()
     num_repeated: int = 0  # lines of steps that were there before, under the same contract
-    num_left: int = 0  # lines of steps that a change of the contract has left behind
     problems: Sequence[str] = ()  # lines that cannot be read, each as a sentence with its number; the first hundred
 
 
@@ -368,7 +365,7 @@ def _read(file: Path) -> Ledger:
     events: list[Mapping[str, Any]] = []
     repeats: list[Repeat] = []
     problems: list[str] = []
-    torn, num_repeated, num_left = False, 0, 0
+    torn, num_repeated = False, 0
     for number, line in enumerate(read_lines(file), 1):
         if not line.endswith(b"\n"):
             torn = True
@@ -382,7 +379,6 @@ def _read(file: Path) -> Ledger:
             events.append(entry)
             # Steps under another contract are no repetitions.
             if entry["event"] == "contract_change":
-                num_left += sum(step >= entry["step"] for step in steps)
                 steps = {step: kept for step, kept in steps.items() if step < entry["step"]}
         else:
             # After a crash a run goes on from its last checkpoint: the steps since then are there twice.
@@ -393,8 +389,7 @@ def _read(file: Path) -> Ledger:
             steps[entry["step"]] = entry
     if problems and not steps and not events:
         raise DataError(f"{file} is no ledger: {problems[0]}")
-    known = dict(sorted(steps.items()))
-    return Ledger(known, events, torn, repeats, num_repeated, num_left, problems[:_MAX_PROBLEMS])
+    return Ledger(dict(sorted(steps.items())), events, torn, repeats, num_repeated, problems[:_MAX_PROBLEMS])
 
 
 def compare(a: Ledger, b: Ledger) -> LedgerDifference | None:
