@@ -2,13 +2,17 @@
 
 import compileall
 import os
+import shutil
 import signal
 import sys
+import tempfile
 from collections import Counter
 from pathlib import Path
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # workers are forked from a process without threads
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # on cores that others use too, threads spin while they wait for another
+if "PYTEST_XDIST_WORKER" not in os.environ:  # not the home's, with the key by which runs are known as one's own
+    os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="samestep-state-")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts it so in the background, and children inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGQUIT) is signal.SIG_IGN:  # this one likewise
@@ -47,6 +51,12 @@ def pytest_configure(config):
         pytest.exit(fake_cuda.cannot_be(), returncode=0)
     if not hasattr(config, "workerinput"):
         compileall.compile_dir(SOURCE, quiet=2)
+
+
+def pytest_unconfigure(config):
+    """Removes the key of the tests."""
+    if not hasattr(config, "workerinput"):
+        shutil.rmtree(os.environ["XDG_STATE_HOME"], ignore_errors=True)
 
 
 @pytest.hookimpl(tryfirst=True)

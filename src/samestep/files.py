@@ -126,8 +126,13 @@ def replacing(path: Path, *place: str) -> Iterator[Path]:
 def write_json(path: Path, value: Any) -> None:
     """Writes a value as indented JSON; raises as `writing` does."""
     with replacing(path) as temporary:
-        text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
-        temporary.write_text(text, encoding="utf-8", errors="backslashreplace")  # JSON's form of a lone surrogate, too
+        temporary.write_bytes(json_bytes(value))
+
+
+def json_bytes(value: Any) -> bytes:
+    """A value as indented JSON."""
+    text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+    return text.encode("utf-8", "backslashreplace")  # JSON's form of a lone surrogate, too
 
 
 def check_kind(path: str | Path, may_be_folder: bool = False) -> None:
@@ -179,10 +184,18 @@ def read_object(path: Path) -> dict[str, Any]:
     return value
 
 
+def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of a JSON text; a `ValueError` for one with a name twice, of which readers take one or the other."""
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        raise ValueError("it has a name twice in one object")
+    return value
+
+
 def load_json(text: str | bytes, loads: Callable[..., Any] = json.loads, **options: Any) -> Any:
     """The value of a JSON text; raises a `ValueError`, also for one that is nested too deeply for what reads it."""
     try:
-        value = loads(text, **options)
+        value = loads(text, **options, **({"object_pairs_hook": distinct} if loads is json.loads else {}))
         if not is_nested_beyond(value, MAX_LEVELS):
             return value
     except RecursionError:

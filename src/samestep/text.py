@@ -6,6 +6,7 @@ import math
 import os
 import re
 import sys
+import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from stat import S_ISCHR
@@ -17,13 +18,16 @@ if TYPE_CHECKING:
 
 MAX_WORD: Final = 300
 MAX_LINE: Final = 1000
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
+_UNSHOWN: Final = ("Cc", "Cf", "Cs", "Zl", "Zp")  # of Unicode's categories
 _LONG_WORD = re.compile(rf"\S{{{MAX_WORD + 1},}}")
 
 
-def one_line(text: Any) -> str:
-    """Text without line breaks, control characters (which could move a terminal's cursor) and lone surrogates."""
-    return _CONTROL.sub("�", str(text))
+def one_line(value: Any) -> str:
+    """Text without line breaks, control and format characters (which move a cursor or turn a line), lone surrogates."""
+    text = str(value)
+    if text.isprintable():
+        return text
+    return "".join("�" if unicodedata.category(each) in _UNSHOWN else each for each in text)
 
 
 def visible(text: str) -> str:

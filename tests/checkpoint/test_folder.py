@@ -2,7 +2,9 @@
 
 import json
 import os
+import stat
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from train_programs import make_trainer, points
 from worlds import in_turns
 
 from samestep.checkpoint.export import write_weights
-from samestep.checkpoint.run_folder import create_folder, new_folder_name
+from samestep.checkpoint.run_folder import create_folder, is_signed, new_folder_name, signed
 from samestep.errors import RunFolderError, UsageError
 from samestep.files import append_whole, replacing, write_json
 from samestep.run.run import Run
@@ -145,3 +147,69 @@ def test_a_folder_that_is_renamed_in_mid_run_ends_the_run_in_a_sentence_and_is_n
     assert list(folder.rglob("*")) == []
     assert folder.exists() == replaced
     assert in_turns(1, train, moved, moved) == in_turns(1, train, tmp_path / "whole")
+
+
+RECORD = {"command": ["python", "é\udc80.py"], "job": None, 2: {10: (1, float("nan")), 9: 1e300}, "seed": -0.0}
+
+
+@pytest.fixture
+def key(tmp_path, monkeypatch):
+    """The place of a key that is not made yet."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    return tmp_path / "state" / "samestep" / "key"
+
+
+def test_a_record_is_signed_by_a_key_that_the_first_run_makes_for_its_owner_alone(key, tmp_path):
+    assert not is_signed(RECORD)
+    assert not key.exists(), "a reader makes none"
+    with ThreadPoolExecutor(8) as pool:  # runs that begin at once
+        records = [*pool.map(signed, [RECORD] * 16)]
+    assert len({record["signature"] for record in records}) == 1
+    assert (os.listdir(key.parent), stat.S_IMODE(key.stat().st_mode), len(key.read_bytes())) == (["key"], 0o600, 32)
+    write_json(tmp_path / "run.json", records[0])
+    read = json.loads((tmp_path / "run.json").read_bytes())
+    assert is_signed(records[0])
+    assert is_signed(read), "it is the same as it is read again"
+    assert is_signed({**read, "earlier_starts": [1]}), "which a loop's checkpoints have each of their own"
+    assert key.read_bytes().hex() not in (tmp_path / "run.json").read_text()
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        *({"command": ["python", "x.py"]}, {"job": {"recipe": "gpt"}}, {"more": 1}, {"seed": 0.0}, {"signature": None}),
+        *({"signature": "é"}, {"signature": 5}, {"signature": "0" * 64}),
+    ],
+)
+def test_twin_an_edited_record_is_no_more_its_maker_s(key, edit):
+    assert not is_signed({**signed(RECORD), **edit})
+
+
+@pytest.mark.parametrize("spoil", ["readable", "short", "empty", "linked", "other", "gone"])
+def test_a_key_that_may_be_another_s_signs_nothing(key, tmp_path, spoil):
+    record = signed(RECORD)
+    if spoil == "readable":
+        key.chmod(0o640)
+    elif spoil == "linked":
+        key.rename(tmp_path / "key")
+        key.symlink_to(tmp_path / "key")
+    elif spoil == "gone":
+        key.unlink()
+    else:
+        key.write_bytes({"short": key.read_bytes()[:31], "empty": b"", "other": bytes(32)}[spoil])
+    assert not is_signed(record)
+    if spoil not in ("other", "gone"):
+        assert signed(RECORD)["signature"] is None
+
+
+def test_a_home_that_cannot_be_written_stops_no_training_and_leaves_its_run_unsigned(tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file" / "state"))
+    in_turns(1, lambda communicator: make_trainer(communicator, run_dir=tmp_path / "run").fit(points(), 1))
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert (record["signature"], is_signed(record)) == (None, False)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setenv("XDG_STATE_HOME", "relative")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert is_signed(signed(record))
+    assert (tmp_path / ".local/state/samestep/key").exists()

@@ -4,22 +4,24 @@ Each entry of a run's folder is replaced by a link, a pipe or an endless file, a
 """
 
 import hashlib
-import importlib.util
 import json
 import os
 import shlex
 import shutil
 import sys
 import timeit
+import unicodedata
 from pathlib import Path
 
 import pytest
 from cli_commands import samestep, write_table
 
+from samestep.checkpoint.run_folder import is_signed, signed
 from samestep.cli.main import main
 from samestep.files import write_json
 from samestep.runs.ledger import TIMED_KINDS, to_line
 from samestep.runs.recorder import file_sha256
+from samestep.text import one_line
 
 CHECKPOINT = "checkpoints/step-00000004"
 WRITTEN = ("run.json", "result.json", "ledger.jsonl", "metrics.jsonl", ".lock", "logs/rank-1.log")
@@ -157,7 +159,7 @@ def test_a_run_whose_file_is_endless_is_gone_on_with_or_refused_in_a_sentence(fo
         assert f"a/{entry}: it has a line of 16777216 bytes or more" in done.stderr
 
 
-ODD = "\x1b]0;owned\x07\x1b[31m\x9b2J\r\x08\nFORGED"
+ODD = "\x1b]0;owned\x07\x1b[31m\x9b2J\r\x08\u202e\u2066\u200b\u2028\nFORGED"
 ODD_COMMANDS = (
     *(("runs",), ("runs", "runs/a"), ("runs", "nowhere"), ("report", "runs/a"), ("report", "runs/a", "runs/b")),
     *(("ledger", "show", "runs/a"), ("ledger", "show", "runs/a", "--events"), ("ledger", "diff", "runs/a", "runs/b")),
@@ -207,6 +209,15 @@ def test_control_characters_of_names_and_values_are_shown_and_never_sent(folder,
     if "samestep: error: " not in text:  # a message may have several lines
         assert not [line for line in text.splitlines() if line.startswith("FORGED")], text
     assert "�" in text or r"\x1b" in text
+    pages = [page.read_text() for page in (*folder.rglob("*.html"), *Path().rglob("*.html"))]
+    assert bool(pages) == (words[0] == "report" and code == 0), text
+    assert not [char for page in pages for char in page if unicodedata.category(char) == "Cf"]
+
+
+def test_each_character_that_has_no_width_of_its_own_or_turns_a_line_is_replaced():
+    kept = {chr(code) for code in range(0x110000)} - {*one_line("".join(map(chr, range(0x110000))))}
+    assert {unicodedata.category(each) for each in kept} == {"Cc", "Cf", "Cs", "Zl", "Zp"}
+    assert one_line("née 数据 \u00a0🤖\ue000\U000e01f0") == "née 数据 \u00a0🤖\ue000\U000e01f0"
 
 
 def test_what_is_printed_as_json_is_json_whatever_a_folder_holds(folder, monkeypatch, capsys):
@@ -236,60 +247,168 @@ def test_what_is_printed_as_json_is_json_whatever_a_folder_holds(folder, monkeyp
 
 
 MARK = "import pathlib\npathlib.Path({!r}).touch()\n"
-OWN = importlib.util.find_spec("samestep.__main__").origin
-PIP = importlib.util.find_spec("pip.__main__").origin
-PROGRAMS = {  # case: working folder and command, the recorded hash, and why it is not run, "" for a script that is
-    "the script that made the run": (".", ["python", "train.py"], "own", ""),
-    "another one": (".", ["python", "train.py"], "0" * 64, "is not the script that made the run"),
-    "no hash": (".", ["python", "train.py"], None, "is not the script that made the run, of SHA-256 None"),
-    "in the folder": ("a", ["python", "train.py"], "own", "came with the folder of the run"),
-    "beneath it": (".", ["python", "a/deep/train.py"], "own", "came with the folder of the run"),
-    "by a link": (".", ["python", "link.py"], "own", "came with the folder of the run"),
-    "a module": (".", ["python", "-m", "train"], "own", ""),
-    "a module in the folder": ("a", ["python", "-m", "train"], "own", "came with the folder of the run"),
-    "a package in the folder": (".", ["python", "-m", "a.deep"], "own", "came with the folder of the run"),
-    "a module of Python's": ("a", ["python", "-m", "zipfile"], "own", "came with the folder of the run"),
-    "a module that is not there": (".", ["python", "-m", "nowhere.train"], "own", "None is not the script"),
-    "an argument that is code": (".", ["python", "-m", "timeit", "CODE"], timeit.__file__, "belongs to the installed"),
-    "by its file": (".", ["python", timeit.__file__, "CODE"], timeit.__file__, "belongs to the installed"),
-    "samestep's own": (".", ["python", "-m", "samestep", "run", "CODE"], OWN, "belongs to the installed"),
-    "of a package": (".", ["python", "-m", "pip", "CODE"], PIP, "belongs to the installed"),
+TIMEIT = Path(timeit.__file__)
+PROGRAMS = {  # case: who made the record, working folder and command, the recorded hash, and why it is not run, or ""
+    "one's own": ("me", ".", ["python", "train.py"], "own", ""),
+    "one's own module": ("me", ".", ["python", "-m", "train"], "own", ""),
+    "a stranger's": ("stranger", ".", ["python", "train.py"], "own", "which you did not make on this machine"),
+    "another's signature": ("another", ".", ["python", "train.py"], "own", "which you did not make on this machine"),
+    "an edited command": ("edited", ".", ["python", "train.py"], "own", "or which has changed since"),
+    "code by another Python": (
+        "stranger",
+        "lib",
+        ["python", "lib/timeit.py", "CODE"],
+        TIMEIT,
+        "which you did not make",
+    ),
+    "code by its module": ("stranger", "lib", ["python", "-m", "timeit", "CODE"], TIMEIT, "which you did not make"),
+    "another script": ("me", ".", ["python", "train.py"], "0" * 64, "is not the script that made the run"),
+    "no hash": ("me", ".", ["python", "train.py"], None, "is not the script that made the run, of SHA-256 None"),
+    "in the folder": ("me", "a", ["python", "train.py"], "own", "came with the folder of the run"),
+    "beneath it": ("me", ".", ["python", "a/deep/train.py"], "own", "came with the folder of the run"),
+    "by a link": ("me", ".", ["python", "link.py"], "own", "came with the folder of the run"),
+    "a module in the folder": ("me", "a", ["python", "-m", "train"], "own", "came with the folder of the run"),
+    "a package in the folder": ("me", ".", ["python", "-m", "a.deep"], "own", "came with the folder of the run"),
+    "a folder that is gone": ("me", "gone", ["python", "train.py"], "own", "gone, where it was run, is gone"),
+    "a module that is not there": ("me", ".", ["python", "-m", "nowhere.train"], "own", "is not the script"),
 }
-FOREIGN = {"zipfile", "nowhere.train", "CODE"}
+FOREIGN = {"nowhere.train", "CODE"}
 
 
 @pytest.mark.parametrize("trust", [(), ("--trust",)], ids=["alone", "trusted"])
 @pytest.mark.parametrize("case", PROGRAMS)
-def test_replay_says_which_script_it_runs_and_runs_one_of_the_folder_s_with_trust_alone(
-    tmp_path, monkeypatch, capsys, case, trust
-):
-    where, command, recorded, why = PROGRAMS[case]
+def test_a_record_chooses_no_program_unless_its_reader_made_it_or_trusts_it(tmp_path, monkeypatch, capsys, case, trust):
+    maker, where, command, recorded, why = PROGRAMS[case]
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a" / "deep").mkdir(parents=True)
+    (tmp_path / "lib").mkdir()
+    shutil.copy(TIMEIT, tmp_path / "lib/timeit.py")  # that of another Python
     mark, text = tmp_path / "was run", MARK.format(str(tmp_path / "was run"))
     for name in ("train.py", "a/train.py", "a/deep/train.py", "a/deep/__main__.py"):
         (tmp_path / name).write_text(text)
     (tmp_path / "link.py").symlink_to("a/train.py")
     own = hashlib.sha256(text.encode()).hexdigest()
-    if recorded is not None and Path(recorded).is_file():
-        recorded = hashlib.sha256(Path(recorded).read_bytes()).hexdigest()
+    hashes = {"own": own, TIMEIT: hashlib.sha256(TIMEIT.read_bytes()).hexdigest()}
     is_foreign = not FOREIGN.isdisjoint(command)
     command = [word.replace("CODE", text.replace("\n", ";")) for word in command]
+    if command[1].startswith("lib"):
+        command[1] = str(tmp_path / command[1])
     record = {"command": command, "working_folder": str(tmp_path / where)}
-    write_json(tmp_path / "a" / "run.json", record | {"script_sha256": own if recorded == "own" else recorded})
-    (tmp_path / "a" / "ledger.jsonl").touch()
+    record["script_sha256"] = hashes.get(recorded, recorded)
+    if maker == "another":
+        monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "another"))
+    if maker != "stranger":
+        record = signed(record)
+        assert is_signed(record)
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    write_json(tmp_path / "a" / "run.json", record | ({"command": [*command, "x"]} if maker == "edited" else {}))
+    line = {"step": 0, "loss": "0x1p+0", "grad_norm": "0x1p+0", "lr": []}
+    (tmp_path / "a" / "ledger.jsonl").write_bytes(to_line(line))
     if trust and is_foreign:
         return
-    code, text = said(("replay", "a", "--step", 0, *trust), monkeypatch, capsys)
+    for words in (("replay", "a", "--step", 0), ("audit", "a", "--all")):
+        code, shown = said((*words, *trust), monkeypatch, capsys)
+        assert code == 2, shown
+        assert f"samestep: running {shlex.join(command)}" in shown
+        assert mark.exists() == (not why or bool(trust)), shown
+        assert ("ended before a Trainer of its own began to fit" if mark.exists() else why) in shown
+        assert mark.exists() or "--trust" in shown
+        mark.unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("job", [None, {"recipe": "mlp"}])
+def test_a_script_s_record_chooses_no_program_either_whatever_recipe_it_names(tmp_path, monkeypatch, capsys, job):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a").mkdir()
+    (tmp_path / "train.py").write_text(MARK.format(str(tmp_path / "was run")))
+    record = {"command": ["python", "train.py"], "working_folder": str(tmp_path), "exit_code": 0, "job": job}
+    record |= {"script_sha256": file_sha256(tmp_path / "train.py"), "options": {}, "contract": {}, "folders": []}
+    write_json(tmp_path / "a" / "script.json", {**record, "files": {"x": "0"}, "changed": []})
+    code, text = said(("audit", "a"), monkeypatch, capsys)
     assert code == 2
-    assert f"samestep: running {shlex.join(command)}: " in text
-    assert f"SHA-256 {own}" in text or is_foreign
-    assert mark.exists() == (not why or bool(trust)), text
-    if mark.exists():
-        assert "ended before a Trainer of its own began to fit" in text
-    else:
-        assert why in text
-        assert "--trust" in text
+    assert "samestep: running python train.py: " in text
+    assert "which you did not make on this machine" in text
+    assert not (tmp_path / "was run").exists()
+
+
+PRIVATE = "diary.csv"
+JOBS = {  # the job of a stranger's record, the command, and what it says
+    "a file": ({"data": PRIVATE}, ("audit", "a", "--all"), "which you did not make on this machine, or which has"),
+    "a file to replay": ({"data": PRIVATE}, ("replay", "a", "--step", 1), "which you did not make on this machine"),
+    "a folder": (
+        {"recipe": "lenet", "data_dir": "."},
+        ("audit", "a"),
+        "which you did not make on this machine, or whi",
+    ),
+    "a download": (
+        {"recipe": "lenet", "data": "mnist"},
+        ("audit", "a"),
+        "which you did not make on this machine, or w",
+    ),
+    "a file to resume": (
+        {"data": PRIVATE},
+        ("train", "--resume", "a"),
+        "a names --data, and you did not make it on this machine",
+    ),
+    "a large model": ({"recipe": "gpt", "options": {"width": "16384"}}, ("audit", "a"), "larger than the checkpoint"),
+    "a deep model": ({"recipe": "gpt", "options": {"layers": 10**9}}, ("replay", "a", "--step", 1), "larger than the"),
+    "an unknown name": ({"nosuch": 1}, ("audit", "a"), "a/run.json has 'nosuch', which is no option"),
+    "an odd name": ({"\u202e": 1}, ("audit", "a"), "which is no option"),
+    "an odd value": ({"seed": {}}, ("audit", "a"), "a/run.json has seed = {}; needed: a whole number"),
+    "no recipe": ({"recipe": "nosuch"}, ("audit", "a"), "got RECIPE='nosuch'"),
+    "threads": ({"num_threads": 10**6}, ("audit", "a"), "1024"),
+}
+
+
+@pytest.mark.parametrize("case", JOBS)
+def test_a_stranger_s_job_reads_no_file_builds_no_large_model_and_is_a_sentence(folder, monkeypatch, capsys, case):
+    job, words, why = JOBS[case]
+    record = json.loads((folder / "a" / "run.json").read_text())
+    (folder / PRIVATE).write_text("a,b\n1,2\n3,4\n")
+    own = {"recipe": "mlp", "global_batch_size": 4, "num_microbatches": 2, "epochs": 2, **job}
+    write_json(folder / "a" / "run.json", {**record, "job": own})
+    code, text = said(words, monkeypatch, capsys)
+    assert code in (1, 2)
+    assert why in text
+    assert "Traceback" not in text
+    assert "\u202e" not in text
+    assert ("--trust" in text) == ("which you did not" in why or "larger" in why)
+
+
+def test_a_stranger_s_recipe_that_reads_no_file_is_audited_without_asking(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    words = ("--epochs", 1, "--devices", "cpu:1", "--run-dir", "a", "--no-portable")
+    assert samestep("train", "mlp", *words, cwd=tmp_path).returncode == 0
+    record = json.loads((tmp_path / "a" / "run.json").read_text())
+    write_json(tmp_path / "a" / "run.json", {**record, "signature": None, "working_folder": "/nowhere"})
+    for words in (("audit", "a", "--all"), ("replay", "a", "--step", 0)):
+        code, text = said(words, monkeypatch, capsys)
+        assert code == 0, text
+        assert "running a recipe with {'recipe': 'mlp', 'epochs': 1" in text
+
+
+def test_one_s_own_recipe_is_audited_without_asking_wherever_its_folder_was_moved(folder, monkeypatch, capsys):
+    shutil.move("a", "b")
+    for _ in range(2):
+        code, text = said(("audit", "b"), monkeypatch, capsys)
+        assert code == 0, text
+        assert "running a recipe with {'recipe': 'mlp', 'data': " in text
+        shutil.copytree("b", "c/d")
+        shutil.rmtree("b")
+        shutil.move("c/d", "b")
+
+
+@pytest.mark.parametrize("name", ["checkpoints", CHECKPOINT])
+def test_no_checkpoint_is_read_behind_a_link(folder, monkeypatch, capsys, name):
+    (folder / "a" / name).rename(folder / "elsewhere")
+    (folder / "a" / name).symlink_to(folder / "elsewhere")
+    for words in (("audit", "a"), ("attest", "a"), ("export", f"a/{CHECKPOINT}", "w.safetensors")):
+        code, text = said(words, monkeypatch, capsys)
+        assert code in (1, 2), text
+        assert "is a symbolic link" in text
+        assert "Traceback" not in text
+    assert not (folder / "w.safetensors").exists()
 
 
 def test_a_script_that_python_read_from_a_pipe_has_no_hash_and_is_not_read_again(tmp_path):

@@ -229,7 +229,7 @@ def main():
             cells = [f"{share(results, k):.0%} ({expected(results, k):.0%})" for k in ks]
             print(name, len(results), cells, f"{time.time() - began:.0f} s", flush=True)
             lines.append(f"| {name} | {sum(len(bad) for bad, _ in results) / len(results):.1f} | {' | '.join(cells)} |")
-        lengths = {each.number: each.end - each.first for each in audited(place / "honest").segments}
+        lengths = {each.number: each.last - each.first + 1 for each in audited(place / "honest").segments}
         draws = {k: [random.Random(seed).sample(sorted(lengths), k) for seed in range(DRAWS)] for k in ks}
         costs = [sum(lengths[each] for draw in draws[k] for each in draw) / DRAWS / STEPS for k in ks]
         lines.append(f"| steps taken again, of those of the run | | {' | '.join(f'{cost:.0%}' for cost in costs)} |")

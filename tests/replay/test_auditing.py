@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,8 @@ from safetensors.torch import load_file, save_file
 from test_replay import alter, contents, copied, next_up
 from typer.testing import CliRunner
 
+from samestep.checkpoint.export import export_weights
+from samestep.checkpoint.resume import read_state
 from samestep.checkpoint.state import rest_of
 from samestep.checkpoint.storage import newest_checkpoint
 from samestep.checkpoint.verified_files import MANIFEST_FILE, Manifest, manifest_bytes, read_manifest, seal
@@ -27,6 +30,7 @@ from samestep.runs.attestation import attest, statement
 from samestep.runs.ledger import compare, from_line, read_ledger, to_line
 
 OPTIONS = {"checkpoint_steps": 3, "keep": 20}
+FORMAT = {"format": "pt"}
 
 
 def audited(folder, segments=0, **given):
@@ -49,9 +53,15 @@ def forge_weight(checkpoint, file="model.safetensors"):
     tensors[name].view(-1)[0] = float.fromhex(next_up(float(tensors[name].view(-1)[0]).hex())) + 1e-7
     (checkpoint / file).unlink()
     save_file(tensors, checkpoint / file)
+    resealed(checkpoint)
+
+
+def resealed(checkpoint, step=None, *more):
+    """Has the manifest of a checkpoint fit its files again, and name more of them."""
     manifest = read_manifest(checkpoint)
-    files = {**manifest.files, file: seal(checkpoint / file)}
-    (checkpoint / MANIFEST_FILE).write_bytes(manifest_bytes(Manifest(manifest.step, files)))
+    files = {file: seal(checkpoint / file) for file in (*manifest.files, *more)}
+    written = Manifest(manifest.step if step is None else step, files)
+    (checkpoint / MANIFEST_FILE).write_bytes(manifest_bytes(written))
 
 
 def lines_changed(folder, change):
@@ -134,7 +144,7 @@ def test_what_is_made_of_the_last_checkpoint_and_the_record_must_fit_it(run, tmp
     folder = copied(run, tmp_path)
     tensors = load_file(folder / "weights.safetensors")
     tensors["head.bias"][0] += 1
-    save_file(tensors, folder / "weights.safetensors")
+    save_file(tensors, folder / "weights.safetensors", FORMAT)
     (folder / "run.json").write_text((folder / "run.json").read_text().replace('"seed": 3', '"seed": 4'))
     found = audited(folder, 1, seed=next(s for s in range(99) if audited(run, 1, seed=s).segments[0].number > 1))
     assert found.faults == [
@@ -175,6 +185,258 @@ def test_the_result_of_a_recipe_fits_the_rest_of_its_folder(run, tmp_path):
         assert (faults == []) if said is None else faults[0].startswith(f"result.json does not fit the folder: {said}")
     (folder / "result.json").write_text("{")
     assert audited(folder, 1).faults[0].startswith("result.json cannot be read: ")
+
+
+BEST = {
+    **OPTIONS,
+    "best": ("accuracy", "min"),
+    "fit": {"eval_data": data_of("net", None), "metrics": {"accuracy": accuracy}},
+}
+
+
+@pytest.fixture(scope="module")
+def attested(tmp_path_factory):
+    """The same with evaluations, a best checkpoint, a result and an attestation."""
+    folder = tmp_path_factory.mktemp("audit") / "attested"
+    record(2, folder, **BEST)
+    record_, rest = json.loads((folder / "run.json").read_text()), rest_of(newest(folder))
+    names = ("global_batch_size", "num_microbatches", "seed")
+    result = {"digest": end_of(folder)["digest"], "run": "runs/a", **{name: record_[name] for name in names}}
+    (folder / "result.json").write_text(
+        json.dumps({**result, "data": None, "devices": None, "epochs": rest["history"]})
+    )
+    assert (rest["best"], named(folder, "best")) == (1, "step-00000004")
+    attest(folder)
+    return folder
+
+
+def newest(folder):
+    return newest_checkpoint(folder / "checkpoints").snapshot
+
+
+def named(folder, file):
+    return (folder / "checkpoints" / file).read_text().strip()
+
+
+def entries_changed(folder, change):
+    """Changes the entries of the ledger; those that are bytes are lines."""
+    entries = change([from_line(line) for line in (folder / "ledger.jsonl").read_bytes().splitlines()])
+    lines = [each if isinstance(each, bytes) else to_line(each) for each in entries]
+    (folder / "ledger.jsonl").write_bytes(b"".join(lines))
+
+
+def in_entry(number, **names):
+    return lambda folder: entries_changed(
+        folder, lambda all_: [*all_[:number], {**all_[number], **names}, *all_[number + 1 :]]
+    )
+
+
+def inserted(number, *events):
+    return lambda folder: entries_changed(folder, lambda all_: [*all_[:number], *events, *all_[number:]])
+
+
+def event(name, step, **names):
+    return {"event": name, "step": step, "time": "2026-01-01T00:00:00.000+00:00", **names}
+
+
+def twice(line, name):
+    """A line with a name that is there twice, the first time with another value, and its checksum made good."""
+    body = json.dumps(line)[:-1].replace(f'"{name}": ', f'"{name}": "0x1p+0", "{name}": ', 1).encode()
+    return body + b', "crc": "%08x"}\n' % zlib.crc32(body)
+
+
+def resumed_from_elsewhere(all_):
+    """Lines that are there, and hidden by an event that says that the run began after them."""
+    return [event("resume", 3, **{"from": "step-00000003"}), *[each for each in all_ if each.get("event") != "start"]]
+
+
+def under_another_contract(all_):
+    """Forged lines, which a change of the contract leaves behind."""
+    forged = [{**each, "loss": "0x1p-9"} for each in all_ if each.get("step", 9) < 3 and "event" not in each]
+    return [all_[0], *forged, event("resume", 0, **{"from": "x"}), event("contract_change", 0, fields=[]), *all_[1:]]
+
+
+def in_weights(change, metadata=FORMAT):
+    def forge(folder):
+        path = folder / "weights.safetensors"
+        tensors = {name: tensor for name, tensor in load_file(path).items() if change(name)}
+        save_file(tensors, path, metadata)
+
+    return forge
+
+
+def in_checkpoint(change, step=6, *more):
+    def forge(folder):
+        place = folder / "checkpoints" / f"step-{step:08d}"
+        change(place)
+        resealed(place, None, *more)
+
+    return forge
+
+
+def in_facts(change):
+    def forge(place):
+        facts = json.loads((place / "state.json").read_bytes())
+        change(facts["run"]["rest"])
+        (place / "state.json").write_text(json.dumps(facts, separators=(",", ":")))
+
+    return in_checkpoint(forge)
+
+
+def in_manifest(place):
+    """Another name in a manifest, whose checksum is made good."""
+    head = (place / MANIFEST_FILE).read_bytes().rpartition(b'  "checksum": "')[0] + b'  "accuracy": 1,\n  "checksum": "'
+    (place / MANIFEST_FILE).write_bytes(head + hashlib.sha256(head).hexdigest().encode() + b'"\n}\n')
+
+
+def at_step_0(folder):
+    shutil.copytree(folder / "checkpoints/step-00000012", folder / "checkpoints/step-00000000")
+    resealed(folder / "checkpoints/step-00000000", 0)
+
+
+def replaced(folder):
+    shutil.copytree(folder / "checkpoints/step-00000003", folder / "checkpoints/step-00000012.replaced")
+
+
+def linked(folder):
+    (folder / "checkpoints/step-00000006").rename(folder.parent / "elsewhere")
+    (folder / "checkpoints/step-00000006").symlink_to(folder.parent / "elsewhere")
+
+
+def text_changed(name, old, new):
+    def forge(folder):
+        text = (folder / name).read_text()
+        assert old in text
+        (folder / name).write_text(text.replace(old, new, 1))
+
+    return forge
+
+
+def with_scores(place):
+    tensors = load_file(place / "model.safetensors")
+    save_file(tensors, place / "model.safetensors", {"accuracy": "1.0"})
+
+
+IN_A_SEGMENT = (
+    "an end on the way",
+    "an end moved",
+    "scores in a contract",
+    "scores below seconds",
+    "another best epoch",
+)
+IN_A_SEGMENT += ("scores in a checkpoint", "a time that is none")
+END = -1  # the place of the event of the end
+CLAIMS = {  # a forgery, and what an audit of any segment says; there is an attestation for those of itself alone
+    "a resume before the first line": (inserted(0, event("resume", 0, **{"from": "x"})), "steps 1 to 3: no segment of"),
+    "lines before a resume": (lambda f: entries_changed(f, resumed_from_elsewhere), "steps 1 to 3: no segment of"),
+    "lines of another contract": (lambda f: entries_changed(f, under_another_contract), "changed after step 0"),
+    "a checkpoint of step 0": (at_step_0, "step-00000000, which no run writes"),
+    "another best": (lambda f: (f / "checkpoints/best").write_text("step-00000003\n"), "best names step-00000003, and"),
+    "another latest": (lambda f: (f / "checkpoints/latest").write_text("step-00000003\n"), "latest names step-0000000"),
+    "a weight left out": (in_weights(lambda name: name != "head.bias"), "have another head.bias"),
+    "all weights left out": (in_weights(lambda name: False), "weights.safetensors and step-00000012 have another"),
+    "scores in the weights": (in_weights(lambda name: True, {"format": "pt", "accuracy": "1"}), "metadata that no run"),
+    "scores in a checkpoint": (in_checkpoint(with_scores), "its metadata is none that a run writes"),
+    "scores in a manifest": (lambda f: in_manifest(f / "checkpoints/step-00000006"), "it has what no run writes"),
+    "scores beside a checkpoint": (lambda f: (f / "checkpoints/scores.json").touch(), "scores.json, which no run"),
+    "scores in its folder": (lambda f: (f / "checkpoints/step-00000006/s.json").touch(), "step-00000006/s.json, which"),
+    "scores that it names": (
+        in_checkpoint(lambda p: (p / "s.json").touch(), 6, "s.json"),
+        "step-00000006/s.json, whic",
+    ),
+    "other weights beside them": (replaced, "step-00000012.replaced, which no run"),
+    "weights elsewhere": (linked, "step-00000006: it is a symbolic link"),
+    "scores in a line": (in_entry(4, accuracy=1.0), "has 'accuracy', which no run writes there"),
+    "scores in an event": (in_entry(END, accuracy=1.0), "has 'accuracy', which no run writes there"),
+    "an event of scores": (inserted(4, event("scores", 3, accuracy=1.0)), "has 'accuracy', which no run writes there"),
+    "scores as devices": (in_entry(4, world_size={"accuracy": 1.0}), "has 'world_size', which no run writes there"),
+    "scores among seconds": (in_entry(4, seconds={"accuracy": 1.0}), "has 'accuracy', which no run writes there"),
+    "a loss twice": (
+        lambda f: entries_changed(f, lambda all_: [*all_[:4], twice(all_[4], "loss"), *all_[5:]]),
+        "line 5",
+    ),
+    "an end on the way": (inserted(6, event("end", 5, digest="0" * 64)), "the digest after step 5: 0000"),
+    "an end moved": (in_entry(END, step=5), "the digest after step 5: "),
+    "two ends": (inserted(END, event("end", 12, digest="0" * 64)), "has two digests of the end after one step"),
+    "words after the end": (lambda f: (f / "ledger.jsonl").open("a").write('{"accuracy": 1'), "ends with half a line"),
+    "scores in the record": (
+        text_changed("run.json", '"seed": 3,', '"seed": 3, "accuracy": 1,'),
+        "run.json has accuracy",
+    ),
+    "scores in a contract": (in_facts(lambda rest: rest["contract"].update(accuracy=1)), "contract: accuracy"),
+    "scores below seconds": (in_facts(lambda rest: rest.update(seconds={"accuracy": 1})), "run.rest.seconds: "),
+    "a time that is none": (in_facts(lambda rest: rest.update(seconds=1)), "run.rest.seconds: 1, now None"),
+    "another best epoch": (in_facts(lambda rest: rest.update(best=3)), "run.rest.best: 3, now 1"),
+    "scores in the result": (
+        text_changed("result.json", "{", '{"accuracy": 1, '),
+        "result.json has what no run writes",
+    ),
+    "scores as its run": (text_changed("result.json", '"runs/a"', '{"accuracy": 1}'), "result.json has what no run"),
+    "a result twice": (text_changed("result.json", "{", '{"digest": "0", '), "it has a name twice in one object"),
+    "a record twice": (text_changed("run.json", "{", '{"seed": 9, '), "it has a name twice in one object"),
+    "an attested digest twice": (
+        text_changed("attestation.json", '"finalDigest"', '"finalDigest": "0", "finalDigest"'),
+        "twi",
+    ),
+    "an attested score": (
+        text_changed("attestation.json", '"steps"', '"seconds": {"accuracy": 1}, "steps"'),
+        "predicate.sec",
+    ),
+    "an attested time": (
+        text_changed("attestation.json", '"steps"', '"seconds": 1, "steps"'),
+        "predicate.seconds: 1, now",
+    ),
+    "an attested space": (text_changed("attestation.json", '"steps"', ' "steps"'), "not what samestep attest writes"),
+}
+
+
+@pytest.mark.parametrize("claim", CLAIMS)
+def test_twin_what_a_run_claims_and_no_audit_computes_again_is_named(attested, tmp_path, claim):
+    forge, said = CLAIMS[claim]
+    folder = copied(attested, tmp_path)
+    forge(folder)
+    texts, holds = [], False
+    if "attested" not in claim:
+        (folder / "attestation.json").unlink()
+    try:
+        found = audited(folder, 0 if claim in IN_A_SEGMENT else 1, **BEST)
+        holds = found.holds
+        texts = [*found.faults, *found.not_audited, *(each.difference for each in found.segments if each.difference)]
+    except (UsageError, CheckpointError) as error:
+        texts = [str(error)]
+    assert not holds
+    assert any(said in text for text in texts), texts
+
+
+def test_an_attestation_names_what_best_and_latest_name(attested, tmp_path):
+    found = audited(attested, **BEST)
+    assert found.holds, found
+    assert not {"run.json", "checkpoints"} & {*found.not_compared}
+    assert {"metrics.jsonl"} <= {*found.not_compared}
+    for file in ("best", "latest"):
+        folder = copied(attested, tmp_path / file)
+        (folder / "checkpoints" / file).write_text("step-00000003\n")
+        assert audited(folder, 1, **BEST).faults[0].startswith("attestation.json does not fit the folder: subject.")
+
+
+def test_no_weights_are_exported_as_the_best_that_are_not(attested, tmp_path):
+    folder = copied(attested, tmp_path)
+    export_weights(folder / "checkpoints/best", tmp_path / "best.safetensors")
+    (folder / "checkpoints/best").write_text("step-00000003\n")
+    for ask in (lambda place: export_weights(place, tmp_path / "out.safetensors"), read_state):
+        with pytest.raises(CheckpointError, match="best names step-00000003, and the newest state has epoch 1 as its"):
+            ask(folder / "checkpoints/best")
+
+
+def test_the_digests_of_ends_on_the_way_are_compared_where_no_checkpoint_is_left(tmp_path):
+    given = {"checkpoint_steps": None, "keep": 1}
+    for epochs in (1, 2, 3):
+        record(1, tmp_path / "run", epochs=epochs, fit={"resume": "auto"}, **given)
+    ends = [each["step"] for each in read_ledger(tmp_path / "run").events if each["event"] == "end"]
+    assert ends == [4, 8, 12]
+    found = audited(tmp_path / "run", **given)
+    assert found.holds, found
+    assert [(each.first, each.last) for each in found.segments] == [(1, 12)]
 
 
 @pytest.mark.parametrize("leave", [lambda: os._exit(0), lambda: sys.exit(0)], ids=["_exit", "exit"])
@@ -286,6 +548,10 @@ def test_a_script_s_run_is_audited_by_the_command(tmp_path, monkeypatch):
     shutil.copytree(folder, tmp_path / "copy")
     moved = runner.invoke(app, ["audit", str(tmp_path / "copy")])
     assert f"in this very process; a Trainer of it has the run in {folder}: name that folder" in str(moved.exception)
+    shutil.rmtree(tmp_path / "copy")
+    folder.rename(tmp_path / "moved")
+    assert runner.invoke(app, ["audit", str(tmp_path / "moved")]).exit_code == 0
+    (tmp_path / "moved").rename(folder)
     alter(folder, 2, lambda line: line.update(loss=next_up(line["loss"])))
     altered = runner.invoke(app, ["audit", str(folder), "--all"])
     assert altered.exit_code == 1
@@ -360,7 +626,8 @@ def test_an_attestation_is_a_statement_of_in_toto_that_fits_the_folder_and_no_ot
     digests = {each["name"]: each["digest"]["sha256"] for each in value["subject"]}
     assert digests["ledger.jsonl"] == hashlib.sha256((folder / "ledger.jsonl").read_bytes()).hexdigest()
     assert {name for name in digests if name.startswith("checkpoints/")} == {
-        f"checkpoints/step-{step:08d}/manifest.json" for step in (3, 6, 9, 12)
+        "checkpoints/latest",
+        *(f"checkpoints/step-{step:08d}/manifest.json" for step in (3, 6, 9, 12)),
     }
     predicate = value["predicate"]
     assert (predicate["steps"], predicate["contract"]["seed"]) == (12, 3)
@@ -370,7 +637,7 @@ def test_an_attestation_is_a_statement_of_in_toto_that_fits_the_folder_and_no_ot
     found = audited(folder, 1)
     assert (found.holds, found.notes) == (True, [])
     FORGERIES["a weight"](folder)
-    assert "attestation.json does not fit the folder: subject.5.digest.sha256: " in audited(folder, 1).faults[0]
+    assert "attestation.json does not fit the folder: subject.6.digest.sha256: " in audited(folder, 1).faults[0]
     again = json.loads(attest(folder).read_text())["predicate"]["chain"]
     same = [one == other for one, other in zip(again, predicate["chain"], strict=True)]
     assert same == [True, True, False, False, False]

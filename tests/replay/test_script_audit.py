@@ -17,7 +17,7 @@ from cli_commands import SAMESTEP, samestep
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
-from samestep.checkpoint.run_folder import script_of
+from samestep.checkpoint.run_folder import script_of, signed
 from samestep.cli.main import app
 from samestep.errors import UsageError
 from samestep.launcher.script_record import ScriptRecord, entries_below
@@ -183,7 +183,7 @@ def claim(folder, name):
     path = folder / "runs/a/script.json"
     record = json.loads(path.read_text())
     record["files"][name] = hashlib.sha256((folder / name).read_bytes()).hexdigest()
-    path.write_text(json.dumps(record))
+    path.write_text(json.dumps(signed(record)))
 
 
 def contents(folder):

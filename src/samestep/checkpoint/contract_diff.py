@@ -53,7 +53,7 @@ UNMENTIONED: Final = frozenset(
     (
         *("devices", "shares", "world_size", "spares", "num_workers", "command", "epochs", "run_dir", "run", "name"),
         *("job", "working_folder", "min_devices", "max_restarts", "hang_seconds", "grace_seconds", "keep"),
-        *("digest_every", "checkpoint_every", "script_sha256", "code", "packages", "earlier_starts"),
+        *("digest_every", "checkpoint_every", "script_sha256", "code", "packages", "earlier_starts", "signature"),
     )
 )
 ABSENT: Final = "(not recorded)"

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from samestep.checkpoint.local_shards import unsharded
 from samestep.checkpoint.packing import as_bad_checkpoint, unpack
-from samestep.checkpoint.resume import named_checkpoint, names_checkpoint
+from samestep.checkpoint.resume import check_best, named_checkpoint, names_checkpoint
 from samestep.checkpoint.run_folder import CHECKPOINT_FOLDER, holds_run
 from samestep.checkpoint.state import NOT_OURS, model_tensors, not_persistent
-from samestep.checkpoint.storage import Snapshot, newest_checkpoint, read_checkpoint
+from samestep.checkpoint.storage import BEST_FILE, Snapshot, newest_checkpoint, read_checkpoint
 from samestep.checkpoint.verified_files import SUFFIX, is_part, write_sealed, write_sealed_tensors, write_tensors
 from samestep.checks import check_choice, check_number
 from samestep.comm.exceptions import on_main
@@ -102,6 +102,8 @@ def export_weights(
 def read_place(place: Path, only: str | None) -> tuple[Path, Snapshot]:
     """The checkpoint that a path names, or the newest good one of the run or folder, with the tensors of one model."""
     if names_checkpoint(place):
+        if place.name == BEST_FILE:
+            check_best(place.parent)
         path = named_checkpoint(place)
         return path, read_checkpoint(path, only=only)
     skipped: list[str] = []

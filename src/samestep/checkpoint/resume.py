@@ -88,13 +88,11 @@ def weights_applied(
     step: TrainStep,
     folder: Path,
     epoch: int,
-    is_end_of: Callable[[Mapping[str, Any], int], bool],
 ) -> Iterator[None]:
     """Has the model the weights and buffers of the best checkpoint of a folder within the block, its own after it.
 
-    `is_end_of` says whether the `rest` of a state is that of the end of an epoch. Entered by all ranks; raises a
-    `UsageError` if the folder has none of the end of this epoch, and a `CheckpointError` if it is not good, or of
-    another model.
+    Entered by all ranks; raises a `UsageError` if the folder has none of the end of this epoch, and a `CheckpointError`
+    if it is not good, or of another model.
     """
 
     # Read on rank 0, and applied on each: the best checkpoint may be of a run on other ranks.
@@ -127,6 +125,23 @@ def weights_applied(
         yield
     finally:
         write(own)
+
+
+def is_end_of(rest: Mapping[str, Any], epoch: int) -> bool:
+    """Whether the `rest` of a trainer's state is of the end of an epoch, counted from 1."""
+    return len(rest["history"]) == epoch and not rest["epoch"]["num_batches"]
+
+
+def check_best(folder: Path) -> None:
+    """Raises a `CheckpointError` if `best` of a folder names another checkpoint than the best by the newest state."""
+    path, newest = named_checkpoint(folder / BEST_FILE), newest_checkpoint(folder, only="rest")
+    with as_bad_checkpoint(NOT_OURS):
+        best = None if newest is None else rest_of(newest.snapshot).get("best")
+        if best is None or not is_end_of(rest_of(read_checkpoint(path, only="rest")), best):
+            raise CheckpointError(
+                f"{folder / BEST_FILE} names {path.name}, and the newest state has {best and f'epoch {best}'} as its "
+                "best; name a checkpoint itself"
+            )
 
 
 def is_same_run(resume: str | Path, state: Resumed | None, folder: Path | None) -> bool:
@@ -194,7 +209,9 @@ def names_checkpoint(path: Path) -> bool:
 
 
 def read_state(path: Path) -> Resumed:
-    """Reads one checkpoint; raises a `CheckpointError` if it is not good."""
+    """Reads one checkpoint; raises a `CheckpointError` if it is not good, or `best` names one that is not the best."""
+    if path.name == BEST_FILE:
+        check_best(path.parent)
     path = named_checkpoint(path)
     return _resumed(Found(path, read_checkpoint(path, check=check_captured), ()))
 

@@ -1,4 +1,4 @@
-"""The folder of a run: the names in it, choosing one, and its lock. Torch-free, for the command line.
+"""The folder of a run: the names in it, choosing one, its lock, and who made it. Torch-free, for the command line.
 
 One process at a time writes to a run folder: it holds an advisory lock of the system on a file in it (flock(2)), which
 ends with the process in any case. The file names its holder for the message to a second process; it is removed when the
@@ -6,9 +6,11 @@ lock is given back, and stays behind, unlocked, if the process is killed.
 """
 
 import fcntl
+import hmac
 import json
 import os
 import platform
+import secrets
 import time
 import weakref
 from collections.abc import Callable, Mapping
@@ -16,6 +18,7 @@ from contextlib import suppress
 from datetime import datetime
 from functools import cache
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import IO, Any
 
 from samestep.errors import UsageError
@@ -42,10 +45,13 @@ OWN_NAMES = (
     *(LOGGERS_FILE, ATTESTATION_FILE, PICTURE_FILE, LOCK_FILE),
     *(CHECKPOINT_FOLDER, LOG_FOLDER, PROFILE_FOLDER, TENSORBOARD_FOLDER),
 )
+AUDITED_NAMES = (CONTRACT_FILE, LEDGER_FILE, RESULT_FILE, ATTESTATION_FILE, WEIGHTS_FILE, CHECKPOINT_FOLDER, LOCK_FILE)
 RUNS_FOLDER = Path("runs")
 LOCK_SECONDS = 5.0  # a process that is being ended may need a moment
 POLL_SECONDS = 0.05
 MAX_LOCK_BYTES = 4096
+SIGNATURE = "signature"
+KEY_BYTES = 32
 
 
 def new_folder_name(name: str) -> Path:
@@ -146,6 +152,43 @@ def recorded(folder: Path) -> Mapping[str, Any]:
             "anew in another folder, or go on with the version that wrote it"
         )
     return value
+
+
+def signed(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A record with the signature of this user on this machine; without one where no key can be made."""
+    return {**record, SIGNATURE: _signature(record, _key(make=True))}
+
+
+def is_signed(record: Mapping[str, Any]) -> bool:
+    """Whether this user made a record on this machine, and it has not changed since: else it chooses no program."""
+    there, here = record.get(SIGNATURE), _signature(record, _key(make=False))
+    return here is not None and hmac.compare_digest(str(there).encode("utf-8", "replace"), here.encode())
+
+
+def _signature(record: Mapping[str, Any], key: bytes | None) -> str | None:
+    """The HMAC of a record, the hashes of earlier starts aside, which a loop's checkpoints have each of their own."""
+    content = {name: value for name, value in record.items() if name not in (SIGNATURE, "earlier_starts")}
+    text = json.dumps(json.loads(json.dumps(content)), sort_keys=True)  # as it is read again
+    return None if key is None else hmac.digest(key, text.encode(), "sha256").hex()
+
+
+def _key(make: bool) -> bytes | None:
+    """The key in this user's home; None if there is none, or it may be another's."""
+    given = os.environ.get("XDG_STATE_HOME", "")
+    with suppress(OSError, RuntimeError):  # RuntimeError: the user has no home
+        path = (Path(given) if os.path.isabs(given) else Path.home() / ".local" / "state") / "samestep" / "key"
+        if make and not path.exists():
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with NamedTemporaryFile(dir=path.parent) as new, suppress(FileExistsError):  # another run was faster
+                new.write(secrets.token_bytes(KEY_BYTES))
+                new.flush()
+                os.fsync(new.fileno())
+                os.link(new.name, path)
+        with open_regular(path) as file:
+            about, key = os.fstat(file.fileno()), bytes(file.read(KEY_BYTES + 1))
+        is_own = about.st_uid == os.geteuid() and not about.st_mode & 0o077
+        return key if is_own and len(key) == KEY_BYTES else None
+    return None
 
 
 def check_entries(folder: Path) -> None:

@@ -15,14 +15,15 @@ one is `step-….replaced`, which readers take for it, and the next writer names
 
 import errno
 import json
+import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from samestep.checkpoint.run_folder import FACTS_FILE
+from samestep.checkpoint.run_folder import CHECKPOINT_FOLDER, FACTS_FILE, holds_run
 from samestep.checkpoint.verified_files import (
     MANIFEST_FILE,
     SUFFIX,
@@ -41,7 +42,7 @@ from samestep.checkpoint.verified_files import (
 )
 from samestep.checks import check_number
 from samestep.errors import CheckpointError
-from samestep.files import read_small, staging, sync_folder, writing
+from samestep.files import check_kind, read_small, staging, sync_folder, writing
 
 LATEST_FILE, BEST_FILE = "latest", "best"
 _REPLACED = ".replaced"
@@ -147,7 +148,7 @@ def complete_checkpoint(
 def verify_checkpoint(path: Path) -> str | None:
     """Reads a whole checkpoint against its checksums; a sentence if it is not good."""
     try:
-        for name, written in _checked_manifest(path).files.items():
+        for name, written in checked_manifest(path).files.items():
             verify(path / name, written)
     except (CheckpointError, OSError) as error:
         return _sentence(path, error)
@@ -206,7 +207,26 @@ def located(path: Path) -> Path:
     return aside if aside.is_dir() and not path.is_dir() else path
 
 
+def _check_place(folder: Path) -> None:
+    """Raises an `OSError` if the checkpoints of a run are behind a symbolic link; a loop's own folder may be one."""
+    if folder.name == CHECKPOINT_FOLDER and holds_run(folder.parent):
+        check_kind(folder, may_be_folder=True)
+
+
+def strange_entries(folder: Path, is_own: bool) -> Iterator[str]:
+    """The entries of a folder of checkpoints that no run writes; of a loop's own folder, those named so alone."""
+    paths = [path for step, path in list_checkpoints(folder) if step or not is_own]  # a run writes none of step 0
+    for name in sorted({*os.listdir(folder)} - {*(path.name for path in paths), LATEST_FILE, BEST_FILE}):
+        if is_checkpoint_name(name) or (is_own and not name.startswith(".tmp-")):
+            yield name
+    for path in paths:
+        with suppress(CheckpointError, OSError):  # one that is not good
+            files = {name for name in checked_manifest(path).files if name == FACTS_FILE or name.endswith(SUFFIX)}
+            yield from sorted(f"{path.name}/{name}" for name in {*os.listdir(path)} - files - {MANIFEST_FILE})
+
+
 def _listed(folder: Path) -> list[tuple[int, Path]]:
+    _check_place(folder)
     # One in its place comes after the one that it replaces.
     paths = sorted(folder.iterdir(), reverse=True)
     matches = [(_NAME.fullmatch(path.name), path) for path in paths]
@@ -214,7 +234,7 @@ def _listed(folder: Path) -> list[tuple[int, Path]]:
 
 
 def _read(path: Path, only: str | None, check: Check | None) -> Snapshot:
-    manifest = _checked_manifest(path)
+    manifest = checked_manifest(path)
     files: dict[str, dict[str, Any]] = {}
     facts = None
     for name, written in manifest.files.items():
@@ -233,12 +253,15 @@ def _read(path: Path, only: str | None, check: Check | None) -> Snapshot:
     return snapshot
 
 
-def _checked_manifest(path: Path) -> Manifest:
+def checked_manifest(path: Path) -> Manifest:
     """The manifest, whose step must be that in the folder's name, if there is one."""
     if not path.is_dir():
         raise CheckpointError("there is no such folder")
-    manifest = read_manifest(path)
     match = _NAME.fullmatch(path.name)
+    if match:  # a link of another name is the user's own
+        _check_place(path.parent)
+        check_kind(path, may_be_folder=True)
+    manifest = read_manifest(path)
     if match and int(match[1]) != manifest.step:
         raise CheckpointError(f"it holds step {manifest.step}, which is not what its name says")
     return manifest
@@ -267,7 +290,7 @@ def _fill(folder: Path, snapshot: Snapshot, parts: Mapping[str, Written]) -> Non
 
 def _differ(path: Path, other: Path) -> bool:
     """Whether two checkpoints have other files, by their manifests."""
-    return _checked_manifest(path).files != _checked_manifest(other).files
+    return checked_manifest(path).files != checked_manifest(other).files
 
 
 def _move_into_place(temporary: Path, target: Path, replace: bool) -> None:
@@ -314,7 +337,7 @@ def _remove_older(folder: Path, step: int, keep: int) -> None:
 def _is_complete(path: Path) -> bool:
     """Whether all files are there with the right sizes, without reading them."""
     try:
-        return all((path / name).stat().st_size == file.size for name, file in _checked_manifest(path).files.items())
+        return all((path / name).stat().st_size == file.size for name, file in checked_manifest(path).files.items())
     except (CheckpointError, OSError):
         return False
 

@@ -44,6 +44,7 @@ _DIGITS = 64
 _MAX_BYTES = 64 << 20  # of a manifest of 300,000 files
 _SHARDING = "DCP_SHARDING_INFO"
 _OFFSETS = "saved_offsets"
+_OF_PARTS = {"DCP_VERSION": "1.0", "format": "pt"}
 _PART = re.compile(r"(?P<file>.+)\.shard-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors", re.ASCII)
 _OS_ERROR = re.compile(r"os error (\d+)")
 
@@ -134,7 +135,7 @@ def write_part(path: Path, shards: Mapping[str, LocalShard], rank: int) -> Writt
         if stop > first:
             tensors[name] = shard.local.detach().view(stop - first, *shard.shape[1:])
             offsets[name] = {_OFFSETS: [first, *[0] * (len(shard.shape) - 1)]}
-    metadata = {_SHARDING: json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}
+    metadata = {_SHARDING: json.dumps(offsets), **_OF_PARTS}
     return write_sealed_tensors(path, tensors, metadata)
 
 
@@ -201,7 +202,10 @@ def read_manifest(path: Path) -> Manifest:
         }
         if strange := [file for file, written in files.items() if not _is_name(file) or written.size < 0]:
             raise ValueError(f"it lists {strange[0]!r}")
-        return Manifest(operator.index(content["step"]), files)
+        manifest = Manifest(operator.index(content["step"]), files)
+        if manifest_bytes(manifest) != data:
+            raise ValueError("it has what no run writes")
+        return manifest
 
 
 def read_facts(path: Path, expected: Written) -> Any:
@@ -225,9 +229,10 @@ def read_parts(folder: Path, names: Iterable[str], written: Mapping[str, Written
         data = read_verified(folder / name, written[name])
         tensors = _loaded(data, name)
         with _as_unreadable(name):
-            header = parse_json(data[8 : 8 + int.from_bytes(data[:8], "little")])
-            info: dict[str, Any] = parse_json(header[METADATA][_SHARDING])
+            info: dict[str, Any] = parse_json(header_of(data)[METADATA][_SHARDING])
             offsets = {tensor: info[tensor][_OFFSETS] for tensor in tensors}
+            if info != {tensor: {_OFFSETS: offset} for tensor, offset in offsets.items()}:
+                raise ValueError("its metadata is none that a run writes")
         for tensor, part in tensors.items():
             before = rows.setdefault(tensor, [])
             at = [sum(len(other) for other in before), *[0] * (part.ndim - 1)]
@@ -281,8 +286,17 @@ def _as_unreadable(name: str) -> AbstractContextManager[None]:
     return as_bad_checkpoint(f"{name} cannot be read")
 
 
+def header_of(data: bytes) -> dict[str, Any]:
+    """The header of a file of safetensors; raises a `ValueError`."""
+    header: dict[str, Any] = parse_json(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    return header
+
+
 def _loaded(data: bytes, name: str) -> dict[str, Tensor]:
     with _as_unreadable(name):
+        metadata = header_of(data).get(METADATA, {})
+        if {key: value for key, value in metadata.items() if key != _SHARDING} not in ({}, _OF_PARTS):
+            raise ValueError("its metadata is none that a run writes")
         tensors: dict[str, Tensor] = load(data)
         for tensor in tensors.values():
             if tensor.dtype == torch.bool and bool((tensor.view(torch.uint8) > 1).any()):

@@ -34,7 +34,7 @@ def audit(
     ] = None,
     devices: Devices = None,
     trust: Annotated[
-        bool, typer.Option("--trust", help="Run a script that came with RUN, or has changed since.")
+        bool, typer.Option("--trust", help="Run the program of another's RUN, or one that has changed since.")
     ] = False,
     excepted: Annotated[
         list[str] | None,
@@ -47,8 +47,8 @@ def audit(
     """Takes drawn segments of a recorded run again, from checkpoint to checkpoint, and compares all to the bit.
 
     Compared are the hashes of all files, each line of the ledger, the next checkpoint and the digest of the end; exit
-    code 1 if one differs. One device is enough, and taken by default. Nothing is written to RUN. The run of a script,
-    recorded by samestep run --record, is repeated whole, and the files that it wrote are compared.
+    code 1 if one differs, or if RUN claims more. One device is enough, and taken by default. Nothing is written to RUN.
+    The run of a script, recorded by samestep run --record, is repeated, and the files that it wrote are compared.
     """
     if holds_script(run):
         _audit_script(run, devices, trust, excepted or [], as_json)
@@ -120,9 +120,13 @@ def _print(found: "Audit") -> None:
 
     table = make_table("segment", "steps", "seconds", "the same")
     for each in found.segments:
-        steps, seconds = f"{each.first} … {each.last}", f"{each.seconds:.1f}"
+        steps, seconds = f"{min(each.first, each.last)} … {each.last}", f"{each.seconds:.1f}"
         table.add_row(str(each.number), steps, seconds, _same(each.difference))
     _show(found, table)
+    for claim in found.not_audited:
+        make_console().print(f"not audited: {claim}", style="bold red", markup=False)
+    for name in found.not_compared:
+        make_console().print(f"not compared: {name}", markup=False)
     make_console().print(f"seed {found.seed}: {probability(len(found.segments), found.num_segments)}", markup=False)
 
 

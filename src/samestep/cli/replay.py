@@ -29,7 +29,7 @@ def replay(
         typer.Option(metavar="DIR", help="Write inputs, outputs, gradients and the batch to this new folder."),
     ] = None,
     trust: Annotated[
-        bool, typer.Option("--trust", help="Run a script that came with RUN, or has changed since.")
+        bool, typer.Option("--trust", help="Run the program of another's RUN, or one that has changed since.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
 ) -> None:

@@ -106,7 +106,7 @@ def _resumed(
     asked: dict[str, Any], resume: str | None, run_dir: str | None, workers: WorkerOptions
 ) -> tuple[dict[str, Any], Path | None]:
     """The options of a resumed run, its own and those given now; and its folder, None for a new run."""
-    from samestep.checkpoint.run_folder import CONTRACT_FILE, recorded, run_of, unfinished_run
+    from samestep.checkpoint.run_folder import CONTRACT_FILE, is_signed, recorded, run_of, unfinished_run
 
     if resume is None:
         return asked, None
@@ -124,6 +124,11 @@ def _resumed(
     if asked.get("recipe", own["recipe"]) != own["recipe"]:
         raise UsageError(f"got the recipe {asked['recipe']}, and {source} is a run of {own['recipe']}; leave it out")
     own = checked_options(str(source / CONTRACT_FILE), own)
+    read = [f"--{name.replace('_', '-')}" for name in ("data", "data_dir") if name in own and name not in asked]
+    if read and not is_signed(recorded(source)):
+        raise UsageError(
+            f"{source} names {read[0]}, and you did not make it on this machine, or it has changed since; give it again"
+        )
     dropped: tuple[str, ...] = ("run_dir", "resume", "allow_contract_change")
     if "strategy" in asked:
         dropped += ("mesh", "shard_optimizer")  # which belong to the strategy that the run had

@@ -17,6 +17,7 @@ from samestep.checkpoint.run_folder import (
     create_folder,
     holds_script,
     script_of,
+    signed,
     take_lock,
 )
 from samestep.comm.environment import read_environment
@@ -123,7 +124,8 @@ class ScriptRecord:
             self._before = {name: each for name, each in self._before.items() if each is None or _ctime(name) < began}
         else:
             nothing: dict[str, Any] = {"contract": {}, "files": {}, "folders": [], "changed": []}
-            write_json(folder / SCRIPT_FILE, {**nothing, **self._earlier, **self._command(), "exit_code": None})
+            record = {**nothing, **self._earlier, **self._command(), "exit_code": None}
+            write_json(folder / SCRIPT_FILE, signed(record))
 
     def _command(self) -> dict[str, Any]:
         return {
@@ -150,7 +152,7 @@ class ScriptRecord:
             "folders": sorted(folders & after.keys()),
             "changed": sorted({*self._earlier.get("changed", ()), *changed} & after.keys()),
         }
-        write_json(self._folder / SCRIPT_FILE, record)
+        write_json(self._folder / SCRIPT_FILE, signed(record))
         self._lock.release()
         if exit_code == 0 and not record["files"]:
             name = self._options["program"][0]

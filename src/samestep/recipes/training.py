@@ -37,6 +37,7 @@ def train(**options: Any) -> dict[str, Any]:
     """Trains a recipe."""
     config = JobConfig(**options)
     recipe = load(config.recipe)
+    config.check()
     batch_size = recipe.global_batch_size if config.global_batch_size is None else config.global_batch_size
     run = Run(
         batch_size,

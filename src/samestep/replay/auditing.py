@@ -1,5 +1,6 @@
 """Audits a recorded run: takes drawn segments between its checkpoints again, and compares all that they left."""
 
+import os
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,22 +15,41 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor, uint8
 
-from samestep.checkpoint.contract_diff import ContractChange, differences, explain
+from samestep.checkpoint.contract_diff import UNMENTIONED, differences, explain, flat
 from samestep.checkpoint.digest import state_digest
+from samestep.checkpoint.export import model_weights
 from samestep.checkpoint.local_shards import gathered
-from samestep.checkpoint.resume import read_state
-from samestep.checkpoint.run_folder import ATTESTATION_FILE, RESULT_FILE, WEIGHTS_FILE, holds_run
+from samestep.checkpoint.packing import METADATA
+from samestep.checkpoint.resume import check_best, named_checkpoint, read_state
+from samestep.checkpoint.run_folder import ATTESTATION_FILE, AUDITED_NAMES, RESULT_FILE, WEIGHTS_FILE, holds_run
 from samestep.checkpoint.state import rest_of
-from samestep.checkpoint.storage import Snapshot, checkpoint_name, list_checkpoints, verify_checkpoint
+from samestep.checkpoint.storage import (
+    BEST_FILE,
+    LATEST_FILE,
+    Snapshot,
+    checkpoint_name,
+    list_checkpoints,
+    strange_entries,
+    verify_checkpoint,
+)
+from samestep.checkpoint.verified_files import header_of
 from samestep.checks import check_number
 from samestep.comm.environment import read_environment
 from samestep.data.batch import flattened
 from samestep.engine.determinism import own_device
 from samestep.engine.result import StepResult
 from samestep.engine.step import TrainStep
-from samestep.errors import ContractError, DataError, UsageError
-from samestep.files import read_object, read_small, reason
-from samestep.replay.replaying import Finished, ProgramRerun, announce, compute_as_recorded, num_threads_of, program_of
+from samestep.errors import CheckpointError, ContractError, DataError, UsageError
+from samestep.files import json_bytes, load_json, read_object, read_small, reason
+from samestep.replay.replaying import (
+    Finished,
+    ProgramRerun,
+    announce,
+    compute_as_recorded,
+    limited,
+    num_threads_of,
+    program_of,
+)
 from samestep.run.data_hash import summary
 from samestep.run.trainer import Trainer
 from samestep.runs.attestation import checkpoints_of, record_of, statement
@@ -39,7 +59,8 @@ from samestep.text import counted
 
 SEGMENTS = 3
 MAX_HEADER_BYTES = 64 << 20  # of a file of safetensors
-TIMES = ("seconds", "samples_per_second")  # of a checkpoint's records; the rest of it is compared
+TIMES = (".seconds", ".samples_per_second")  # numbers of a checkpoint's records; the rest of it is compared
+OF_LOOP = ("command", "working_folder", "script_sha256", "code", "packages", "signature")
 PROGRAM = ".run.rest.program"  # in a checkpoint of a loop of the user's own
 CONTRACT = "contract"  # in the same place, compared field by field
 
@@ -78,11 +99,13 @@ class Audit:
     segments: Sequence[AuditedSegment]
     faults: Sequence[str]
     notes: Sequence[str]
+    not_audited: Sequence[str]  # what the run claims, and none of its segments computes again, as sentences
+    not_compared: Sequence[str]  # other entries of its folder
 
     @property
     def holds(self) -> bool:
-        """Whether all that was compared is the same, to the bit."""
-        return not self.faults and not any(each.difference for each in self.segments)
+        """Whether all that was compared is the same, to the bit, and no more is claimed."""
+        return not self.faults and not self.not_audited and not any(each.difference for each in self.segments)
 
     def as_json(self) -> dict[str, Any]:
         return {**asdict(self), "holds": self.holds}
@@ -128,7 +151,10 @@ def audit(
     if take is None:
         take = partial(audit_segments, folder, trust=trust, program=program, tell=tell, progress=progress)
     done = list(take(sorted(drawn, key=lambda segment: segment.first)))
-    return Audit(str(folder), seed, len(plan), plan[-1].last - plan[0].first + 1, done, faults, notes)
+    left_out = [*_not_audited(folder, ledger, plan)]
+    others = sorted({*os.listdir(folder)} - {*AUDITED_NAMES}) if holds_run(folder) else []
+    num_steps = plan[-1].last - plan[0].first + 1
+    return Audit(str(folder), seed, len(plan), num_steps, done, faults, notes, left_out, others)
 
 
 def _ledger_of(folder: Path) -> Ledger:
@@ -146,15 +172,16 @@ def segments_of(
     """The segments of a run between its good checkpoints, in order; a `UsageError` if there is none."""
     last = max(ledger.steps, default=0)
     begin = ledger.events[0] if ledger.events else {}
-    names: dict[int, str | None] = {**({} if begin.get("event") == "resume" else {0: None})}
-    names |= {step: path.name for step, path in places}
-    if begin.get("event") == "resume" and names:
-        tell(f"it goes on from {begin.get('from')} of another folder: steps up to {min(names)} are audited there")
+    names: dict[int, str | None] = {step: path.name for step, path in places}
+    if begin.get("event") != "resume":
+        names[0] = None  # not by a checkpoint of step 0, which nothing leads to
     steps = sorted(names)
     if steps and last > steps[-1]:
         steps, names[last] = [*steps, last], None
     pairs = enumerate(pairwise(steps), 1)
     found = [Segment(number, one + 1, two, names[one], names[two]) for number, (one, two) in pairs]
+    if found and places[:1] and places[0][0] == 0 and not holds_run(folder):  # saved before the loop's first step
+        found = [Segment(0, 1, 0, None, places[0][1].name), *found]
     if not found:
         raise UsageError(
             f"{folder} cannot be audited: it has no step after its beginning or a checkpoint. A run that is to be "
@@ -168,6 +195,17 @@ def segments_of(
     return found
 
 
+def _not_audited(folder: Path, ledger: Ledger, plan: Sequence[Segment]) -> Iterator[str]:
+    """What a folder claims and its segments do not compute again."""
+    if plan[0].start is not None:
+        yield f"steps 1 to {plan[0].first - 1}: no segment of this folder leads to {plan[0].start}"
+    for change in [each for each in ledger.events if each["event"] == "contract_change"]:
+        yield f"the steps under the contract that was changed after step {change['step']}"
+    home = checkpoints_of(folder)
+    if home.is_dir():
+        yield from (f"{home.name}/{name}, which no run writes" for name in strange_entries(home, holds_run(folder)))
+
+
 def attestation_faults(folder: Path, notes: list[str]) -> Iterator[str]:
     """How a folder differs from its attestation; a note if it has none."""
     if not (folder / ATTESTATION_FILE).exists():
@@ -176,7 +214,10 @@ def attestation_faults(folder: Path, notes: list[str]) -> Iterator[str]:
         )
         return
     try:
-        found = differing(read_object(folder / ATTESTATION_FILE), statement(folder), "")
+        value, data = statement(folder), read_small(folder / ATTESTATION_FILE)
+        found = differing(load_json(data), value, "")
+        if found is None and data != json_bytes(value):
+            found = "it is not what samestep attest writes"
     except (OSError, ValueError) as error:
         found = reason(error)
     if found is not None:
@@ -191,6 +232,11 @@ def _faults(
     yield from gaps(folder) if holds_run(folder) else ()
     for repeat in ledger.repeats_that_differ:
         yield f"the ledger has step {repeat.step} twice, with another {field_name(repeat.field)} the second time"
+    if ledger.torn and ledger.events and ledger.events[-1]["event"] == "end":
+        yield "the ledger ends with half a line, after its end"
+    digests = [(each["step"], each.get("digest")) for each in ledger.events if each["event"] == "end"]
+    if len(dict(digests)) < len({*digests}):
+        yield "the ledger has two digests of the end after one step"
     ends = [each["step"] for each in ledger.events if each["event"] in ("stop", "end")]
     last, reached = max(ledger.steps, default=0), max([*ends, *(step for step, _ in places)], default=0)
     if ledger.steps and reached > last:
@@ -201,20 +247,33 @@ def _faults(
     for change in differences(record, newest.rest[CONTRACT]):
         if change.breaks:
             yield f"run.json and {newest.name} have another {change.field}: {change.before} and {change.after}"
+    if unknown := _only_in(record, newest.rest[CONTRACT]):
+        yield f"run.json has {unknown}, and {newest.name} has not"
+    home = checkpoints_of(folder)
+    try:
+        if (home / LATEST_FILE).exists() and (latest := named_checkpoint(home / LATEST_FILE).name) != newest.name:
+            yield f"{LATEST_FILE} names {latest}, and the newest checkpoint is {newest.name}"
+        if (home / BEST_FILE).exists():
+            check_best(home)
+    except CheckpointError as error:
+        yield str(error)
     ends = [each.get("data") for each in ledger.events if each["event"] == "end" and each["step"] == places[-1][0]]
     if ends and ends[-1] != (hashed := summary(newest.rest.get("data"))):
         yield f"the ledger and {newest.name} have another hash of the data: {ends[-1]} and {hashed}"
     yield from _result_faults(folder, record, ledger, newest.rest.get("history"))
-    names = newest.snapshot.files["model"]
+    names, _ = model_weights(places[-1][1], newest.snapshot, "model")
     try:
-        held = load(read_small(folder / WEIGHTS_FILE, MAX_HEADER_BYTES + sum(each.nbytes for each in names.values())))
+        data = read_small(folder / WEIGHTS_FILE, MAX_HEADER_BYTES + sum(each.nbytes for each in names.values()))
+        held, metadata = load(data), header_of(data).get(METADATA)
     except FileNotFoundError:
         return
-    except (OSError, SafetensorError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         yield f"{WEIGHTS_FILE} cannot be read: {reason(error)}"
         return
-    for name in [name for name in held if name not in names or not _same(held[name], names[name])][:1]:
-        yield f"{WEIGHTS_FILE} and {newest.name} have another {name}"
+    if metadata != {"format": "pt"}:
+        yield f"{WEIGHTS_FILE} has metadata that no run writes: {metadata}"
+    if (found := differing(held, names, "")) is not None:
+        yield f"{WEIGHTS_FILE} and {newest.name} have another {found.partition(': ')[0]}"
 
 
 def _result_faults(folder: Path, record: Mapping[str, Any], ledger: Ledger, history: Any) -> Iterator[str]:
@@ -227,8 +286,10 @@ def _result_faults(folder: Path, record: Mapping[str, Any], ledger: Ledger, hist
         yield f"{RESULT_FILE} cannot be read: {reason(error)}"
         return
     ends = [each for each in ledger.events if each["event"] == "end"]
-    known = {name: record.get(name) for name in ("global_batch_size", "num_microbatches", "seed", "data")}
+    known = {name: record.get(name) for name in ("global_batch_size", "num_microbatches", "seed", "data", "devices")}
     known |= {"digest": ends[-1].get("digest") if ends else None, "epochs": history}
+    if not isinstance(result.pop("run", ""), str) or not result.keys() <= known.keys():
+        yield f"{RESULT_FILE} has what no run writes there: {', '.join(result.keys() - known.keys())}"
     if (found := differing({name: result.get(name) for name in known}, known, "")) is not None:
         yield f"{RESULT_FILE} does not fit the folder: {found}"
 
@@ -246,8 +307,8 @@ def audit_segments(
     compute_as_recorded(record)
     if program is None:
         own = program_of(record, folder)
+        announce(own, record, folder, trust, tell)
         if not own.is_recipe:
-            announce(own, record, folder, trust, tell)
             check_code(record, folder, trust)
         program = own.run
     environment = read_environment()
@@ -275,7 +336,8 @@ def audit_segments(
             segment=segment,
             step_done=partial(_count, progress, before, total),
         )
-        rerun.run(program)
+        with limited(record, trust or own is None, _place(folder, segment.start or segment.target)):
+            rerun.run(program)
         before += segment.last - segment.first + 1
         seconds, digests = time.perf_counter() - began, sum(one.has_digest for one in rerun.compared)
         yield AuditedSegment(segment.number, segment.first, segment.last, seconds, digests, rerun.difference)
@@ -310,7 +372,7 @@ def _count(progress: Callable[[int, int], None], before: int, total: int, done: 
 
 
 def _place(folder: Path, name: str | None) -> Path | None:
-    return None if name is None else (checkpoints_of(folder) / name).resolve()
+    return None if name is None else checkpoints_of(folder.resolve()) / name
 
 
 @dataclass(eq=False)
@@ -322,6 +384,12 @@ class SegmentRerun(ProgramRerun):
     difference: str | None = field(default=None, init=False)
     _is_done: bool = field(default=False, init=False)
     _is_loop: bool = field(default=False, init=False)  # of the user's own, which has loaded or saved
+    _ends: dict[int, tuple[Any, Any]] = field(default_factory=dict, init=False)  # digests that are not found yet
+
+    def __post_init__(self) -> None:
+        events = () if self.ledger is None else self.ledger.events
+        ends = [each for each in events if each["event"] == "end" and self.segment.first <= each["step"] <= self.step]
+        self._ends = {each["step"]: (each.get("digest"), each.get("data")) for each in ends}
 
     def has_reached(self) -> bool:
         if self._is_loop and not self._is_done:
@@ -331,6 +399,8 @@ class SegmentRerun(ProgramRerun):
 
     def begins(self, step: TrainStep) -> None:
         """Compares the contracts; ends the program before the step that follows the segment."""
+        for end in [end for end in self._ends if end <= step.num_steps and self.difference is None]:
+            self._end(f"the digest after step {end}: {self._ends[end][0]}, and it is another now")
         if self._taken > self.step:
             self._end(self.difference)
         if self.first is None:
@@ -354,21 +424,27 @@ class SegmentRerun(ProgramRerun):
         if fields := self.compared[-1].fields:
             shown = (f"{field_name(one.field)} {ledger_value(one.a)}, now {ledger_value(one.b)}" for one in fields)
             self._end(f"step {self._taken}: {', '.join(shown)}")
-        if self._taken == self.step and self.segment.target is None and self._final_digest() is None:
+        if self._taken == self.step and self.segment.target is None and not self._ends:
             self._end(None)
 
     def at_boundary(self, trainer: Trainer, capture: Callable[[], Snapshot]) -> None:
         """Compares the last state with the recorded one, of before or after the end of an epoch."""
-        if trainer is not self.trainer or trainer.step.num_steps != self.step:
+        if trainer is not self.trainer or trainer.step.num_steps not in (self.step, *self._ends):
             return
-        state, target, final, found, is_same_place = capture(), self._target(), self._final_digest(), None, True
+        state, target, found, is_same_place = capture(), self._target(), None, True
+        if (end := self._ends.get(state.step)) is not None:
+            now = state_digest(trainer.step), summary(rest_of(state).get("data"))
+            if end == now:
+                del self._ends[state.step]
+            else:
+                found = f"the final digest: {end[0]}, now {now[0]}"
+        if state.step != self.step:
+            return
         state = replace(state, files=gathered(state.files, trainer.step.state_communicator))
         if target is not None:
-            found = first_difference(target, state)
+            found = first_difference(target, state) or found
             batches = (rest_of(each)["epoch"]["num_batches"] for each in (target, state))
             is_same_place = next(batches) == next(batches)
-        if found is None and final is not None and (now := state_digest(trainer.step)) != final:
-            found = f"the final digest: {final}, now {now}"
         if found is None:
             self._end(None)
         if self.difference is None or is_same_place:
@@ -403,12 +479,6 @@ class SegmentRerun(ProgramRerun):
         place = _place(self.run_folder, self.segment.target)
         return None if place is None else read_state(place).snapshot
 
-    def _final_digest(self) -> str | None:
-        """The recorded digest of the run's end, if that is the end of the segment."""
-        events = () if self.ledger is None else self.ledger.events
-        ends = [each for each in events if each["event"] == "end" and each["step"] == self.step]
-        return str(ends[-1].get("digest")) if ends else None
-
     def _end(self, difference: str | None) -> None:
         self.difference, self._is_done = difference, True
         raise Finished
@@ -435,17 +505,26 @@ def differing(one: Any, other: Any, path: str) -> str | None:
     """The path to the first difference of two values of JSON, or with tensors, with both; None if there is none."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return None if _same(one, other) else path[1:]
+    if path == PROGRAM:
+        return next((f"{path[1:]}.{name}" for name in one or () if name not in OF_LOOP), None)
     if isinstance(one, dict) and isinstance(other, dict):
         if path == f".run.rest.{CONTRACT}":
-            changes: list[ContractChange] = [change for change in differences(one, other) if change.breaks]
-            return f"{CONTRACT}, {changes[0].field}: {changes[0].before}, now {changes[0].after}" if changes else None
-        names = (name for name in dict.fromkeys((*one, *other)) if name not in TIMES and f"{path}.{name}" != PROGRAM)
-        pairs = [(one.get(name), other.get(name), f"{path}.{name}") for name in names]
+            for change in [change for change in differences(one, other) if change.breaks]:
+                return f"{CONTRACT}, {change.field}: {change.before}, now {change.after}"
+            return f"{CONTRACT}: {unknown}" if (unknown := _only_in(one, other)) else None
+        pairs = [(one.get(name), other.get(name), f"{path}.{name}") for name in dict.fromkeys((*one, *other))]
+        pairs = [pair for pair in pairs if not (pair[2].endswith(TIMES) and {*map(type, pair[:2])} <= {int, float})]
     elif isinstance(one, list | tuple) and isinstance(other, list | tuple) and len(one) == len(other):
         pairs = [(*pair, f"{path}.{number}") for number, pair in enumerate(zip(one, other, strict=True))]
     else:
         return None if repr(one) == repr(other) else f"{path[1:]}: {one}, now {other}"
     return next((found for pair in pairs if (found := differing(*pair)) is not None), None)
+
+
+def _only_in(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+    """A field that one contract alone has; None if there is none."""
+    names = dict(flat(recorded)).keys() - dict(flat(now)).keys()
+    return min((name for name in names if name.partition(".")[0] not in UNMENTIONED), default=None)
 
 
 def probability(audited: int, num_segments: int) -> str:

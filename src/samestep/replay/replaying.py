@@ -5,22 +5,24 @@ import math
 import os
 import shlex
 import sys
-import sysconfig
 from abc import abstractmethod
 from bdb import BdbQuit
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from samestep.checkpoint.contract_diff import differences
 from samestep.checkpoint.digest import as_hex, state_checksum
 from samestep.checkpoint.resume import find_state
-from samestep.checkpoint.run_folder import CHECKPOINT_FOLDER, CONTRACT_FILE, holds_run, recorded
+from samestep.checkpoint.run_folder import CHECKPOINT_FOLDER, CONTRACT_FILE, holds_run, is_signed, recorded
 from samestep.checkpoint.storage import Snapshot, newest_checkpoint
+from samestep.checkpoint.verified_files import read_manifest
 from samestep.comm.environment import Environment, read_environment
 from samestep.data.batch import Batch
 from samestep.engine.determinism import own_device
@@ -29,8 +31,10 @@ from samestep.engine.portable_kernels import make_portable
 from samestep.engine.result import StepResult
 from samestep.engine.step import TrainStep
 from samestep.errors import DataError, NonFiniteError, RunFolderError, SamestepError, UsageError, WorkerError
+from samestep.files import MAX_SMALL_BYTES
 from samestep.launcher.job import Job, run_program
 from samestep.patch import exits_raised
+from samestep.recipes.settings import MAX_THREADS, checked_options
 from samestep.replay.observed_step import ObservedStep, Saver, check_folder, describe_error
 from samestep.replay.views import Check, Replay, StepView, Tier
 from samestep.run.arguments import Rerun, StepOptions, rerunning
@@ -46,11 +50,11 @@ from samestep.runs.ledger import (
     number,
     read_ledger,
 )
-from samestep.runs.recorder import file_sha256
+from samestep.runs.recorder import file_sha256, is_own
 from samestep.text import one_line
 
 RECIPE_JOB = "samestep.recipes.training:train"
-NOT_OF_A_REPLAY = ("shares", "spares", "run_dir", "resume", "profile", "command", "job")
+NOT_OF_A_REPLAY = ("shares", "spares", "num_workers", "run_dir", "resume", "profile", "command", "job")
 
 
 @dataclass(frozen=True)
@@ -79,31 +83,51 @@ class ReplayedProgram:
             os.chdir(folder)
             # Its own modules begin anew with the next program; those of packages cannot be loaded twice.
             for name in sys.modules.keys() - known:
-                if (file := getattr(sys.modules[name], "__file__", None)) and not _is_installed(Path(file)):
+                if is_own(sys.modules[name]):
                     del sys.modules[name]
 
 
 def announce(
     program: ReplayedProgram, record: Mapping[str, Any], run: Path, trust: bool, tell: Callable[[str], None]
 ) -> None:
-    """Says which script runs; without trust a `UsageError` if it may not be the user's own that made the run."""
-    sha256, recorded = program.file and file_sha256(program.file), record.get("script_sha256")
-    tell(f"running {one_line(shlex.join(map(str, record['command'])))}: {program.file}, SHA-256 {sha256}")
+    """Says what runs; without trust a `UsageError` unless this user ran it, or it is a recipe that reads no file."""
+    sha256, made = program.file and file_sha256(program.file), record.get("script_sha256")
     places = [place.resolve() for place in (program.file, program.folder) if place is not None]
-    why = "" if sha256 and sha256 == recorded else f"is not the script that made the run, of SHA-256 {recorded}"
-    if program.file and _is_installed(program.file):  # its hash is no secret, and arguments may be code
-        why = "belongs to the installed Python or one of its packages, and may run what it is given"
-    if any(place.is_relative_to(run.resolve()) for place in places):
-        why = "came with the folder of the run, and runs within it"
+    options, why = program.job.kwargs, ""
+    what = f"a recipe with {options}"
+    if not program.is_recipe:
+        what = f"{shlex.join(map(str, record['command']))}: {program.file}, SHA-256 {sha256}"
+        if sha256 is None or sha256 != made:
+            why = f"is not the script that made the run, of SHA-256 {made}"
+        elif program.folder is None or any(place.is_relative_to(run.resolve()) for place in places):
+            why = f"came with the folder of the run, or {record.get('working_folder')}, where it was run, is gone"
+    tell(f"running {(what := one_line(what))}")
+    if not is_signed(record) and (not program.is_recipe or "data" in options or "data_dir" in options):
+        why = f"is what {run} names, which you did not make on this machine, or which has changed since"
     if why and not trust:
-        raise UsageError(f"{program.file} {why}; if you know what it does, run it with --trust (trust=True)")
+        raise UsageError(f"{what} {why}; if you know what it does, run it with --trust (trust=True)")
 
 
-def _is_installed(file: Path) -> bool:
-    """Whether a file is of Python's library, or of a package that was installed."""
-    homes = (sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib", "scripts"))
-    places = [Path(__file__).parents[1], *map(Path, homes)]  # samestep may be used from a checkout
-    return "dist-packages" in file.parts or any(file.resolve().is_relative_to(place.resolve()) for place in places)
+@contextmanager
+def limited(record: Mapping[str, Any], trust: bool, checkpoint: Path | None) -> Iterator[None]:
+    """Within it a model with more parameters than its checkpoint is refused, unless this user made the run."""
+    files = {} if checkpoint is None else read_manifest(checkpoint).files
+    left = sum(file.size for name, file in files.items() if name.startswith("model")) or MAX_SMALL_BYTES
+
+    def count(module: nn.Module, name: str, parameter: Any) -> None:
+        nonlocal left
+        left -= getattr(parameter, "nbytes", 0)
+        if left < 0 and not trust and not is_signed(record):  # it has no values yet
+            raise UsageError(
+                "the model is larger than the checkpoint that it is to have made; if you know better, run it with "
+                "--trust (trust=True)"
+            )
+
+    handle = nn.modules.module.register_module_parameter_registration_hook(count)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def _file_of(module: str, folder: Path) -> Path | None:
@@ -127,7 +151,9 @@ def program_of(record: Mapping[str, Any], run: Path) -> ReplayedProgram:
     recipe_job = record.get("job")
     if isinstance(recipe_job, Mapping) and "recipe" in recipe_job:
         own = {name: value for name, value in recipe_job.items() if name not in NOT_OF_A_REPLAY}
-        return ReplayedProgram(Job("function", RECIPE_JOB, kwargs=own), folder)
+        own = checked_options(str(run / CONTRACT_FILE), own)
+        place = folder if "data" in own or "data_dir" in own else None  # no import is to find a module of a stranger's
+        return ReplayedProgram(Job("function", RECIPE_JOB, kwargs=own), place)
     command = record.get("command")
     words = [str(word) for word in command] if isinstance(command, list) else []
     if words[:2] == ["python", "-m"] and len(words) > 2:
@@ -388,7 +414,7 @@ def replay(
     """Takes one step of a recorded run again on one device, and returns a view of it and a comparison with the ledger.
 
     The run's own program (or `program`, in a notebook) is run from the newest good checkpoint before the step.
-    A script that came with the folder, or is not the one that the run recorded, needs `trust`. Each step on the way is
+    One that this user did not run on this machine, or that has changed since, needs `trust`. Each step on the way is
     compared with the ledger: tier `bitwise` if nothing has changed on which the bits depend, else `allclose`. Nothing
     is written to the run's folder.
     """
@@ -414,8 +440,7 @@ def replay(
     own = None
     if program is None:
         own = program_of(record, folder)
-        if not own.is_recipe:
-            announce(own, record, folder, trust, tell)
+        announce(own, record, folder, trust, tell)
         program = own.run
     found = newest_checkpoint(folder / CHECKPOINT_FOLDER, before=step - 1, tell=notes.append)
     start = None if found is None else found.path.resolve()
@@ -435,7 +460,8 @@ def replay(
     )
     beginning = "the beginning of the run" if start is None else start.name
     tell(f"replaying {folder} from {beginning} to step {step} on {chosen}")
-    view = rerun.show(program)
+    with limited(record, trust or own is None, start):
+        view = rerun.show(program)
     assert rerun.trainer is not None, "a step was taken"
     changes = differences(before, rerun.trainer._contract)
     if start is None and rerun.first != 1:
@@ -495,7 +521,7 @@ def _contract_of(checkpoint: Path, notes: list[str]) -> dict[str, Any]:
 def num_threads_of(device: torch.device, record: Mapping[str, Any]) -> int:
     """The recorded number of CPU threads, since it decides the bits; on another kind of device torch's default."""
     found = record.get("num_threads")
-    is_usable = record.get("device_kind") == device.type and isinstance(found, int) and found > 0
+    is_usable = record.get("device_kind") == device.type and isinstance(found, int) and 0 < found <= MAX_THREADS
     return int(str(found)) if is_usable else max(1, torch.get_num_threads())
 
 

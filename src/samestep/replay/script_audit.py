@@ -21,7 +21,7 @@ import torch
 from safetensors import safe_open
 
 from samestep.checkpoint.contract_diff import differences, explain
-from samestep.checkpoint.run_folder import script_of
+from samestep.checkpoint.run_folder import SCRIPT_FILE, script_of
 from samestep.devices.selection import select
 from samestep.errors import ContractError, UsageError, WorkerError
 from samestep.files import MAX_SMALL_BYTES
@@ -83,7 +83,7 @@ def audit_script(
     if (code := record.get("exit_code")) != 0:
         how = "its script runs, or was killed" if code is None else f"its script ended with the exit code {code}"
         raise UsageError(f"{run} cannot be audited: {how}; go on with it by the same command, with --record {run}")
-    program = program_of(record, folder)
+    program = program_of({**record, "job": None}, folder)  # what is run is its command, whatever else it names
     announce(program, record, folder, trust, tell)
     notes = check_code(record, folder, trust)
     home = (program.folder or Path()).resolve()
@@ -116,6 +116,9 @@ def audit_script(
                 f"{run} cannot be audited here, which was made under another contract:\n{explain(breaking)}\n"
                 "go back to its values, or audit it where they hold"
             )
+        strange = {*record, *(f"contract.{name}" for name in record["contract"])}
+        strange -= {*now, *(f"contract.{name}" for name in now["contract"])}
+        faults += [f"{SCRIPT_FILE} has {name}, which no run writes" for name in sorted(strange)]
         names = sorted({*record["files"], *now["files"]})
         left = [*filter(left_out, names)]
         found = {name: _compared(name, record, now, home, place) for name in names if name not in left}

@@ -21,6 +21,7 @@ from samestep.report.formatting import duration, flat, number, size, value_text
 from samestep.report.reader import QUIET, json_number
 from samestep.report.run_summary import Finding, Phases, RunReport, RunSummary
 from samestep.runs.curves import MAX_BINS, Curve, Series, loss_series, step_series, thinned, wants_log
+from samestep.text import visible
 from samestep.version import __version__
 
 Unit = Literal["", "share", "bytes", "seconds", "rate"]
@@ -402,7 +403,7 @@ def make_page(report: RunReport) -> str:
         "data": _safe_json(_data(report)),
         "script": script,
     }
-    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _template("page.html"))
+    return visible(re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _template("page.html")))
 
 
 def _data(report: RunReport) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from samestep.checkpoint.contract import loader_contract, step_contract
 from samestep.checkpoint.digest import Drift
 from samestep.checkpoint.local_shards import gathered, is_sharded, whole_tensors
 from samestep.checkpoint.resume import check_state, find_checkpoint, names_checkpoint, receive_state
+from samestep.checkpoint.run_folder import SIGNATURE, signed
 from samestep.checkpoint.state import Steps, capture, restore
 from samestep.checkpoint.storage import Snapshot, list_checkpoints, write_checkpoint
 from samestep.checks import check_number
@@ -47,7 +48,8 @@ def save(
     if names_checkpoint(folder):
         raise UsageError(f"got {place}, which names one checkpoint; needed: the folder for all of them")
     steps = _listed(step)
-    values = _values(contract, steps, loader, rest) | {"program": program}
+    values = _values(contract, steps, loader, rest)
+    values["program"] = {**program, SIGNATURE: signed({**values["contract"], **program})[SIGNATURE]}
 
     def check_ours() -> None:
         if list_checkpoints(folder) and not is_ours:

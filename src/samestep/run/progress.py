@@ -24,7 +24,7 @@ from samestep.engine.step import TrainStep
 from samestep.errors import CheckpointError, UsageError
 from samestep.run.data_hash import DataHash
 from samestep.run.run import Run
-from samestep.runs.history import EpochRecord, EpochSoFar
+from samestep.runs.history import BestMetric, EpochRecord, EpochSoFar
 from samestep.text import counted
 
 if TYPE_CHECKING:
@@ -82,11 +82,6 @@ def in_evaluation_mode(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if not module.training]
 
 
-def is_end_of(rest: Mapping[str, Any], epoch: int) -> bool:
-    """Whether the `rest` that `Progress` captured is of the end of an epoch, counted from 1."""
-    return len(rest["history"]) == epoch and not rest["epoch"]["num_batches"]
-
-
 class Progress:
     """The epochs of a trainer: the records of those that are done, and the one under way.
 
@@ -97,11 +92,11 @@ class Progress:
     epoch began, draws the same order again, and the batches that are done are skipped (`batches`).
     """
 
-    def __init__(self, run: Run, step: TrainStep, data: DataHash) -> None:
+    def __init__(self, run: Run, step: TrainStep, data: DataHash, metric: BestMetric | None) -> None:
         self.history: list[EpochRecord] = []
         self.epoch = EpochSoFar()
         self.data = data
-        self._run, self._step = run, step
+        self._run, self._step, self._metric = run, step, metric
         self._waiting: dict[str, Any] | None = None
         self._before_batch: dict[str, Any] = {}  # generators, before a loader of the user's own made the last batch
         # Samplers of the user's own, what they held, and the checksums of what they held that is not saved.
@@ -109,6 +104,11 @@ class Progress:
         # The epochs and max_steps of each call of `fit` that has ended, with the epochs that were done, or planned.
         self._calls: list[list[int | None]] = []
         self._num_calls = 0  # begun by this program
+
+    @property
+    def best(self) -> EpochRecord | None:
+        """The record of the best epoch so far, if there is a metric."""
+        return None if self._metric is None else self._metric.best(self.history)
 
     def begin_call(self, epochs: int | None, max_steps: int | None) -> tuple[bool, int | None]:
         """Whether this call of `fit` had ended in the run that was resumed, where another followed; and where it ended.
@@ -173,6 +173,7 @@ class Progress:
         rest = {
             "calls": [list(call) for call in self._calls[: self._num_calls - 1]],
             "history": [record.as_json() for record in self.history],
+            "best": self.best and self.best.epoch,
             "epoch": asdict(self.epoch),
             "cursor": cursor,
             "loader": self.loader_state(loader),

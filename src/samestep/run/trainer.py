@@ -27,7 +27,7 @@ from samestep.files import CHECKPOINT_RETRIES
 from samestep.run.arguments import StepOptions, answers_unknown, current_rerun
 from samestep.run.data_hash import DataHash, summary
 from samestep.run.hooks import Hooks
-from samestep.run.progress import Progress, enter_training_mode, is_end_of, make_loader, num_batches
+from samestep.run.progress import Progress, enter_training_mode, make_loader, num_batches
 from samestep.run.run import Run
 from samestep.run.signals import stopping_on_request
 from samestep.runs.history import BestMetric, EpochRecord, mean_of
@@ -134,9 +134,9 @@ class Trainer:
             **self._hooks.contract(),
             **(contract or {}),
         }
-        self._progress = Progress(run, self.step, data)
         check_counts(patience=patience)
         self._best_metric = BestMetric.of(best, patience)
+        self._progress = Progress(run, self.step, data, self._best_metric)
         self._log = RunLog(
             run.membership,
             self.step,
@@ -163,7 +163,7 @@ class Trainer:
     @property
     def best(self) -> EpochRecord | None:
         """The record of the best epoch so far by the metric `best`."""
-        return None if self._best_metric is None else self._best_metric.best(self.history)
+        return self._progress.best
 
     @contextmanager
     def best_weights(self) -> Iterator[nn.Module]:
@@ -187,7 +187,7 @@ class Trainer:
         from samestep.checkpoint.resume import weights_applied
 
         self._perform_on_main(self._log.finish_checkpoints)
-        with weights_applied(self.run.membership, self.step, folder / CHECKPOINT_FOLDER, best.epoch, is_end_of):
+        with weights_applied(self.run.membership, self.step, folder / CHECKPOINT_FOLDER, best.epoch):
             yield self.model
 
     def __repr__(self) -> str:

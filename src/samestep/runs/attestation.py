@@ -21,6 +21,7 @@ from samestep.checkpoint.run_folder import (
     LEDGER_FILE,
     RESULT_FILE,
     SCRIPT_FILE,
+    SIGNATURE,
     WEIGHTS_FILE,
     check_one_run,
     holds_run,
@@ -30,7 +31,7 @@ from samestep.checkpoint.run_folder import (
     script_of,
 )
 from samestep.checkpoint.state import check_captured, rest_of
-from samestep.checkpoint.storage import list_checkpoints, newest_checkpoint
+from samestep.checkpoint.storage import BEST_FILE, LATEST_FILE, checked_manifest, list_checkpoints, newest_checkpoint
 from samestep.checkpoint.verified_files import MANIFEST_FILE, read_facts, read_manifest
 from samestep.errors import CheckpointError, UsageError
 from samestep.files import MAX_SMALL_BYTES, open_regular, read_lines, write_json
@@ -41,7 +42,7 @@ STATEMENT = "https://in-toto.io/Statement/v1"
 PREDICATE = "urn:samestep:run:1"
 # What the run recorded beside its contract.
 OF_PROGRAM = ("command", "script_sha256", "code", "packages", "earlier_starts")
-OF_PLACE = ("working_folder", "job")
+OF_PLACE = ("working_folder", "job", SIGNATURE)
 
 
 def attest(folder: Path) -> Path:
@@ -85,21 +86,23 @@ def statement(folder: Path) -> dict[str, Any]:
     record, ledger = record_of(folder), read_ledger(folder) if holds_run(folder) else Ledger({}, ())
     manifests = {step: path / MANIFEST_FILE for step, path in list_checkpoints(checkpoints_of(folder))}
     files = [folder / name for name in (CONTRACT_FILE, LEDGER_FILE, RESULT_FILE, WEIGHTS_FILE)]
+    files += [checkpoints_of(folder) / name for name in (BEST_FILE, LATEST_FILE)]
     sizes = []
     for path in manifests.values():
         try:
-            sizes.append(sum(file.size for file in read_manifest(path.parent).files.values()))
+            sizes.append(sum(file.size for file in checked_manifest(path.parent).files.values()))
         except CheckpointError as error:
             raise CheckpointError(f"{path.parent}: {error}") from error
     most = MAX_SMALL_BYTES + max(sizes, default=0)  # of the weights, which are part of a checkpoint
     hashes = {path: _sha256(path, most) for path in (*files, *manifests.values()) if path.exists()}
     named = {path.relative_to(folder).as_posix(): digest for path, digest in hashes.items()}
-    ends = [event for event in ledger.events if event["event"] == "end"]
+    steps = max([*ledger.steps, *manifests], default=0)
+    ends = [event for event in ledger.events if event["event"] == "end" and event["step"] == steps]
     return _in_toto(
         named,
         record,
         {name: value for name, value in record.items() if name not in (*OF_PROGRAM, *OF_PLACE)},
-        steps=max([*ledger.steps, *manifests], default=0),
+        steps=steps,
         finalDigest=ends[-1].get("digest") if ends else None,
         data=ends[-1].get("data") if ends else None,
         chain=_chain(folder, {step: hashes[path] for step, path in manifests.items() if path in hashes}),

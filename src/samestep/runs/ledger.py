@@ -21,7 +21,7 @@ from typing import IO, TYPE_CHECKING, Any, Final, TypeGuard
 from samestep.checkpoint.contract_diff import ContractChange, decides, shown
 from samestep.checkpoint.run_folder import LEDGER_FILE
 from samestep.errors import DataError, RunFolderError
-from samestep.files import append_whole, check_length, is_at, open_unbuffered, read_lines, reason, writing
+from samestep.files import append_whole, check_length, distinct, is_at, open_unbuffered, read_lines, reason, writing
 from samestep.text import make_table
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def from_line(line: bytes) -> dict[str, Any] | None:
     if not is_whole(line):
         return None
     try:
-        value = json.loads(line.decode())
+        value = json.loads(line.decode(), object_pairs_hook=distinct)
     except (ValueError, RecursionError):
         return None
     if isinstance(value, dict):
@@ -221,11 +221,16 @@ def lacking(path: Path, steps: int) -> str:
 
 
 def gaps(folder: Path) -> Iterator[str]:
-    """Sentences on lines of steps that are missing between others; after a resume steps come again."""
+    """Sentences on lines of steps that are missing between others (after a resume steps come again), and on names."""
     last: int | None = None
     for number, line in enumerate(read_lines(folder / LEDGER_FILE), 1):
         entry = from_line(line.removesuffix(b"\n")) or {}
         step, is_event = entry.get("step"), "event" in entry
+        known = {"step", *NAMES.get(entry.get("event", ""), ()), *(("event", "time") if is_event else ())}
+        within = {name: value for name, value in entry.items() if isinstance(value, dict) and name != "data"}
+        strange = entry.keys() - known | within.keys() - {"seconds"} | within.get("seconds", {}).keys() - {*TIMED_KINDS}
+        if strange:
+            yield f"line {number} of the ledger has {min(strange)!r}, which no run writes there"
         if not isinstance(step, int) or (is_event and entry["event"] != "resume"):
             continue
         # A ledger may begin with a resume of a run in another folder.
@@ -270,6 +275,19 @@ def _seal(body: bytes) -> bytes:
 
 FIELDS: Final = ("num_samples", "ids", "lr", "loss", "grad_norm", "skipped", "digest")
 PLACE: Final = ("epoch", "position")
+NAMES: Final[Mapping[str, Sequence[str]]] = {  # of a line of a step, and of those of events beside their time
+    "": (*PLACE, *FIELDS, "world_size", "seconds"),
+    "start": ("world_size", "device_kind"),
+    "resume": ("from", "world_size", "device_kind"),
+    "contract_change": ("fields",),
+    "checkpoint": ("name", "blocked_seconds", "seconds"),
+    "stop": ("signal",),
+    "end": ("digest", "data"),
+    "death": ("slot", "rank", "device", "cause", "phase"),
+    "heal": ("world_size", "seconds", "lost"),
+    "join": ("world_size", "seconds"),
+    "audit": ("microbatch", "ranks", "devices", "names", "action", "found"),
+}
 FINAL_DIGEST: Final = "final digest"
 _NOT_FINITE = ("nan", "inf", "-inf")
 _HEX_FLOAT = re.compile(r"-?0x[01](\.[0-9a-f]+)?p[+-]\d+")

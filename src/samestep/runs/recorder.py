@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from importlib.metadata import distributions
 from io import BytesIO
 from pathlib import Path
+from types import ModuleType
 from typing import IO, Any, Protocol, runtime_checkable
 
 import psutil
@@ -40,6 +41,7 @@ from samestep.checkpoint.run_folder import (
     TENSORBOARD_FOLDER,
     holds_run,
     recorded,
+    signed,
 )
 from samestep.comm.heartbeat import Quorum
 from samestep.comm.membership import Membership
@@ -235,7 +237,8 @@ class Recorder:
             if contract is not None:
                 # First: a folder with other files of a run, and without this one, could never be resumed.
                 before = recorded(folder) if holds_run(folder) else {}
-                write_json(folder / CONTRACT_FILE, {**relaunch(), "earlier_starts": starts_of(before), **contract})
+                record = {**relaunch(), "earlier_starts": starts_of(before), **contract}
+                write_json(folder / CONTRACT_FILE, signed(record))
                 # A run that goes on has not ended after all.
                 (folder / RESULT_FILE).unlink(missing_ok=True)
             self._ledger = LedgerWriter(folder / LEDGER_FILE)
@@ -382,9 +385,7 @@ def _code(folder: Path) -> dict[str, Any] | None:
     """The SHA-256 of all files below a folder that are imported, packages in an environment there aside; the commit."""
     if folder.is_relative_to(Path(__file__).parents[1]):  # a recipe, whose code is that of samestep's version
         return None
-    files = [file for module in [*sys.modules.values()] if (file := getattr(module, "__file__", None))]
-    installed = sys.prefix, sys.base_prefix
-    own = {Path(file).resolve() for file in files if os.path.isabs(file) and not file.startswith(installed)}
+    own = {Path(str(module.__file__)).resolve() for module in [*sys.modules.values()] if is_own(module)}
     below = sorted(path for path in own if path.is_relative_to(folder))
     hashes = {path.relative_to(folder).as_posix(): file_sha256(path) for path in below}
     commit = None
@@ -392,6 +393,12 @@ def _code(folder: Path) -> dict[str, Any] | None:
         words = ["git", "-C", str(folder), "rev-parse", "HEAD"]
         commit = subprocess.run(words, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
     return {"folder": str(folder), "files": hashes, "commit": commit}
+
+
+def is_own(module: ModuleType) -> bool:
+    """Whether a module is of the user's program: of a file that is neither installed nor of samestep."""
+    file = getattr(module, "__file__", None) or ""
+    return os.path.isabs(file) and not file.startswith((sys.prefix, sys.base_prefix, str(Path(__file__).parents[1])))
 
 
 def file_sha256(path: Path) -> str | None:
