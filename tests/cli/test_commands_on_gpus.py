@@ -145,7 +145,7 @@ def test_a_run_goes_on_on_cpus_if_other_kernels_are_allowed(recorded, folder, tm
     assert "--allow-contract-change" in refused.stderr
     done = on(4, *resume, "--allow-contract-change", cwd=folder)
     assert "changed since the checkpoint: device_kind: cuda -> cpu" in done.stdout
-    assert told(done.stdout, "digest") == recorded[1], "the kernels of these GPUs are the CPU's"
+    assert told(done.stdout, "digest") != recorded[1], "the CPU's kernels round otherwise"
 
 
 @pytest.mark.parametrize("device", [None, "cuda:3", "cpu"])
@@ -154,7 +154,7 @@ def test_a_step_is_replayed_on_any_device(folder, device):
     done = on(4, "replay", "a", "--step", 6, *chosen, "--json", cwd=folder)
     found = json.loads(done.stdout)
     assert found["device"] == (device or "cuda:0")
-    assert found["check"]["same_bits"] is True
+    assert found["check"]["same_bits"] is (device != "cpu")
     assert found["check"]["tier"] == ("allclose" if device == "cpu" else "bitwise")
 
 
