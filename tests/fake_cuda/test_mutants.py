@@ -163,7 +163,7 @@ MUTANTS = {  # name: (file, text, its replacement), …, the file of the test an
             "low, high = (right, left) if is_largest else (left, right)",
             "return (torch.maximum if is_largest else torch.minimum)(left, right, out=out)",
         ),
-        "on GPUs: comm/test_process_group.py -k every_reduction and 2",
+        "comm/test_process_group.py -k every_reduction and 2",
     ),
     "scans of one row by look-back": (
         ("engine/deterministic_kernels.py", "if x.dim() == 0 or x.numel() != x.size(dim):", "if True:"),
