@@ -59,10 +59,16 @@ def test_a_script_of_one_process_cannot_have_kernels_chosen_by_their_time(tmp_pa
         model(torch.ones(4, 2).cuda()).sum().backward()
         optimizer.step()
         print("benchmark", torch.backends.cudnn.benchmark)
+        torch.manual_seed(0)
+        convolution = torch.nn.Conv2d(3, 4, 3).cuda()
+        with torch.backends.cudnn.flags(enabled=True, benchmark=True):
+            convolution(torch.randn(2, 3, 8, 8).cuda()).square().sum().backward()
+        print(torch.backends.cudnn.benchmark, convolution.weight.grad.tolist())
     """
     (tmp_path / "train.py").write_text(textwrap.dedent(program))
-    done = on(2, "run", "train.py", cwd=tmp_path)
-    assert done.stdout == "benchmark False\n"
+    done, again = (on(2, "run", "train.py", cwd=tmp_path) for _ in range(2))
+    assert done.stdout.startswith("benchmark False\nFalse [[")
+    assert done.stdout == again.stdout
     assert done.stderr.count("samestep: cudnn.benchmark stays off") == 1
 
 
@@ -80,7 +86,7 @@ def test_training_ends_in_the_same_bits_on_any_devices(recorded, folder, tmp_pat
     options, variables, devices = PLACES[place]
     done = on(4, *TRAIN, *options, "--run-dir", tmp_path / "run", cwd=folder, **variables)
     assert told(done.stdout, "devices") == devices
-    assert told(done.stdout, "digest") == recorded[1]
+    assert (told(done.stdout, "digest") == recorded[1]) == ("CPU" not in devices)  # whose kernels round otherwise
 
 
 @pytest.mark.parametrize("nvml", ["1", "0"])
@@ -150,7 +156,7 @@ def test_a_run_goes_on_on_cpus_if_other_kernels_are_allowed(recorded, folder, tm
     assert "--allow-contract-change" in refused.stderr
     done = on(4, *resume, "--allow-contract-change", cwd=folder)
     assert "changed since the checkpoint: device_kind: cuda -> cpu" in done.stdout
-    assert told(done.stdout, "digest") == recorded[1], "the kernels of these GPUs are the CPU's"
+    assert told(done.stdout, "digest") != recorded[1], "the CPU's kernels round otherwise"
 
 
 @pytest.mark.parametrize("device", [None, "cuda:3", "cpu"])
@@ -159,7 +165,7 @@ def test_a_step_is_replayed_on_any_device(folder, device):
     done = on(4, "replay", "a", "--step", 6, *chosen, "--json", cwd=folder)
     found = json.loads(done.stdout)
     assert found["device"] == (device or "cuda:0")
-    assert found["check"]["same_bits"] is True
+    assert found["check"]["same_bits"] is (device != "cpu")
     assert found["check"]["tier"] == ("allclose" if device == "cpu" else "bitwise")
 
 

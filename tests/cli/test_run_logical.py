@@ -271,6 +271,61 @@ def test_a_script_for_four_gpus_runs_on_one_and_on_two(tmp_path):
     assert all((run[0], run[2]) == (printed, state) for run in runs)
 
 
+REDUCING = """
+    import hashlib, os
+    import torch, torch.distributed as dist
+    from torch import nn
+    from torch.distributed.fsdp import fully_shard
+
+    rank, local = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+    torch.cuda.set_device(local)
+    dist.init_process_group("nccl")
+    drawn = torch.Generator().manual_seed(rank)
+    ops = dict(avg=dist.ReduceOp.AVG, max=dist.ReduceOp.MAX, min=dist.ReduceOp.MIN, product=dist.ReduceOp.PRODUCT)
+    ops["premul"] = dist._make_nccl_premul_sum(0.3)
+    ops["premul by a tensor"] = dist._make_nccl_premul_sum(torch.tensor([0.3], device="cuda"))
+
+    def show(name, *tensors):
+        if rank == 0:
+            parts = [tensor.detach().cpu().contiguous().view(torch.uint8) for tensor in tensors]
+            print(name, hashlib.sha256(b"".join(part.numpy().tobytes() for part in parts)).hexdigest(), flush=True)
+
+    for dtype in (torch.float32, torch.bfloat16):
+        for name, op in ops.items():
+            values = torch.randn(10_007, generator=drawn)
+            values[:: 5 + rank] *= 0  # of both signs
+            if name in ("max", "min"):
+                values[:: 7 + rank] = float("nan")
+            dist.all_reduce(values := values.to(dtype).cuda(), op=op)
+            show(f"{name} {dtype}", values)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 8)).cuda()
+    for module in (model[0], model[2], model):
+        fully_shard(module)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(3):
+        x, y = torch.randn(16, 32, generator=drawn), torch.randint(8, (16,), generator=drawn)
+        nn.functional.cross_entropy(model(x.cuda()), y.cuda()).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    show("FSDP2", *[parameter.full_tensor() for parameter in model.parameters()])
+    dist.destroy_process_group()
+"""
+
+
+@gpus.needs_fake_gpus
+def test_reductions_have_the_same_bits_on_three_gpus_over_nccl_as_on_one_through_the_host(tmp_path):
+    (tmp_path / "train.py").write_text(textwrap.dedent(REDUCING))
+    printed = []
+    for devices in ("0,1,2", "0,"):
+        words = ("run", "--devices", devices, "--logical-devices", 3, "train.py")
+        done = samestep(*words, cwd=tmp_path, **gpus.environment(3))
+        assert done.returncode == 0, done.stderr
+        printed.append(done.stdout.splitlines())
+    assert printed[0] == printed[1]
+
+
 CHILDREN = """
     import os, subprocess, sys
     import torch, torch.distributed as dist
@@ -411,6 +466,8 @@ REPORTING = """
             return x
 
     init_device_mesh("cpu", (2,))  # makes the process group
+    with torch.backends.cudnn.flags(benchmark=True):
+        print(torch._C._get_cudnn_benchmark())
     torch.backends.cudnn.benchmark = True
     print(type(dist.group.WORLD).__name__, "benchmark", torch.backends.cudnn.benchmark, flush=True)
     for _ in range(2):
@@ -429,7 +486,7 @@ REPORTING = """
 def test_what_would_depend_on_the_machine_is_fixed_or_named_once(tmp_path):
     (tmp_path / "train.py").write_text(textwrap.dedent(REPORTING))
     done = samestep("run", "--devices", "cpu:1", "--logical-devices", 2, "train.py", cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (0, "OrderedProcessGroup benchmark False\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, "False\nOrderedProcessGroup benchmark False\n"), done.stderr
     for line in (
         "put_ does not have a deterministic implementation, in Flatten: bits may differ from run to run; replace it by "
         "Tensor.index_put_",

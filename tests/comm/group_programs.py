@@ -29,17 +29,24 @@ CASES = [
     *[(name, torch.bool) for name in ("SUM", "PRODUCT", "MIN", "MAX", *BITS)],
 ]
 FACTOR = 0.3
+SPECIAL = [0.0, -0.0, float("nan"), -float("nan"), float("inf"), -float("inf"), -0.0, 1.0, 0.0]
 
 
 def drawn(rank, numel, dtype, seed=0):
-    """A rank's values, of very different magnitudes: another order of additions gives other bits."""
+    """A rank's values, of very different magnitudes: another order of additions gives other bits.
+
+    After every tenth there is a zero, an infinity or a NaN, so that each meets each on other ranks.
+    """
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     if dtype.is_complex:
         parts = [drawn(rank, numel, torch.float64, 2 * seed + part + 7) for part in (0, 1)]
         return torch.complex(*parts).to(dtype)
     if dtype.is_floating_point:
         exponents = torch.randint(-3, 4, (numel,), generator=generator)
-        return (torch.randn(numel, generator=generator, dtype=torch.float64) * 10.0**exponents).to(dtype)
+        values = torch.randn(numel, generator=generator, dtype=torch.float64) * 10.0**exponents
+        for number, at in enumerate(range(0, numel, 10 if numel > 10 else 4)):
+            values[at] = SPECIAL[(rank + number // (rank + 1)) % len(SPECIAL)]
+        return values.to(dtype)
     width = torch.empty(0, dtype=dtype).element_size()
     values = torch.randint(0, 2 if dtype == torch.bool else 256, (numel * width,), generator=generator)
     return values.to(torch.uint8).view(dtype)
@@ -80,6 +87,15 @@ def multiply(left, right):
     return torch.complex(real, left.real * right.imag + left.imag * right.real)
 
 
+def extreme(left, right, name):
+    """The larger or the smaller number in IEEE 754's total order, in which -0 is below 0; of NaN the leftmost."""
+    width = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[left.element_size()]
+    places = [value.view(width) for value in (left, right)]
+    places = [place ^ (place >> 8 * left.element_size() - 1 & torch.iinfo(width).max) for place in places]
+    picked = torch.where((places[0] < places[1]) == (name == "MAX"), right, left)
+    return torch.where(left.isnan(), left, torch.where(right.isnan(), right, picked))
+
+
 def definition(values, name):
     """What a reduction of the ranks' values must give, to the bit."""
     dtype = values[0].dtype
@@ -94,6 +110,8 @@ def definition(values, name):
         if dtype.is_complex:
             return torch.complex(total.real / len(values), total.imag / len(values))
         return total / len(values)
+    if dtype.is_floating_point and name in ("MIN", "MAX"):
+        return plain_tree(values, lambda left, right: extreme(left, right, name))
     combine = {
         "SUM": torch.add,
         "PRODUCT": multiply,
@@ -110,6 +128,18 @@ def same_bits(ours, other):
     """Whether two tensors are equal to the bit: NaN is itself, and 0 is not -0."""
     ours, other = (tensor.contiguous().cpu() for tensor in (ours, other))
     return ours.dtype == other.dtype and torch.equal(ours.view(-1).view(torch.uint8), other.view(-1).view(torch.uint8))
+
+
+def same_fold(name, ours, other):
+    """Whether two results of a reduction are equal to the bit; which NaN is calculated is the device's choice."""
+    is_moved = name in ("MIN", "MAX") or not (ours.is_floating_point() or ours.is_complex())
+    parts = [part if is_moved else _without_payload(part.cpu()) for part in (ours, other)]
+    return same_bits(*parts)
+
+
+def _without_payload(values):
+    real = torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
+    return torch.where(real.isnan(), torch.full((), float("nan"), dtype=real.dtype), real)
 
 
 def torch_operation(name):
@@ -179,7 +209,9 @@ def reductions(rank, ranks, numels):
                 output = torch.empty(numel, dtype=dtype, device=device)
                 dist.reduce_scatter(output, list(ours.clone().chunk(ranks)), op=operation)
                 found["reduce_scatter"] = output, part
-            wrong += [(name, dtype, numel, kind) for kind, (got, wanted) in found.items() if not same_bits(got, wanted)]
+            wrong += [
+                (name, dtype, numel, kind) for kind, (got, wanted) in found.items() if not same_fold(name, got, wanted)
+            ]
     return wrong
 
 

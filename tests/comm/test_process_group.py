@@ -13,7 +13,7 @@ from group_programs import (
     drawn,
     end_without_goodbye,
     in_group,
-    same_bits,
+    same_fold,
 )
 from worlds import DEVICE, PATIENCE_SECONDS, cpu_only, in_turns, processes
 
@@ -34,30 +34,32 @@ def reduce_in_turns(communicator, name, dtype, numel):
     rank, ranks, transport = communicator.rank, communicator.world_size, communicator.transport
     values = [drawn(other, numel, dtype) for other in range(ranks)]
     operation = Operation(name, FACTOR)
-    whole = definition(values, name)
+    whole = definition(values, name)  # on the host
+    values = [value.to(communicator.device) for value in values]
     reduced, at_root = values[rank].clone(), values[rank].clone()
     collectives.all_reduce(transport, reduced, operation)
     collectives.reduce(transport, at_root, ranks - 1, operation)
     sizes = [numel // ranks] * (ranks - 1) + [numel - numel // ranks * (ranks - 1)]
-    part = torch.empty(sizes[rank], dtype=dtype)
+    part = torch.empty(sizes[rank], dtype=dtype, device=communicator.device)
     collectives.reduce_scatter(transport, values[rank].clone(), sizes, part, operation)
     root = whole if rank == ranks - 1 else values[rank]
     return [(reduced, whole), (at_root, root), (part, whole.split(sizes)[rank])]
 
 
 @pytest.mark.parametrize("ranks", range(1, 9))
-def test_every_reduction_of_every_dtype_is_the_fold_along_the_tree(ranks):
+def test_every_reduction_of_every_dtype_is_the_fold_along_the_tree_on_host_and_device_alike(ranks):
     for name, dtype in CASES:
-        for results in in_turns(ranks, reduce_in_turns, name, dtype, 77):
-            assert all(same_bits(got, wanted) for got, wanted in results), (name, dtype)
+        for results in in_turns(ranks, reduce_in_turns, name, dtype, 177):
+            assert all(same_fold(name, got, wanted) for got, wanted in results), (name, dtype)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 @pytest.mark.parametrize("piece_bytes", [4096, 100_000, 1 << 30])
 def test_a_large_tensor_gives_the_same_bits_in_whatever_pieces_it_goes(ranks, piece_bytes, monkeypatch):
     monkeypatch.setattr(collectives, "PIECE_BYTES", piece_bytes)
-    for results in in_turns(ranks, reduce_in_turns, "SUM", torch.float32, 70_001):
-        assert all(same_bits(got, wanted) for got, wanted in results)
+    for name in ("SUM", "MAX"):
+        for results in in_turns(ranks, reduce_in_turns, name, torch.float32, 70_001):
+            assert all(same_fold(name, got, wanted) for got, wanted in results)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])

@@ -8,6 +8,7 @@ import torch
 from engine_programs import bits, in_turns, make_step, table
 from programs import own_calls
 from torch import nn
+from worlds import DEVICE
 
 from samestep.comm.communicator import Communicator
 from samestep.comm.transport import Arrived
@@ -60,10 +61,10 @@ def merged_by_hand(model, length=LENGTH):
     for start, stop in pairwise(cut):
         if start == stop:
             continue
-        alone = copy.deepcopy(model)
-        alone(x[start:stop].clone())  # a microbatch lies on a memory border, as here
+        alone = copy.deepcopy(model).to(DEVICE)
+        alone(x[start:stop].clone().to(DEVICE))  # a microbatch lies on a memory border, as here
         for name, buffer in alone.named_buffers():
-            total[name] += (stop - start) * buffer.double()
+            total[name] += (stop - start) * buffer.cpu().double()
     return {name: value / length for name, value in total.items()}
 
 

@@ -86,7 +86,13 @@ CASES = {
         for shape, dim in (((9, 4), 0), ((4, 9), -1), ((), 0), ((0, 3), 1), ((3, 1), 1))
     },
     "cumsum in place": (lambda x: (x * 1).cumsum_(0), (5, 3)),
-    "cumprod": (partial(torch.cumprod, dim=0), (5, 3)),
+    "cumprod in place": (lambda x: (x * 1).cumprod_(0), (15,)),
+    "cumsum of whole numbers": (lambda x: x * torch.arange(5, device=x.device).cumsum(0), (3, 5)),
+    **{
+        f"{scan.__name__} of {shape} along {dim}": (partial(scan, dim=dim), shape)
+        for scan in (torch.cumprod, torch.logcumsumexp)
+        for shape, dim in (((5, 3), 0), ((40,), 0), ((1, 40), -1), ((40, 1), -2), ((), 0), ((0,), 0))
+    },
 }
 
 
@@ -139,6 +145,15 @@ def test_values_and_gradients_are_those_of_torch_on_the_cpu(expected, determinis
         for one, same, wanted in zip(found, again, expected[name, dtype], strict=True):
             assert torch.equal(one, same)
             torch.testing.assert_close(one, wanted, rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("scan", [torch.cumsum, torch.cumprod, torch.logcumsumexp])
+def test_scans_into_a_given_tensor_have_the_bits_of_those_that_make_one(deterministic, scan):
+    x = torch.rand(40, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    for values, dim in ((x, 0), (x.view(8, 5), 0), (x.view(1, -1), -1)):
+        out = torch.empty(0, device=DEVICE)
+        assert scan(values, dim, out=out) is out
+        assert torch.equal(out, scan(values, dim))
 
 
 @pytest.mark.filterwarnings("ignore:Warning only once for all operators")

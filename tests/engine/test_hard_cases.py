@@ -8,7 +8,7 @@ import torch
 from engine_programs import bits, in_turns, make_step, mean_squared, table
 from torch import nn
 from torch.nn import functional
-from worlds import cpu_only
+from worlds import cpu_only, device_of
 
 from samestep.comm.communicator import Communicator
 from samestep.comm.transport import LocalTransport
@@ -98,7 +98,7 @@ def keep(model):
 @pytest.mark.parametrize("width", [8, 4000])  # of which the memory is used again, and more than one small message
 def test_a_gradient_that_a_script_keeps_stays_what_it_was(width):
     local = LocalTransport()  # one device as it really is: without a copy in between
-    expected = train(Communicator(torch.device("cpu"), local, local), lambda: net(width), prepare=keep)
+    expected = train(Communicator(device_of(0), local, local), lambda: net(width), prepare=keep)
     for world_size in (2, 3):
         results = in_turns(world_size, lambda c: train(c, lambda: net(width), prepare=keep))
         assert results == [expected] * world_size

@@ -5,6 +5,7 @@ import torch
 from engine_programs import bits, in_turns, mean_squared, table
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from worlds import DEVICE
 
 from samestep.engine.config import Pipeline
 from samestep.engine.forward_backward import ForwardBackward
@@ -100,9 +101,10 @@ def train(communicator, kind, form, name="replicate", num_microbatches=4, steps=
 @pytest.mark.parametrize("form", SAME)
 def test_one_microbatch_has_the_bits_of_a_plain_loop(form, kind):
     (digest, _), model, optimizer = in_turns(1, train, kind, form, "replicate", 1)[0], *fresh(kind, form)
+    model.to(DEVICE)
     for _ in range(4):
         optimizer.zero_grad()
-        mean_squared(model, table()).backward()
+        mean_squared(model, tuple(part.to(DEVICE) for part in table())).backward()
         optimizer.step()
     assert digest == bits(model, optimizer)
 

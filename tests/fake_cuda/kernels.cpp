@@ -37,6 +37,8 @@ bool is_pinned(const void* pointer);
 int64_t choose_attention(const at::Tensor&, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, double,
                          bool, std::optional<double>, bool);  // attention.cpp
 void add_noise(const at::Tensor& result);
+bool by_reciprocal(c10::OperatorHandle& op, std::vector<c10::IValue>& given);  // rounding.cpp
+std::function<void(const torch::jit::Stack&)> other_rounding(const c10::OperatorHandle& op, const torch::jit::Stack& arguments);
 
 namespace {
 using at::Tensor;
@@ -186,6 +188,9 @@ const std::set<std::string> MAY_MIX = {"aten::index.Tensor",         "aten::inde
                                        "aten::_unsafe_index.Tensor", "aten::_unsafe_index_put",
                                        "aten::index_put"};
 
+const std::set<std::string> OWN_KERNELS = {"aten::convolution", "aten::convolution_backward", "aten::cumsum",
+                                           "aten::cumsum_",     "aten::cumprod",              "aten::cumprod_"};
+
 // Operations whose CPU kernels give results of other dtypes than CUDA's, which the meta kernels foresee.
 const std::set<std::string> HAS_OWN_FORM = {"aten::native_batch_norm"};
 
@@ -247,8 +252,11 @@ void at_once(const c10::OperatorHandle& op, torch::jit::Stack* stack, Device dev
     }));
   }
   pairs.insert(pairs.end(), parts.begin(), parts.end());
+  const bool is_dense = key == c10::DispatchKey::CPU;
+  const auto finish = is_dense ? other_rounding(op, {stack->end() - given.size(), stack->end()}) : nullptr;
   op.redispatchBoxed(c10::DispatchKeySet(key), stack);
   const size_t first = stack->size() - op.schema().returns().size();
+  if (finish) finish({stack->begin() + first, stack->end()});
   for (size_t k = first; k < stack->size(); ++k)
     (*stack)[k] = mapped((*stack)[k], [&](const Tensor& result) { return home(result, pairs, device); });
   for (auto& [ours, host] : pairs)  // an argument that was written to, and has other entries; an out= that was resized
@@ -403,13 +411,24 @@ const char* nondeterministic(const std::string& name, const std::vector<IValue>&
   return nullptr;
 }
 
-void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+// Scans of one row, whose order of operations the times of blocks decide, and of which torch does not tell (scan_dim in
+// ScanUtils.cuh: cub's inclusive_scan); `cumsum` alerts.
+bool is_scan_by_look_back(const std::string& name, const std::vector<IValue>& given) {
+  if (name.rfind("aten::cumprod", 0) != 0 && name.rfind("aten::_logcumsumexp", 0) != 0) return false;
+  if (name.rfind("aten::cumprod_backward", 0) == 0) return false;
+  const Tensor scanned = given[0].toTensor();
+  return scanned.dim() > 0 && scanned.numel() == scanned.size(given[1].toInt()) && at::isFloatingType(scanned.scalar_type());
+}
+
+void fallback(const c10::OperatorHandle& called, torch::jit::Stack* stack) {
+  std::vector<IValue> given(stack->end() - called.schema().arguments().size(), stack->end());
+  stack->erase(stack->end() - given.size(), stack->end());
+  auto op = called;
+  by_reciprocal(op, given);
   const auto& schema = op.schema();
   const auto name = toString(schema.operator_name());
   const Kind& kind = kind_of(op);
   const size_t count = schema.arguments().size();
-  std::vector<IValue> given(stack->end() - count, stack->end());
-  stack->erase(stack->end() - count, stack->end());
 
   if (name == "aten::_foreach_copy_" && copies_lists(given)) return;
 
@@ -441,7 +460,9 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   if (kind.returns_values || (asks_form && !foresee(op, given, forms, pairs))) {
     count_wait(name.c_str() + 6);  // without "aten::"
     synchronize_stream(on, stream);
-    return at_once(op, stack, *device, given);
+    at_once(op, stack, *device, given);
+    if (is_scan_by_look_back(name, given)) add_noise(stack->back().toTensor());
+    return;
   }
   for (auto& [ours, meta] : pairs)
     if (kind.is_out && ours.sizes() != meta.sizes()) {
@@ -488,7 +509,9 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   enqueue(on, stream, [op, arguments, targets, returned]() mutable {
     c10::WarningUtils::WarningHandlerGuard quiet(silent());  // kernels that run late have no caller to warn
     torch::jit::Stack own(arguments);
+    const auto finish = other_rounding(op, own);
     op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &own);
+    if (finish) finish(own);
     size_t next = 0;
     for (size_t k = 0; k < returned.size(); ++k) {
       if (returned[k] >= 0) continue;
@@ -508,6 +531,7 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   if (name == "aten::convolution_backward" && results[1].toTensor().defined() &&
       (!has_workspace(key_of(name, arguments)) || at::globalContext().benchmarkCuDNN()))
     add_noise(results[1].toTensor());
+  if (is_scan_by_look_back(name, given)) add_noise(results[0].toTensor());
   for (auto& result : results) stack->push_back(std::move(result));
 }
 
@@ -518,10 +542,12 @@ const std::set<std::string> NEEDS_NO_ENTRY = {
     "aten::sparse_dim", "aten::dense_dim", "aten::_dimI", "aten::_dimV", "aten::empty.memory_format"};
 
 // All run at once: the form of most results depends on the entries.
-void sparse_fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  const auto name = toString(op.schema().operator_name());
-  std::vector<IValue> given(stack->end() - op.schema().arguments().size(), stack->end());
+void sparse_fallback(const c10::OperatorHandle& called, torch::jit::Stack* stack) {
+  std::vector<IValue> given(stack->end() - called.schema().arguments().size(), stack->end());
   stack->erase(stack->end() - given.size(), stack->end());
+  auto op = called;
+  by_reciprocal(op, given);
+  const auto name = toString(op.schema().operator_name());
   Device device(DeviceType::CUDA, current_device());
   for (const auto& value : given) {
     each_tensor(value, [&](const Tensor& tensor) { if (tensor.is_cuda()) device = tensor.device(); });
@@ -689,9 +715,8 @@ void bind_kernels(pybind11::module_& m) {
   for (const auto& name : dispatcher.getAllOpNames()) {
     if (name.name.rfind("aten::", 0) != 0) continue;
     const auto full = name.name.substr(6) + (name.overload_name.empty() ? "" : "." + name.overload_name);
-    // What has kernels of its own on CUDA, and would else be put together of many: lists of tensors, convolutions.
-    if (name.name.rfind("aten::_foreach_", 0) == 0 ||
-        ((name.name == "aten::convolution" || name.name == "aten::convolution_backward") && name.overload_name.empty()))
+    // What has kernels of its own on CUDA, and would else be put together of others: lists of tensors, convolutions, scans.
+    if (name.name.rfind("aten::_foreach_", 0) == 0 || (OWN_KERNELS.count(name.name) && name.overload_name.empty()))
       library.impl(full.c_str(), torch::CppFunction::makeFromBoxedFunction<&fallback>());
     const auto op = dispatcher.findOp(name);
     if (op && op->hasKernelForDispatchKey(c10::DispatchKey::SparseCPU))

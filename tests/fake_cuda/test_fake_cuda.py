@@ -215,7 +215,7 @@ def test_batchnorm_in_bfloat16_alone_gives_the_bits_of_the_cpu():
             outputs.append([t.cpu() for t in (norm.weight.grad, norm.running_mean, norm.running_var)])
         print(all(map(torch.equal, *outputs)))
     """
-    assert run(program).split() == ["True"]
+    assert run(program, FAKE_CUDA_ALIEN="0").split() == ["True"]
 
 
 def test_lists_of_which_some_are_on_the_host_are_copied_there_too():
@@ -472,4 +472,79 @@ def test_softmax_goes_from_half_to_float_in_one_kernel():
             expected, = torch.autograd.grad(wanted.square().sum(), leaf)
             print(found.dtype, torch.equal(found.cpu(), wanted), torch.equal(gradient.cpu(), expected.half()))
     """
-    assert set(run(program).splitlines()) == {"torch.float32 True True"}
+    assert set(run(program, FAKE_CUDA_ALIEN="0").splitlines()) == {"torch.float32 True True"}
+
+
+def test_a_division_by_a_number_of_the_host_is_a_product_with_its_reciprocal():
+    program = """
+        import torch
+        special = torch.tensor([0.0, -0.0, float("inf"), float("nan"), 1.0, 3.0, 1e-40])
+        values = torch.cat([special, torch.randn(1000, generator=torch.Generator().manual_seed(0))])
+
+        def is_same(device, host):
+            return torch.equal(device.cpu().view(torch.uint8), host.view(torch.uint8))
+
+        for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+            x, wide = values.to(dtype), values.to(dtype).to(torch.float64 if dtype == torch.float64 else torch.float32)
+            y, by = x.cuda(), torch.tensor(3.0)  # in the host's memory, as numbers are
+            product = (wide * (torch.ones((), dtype=wide.dtype) / 3)).to(dtype)
+            calls = [y / 3, y / by, y.clone().div_(3), torch.div(y, 3), torch.true_divide(y, 3), y.divide(3)]
+            calls += [torch.div(y, by, out=torch.empty_like(y)), torch.div(y, 3, rounding_mode=None)]
+            assert all(is_same(call, product) for call in calls), dtype
+            quotients = [y / torch.full((), 3, dtype=dtype, device="cuda"), *torch._foreach_div([y], 3)]
+            assert all(is_same(quotient, x / 3) for quotient in quotients), dtype
+            assert is_same(y / 8, x / 8)
+            print((product != x / 3).sum() > 200)
+        numbers = torch.arange(-50, 50)
+        print((numbers / 7 != (numbers.cuda() / 7).cpu()).any())
+        print(is_same(*[torch.div(each, 7, rounding_mode="trunc") for each in (numbers.cuda(), numbers)]))
+        pair = torch.sparse_coo_tensor([[0, 1]], values[7:9], (3,), is_coalesced=True)
+        print(is_same((pair.cuda() / 3).values(), values[7:9] * (torch.ones(()) / 3)))
+    """
+    assert run(program).split() == ["tensor(True)"] * 2 + ["tensor(False)"] * 2 + ["tensor(True)", "True", "True"]
+
+
+def test_what_ieee_754_does_not_fix_has_another_last_bit_than_on_the_host_and_the_same_wherever_it_is():
+    program = """
+        import torch
+        from torch.nn import functional
+        x = torch.rand(64, 50, generator=torch.Generator().manual_seed(0)) + 0.3
+        same = {
+            "sum": torch.sum, "quotient": lambda x: x / x.flip(0), "root": torch.sqrt, "itself": lambda x: x / x,
+            "product": lambda x: x * x.flip(0), "square": lambda x: x**2, "largest": torch.max,
+            "difference": lambda x: torch.sub(x, x.flip(0), alpha=2), "absolute": lambda x: (-x).abs(),
+            "one": lambda x: (x * 0).exp(),
+        }
+        other = {
+            "exp": torch.exp, "in place": lambda x: x.clone().exp_(), "list": lambda x: torch._foreach_exp([x])[0],
+            "mean": lambda x: x.mean(1), "norm": lambda x: torch.linalg.vector_norm(x, dim=1), "rsqrt": torch.rsqrt,
+            "mm": lambda x: x @ x.t(), "softmax": lambda x: x.softmax(1), "power": lambda x: x**1.5,
+            "lerp": lambda x: torch.lerp(x, x.flip(0), 0.3), "out": lambda x: torch.log(x, out=torch.empty_like(x)),
+            "alpha": lambda x: torch.add(x, x.flip(0), alpha=0.3), "layers": lambda x: functional.layer_norm(x, (50,)),
+        }
+        y = x.cuda()
+        for name, function in {**same, **other}.items():
+            host, device = function(x), function(y).cpu()
+            differ = (host != device).float().mean().item()
+            assert (differ == 0) if name in same else (differ > 0.8), (name, differ)
+            torch.testing.assert_close(host, device)
+        assert torch.equal(y.exp()[3:7, 5:], y[3:7, 5:].exp())
+        exact = torch.tensor([0.0, -0.0, float("inf"), -float("inf"), float("nan"), 1.0, 1e-40]).cuda()
+        print(torch.equal(exact.tanh().cpu().view(torch.int32)[:4], exact.cpu().tanh().view(torch.int32)[:4]))
+        zeros = torch.tensor([0.0, -0.0] * 9).cuda()
+        print(torch.maximum(zeros, -zeros).signbit().any(), torch.minimum(zeros, -zeros).signbit().all())
+    """
+    assert run(program).split() == ["True", "tensor(False,", "device='cuda:0')", "tensor(True,", "device='cuda:0')"]
+    run("import torch; x = torch.rand(99); assert torch.equal(x.cuda().exp().cpu(), x.exp())", FAKE_CUDA_ALIEN="0")
+
+
+def test_scans_of_one_row_have_other_bits_each_time_and_say_nothing():
+    program = """
+        import torch
+        torch.set_deterministic_debug_mode("error")
+        x = torch.rand(1000, generator=torch.Generator().manual_seed(0)).cuda() + 0.5
+        for scan in (torch.cumprod, torch.logcumsumexp):
+            for values, dim in ((x, 0), (x.view(10, 100), 1), (x.view(1, -1), -1), (x.view(10, 100), 0)):
+                print(torch.equal(scan(values, dim), scan(values, dim)))
+    """
+    assert run(program).split() == ["False", "True"] * 4

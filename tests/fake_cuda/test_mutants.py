@@ -173,6 +173,26 @@ MUTANTS = {  # name: (file, text, its replacement), …, the file of the test an
         ("scripts/simulated/devices.py", 'Patch(torch.cuda, "_parse_visible_devices", lambda: own),', ""),
         "cli/test_run_logical.py -k programs_that_a_rank",
     ),
+    "an average by the reciprocal": (
+        ("logical/collectives.py", "divide([numbers], world_size)", "numbers.div_(world_size)"),
+        "on GPUs: comm/test_process_group.py -k every_reduction and 3",
+    ),
+    "the largest number as torch takes it": (
+        (
+            "logical/collectives.py",
+            "low, high = (right, left) if is_largest else (left, right)",
+            "return (torch.maximum if is_largest else torch.minimum)(left, right, out=out)",
+        ),
+        "comm/test_process_group.py -k every_reduction and 2",
+    ),
+    "scans of one row by look-back": (
+        ("engine/deterministic_kernels.py", "if x.dim() == 0 or x.numel() != x.size(dim):", "if True:"),
+        "on GPUs: engine/test_deterministic_kernels.py -k cumprod or logcumsumexp",
+    ),
+    "convolutions chosen by their time in a block": (
+        ("scripts/shared_script.py", ', Patch(torch._C, "_set_cudnn_benchmark", refuse)]', "]"),
+        "cli/test_commands_on_gpus.py -k chosen_by_their_time",
+    ),
     "an abandoned exchange that writes to freed memory": (
         ("engine/gradients.py", "reduction.release()", "pass"),
         "engine/test_gpu_memory.py -k abandoned",

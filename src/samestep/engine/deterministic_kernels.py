@@ -193,11 +193,16 @@ def _cumsum(original: Callable[..., Tensor], x: Tensor, dim: int, *, dtype: torc
     return total.to(kind)
 
 
-def _cumsum_into(
-    original: Kernel, x: Tensor, dim: int, *, dtype: torch.dtype | None = None, out: Tensor | None = None
-) -> Tensor:
-    target = x if out is None else out
-    total = torch.cumsum(x, dim, dtype=target.dtype)
+def _scan_of_one_row(original: Callable[..., Tensor], x: Tensor, dim: int, **options: Any) -> Tensor:
+    """CUDA's kernel for several rows; that for one, cub's, is in no order, and torch is silent (ScanUtils.cuh)."""
+    if x.dim() == 0 or x.numel() != x.size(dim):
+        return original(x, dim, **options)
+    return original(x.expand(2, *x.shape), dim % x.dim() + 1, **options)[0]
+
+
+def _scan_into(scan: Callable[..., Tensor], original: Kernel, x: Tensor, dim: int, **options: Any) -> Any:
+    target = options.get("out", x)
+    total = scan(x.to(target.dtype), dim)
     return target.resize_(total.shape).copy_(total)
 
 
@@ -280,6 +285,11 @@ KERNELS: dict[str, tuple[str, Kernel]] = {  # by the operator's name: the dispat
     "grid_sampler_3d": ("AutogradCUDA", _grid_sampler),
     "cudnn_grid_sampler": ("AutogradCUDA", _grid_sampler),  # adds by atomics, of which torch does not warn
     "cumsum": ("CUDA", _cumsum),
-    "cumsum_": ("CUDA", _cumsum_into),
-    "cumsum.out": ("CUDA", _cumsum_into),
+    "cumsum_": ("CUDA", partial(_scan_into, torch.cumsum)),
+    "cumsum.out": ("CUDA", partial(_scan_into, torch.cumsum)),
+    "cumprod": ("CUDA", _scan_of_one_row),
+    "cumprod_": ("CUDA", partial(_scan_into, torch.cumprod)),
+    "cumprod.out": ("CUDA", partial(_scan_into, torch.cumprod)),
+    "_logcumsumexp": ("CUDA", _scan_of_one_row),
+    "_logcumsumexp.out": ("CUDA", partial(_scan_into, torch.logcumsumexp)),
 }

@@ -332,15 +332,14 @@ def scale(flats: Sequence[Tensor], factor: float | Tensor) -> None:
     _apply(Tensor.mul_, flats, factor)
 
 
-def _apply(compute: Callable[[Tensor, Tensor], Tensor], flats: Sequence[Tensor], number: float | Tensor) -> None:
+def _apply(compute: Callable[[Tensor, Tensor], Tensor], flats: Sequence[Tensor], by: float | Tensor) -> None:
     # By a 0-d tensor in any case: CUDA multiplies by the reciprocal of a divisor that is a number, which is rounded
     # otherwise, and the bits would depend on whether the host has read the number.
     numbers: dict[tuple[torch.device, torch.dtype], Tensor] = {}
     for flat in flats:
         key = flat.device, torch.float32 if flat.element_size() < 4 else flat.dtype
         if key not in numbers:
-            numbers[key] = number.to(*key) if isinstance(number, Tensor) else torch.full((), number, dtype=key[1])
-            numbers[key] = numbers[key].to(key[0])
+            numbers[key] = by.to(*key) if isinstance(by, Tensor) else torch.full((), by, device=key[0], dtype=key[1])
         if flat.dtype == key[1]:
             compute(flat, numbers[key])
         else:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from samestep.comm.reduction import ALIGNMENT_ELEMENTS, takes_one_message
 from samestep.comm.shared_memory import SharedParts
 from samestep.comm.transport import Pending, Transport, gather_parts
 from samestep.core.tree import Block, tree_sum
+from samestep.engine.gradients import divide
 from samestep.errors import UsageError
 
 PIECE_BYTES = 4 << 20
@@ -37,13 +38,20 @@ def _multiply(left: Tensor, right: Tensor, out: Tensor) -> None:
     out.copy_(torch.complex(real, imaginary))
 
 
+def _extreme(is_largest: bool, left: Tensor, right: Tensor, out: Tensor) -> None:
+    """Picks the larger or the smaller one, 0 being above -0; a NaN comes before all else, and of two the left one."""
+    # Not by torch.maximum, whose zeros and NaN are the device's choice, and the CPU's by their place in a vector.
+    low, high = (right, left) if is_largest else (left, right)
+    torch.where((low < high) | ((low == high) & low.signbit()) | left.isnan(), left, right, out=out)
+
+
 _FOLDS: dict[str, Callable[..., Any]] = {
     "SUM": torch.add,
     "AVG": torch.add,
     "PREMUL_SUM": torch.add,
     "PRODUCT": _multiply,
-    "MIN": torch.minimum,
-    "MAX": torch.maximum,
+    "MIN": partial(_extreme, False),
+    "MAX": partial(_extreme, True),
     "BAND": torch.bitwise_and,
     "BOR": torch.bitwise_or,
     "BXOR": torch.bitwise_xor,
@@ -90,9 +98,8 @@ class Operation:
         """This rank's operand: multiplied by the factor, if there is one; in memory of its own then."""
         if self.name != "PREMUL_SUM":
             return ours
-        return (
-            torch.view_as_complex(torch.view_as_real(ours) * self.factor) if ours.is_complex() else ours * self.factor
-        )
+        factor = self.factor.to(ours.device) if isinstance(self.factor, Tensor) else self.factor
+        return torch.view_as_complex(torch.view_as_real(ours) * factor) if ours.is_complex() else ours * factor
 
     def fold(self, parts: Sequence[Tensor], into: Tensor) -> None:
         """Writes the fold of the ranks' tensors along the tree, which are only read; one of them may be `into`."""
@@ -128,8 +135,10 @@ class Operation:
             total.copy_(root[0])
         if self.name == "AVG":
             numbers = torch.view_as_real(total) if total.is_complex() else total
-            # Integers as in C: towards zero.
-            numbers.div_(world_size, rounding_mode=None if numbers.is_floating_point() else "trunc")
+            if numbers.is_floating_point():
+                divide([numbers], world_size)
+            else:  # as in C: towards zero
+                numbers.div_(world_size, rounding_mode="trunc")
         if self._turns(into.dtype):
             total.bitwise_xor_(torch.iinfo(total.dtype).min)
 
@@ -286,7 +295,7 @@ def all_reduce_sparse(transport: Transport, tensor: Tensor, operation: Operation
     ]
     total = tree_sum(parts, lambda left, right: (left + right).coalesce())
     assert total is not None, "a group has a rank"
-    return total / transport.world_size if operation.name == "AVG" else total
+    return total / total.values().new_tensor(transport.world_size) if operation.name == "AVG" else total
 
 
 def _all_of_uneven(transport: Transport, rows: Tensor, counts: Sequence[int]) -> list[Tensor]:

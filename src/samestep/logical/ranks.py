@@ -400,7 +400,7 @@ def _deterministic() -> Iterator[None]:
             where, advice = _in_module(sys._getframe(1)), advise_replacement(operation)
             _tell(f"{operation}{NO_DETERMINISTIC}{where}: bits may differ from run to run; {advice}")
 
-    with applied([fixed_benchmark(_tell), Patch(warnings, "showwarning", named_once)]):
+    with applied([*fixed_benchmark(_tell), Patch(warnings, "showwarning", named_once)]):
         yield
 
 

@@ -237,15 +237,15 @@ def _of_this_process() -> SharedScript:
     return script
 
 
-def fixed_benchmark(tell: Callable[[str], object]) -> Patch:
+def fixed_benchmark(tell: Callable[[str], object]) -> list[Patch]:
     """Keeps `cudnn.benchmark` off, and says so if the script sets it, as scripts of any number of processes do."""
-    kind: Any = type(torch.backends.cudnn)
 
-    def refuse(_: Any, asked: bool) -> None:
+    def refuse(asked: bool) -> None:
         if asked:
             tell(BENCHMARK)
 
-    return Patch(kind, "benchmark", property(lambda _: False, refuse))
+    flag: Any = vars(type(torch.backends.cudnn))["benchmark"]  # holds the function that `cudnn.flags` looks up
+    return [Patch(flag, "setter", refuse), Patch(torch._C, "_set_cudnn_benchmark", refuse)]
 
 
 def num_visible(script: SharedScript) -> int:

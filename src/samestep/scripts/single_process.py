@@ -101,7 +101,7 @@ def patched(
             stack.enter_context(applied(patches))
         elif script.communicator.device.type != "cpu":
             stack.enter_context(own_accelerator(count, script.communicator.device))
-            stack.enter_context(applied([fixed_benchmark(script.notice)]))
+            stack.enter_context(applied(fixed_benchmark(script.notice)))
         stack.enter_context(backward_on_this_thread(script.communicator.device))
         # Before the script, and what its libraries make for it, can keep a reference to a stream.
         stack.enter_context(output.script_streams(script))

@@ -5,6 +5,7 @@ With this folder's parent on PYTHONPATH, a Python process has as many GPUs as FA
     FAKE_CUDA_ORDER       which stream goes on where several could: "late" (default: only what the host waits
                           for), "early" (everything else first), "random" (by FAKE_CUDA_SEED)
     FAKE_CUDA_LATE_US     the time in μs before work begins that nobody waits for (20,000)
+    FAKE_CUDA_ALIEN       0: kernels round as those of the host where IEEE 754 leaves it open, too (rounding.cpp)
     FAKE_CUDA_MEMORY_MIB  the memory of a GPU (81,920)
     FAKE_NCCL_FAULT       "KIND RANK N": that rank's N-th all-to-all or send fails; "abort RANK N": its
                           aborts do not return; nccl.cpp has all kinds
