@@ -61,7 +61,7 @@ def test_each_choice_is_the_same_on_ranks_and_after_a_resume(program):
 def test_a_defect_fails_the_program_that_shows_it(name):
     text = script(case_of(name))
     run_script(text)
-    with put_back(name), pytest.raises((AssertionError, OSError, RuntimeError, SamestepError)):
+    with put_back(name), pytest.raises((AssertionError, LookupError, OSError, RuntimeError, SamestepError)):
         run_script(text)
 
 

@@ -10,12 +10,14 @@ import pkgutil
 import time
 from contextlib import contextmanager, nullcontext  # noqa: F401 (of the table)
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from checks import FAULT_CHECKS, Case, run_script
 from grammar import Program, table  # noqa: F401 (of the table)
 from run import Search
+from simulated_collectives import Call  # noqa: F401 (of the table)
 
 from samestep.comm.membership import END_OF_FIT
 from samestep.engine.norms import block_norm  # noqa: F401 (of the table)
@@ -41,6 +43,11 @@ def stopped_alone(exchanged, step):
     """What an exchange returns, without the stop on which the ranks agree."""
     agreed, *others = exchanged
     return replace(agreed, stop=END_OF_FIT if step.membership.asks_end else 0), *others
+
+
+def folding(operation, order):
+    """The operation, which folds the parts of the ranks in another order."""
+    return SimpleNamespace(prepared=operation.prepared, fold=lambda parts, into: operation.fold(order([*parts]), into))
 
 
 # What is wrong: the function and by what it is replaced, beside `real`, the check, the program, and fields of its case.
@@ -125,12 +132,33 @@ TWINS = table("""
         | ranks | Program(data="iterable", microbatches=2, hooks=("drawing",))
     data workers draw by seeds of their own: data.fetch.derive_seed = lambda *_: torch.initial_seed()
         | workers | Program(data="noisy", samples=8)
+    a state of a stream is that of another one: data.streams.Streams._exchange = lambda self, *arguments: (
+        lambda sizes, saved: (sizes, saved if saved is self._saved or self._membership.world_size == 1
+        else [saved[index - index % 2] for index in range(len(saved))]))(*real(self, *arguments))
+        | resumed | Program(data="streams", samples=16, microbatches=2, options=("loader: exact_states=True",))
+    the places of streams are those of others: data.streams.Streams._exchange = lambda self, *arguments: (
+        lambda sizes, saved: (sizes[:: -1 if self._membership.world_size > 1 else 1], saved))(*real(self, *arguments))
+        | ranks | Program(data="streams", samples=7, microbatches=4)
+    a sum of three ranks begins with the own part:
+        logical.collectives._Piece.fold = lambda self: (self._transport.world_size == 3 and setattr(self, "_operation",
+        folding(self._operation, lambda parts: parts[(rank := self._transport.rank) :] + parts[:rank])), real(self))
+        | calls | ([Call("all_reduce", shape=(9,))], 3, (None, 0))
+    an average divides by another number in groups of five and seven:
+        logical.collectives.Operation.fold = lambda self, parts, into: (real(self, parts, into),
+        self.name == "AVG" and len(parts) in (5, 7) and into.copy_(into * 0.5))
+        | calls | ([Call("all_reduce", op="AVG")], 5, (None, 0))
+    a sum of uneven parts begins with the last rank:
+        logical.collectives.reduce_scatter = lambda transport, parts, sizes, into, op:
+        real(transport, parts, sizes, into, op if len({*sizes}) == 1 else folding(op, lambda parts: parts[::-1]))
+        | calls | ([Call("reduce_scatter_uneven", shape=(9,))], 3, (None, 0))
 """)
 
 
 def case_of(name):
     """The program that shows a defect."""
     _, check, program, *more = TWINS[name].split(" | ")
+    if check == "calls":
+        return eval(program)
     return Case(eval(program), (check,), **eval(f"dict({''.join(more)})"))
 
 
@@ -147,7 +175,11 @@ def put_back(name):
 def search_for(name, programs, first=1):
     """The kind of programs, their number until a defect is found, and the seconds of CPU; whether it is found."""
     began, search, seed = time.process_time(), Search(shrinking_seconds=0), first
-    kind = "faults" if case_of(name).checks[0] in FAULT_CHECKS else "programs"
+    kind, case = "programs", case_of(name)
+    if isinstance(case, tuple):
+        kind = "collectives"
+    elif case.checks[0] in FAULT_CHECKS:
+        kind = "faults"
     with put_back(name):
         while not (found := search.smallest(kind, seed)) and search.counts["programs"] <= programs:
             seed += 1
