@@ -6,12 +6,14 @@ searches for each by what seeds draw, and prints the table of CONTRIBUTING.md.
 """
 
 import argparse
+import os  # noqa: F401 (of the table)
 import pkgutil
 import time
 from contextlib import contextmanager, nullcontext  # noqa: F401 (of the table)
 from dataclasses import replace
 from types import SimpleNamespace
 
+import drawn_scripts  # noqa: F401 (of the table)
 import pytest
 import torch
 from checks import FAULT_CHECKS, Case, run_script
@@ -151,13 +153,26 @@ TWINS = table("""
         logical.collectives.reduce_scatter = lambda transport, parts, sizes, into, op:
         real(transport, parts, sizes, into, op if len({*sizes}) == 1 else folding(op, lambda parts: parts[::-1]))
         | calls | ([Call("reduce_scatter_uneven", shape=(9,))], 3, (None, 0))
+    reads of other ranks do not wait for a file that rank 0 writes:
+        scripts.files.rank0_files.Rank0Files.mark_unfinished = lambda self, path:
+        real(self, None if self.script.rank else path)
+        | runs | [drawn_scripts.allowed(kind="plain", saves=True)]
+    chunks of a ragged batch are cut otherwise: scripts.split_forward.chunks.chunk_sizes = lambda length, count:
+        real(length, count)[::-1]
+        | runs | [drawn_scripts.allowed(kind="parallel", samples=7, batch=3)]
+    ranks that share a device have its seed: scripts.seeding.seeded_rank = lambda rank, seed:
+        real(int(os.environ["SAMESTEP_TOKEN"].partition(":")[2]) if "SAMESTEP_TOKEN" in os.environ else rank, seed)
+        | runs | [drawn_scripts.allowed(seeds="none")]
+    sums have another order where ranks share a device: logical.collectives.Operation.fold = lambda self, parts, into:
+        real(self, parts[::-1] if "SAMESTEP_TOKEN" in os.environ else parts, into)
+        | runs | [drawn_scripts.allowed(ranks=3, samples=12, epochs=3)]
 """)
 
 
 def case_of(name):
     """The program that shows a defect."""
     _, check, program, *more = TWINS[name].split(" | ")
-    if check == "calls":
+    if check in ("calls", "runs"):
         return eval(program)
     return Case(eval(program), (check,), **eval(f"dict({''.join(more)})"))
 
@@ -176,8 +191,8 @@ def search_for(name, programs, first=1):
     """The kind of programs, their number until a defect is found, and the seconds of CPU; whether it is found."""
     began, search, seed = time.process_time(), Search(shrinking_seconds=0), first
     kind, case = "programs", case_of(name)
-    if isinstance(case, tuple):
-        kind = "collectives"
+    if isinstance(case, tuple | list):
+        kind = "collectives" if isinstance(case, tuple) else "scripts"
     elif case.checks[0] in FAULT_CHECKS:
         kind = "faults"
     with put_back(name):
