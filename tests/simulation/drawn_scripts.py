@@ -31,8 +31,8 @@ CHOICES = {  # the first value of each is the simplest
     **dict.fromkeys(("noisy", "evaluates", "clips", "half", "sync", "uneven", "early", "saves", "gpus"), RARE),
 }  # fmt: skip
 CENTRED = {"centred": "Block(lambda self, x: x - x.mean(0))"}  # depends on the samples of a chunk
-BLOCKS = [*CENTRED, "tanh", "relu", "dropout", "batch norm", "layer norm", "group norm", "convolution", "frozen", "weight norm",
-          "embedding", "recurrent", "attention", "tied", "twice", "recomputed", "counting"]  # fmt: skip
+BLOCKS = [*CENTRED, "tanh", "relu", "dropout", "batch norm", "layer norm", "group norm", "convolution", "frozen",
+          "weight norm", "embedding", "recurrent", "attention", "tied", "twice", "recomputed", "counting"]  # fmt: skip
 SAMPLERS = {
     "every other": "range(rank, len(data), world)",
     "random": "RandomSampler(data, generator=torch.Generator().manual_seed(rank))",
@@ -212,7 +212,9 @@ def _text(s, **places):
         "compared_first": compared(s.but(optimizer="SGD")),  # before an update magnifies what rounds otherwise
         "loading": LOADING.get(s.sampler, "batch_size=BATCH, sampler=sampler"),
         "CLASSES": grammar.CLASSES.strip(),
-        "model": ", ".join(["nn.Linear(6, 6)", *((grammar.BLOCKS | CENTRED)[name] for name in s.blocks), "nn.Linear(6, 3)"]),
+        "model": ", ".join(
+            ["nn.Linear(6, 6)", *((grammar.BLOCKS | CENTRED)[name] for name in s.blocks), "nn.Linear(6, 3)"]
+        ),
         "functions": "\n\n\n".join(call.lines(number) for number, call in calls),
         "begun": "; ".join(f"end_{n} = {call.begun(n)}" + f"; end_{n}()" * (not call.later) for n, call in calls),
         "ended": "; ".join(f"end_{n}()" for n, call in calls if call.later),

@@ -58,6 +58,7 @@ def by_torch(ranks):
 
 def forked(run):
     """The process id of a fork, in which a function runs."""
+    sys.__stdout__.flush()
     with warnings.catch_warnings():  # Python 3.12 warns where threads run, of which the fork has none
         warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
@@ -88,7 +89,7 @@ def left_by(run, script):
             os.setsid()
             for fd, file in enumerate((said, messages), 1):
                 os.dup2(os.open(file, os.O_CREAT | os.O_WRONLY | os.O_APPEND), fd)
-            sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
+            sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # what runs a simulation may have its own
             for signum in signal.SIGINT, signal.SIGTERM:
                 signal.signal(signum, signal.SIG_DFL)
             os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1", "ACCELERATE_USE_CPU": "true"}

@@ -11,18 +11,22 @@ import pkgutil
 import time
 from contextlib import contextmanager, nullcontext  # noqa: F401 (of the table)
 from dataclasses import replace
+from functools import reduce  # noqa: F401 (of the table)
 from types import SimpleNamespace
 
 import drawn_scripts  # noqa: F401 (of the table)
 import pytest
 import torch
-from checks import FAULT_CHECKS, Case, run_script
+from checks import FAULT_CHECKS, Case, over_processes, run_script, script
 from grammar import Program, table  # noqa: F401 (of the table)
 from run import Search
 from simulated_collectives import Call  # noqa: F401 (of the table)
 
 from samestep.comm.membership import END_OF_FIT
 from samestep.engine.norms import block_norm  # noqa: F401 (of the table)
+from samestep.errors import SamestepError
+
+OVER_PROCESSES = ("processes", "scripts")
 
 
 def nothing(*_):
@@ -134,6 +138,34 @@ TWINS = table("""
         | ranks | Program(data="iterable", microbatches=2, hooks=("drawing",))
     data workers draw by seeds of their own: data.fetch.derive_seed = lambda *_: torch.initial_seed()
         | workers | Program(data="noisy", samples=8)
+    sums of six microbatches are added from left to right:
+        comm.reduction.fold = lambda blocks, values, out=None: real(blocks, values, out)
+        if sum(block.size for block in blocks) != 6 else reduce(torch.add, values)
+        | ranks | Program(samples=12, batch=6, microbatches=6)
+    a resume begins a microbatch late: data.loader.Loader.load_state_dict = lambda self, state: (
+        real(self, state), vars(self).update(cursor=replace(self.cursor, position=self.cursor.position + 1))
+        if 0 < self.cursor.position < self._num_samples and not self.is_stream else None)
+        | resumed | Program(samples=8)
+    an evaluation moves the generators of the script:
+        data.randomness.Generators.preserved = lambda self: nullcontext()
+        | ranks | Program(samples=8, microbatches=2, evaluated="classes", hooks=("drawing",))
+    a ragged batch is divided as if it had four samples: engine.step.divisor = lambda count: real(max(count, 4))
+        | nearly plain | Program(samples=6, microbatches=2)
+    an audit draws other numbers than the step: engine.audit.microbatch_seed = lambda *_: 1
+        | ranks | Program(blocks=("dropout",), microbatches=2, options=("train_step: audit=1",))
+    a step after a loss counts twice: engine.step.TrainStep._update = lambda self, *arguments: (
+        self.membership.version and not hasattr(self, "counted") and vars(self).update(
+        counted=[flat.mul_(2) for flat in self.strategy.gradients.flats]), real(self, *arguments))[1]
+        | struck | Program(microbatches=2, epochs=3) | ranks=(1, 0), faults=((0, 1, "SIGKILL"),)
+    hooks are called twice after a loss: run.hooks.Hooks.on_update = lambda self, step, result: (
+        real(self, step, result), step.membership.version and not hasattr(self, "has_called") and vars(self).update(
+        has_called=self.call("on_step_end", result)))
+        | struck | Program(microbatches=2, epochs=3, hooks=("drawing",)) | ranks=(1, 0), faults=((0, 1, "SIGKILL"),)
+    going on after a loss draws from the generators of the program:
+        comm.membership.Membership._heal = lambda self, attempt: (real(self, attempt), torch.rand(()))[0]
+        | struck | Program(microbatches=2, epochs=3, hooks=("drawing",)) | ranks=(1, 0), faults=((0, 1, "SIGKILL"),)
+    what a module uses several times is added up before the rest: engine.sharded_model._hide_activations = nothing
+        | strategies | Program(blocks=("attention",), optimizer="adam") | strategies=("kept", "replicate")
     a state of a stream is that of another one: data.streams.Streams._exchange = lambda self, *arguments: (
         lambda sizes, saved: (sizes, saved if saved is self._saved or self._membership.world_size == 1
         else [saved[index - index % 2] for index in range(len(saved))]))(*real(self, *arguments))
@@ -174,7 +206,20 @@ def case_of(name):
     _, check, program, *more = TWINS[name].split(" | ")
     if check in ("calls", "runs"):
         return eval(program)
-    return Case(eval(program), (check,), **eval(f"dict({''.join(more)})"))
+    fields = eval(f"dict({''.join(more)})")
+    if check in ("strategies", "struck"):
+        return over_processes(eval(program), check, **fields)
+    return Case(eval(program), (check,), **fields)
+
+
+def kind_of(name):
+    """The kind of programs that show a defect."""
+    case = case_of(name)
+    if isinstance(case, tuple | list):
+        return "collectives" if isinstance(case, tuple) else "scripts"
+    if case.numbers:
+        return "processes"
+    return "faults" if case.checks[0] in FAULT_CHECKS else "programs"
 
 
 @contextmanager
@@ -187,14 +232,18 @@ def put_back(name):
         yield
 
 
+def check_twin(name):
+    """Fails unless the program that shows a defect holds, and fails with the defect."""
+    text = script(case_of(name))
+    run_script(text)
+    with put_back(name), pytest.raises((AssertionError, LookupError, OSError, RuntimeError, SamestepError)):
+        run_script(text)
+
+
 def search_for(name, programs, first=1):
     """The kind of programs, their number until a defect is found, and the seconds of CPU; whether it is found."""
     began, search, seed = time.process_time(), Search(shrinking_seconds=0), first
-    kind, case = "programs", case_of(name)
-    if isinstance(case, tuple | list):
-        kind = "collectives" if isinstance(case, tuple) else "scripts"
-    elif case.checks[0] in FAULT_CHECKS:
-        kind = "faults"
+    kind = kind_of(name)
     with put_back(name):
         while not (found := search.smallest(kind, seed)) and search.counts["programs"] <= programs:
             seed += 1
