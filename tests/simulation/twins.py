@@ -1,4 +1,4 @@
-"""Defects that were once in the code: how each is put back, and a program that shows it.
+"""Defects that were once in the code, or might be: how each is put back, and a program that shows it.
 
     python tests/simulation/twins.py
 
@@ -6,9 +6,8 @@ searches for each by what seeds draw, and prints the table of CONTRIBUTING.md.
 """
 
 import argparse
-import os  # noqa: F401 (of the table)
+import os
 import pkgutil
-import time
 from contextlib import contextmanager, nullcontext  # noqa: F401 (of the table)
 from dataclasses import replace
 from functools import reduce  # noqa: F401 (of the table)
@@ -242,12 +241,12 @@ def check_twin(name):
 
 def search_for(name, programs, first=1):
     """The kind of programs, their number until a defect is found, and the seconds of CPU; whether it is found."""
-    began, search, seed = time.process_time(), Search(shrinking_seconds=0), first
+    began, search, seed = sum(os.times()[:4]), Search(shrinking_seconds=0), first
     kind = kind_of(name)
     with put_back(name):
         while not (found := search.smallest(kind, seed)) and search.counts["programs"] <= programs:
             seed += 1
-        seconds = time.process_time() - began
+        seconds = sum(os.times()[:4]) - began  # also of processes that have ended
     if found:
         run_script(found[0])  # holds without the defect
     return kind, search.counts["programs"], seconds, found is not None
