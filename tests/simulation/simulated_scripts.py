@@ -24,7 +24,7 @@ from samestep.launcher.worker_pool import ServerPool
 
 SECONDS = 240
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e[-+]\d+)?|nan|-?inf")
-# Takes longer than most scripts.
+# What takes longer to import than most scripts to run.
 IMPORTED = ("torch._dynamo", "samestep.cli.run", "samestep.logical.ranks", "samestep.scripts.single_process")
 
 
@@ -108,7 +108,7 @@ def left_by(run, script):
         finally:
             for each in [*process.children(recursive=True), process] if process.is_running() else ():
                 each.kill()
-                each.wait()
+                process.wait()
         assert code == 0, f"{run} ends with {code}\n{messages.read_text()}"
         paths = [path for path in Path(folder).rglob("*") if path.is_file() and path.name != "script.py"]
         found = {str(path.relative_to(folder)): path.read_bytes() for path in sorted(paths)}
