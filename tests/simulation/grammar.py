@@ -362,7 +362,7 @@ def allowed(p):
         p.calls = ""
     if "thawing" in p.hooks or p.calls == "freezing":  # the first layer, and something must be left to train: the last
         p.hooks = tuple(hook for hook in p.hooks if hook != "drawing")
-    if "drop_last=True" in str(p.options):
+    if "drop_last=True" in str(p.options) or p.data == "own drop last":
         p.samples = max(p.samples, p.batch)
     left_out = ["spares"] if p.zero1 or p.shares else []
     left_out += [] if p.data in ("tensors", "dict", "nested", "tensor dataset", "transformed") else ["cache="]
