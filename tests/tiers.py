@@ -30,9 +30,6 @@ STARTING_TESTS = {  # the command that starts processes is only named by a strin
     "doctor/test_doctor_ranks.py::test_a_rank_that_gets_one_wrong_element_is_named",
     "doctor/test_proof.py::test_a_proof_for_which_the_time_was_too_short_is_none",
     "launcher/test_preloading.py::test_an_early_server_is_taken_once_and_only_with_its_variables_and_else_killed",
-    "simulation/test_simulation.py::test_a_defect_fails_the_script_that_shows_it"
-    "[sums have another order where ranks share a device]",
-    "simulation/test_simulation.py::test_a_defect_fails_the_script_that_shows_it[the epoch of a sampler is lost]",
     "simulation/test_simulation.py::test_what_some_seeds_draw_holds[scripts-1]",
     "verify/test_verify.py::test_the_command_prints_the_verdict_as_json_and_fails_on_a_difference",
 }
@@ -174,11 +171,12 @@ SLOW = {  # more than ten seconds each, of a kind that a shorter one of the gate
     "runs/test_mirrors.py::test_tools_that_fail_leave_the_training_as_it_is_and_the_run_can_be_mirrored_later",
     "sharding/test_sharded_memory.py::test_a_model_that_does_not_fit_a_workers_memory_trains_if_it_is_sharded",
     "simulation/test_simulated_processes.py::"
+    "test_a_defect_over_processes_fails_the_program_that_shows_it[a step after a loss counts twice]",
+    "simulation/test_simulated_processes.py::"
     "test_a_defect_over_processes_fails_the_program_that_shows_it"
     "[going on after a loss draws from the generators of the program]",
-    "simulation/test_simulation.py::"
-    "test_a_defect_fails_the_script_that_shows_it[sums have another order where ranks share a device]",
-    "simulation/test_simulation.py::test_a_defect_fails_the_script_that_shows_it[the epoch of a sampler is lost]",
+    "simulation/test_simulated_processes.py::"
+    "test_a_defect_over_processes_fails_the_program_that_shows_it[hooks are called twice after a loss]",
     "verify/test_golden_files.py::test_the_bits_of_a_script_of_ranks_are_those_of_its_devices_or_of_its_logical_ones",
     "verify/test_golden_files.py::"
     "test_the_step_of_the_workflow_passes_with_its_golden_file_and_fails_with_that_of_another_seed",

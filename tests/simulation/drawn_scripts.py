@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 TEMPLATE = Path(__file__).with_name("drawn_script.txt")
 RARE = [False, False, False, True]
 CHOICES = {  # the first value of each is the simplest
-    "kind": ["ddp", "ddp", "fsdp", *(["accelerate"] if find_spec("accelerate") else []), "plain", "parallel"],
+    "kind": [*["ddp", "ddp", "plain", "parallel"] * 2, "fsdp", *(["accelerate"] if find_spec("accelerate") else [])],
     "ranks": [2, 3],
     "sampler": ["every other", "shuffled", "random", "replaced", "distributed", "drop last", "in order", "batches"],
     "samples": [*range(6, 17)],
@@ -30,8 +30,9 @@ CHOICES = {  # the first value of each is the simplest
     "workers": [0, 0, 0, 1, 2],
     **dict.fromkeys(("noisy", "evaluates", "clips", "half", "sync", "uneven", "early", "saves", "gpus"), RARE),
 }  # fmt: skip
-BLOCKS = ["tanh", "relu", "dropout", "batch norm", "layer norm", "group norm", "convolution", "frozen", "weight norm",
-          "embedding", "recurrent", "attention", "tied", "twice", "recomputed", "counting"]  # fmt: skip
+CENTRED = {"centred": "Block(lambda self, x: x - x.mean(0))"}  # depends on the samples of a chunk
+BLOCKS = [*CENTRED, "tanh", "relu", "dropout", "batch norm", "layer norm", "group norm", "convolution", "frozen",
+          "weight norm", "embedding", "recurrent", "attention", "tied", "twice", "recomputed", "counting"]  # fmt: skip
 SAMPLERS = {
     "every other": "range(rank, len(data), world)",
     "random": "RandomSampler(data, generator=torch.Generator().manual_seed(rank))",
@@ -73,7 +74,7 @@ CALLS = {
 }
 DTYPES = ["float32", "float64", "float16", "bfloat16", "int64", "int32", "int8", "uint8"]
 ONE_PROCESS = ("plain", "parallel")
-CHUNKED = {"dropout", "attention", "batch norm", "counting"}  # depends on the number of chunks
+CHUNKED = {"dropout", "attention", "batch norm"}  # other numbers or statistics in each chunk
 
 
 @dataclass(frozen=True)
@@ -143,6 +144,10 @@ def allowed(**choices):
         s.gpus = False
     if is_alone:
         s.calls = ()
+    if s.kind == "parallel":
+        s.blocks += ("centred",) * (s.samples % 2)
+    if s.kind == "plain":  # whose rows may not depend on each other
+        s.blocks = tuple(name for name in s.blocks if name != "centred")
     if s.sync:
         s.uneven, s.blocks = False, (*s.blocks, "batch norm")
     if s.uneven:  # ranks that have ended take part in the exchanges of the others, and in nothing else
@@ -171,7 +176,7 @@ def script(case):
     reference = "python" if first.kind in ONE_PROCESS else "torch"
     if any(s.sync for s in case):
         reference = "none"  # torch has it for GPUs alone
-    texts = [text(case), text([s.but(gpus=False) for s in case])]
+    texts = [text(case), text([s.but(gpus=False) for s in case], is_reference=True)]
     return (
         f'"""Drawn by the simulator: {case!r}."""\n'
         + Path(simulated_scripts.__file__).read_text().split('"""\n', 1)[1]
@@ -180,9 +185,10 @@ def script(case):
     )
 
 
-def text(case):
+def text(case, is_reference=False):
     """The scripts of a case as one, in which one process group serves them all."""
-    return "\n\n".join(_text(s, is_first=s is case[0], is_last=s is case[-1]) for s in case)
+    places = {"is_reference": is_reference}
+    return "\n\n".join(_text(s, is_first=s is case[0], is_last=s is case[-1], **places) for s in case)
 
 
 def compared(s):
@@ -203,9 +209,12 @@ def _text(s, **places):
         "alone": s.kind in ONE_PROCESS,
         "scaled": s.half and s.kind not in ("fsdp", "accelerate"),
         "compared": compared(s),
+        "compared_first": compared(s.but(optimizer="SGD")),  # before an update magnifies what rounds otherwise
         "loading": LOADING.get(s.sampler, "batch_size=BATCH, sampler=sampler"),
         "CLASSES": grammar.CLASSES.strip(),
-        "model": ", ".join(["nn.Linear(6, 6)", *(grammar.BLOCKS[name] for name in s.blocks), "nn.Linear(6, 3)"]),
+        "model": ", ".join(
+            ["nn.Linear(6, 6)", *((grammar.BLOCKS | CENTRED)[name] for name in s.blocks), "nn.Linear(6, 3)"]
+        ),
         "functions": "\n\n\n".join(call.lines(number) for number, call in calls),
         "begun": "; ".join(f"end_{n} = {call.begun(n)}" + f"; end_{n}()" * (not call.later) for n, call in calls),
         "ended": "; ".join(f"end_{n}()" for n, call in calls if call.later),

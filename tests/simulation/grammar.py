@@ -237,7 +237,7 @@ OF_TIERS = {"sharded halves", "tensor", "tensor 3"}  # with bits of their own, o
 
 RARE = [False, False, False, True]
 CHOICES = {  # of each field of a program; the first one is the simplest, to which hypothesis shrinks
-    "data": [name for name in DATA if name not in NAMED],
+    "data": [*(name for name in DATA if name not in NAMED), *["streams"] * 4],  # of which each has much of its own
     "samples": range(4, 23),
     "batch": [4, 3, *range(5, 11)],
     "microbatches": range(1, 7),
@@ -362,12 +362,14 @@ def allowed(p):
         p.calls = ""
     if "thawing" in p.hooks or p.calls == "freezing":  # the first layer, and something must be left to train: the last
         p.hooks = tuple(hook for hook in p.hooks if hook != "drawing")
-    if "drop_last=True" in str(p.options):
+    if "drop_last=True" in str(p.options) or p.data == "own drop last":
         p.samples = max(p.samples, p.batch)
     left_out = ["spares"] if p.zero1 or p.shares else []
     left_out += [] if p.data in ("tensors", "dict", "nested", "tensor dataset", "transformed") else ["cache="]
     left_out += ["audit="] if p.data == "streams" else ["exact_states"]
     p.options = tuple(each for each in p.options if not any(word in each for word in left_out))
+    if p.data == "streams" and p.seed % 2:
+        p.options = tuple(dict.fromkeys((*p.options, "loader: exact_states=True")))
     return p
 
 
@@ -457,7 +459,7 @@ def text(p, own="train", processes=False):
     loader = {"shuffle": p.shuffle, "num_workers": "num_workers"}
     loader = f"run.loader({DATA[p.data]}{given('loader', **loader)})"
     if p.data == "streams":
-        loader = f"run.loader(streams=stream{given('loader')})"
+        loader = f"run.loader(streams={'Kept' if 'exact_states' in str(p.options) else 'stream'}{given('loader')})"
     is_made = p.data == "streams" or (p.data not in OF_LOADERS and "loader: " in str(p.options))
     collation = ", collate_fn=collated" if "collated" in str(p.options) else ""
     shares = {"shares": "SHARES[: communicator.world_size] if communicator else None"} if p.shares else {}

@@ -26,7 +26,7 @@ from samestep.launcher.os_processes import end_with_parent
 
 KINDS = ("programs", "faults", "collectives", "scripts", "membership", "processes")
 EXAMPLES = 10  # of a seed
-FEW_EXAMPLES = {"scripts": 3, "processes": 3}  # which start processes
+FEW_EXAMPLES = {"scripts": 5, "processes": 3}  # which start processes
 GATE_SEEDS = 6  # from 1 on: a faster machine runs no others
 SHRINKING_SECONDS = 60
 ENDING = signal.SIGRTMIN  # to the process that searches: the runs in it take SIGTERM and SIGINT for their own

@@ -1,8 +1,8 @@
-"""Calls of process groups, carried out by the ordered group, over gloo and through memory, and by gloo alone.
+"""Calls of process groups, carried out by the ordered group over gloo and through memory.
 
-Ranks are threads. Values are small whole numbers, whose sums and products are exact in every order: so all must give
-the same bits. Where a rank calls something else, all ranks must get an error that names the calls. Its text is the
-head of each script of collectives that the simulator prints.
+Ranks are threads. What is reduced must have the bits of a fold of the ranks' values along the tree, which depend on its
+order; what is moved alone, those of gloo. Where a rank calls something else, all ranks must get an error that names the
+calls. Its text is the head of each script of collectives that the simulator prints.
 """
 
 import threading
@@ -18,6 +18,7 @@ from torch._C import _distributed_c10d as c10d
 
 from samestep.comm.connecting import connect_process_group
 from samestep.comm.group import GroupTransport
+from samestep.core.tree import tree_sum
 from samestep.errors import DeterminismError
 from samestep.logical.process_group import OrderedProcessGroup
 
@@ -47,11 +48,13 @@ class Call:
 
 def values(call, number, rank, shape=None):
     """A rank's values for the call with a number."""
-    generator = torch.Generator().manual_seed(100 * number + rank)
+    generator, dtype = torch.Generator().manual_seed(100 * number + rank), getattr(torch, call.dtype)
     shape = call.shape if shape is None else shape
-    low, high = (-1, 2) if call.dtype.startswith("complex") else (0, 2) if call.dtype in ("bool", "uint8") else (-2, 3)
-    drawn = torch.randint(low, high, shape, generator=generator).to(getattr(torch, call.dtype))
-    drawn = drawn * 1j + drawn + 1 if drawn.is_complex() else drawn
+    if dtype.is_floating_point or dtype.is_complex:
+        drawn = torch.randn(shape, dtype=dtype if dtype.is_complex else None, generator=generator).to(dtype)
+    else:
+        drawn = torch.randint(*((0, 2) if call.dtype in ("bool", "uint8") else (-2, 3)), shape, generator=generator)
+        drawn = drawn.to(dtype)
     return drawn.mT.contiguous().mT if call.strided and len(shape) > 1 else drawn
 
 
@@ -64,29 +67,44 @@ METHODS = {  # the method of a group and its options, its arguments, and the ten
     "scatter": ("scatter", c10d.ScatterOptions, "[into], [several] * is_root", "[into]"),
     "all_to_all": ("alltoall_base", c10d.AllToAllOptions, "rows, sent, incoming, counts[rank]", "[rows]"),
     "reduce_scatter": ("reduce_scatter", c10d.ReduceScatterOptions, "[into], [several]", "[into]"),
+    "reduce_scatter_uneven": ("reduce_scatter", c10d.ReduceScatterOptions, "[fewer], [uneven]", "[fewer]"),
     "reduce_scatter_single": ("_reduce_scatter_base", c10d.ReduceScatterOptions, "flat, torch.cat(parts)", "[flat]"),
     "all_gather_single": ("_allgather_base", c10d.AllgatherOptions, "whole, parts[rank]", "[whole]"),
     "all_reduce_coalesced": ("allreduce_coalesced", c10d.AllreduceCoalescedOptions, "[ours, more]", "[ours, more]"),
     "all_gather_coalesced": ("allgather_coalesced", c10d.AllgatherOptions, "pairs, [ours, more]", "sum(pairs, [])"),
     "barrier": ("barrier", c10d.BarrierOptions, "", "[]"),
 }
+TERMS = {  # of those that reduce: what each rank has for the one whose rank is `to`
+    "all_reduce": "[ours]",
+    "reduce": "[ours] * (to == root)",
+    "reduce_scatter": "[several[to]]",
+    "reduce_scatter_uneven": "[uneven[to]]",
+    "reduce_scatter_single": "[parts[to]]",
+    "all_reduce_coalesced": "[ours, more]",
+}
+FOLDS = {"SUM": torch.add, "AVG": torch.add, "PRODUCT": torch.mul, "MIN": torch.minimum, "MAX": torch.maximum,
+         "BAND": torch.bitwise_and, "BOR": torch.bitwise_or, "BXOR": torch.bitwise_xor}  # fmt: skip
 
 
-def begin(group, call, number, rank, ranks):
-    """Begins a call on a group; its work and the tensors that it writes."""
+def tensors(call, number, rank, ranks):
+    """What a rank has for a call, by the names of the tables."""
     root, ours, more = call.root % ranks, values(call, number, rank), values(call, number, rank + 50)
     several = [values(call, number, 10 * rank + other).contiguous() for other in range(ranks)]
     # Of rows each rank sends another number to each.
     counts = [[(call.root + 2 * a + b) % 3 for b in range(ranks)] for a in range(ranks)]
-    incoming = [each[rank] for each in counts]
-    names = {
+    incoming, parts = [each[rank] for each in counts], [part.view(-1) for part in several]
+    uneven = [part[(call.root + other) % 3 :].clone() for other, part in enumerate(parts)]
+    return {
+        "root": root,
         "ours": ours,
         "more": more,
         "rank": rank,
         "is_root": rank == root,
         "several": several,
-        "parts": [part.view(-1) for part in several],
+        "parts": parts,
+        "uneven": uneven,
         "into": torch.zeros(call.shape, dtype=ours.dtype),
+        "fewer": torch.zeros_like(uneven[rank]),
         "flat": torch.zeros(ours.numel(), dtype=ours.dtype),
         "whole": torch.zeros(ours.numel() * ranks, dtype=ours.dtype),
         "outputs": [torch.zeros_like(ours) for _ in range(ranks)],
@@ -97,22 +115,36 @@ def begin(group, call, number, rank, ranks):
         "rows": torch.zeros((sum(incoming), 2), dtype=ours.dtype),
         "torch": torch,
     }
-    method, kind, given, written = METHODS[call.name]
+
+
+def begin(group, call, number, rank, ranks):
+    """Begins a call on a group; its work and the tensors that it writes."""
+    names, (method, kind, given, written) = tensors(call, number, rank, ranks), METHODS[call.name]
     options = kind()
-    for name, value in {"reduceOp": getattr(dist.ReduceOp, call.op), "rootRank": root}.items():
+    for name, value in {"reduceOp": getattr(dist.ReduceOp, call.op), "rootRank": names["root"]}.items():
         if hasattr(options, name):
             setattr(options, name, value)
     return getattr(group, method)(*eval(f"[{given}]", names), options), eval(written, names)
 
 
+def folded(call, number, rank, ranks):
+    """What a call that reduces is to write: the ranks' terms, folded along the tree."""
+    terms = [eval(TERMS[call.name], tensors(call, number, each, ranks) | {"to": rank}) for each in range(ranks)]
+    totals = [tree_sum(each, FOLDS[call.op]) for each in zip(*terms, strict=True)]
+    if call.op != "AVG":
+        return totals
+    is_whole = call.dtype in ("uint8", "int8", "int32", "int64")  # as in C: towards zero
+    return [torch.div(total, ranks, rounding_mode="trunc" if is_whole else None) for total in totals]
+
+
 def carry_out(calls_by_rank, how):
-    """What the calls have written, by rank and call: by the ordered group over "gloo" or "memory", or "gloo alone"."""
+    """What the calls have written, by rank and call: by the ordered group over "gloo" or "memory", or as is "right"."""
     store, ranks = dist.HashStore(), len(calls_by_rank)
     meet = threading.Barrier(ranks)
 
     def connect(members, rank):
         ours, rank, count = dist.PrefixStore(str(members), store), members.index(rank), len(members)
-        if how == "gloo alone":
+        if how == "right":
             return dist.ProcessGroupGloo(ours, rank, count, SECONDS)
         if how == "memory" and count > 1:
             ends = connect_process_group(dist.PrefixStore("memory", ours), rank, members, SECONDS)
@@ -136,7 +168,9 @@ def carry_out(calls_by_rank, how):
         try:
             for number, call in enumerate(calls):
                 members = call.ranks(ranks)
-                if rank in members:
+                if rank in members and how == "right" and call.name in TERMS:
+                    found[number] = folded(call, number, members.index(rank), len(members))
+                elif rank in members:
                     work, outputs = begin(groups[members], call, number, members.index(rank), len(members))
                     under_way.append((number + call.waits, number, work, outputs))
                 finish(number)
@@ -144,7 +178,7 @@ def carry_out(calls_by_rank, how):
         except DeterminismError as error:
             found = str(error)
         meet.wait(SECONDS.total_seconds())  # no rank leaves while another still exchanges with it
-        for group in groups.values() if how != "gloo alone" else ():
+        for group in groups.values() if how != "right" else ():
             group.abort() if isinstance(found, str) else group.shutdown()
         return found
 
@@ -153,7 +187,7 @@ def carry_out(calls_by_rank, how):
 
 
 def check_calls(calls, ranks, odd=None, at=0):
-    """Fails at the first call of which the ordered group and gloo have written other bits.
+    """Fails at the first call of which the ordered group has written other bits than are right.
 
     If an `odd` call is given, the last rank makes it instead of another at a place, and the error of all must say so.
     """
@@ -163,10 +197,10 @@ def check_calls(calls, ranks, odd=None, at=0):
         for text in carry_out([theirs] * (ranks - 1) + [ours], "memory"):
             assert str(text).startswith("the ranks are out of step"), (odd, at, text)
         return
-    gloo = carry_out([calls] * ranks, "gloo alone")
+    right = carry_out([calls] * ranks, "right")
     for how in ("gloo", "memory"):
         ordered = carry_out([calls] * ranks, how)
         for rank, number in product(range(ranks), range(len(calls))):
-            for ours, theirs in zip(ordered[rank][number], gloo[rank][number], strict=True):
+            for ours, theirs in zip(ordered[rank][number], right[rank][number], strict=True):
                 same = torch.equal(ours.contiguous().view(-1), theirs.contiguous().view(-1))
                 assert same, (how, calls[number], rank, ours, theirs)

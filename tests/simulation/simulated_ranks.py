@@ -18,6 +18,7 @@ import torch
 
 from samestep.comm.communicator import Communicator
 from samestep.comm.sequential import SequentialWorld
+from samestep.data import streams
 from samestep.errors import PeerLostError, RunFolderError
 from samestep.runs.run_log import RunLog
 
@@ -79,7 +80,8 @@ def in_turns(world_size, train, *args, order=0, lost=None, **options):
         return train(Communicator(torch.device("cpu"), transport, transport, "ordered"), *args, **options)
 
     try:
-        with patch.object(RunLog, "draw"):  # a picture takes as long as all else of a short run
+        # A picture takes as long as all else of a short run.
+        with patch.object(RunLog, "draw"), patch.object(streams, "BATCHES_A_STATE", 2):
             return Turns(world_size, order, lost).run(rank_main)
     except (LostRank, PeerLostError):
         if lost is None:

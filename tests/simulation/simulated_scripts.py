@@ -3,61 +3,116 @@
 Its text is the head of each script of other people's kind that the simulator prints.
 """
 
+import importlib
 import os
 import re
+import runpy
 import signal
-import subprocess
+import socket
 import sys
 import tempfile
+import traceback
+import warnings
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import psutil
 
+from samestep.cli.main import main
+from samestep.launcher.worker_pool import ServerPool
+
 SECONDS = 240
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e[-+]\d+)?|nan|-?inf")
-# Processes with torchrun's variables, which share the import of torch: the exchanges are those of gloo.
-FORKED = """
-import os, runpy, socket, sys
-import torch, torch._dynamo, torch.distributed.fsdp
-with socket.create_server(("127.0.0.1", 0)) as server:
-    port = server.getsockname()[1]
-ranks, own = int(sys.argv[1]), []
-for rank in range(ranks):
-    if not (pid := os.fork()):
-        size = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(ranks))
-        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        os.environ |= size
+# What takes longer to import than most scripts to run.
+IMPORTED = ("torch._dynamo", "samestep.cli.run", "samestep.logical.ranks", "samestep.scripts.single_process")
+
+
+def by_samestep(ranks, devices):
+    """Runs the script as `samestep run` does, by forks."""
+    ServerPool.executed = lambda variables, preload, *_: ServerPool.forked(None, variables, preload)
+    sys.argv = ["samestep", "run", f"--logical-devices={ranks}", f"--devices=cpu:{devices}", "script.py"]
+    main()
+
+
+def by_python():
+    """Runs the script."""
+    runpy.run_path("script.py", run_name="__main__")
+
+
+def by_torch(ranks):
+    """Runs the script in processes with the variables of torchrun, which exchange over gloo."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.getsockname()[1])}
+    place |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(ranks))
+
+    def rank_main(rank):
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), **place}
         if rank:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        runpy.run_path(sys.argv[2], run_name="__main__")
-        sys.stdout.flush()
-        os._exit(0)  # threads of gloo may end the process by SIGABRT else
-    own.append(pid)
-codes = [os.waitpid(pid, 0)[1] for pid in own]
-sys.exit(int(any(codes)))
-"""
+        by_python()
+
+    own = [forked(partial(rank_main, rank)) for rank in range(ranks)]
+    sys.exit(int(any(psutil.Process(pid).wait() for pid in own)))
 
 
-def left_by(words, script):
-    """The lines of stdout and the files that a command leaves in an empty folder with a script."""
-    with tempfile.TemporaryDirectory(prefix="simulated-") as folder:
+def forked(run):
+    """The process id of a fork, in which a function runs."""
+    sys.__stdout__.flush()
+    with warnings.catch_warnings():  # Python 3.12 warns where threads run, of which the fork has none
+        warnings.simplefilter("ignore", DeprecationWarning)
+        pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        run()
+        code = 0
+    except SystemExit as stop:
+        code = stop.code or 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)  # threads of gloo may end the process by SIGABRT else
+
+
+def left_by(run, script):
+    """The lines of stdout and the files that a function, in a process in an empty folder, leaves beside a script."""
+    with tempfile.TemporaryDirectory(prefix="simulated-") as folder, tempfile.TemporaryDirectory() as streams:
+        said, messages = Path(streams, "stdout"), Path(streams, "stderr")
         Path(folder, "script.py").write_text(script)
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1", "ACCELERATE_USE_CPU": "true"}
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        with subprocess.Popen([sys.executable, *words], cwd=folder, env=environment, **pipes) as command:
-            try:
-                said, messages = command.communicate(timeout=SECONDS)
-            except subprocess.TimeoutExpired:
-                for process in psutil.Process(command.pid).children(recursive=True):
-                    if "fork server" not in " ".join(process.cmdline()):
-                        process.send_signal(signal.SIGABRT)  # writes its stacks
-                said, messages = command.communicate()
-                raise AssertionError(f"{words} hangs\n{messages}") from None
-            finally:
-                command.kill()
-        assert command.returncode == 0, f"{words} ends with {command.returncode}\n{messages}"
+
+        def begin():
+            os.setsid()
+            for fd, file in enumerate((said, messages), 1):
+                os.dup2(os.open(file, os.O_CREAT | os.O_WRONLY | os.O_APPEND), fd)
+            sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # what runs a simulation may have its own
+            for signum in signal.SIGINT, signal.SIGTERM:
+                signal.signal(signum, signal.SIG_DFL)
+            os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1", "ACCELERATE_USE_CPU": "true"}
+            os.chdir(folder)
+            run()
+
+        process = psutil.Process(forked(begin))
+        try:
+            code = process.wait(SECONDS)
+        except psutil.TimeoutExpired:
+            for rank in process.children(recursive=True):
+                rank.send_signal(signal.SIGABRT)  # workers write their stacks
+            with suppress(psutil.TimeoutExpired):
+                process.wait(10)
+            raise AssertionError(f"{run} hangs\n{messages.read_text()}") from None
+        finally:
+            for each in [*process.children(recursive=True), process] if process.is_running() else ():
+                each.kill()
+                process.wait()
+        assert code == 0, f"{run} ends with {code}\n{messages.read_text()}"
         paths = [path for path in Path(folder).rglob("*") if path.is_file() and path.name != "script.py"]
-        return said.splitlines(), {str(path.relative_to(folder)): path.read_bytes() for path in sorted(paths)}
+        found = {str(path.relative_to(folder)): path.read_bytes() for path in sorted(paths)}
+        return said.read_text().splitlines(), found
 
 
 def check_same(found, expected, by_lines):
@@ -82,10 +137,11 @@ def check_same(found, expected, by_lines):
 
 def check_script(script, ranks, on_cpus, reference):
     """Runs a script for a number of ranks (or microbatches); a reference is run by "torch" or by "python"."""
-    command = ["-m", "samestep", "run", "--logical-devices", str(ranks), "--devices"]
-    on_one, *others = (left_by([*command, f"cpu:{devices}", "script.py"], script) for devices in range(1, ranks + 1))
+    for name in (*re.findall(r"^(?:import|from) ([\w.]+)", script, re.MULTILINE), *IMPORTED):
+        importlib.import_module(name)  # once, by the process that forks
+    on_one, *others = (left_by(partial(by_samestep, ranks, 1 + devices), script) for devices in range(ranks))
     for found in others:
         check_same(found, on_one, by_lines=False)
     if reference != "none":
-        words = ["script.py"] if reference == "python" else ["-c", FORKED, str(ranks), "script.py"]
-        check_same(on_one, left_by(words, on_cpus), by_lines=True)
+        run = by_python if reference == "python" else partial(by_torch, ranks)
+        check_same(on_one, left_by(run, on_cpus), by_lines=True)

@@ -8,14 +8,9 @@ import time
 import psutil
 import pytest
 import run
-import torch
-from checks import over_processes, run_script, script
-from grammar import Program
 from run import Search
+from twins import OVER_PROCESSES, TWINS, check_twin, kind_of
 from worlds import cpu_only
-
-from samestep.comm.membership import Membership
-from samestep.engine import sharded_model
 
 pytestmark = cpu_only("the processes are forks of this one, which has used no GPU")
 
@@ -33,33 +28,9 @@ def test_what_some_seeds_draw_over_processes_holds(seed):
     assert Search().smallest("processes", seed, examples=3) is None
 
 
-def draws(self, attempt, real=Membership._heal):
-    values = real(self, attempt)
-    torch.rand(())
-    return values
-
-
-TWINS = {  # what is broken, and the case that shows it
-    "what a module uses several times is added up before the rest": (
-        (sharded_model, "_hide_activations", lambda *_: None),
-        over_processes(Program(blocks=("attention",), optimizer="adam"), "strategies", ("kept", "replicate")),
-    ),
-    "going on after a loss draws from the generators of the program": (
-        (Membership, "_heal", draws),
-        over_processes(
-            Program(microbatches=2, epochs=3, hooks=("drawing",)), "struck", ranks=(1, 0), faults=((0, 1, "SIGKILL"),)
-        ),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", TWINS)
-def test_a_defect_over_processes_fails_the_program_that_shows_it(monkeypatch, name):
-    broken, case = TWINS[name]
-    run_script(script(case))
-    monkeypatch.setattr(*broken)
-    with pytest.raises(AssertionError):
-        run_script(script(case))
+@pytest.mark.parametrize("name", [name for name in TWINS if kind_of(name) in OVER_PROCESSES])
+def test_a_defect_over_processes_fails_the_program_that_shows_it(name):
+    check_twin(name)
 
 
 def test_sigterm_ends_the_search_and_not_the_run_under_way():

@@ -1,17 +1,12 @@
 """The simulator holds for some seeds, and finds defects that were once in the code, each put back by a twin."""
 
-import textwrap
-
 import grammar
 import pytest
 from checks import Case, run_script, script
-from drawn_scripts import Script
 from grammar import Program
 from run import Search
-from twins import TWINS, case_of, put_back, search_for
+from twins import OVER_PROCESSES, TWINS, check_twin, kind_of, put_back, search_for
 from worlds import cpu_only
-
-from samestep.errors import SamestepError
 
 pytestmark = cpu_only("the ranks of the simulator are threads with CPUs")
 SEEDS = [
@@ -57,56 +52,15 @@ def test_each_choice_is_the_same_on_ranks_and_after_a_resume(program):
     run_script(script(Case(program, ("ranks", "resumed"), 2, order=3)))
 
 
-@pytest.mark.parametrize("name", TWINS)
+@pytest.mark.parametrize("name", [name for name in TWINS if kind_of(name) not in OVER_PROCESSES])
 def test_a_defect_fails_the_program_that_shows_it(name):
-    text = script(case_of(name))
-    run_script(text)
-    with put_back(name), pytest.raises((AssertionError, OSError, RuntimeError, SamestepError)):
-        run_script(text)
+    check_twin(name)
 
 
 @pytest.mark.parametrize("name", TWINS)
 def test_what_a_defect_replaces_is_there(name):
     with put_back(name):
         pass
-
-
-SCRIPT_TWINS = {  # what is broken, as a module that each process imports first, and the scripts that show it
-    "sums have another order where ranks share a device": (
-        """
-        import os
-        from samestep.logical.collectives import Operation
-
-        def fold(self, parts, into, inner=Operation.fold):
-            inner(self, parts[::-1] if "SAMESTEP_TOKEN" in os.environ else parts, into)
-
-        Operation.fold = fold
-        """,
-        [Script(ranks=3)],
-    ),
-    "the epoch of a sampler is lost": (
-        """
-        import os
-        from torch.utils.data.distributed import DistributedSampler
-
-        def set_epoch(self, epoch, inner=DistributedSampler.set_epoch):
-            inner(self, 0 if "SAMESTEP_THREADS" in os.environ else epoch)
-
-        DistributedSampler.set_epoch = set_epoch
-        """,
-        [Script(sampler="distributed", epochs=2)],
-    ),
-}
-
-
-@pytest.mark.parametrize("name", SCRIPT_TWINS)
-def test_a_defect_fails_the_script_that_shows_it(monkeypatch, tmp_path, name):
-    defect, case = SCRIPT_TWINS[name]
-    run_script(script(case))
-    (tmp_path / "sitecustomize.py").write_text(textwrap.dedent(defect))
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with pytest.raises(AssertionError, match=r"^\('(bits|rounding) "):  # other numbers
-        run_script(script(case))
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Defects that were once in the code: how each is put back, and a program that shows it.
+"""Defects that were once in the code, or might be: how each is put back, and a program that shows it.
 
     python tests/simulation/twins.py
 
@@ -6,19 +6,26 @@ searches for each by what seeds draw, and prints the table of CONTRIBUTING.md.
 """
 
 import argparse
+import os
 import pkgutil
-import time
 from contextlib import contextmanager, nullcontext  # noqa: F401 (of the table)
 from dataclasses import replace
+from functools import reduce  # noqa: F401 (of the table)
+from types import SimpleNamespace
 
+import drawn_scripts  # noqa: F401 (of the table)
 import pytest
 import torch
-from checks import FAULT_CHECKS, Case, run_script
+from checks import FAULT_CHECKS, Case, over_processes, run_script, script
 from grammar import Program, table  # noqa: F401 (of the table)
 from run import Search
+from simulated_collectives import Call  # noqa: F401 (of the table)
 
 from samestep.comm.membership import END_OF_FIT
 from samestep.engine.norms import block_norm  # noqa: F401 (of the table)
+from samestep.errors import SamestepError
+
+OVER_PROCESSES = ("processes", "scripts")
 
 
 def nothing(*_):
@@ -41,6 +48,11 @@ def stopped_alone(exchanged, step):
     """What an exchange returns, without the stop on which the ranks agree."""
     agreed, *others = exchanged
     return replace(agreed, stop=END_OF_FIT if step.membership.asks_end else 0), *others
+
+
+def folding(operation, order):
+    """The operation, which folds the parts of the ranks in another order."""
+    return SimpleNamespace(prepared=operation.prepared, fold=lambda parts, into: operation.fold(order([*parts]), into))
 
 
 # What is wrong: the function and by what it is replaced, beside `real`, the check, the program, and fields of its case.
@@ -126,13 +138,88 @@ TWINS = table("""
         | ranks | Program(data="iterable", microbatches=2, hooks=("drawing",))
     data workers draw by seeds of their own: data.fetch.derive_seed = lambda *_: torch.initial_seed()
         | workers | Program(data="noisy", samples=8)
+    sums of six microbatches are added from left to right:
+        comm.reduction.fold = lambda blocks, values, out=None: real(blocks, values, out)
+        if sum(block.size for block in blocks) != 6 else reduce(torch.add, values)
+        | ranks | Program(samples=12, batch=6, microbatches=6)
+    a resume begins a microbatch late: data.loader.Loader.load_state_dict = lambda self, state: (
+        real(self, state), vars(self).update(cursor=replace(self.cursor, position=self.cursor.position + 1))
+        if 0 < self.cursor.position < self._num_samples and not self.is_stream else None)
+        | resumed | Program(samples=8)
+    an evaluation moves the generators of the script:
+        data.randomness.Generators.preserved = lambda self: nullcontext()
+        | ranks | Program(samples=8, microbatches=2, evaluated="classes", hooks=("drawing",))
+    a ragged batch is divided as if it had four samples: engine.step.divisor = lambda count: real(max(count, 4))
+        | nearly plain | Program(samples=6, microbatches=2)
+    an audit draws other numbers than the step: engine.audit.microbatch_seed = lambda *_: 1
+        | ranks | Program(blocks=("dropout",), microbatches=2, options=("train_step: audit=1",))
+    a step after a loss counts twice: engine.step.TrainStep._update = lambda self, *arguments: (
+        self.membership.version and not hasattr(self, "counted") and vars(self).update(
+        counted=[flat.mul_(2) for flat in self.strategy.gradients.flats]), real(self, *arguments))[1]
+        | struck | Program(microbatches=2, epochs=3) | ranks=(1, 0), faults=((0, 1, "SIGKILL"),)
+    hooks are called twice after a loss: run.hooks.Hooks.on_update = lambda self, step, result: (
+        real(self, step, result), step.membership.version and not hasattr(self, "has_called") and vars(self).update(
+        has_called=self.call("on_step_end", result)))
+        | struck | Program(microbatches=2, epochs=3, hooks=("drawing",)) | ranks=(1, 0), faults=((0, 1, "SIGKILL"),)
+    going on after a loss draws from the generators of the program:
+        comm.membership.Membership._heal = lambda self, attempt: (real(self, attempt), torch.rand(()))[0]
+        | struck | Program(microbatches=2, epochs=3, hooks=("drawing",)) | ranks=(1, 0), faults=((0, 1, "SIGKILL"),)
+    what a module uses several times is added up before the rest: engine.sharded_model._hide_activations = nothing
+        | strategies | Program(blocks=("attention",), optimizer="adam") | strategies=("kept", "replicate")
+    a state of a stream is that of another one: data.streams.Streams._exchange = lambda self, *arguments: (
+        lambda sizes, saved: (sizes, saved if saved is self._saved or self._membership.world_size == 1
+        else [saved[index - index % 2] for index in range(len(saved))]))(*real(self, *arguments))
+        | resumed | Program(data="streams", samples=16, microbatches=2, options=("loader: exact_states=True",))
+    the places of streams are those of others: data.streams.Streams._exchange = lambda self, *arguments: (
+        lambda sizes, saved: (sizes[:: -1 if self._membership.world_size > 1 else 1], saved))(*real(self, *arguments))
+        | ranks | Program(data="streams", samples=7, microbatches=4)
+    a sum of three ranks begins with the own part:
+        logical.collectives._Piece.fold = lambda self: (self._transport.world_size == 3 and setattr(self, "_operation",
+        folding(self._operation, lambda parts: parts[(rank := self._transport.rank) :] + parts[:rank])), real(self))
+        | calls | ([Call("all_reduce", shape=(9,))], 3, (None, 0))
+    an average divides by another number in groups of five and seven:
+        logical.collectives.Operation.fold = lambda self, parts, into: (real(self, parts, into),
+        self.name == "AVG" and len(parts) in (5, 7) and into.copy_(into * 0.5))
+        | calls | ([Call("all_reduce", op="AVG")], 5, (None, 0))
+    a sum of uneven parts begins with the last rank:
+        logical.collectives.reduce_scatter = lambda transport, parts, sizes, into, op:
+        real(transport, parts, sizes, into, op if len({*sizes}) == 1 else folding(op, lambda parts: parts[::-1]))
+        | calls | ([Call("reduce_scatter_uneven", shape=(9,))], 3, (None, 0))
+    reads of other ranks do not wait for a file that rank 0 writes:
+        scripts.files.rank0_files.Rank0Files.mark_unfinished = lambda self, path:
+        real(self, None if self.script.rank else path)
+        | runs | [drawn_scripts.allowed(kind="plain", saves=True)]
+    chunks of a ragged batch are cut otherwise: scripts.split_forward.chunks.chunk_sizes = lambda length, count:
+        real(length, count)[::-1]
+        | runs | [drawn_scripts.allowed(kind="parallel", samples=7, batch=3)]
+    ranks that share a device have its seed: scripts.seeding.seeded_rank = lambda rank, seed:
+        real(int(os.environ["SAMESTEP_TOKEN"].partition(":")[2]) if "SAMESTEP_TOKEN" in os.environ else rank, seed)
+        | runs | [drawn_scripts.allowed(seeds="none")]
+    sums have another order where ranks share a device: logical.collectives.Operation.fold = lambda self, parts, into:
+        real(self, parts[::-1] if "SAMESTEP_TOKEN" in os.environ else parts, into)
+        | runs | [drawn_scripts.allowed(ranks=3, samples=12, epochs=3)]
 """)
 
 
 def case_of(name):
     """The program that shows a defect."""
     _, check, program, *more = TWINS[name].split(" | ")
-    return Case(eval(program), (check,), **eval(f"dict({''.join(more)})"))
+    if check in ("calls", "runs"):
+        return eval(program)
+    fields = eval(f"dict({''.join(more)})")
+    if check in ("strategies", "struck"):
+        return over_processes(eval(program), check, **fields)
+    return Case(eval(program), (check,), **fields)
+
+
+def kind_of(name):
+    """The kind of programs that show a defect."""
+    case = case_of(name)
+    if isinstance(case, tuple | list):
+        return "collectives" if isinstance(case, tuple) else "scripts"
+    if case.numbers:
+        return "processes"
+    return "faults" if case.checks[0] in FAULT_CHECKS else "programs"
 
 
 @contextmanager
@@ -145,14 +232,22 @@ def put_back(name):
         yield
 
 
+def check_twin(name):
+    """Fails unless the program that shows a defect holds, and fails with the defect."""
+    text = script(case_of(name))
+    run_script(text)
+    with put_back(name), pytest.raises((AssertionError, LookupError, OSError, RuntimeError, SamestepError)):
+        run_script(text)
+
+
 def search_for(name, programs, first=1):
     """The kind of programs, their number until a defect is found, and the seconds of CPU; whether it is found."""
-    began, search, seed = time.process_time(), Search(shrinking_seconds=0), first
-    kind = "faults" if case_of(name).checks[0] in FAULT_CHECKS else "programs"
+    began, search, seed = sum(os.times()[:4]), Search(shrinking_seconds=0), first
+    kind = kind_of(name)
     with put_back(name):
         while not (found := search.smallest(kind, seed)) and search.counts["programs"] <= programs:
             seed += 1
-        seconds = time.process_time() - began
+        seconds = sum(os.times()[:4]) - began  # also of processes that have ended
     if found:
         run_script(found[0])  # holds without the defect
     return kind, search.counts["programs"], seconds, found is not None
