@@ -43,7 +43,7 @@ from samestep.engine.diagnosis import advise_replacement
 from samestep.engine.kernel_flags import check_shortages
 from samestep.engine.portable_kernels import make_portable
 from samestep.launcher.device_token import LOOK_SECONDS, TOKEN_VARIABLE, hold_token, lent_token, shares_device
-from samestep.logical.process_group import NAME, OrderedProcessGroup, register_backend
+from samestep.logical.process_group import NAME, OrderedBackend, register_backend
 from samestep.patch import Patch, applied, late_dynamo, late_patches
 from samestep.scripts.shared_script import VISIBLE_DEVICES, fixed_benchmark
 from samestep.scripts.simulated.devices import own_accelerator, simulated_devices
@@ -230,7 +230,7 @@ def _process_groups(num_devices: int, store: dist.Store | None) -> list[Patch]:
         return asked.get(group or dist.group.WORLD, found)
 
     return [
-        Patch(OrderedProcessGroup, "allreduce", _lending_after_backward(OrderedProcessGroup.allreduce)),
+        Patch(OrderedBackend, "allreduce", _lending_after_backward(OrderedBackend.allreduce)),
         Patch(dist, "init_process_group", init_process_group, (*C10D, MESH)),
         Patch(dist, "new_group", new_group, (*C10D, MESH)),
         Patch(dist, "get_backend", get_backend, (*C10D, MESH)),
