@@ -486,6 +486,7 @@ def held_by_futures(rank, ranks):
         "all_to_all_single": ([whole], lambda: dist.all_to_all_single(whole, ours, async_op=True)),
         "all_gather_into_tensor": ([whole], lambda: dist.all_gather_into_tensor(whole, part, async_op=True)),
         "reduce_scatter_tensor": ([part], lambda: dist.reduce_scatter_tensor(part, ours, async_op=True)),
+        "all_gather": (several, lambda: dist.all_gather(several, part, async_op=True)),
         "all_to_all": (several, lambda: dist.all_to_all(several, list(ours.chunk(ranks)), async_op=True)),
     }
     wrong = []

@@ -373,7 +373,7 @@ class OrderedBackend(_Backend):  # type: ignore[misc]  # a class of torch's stub
         call, tensors = (name, written, line), [*written, *also]
         self._check(name, opts, written, tensors)
         return self._begun(
-            self._queue.submit(lambda: self._run(run, limit, kind, call, tensors), outputs, tensors, is_async)
+            self._queue.submit(lambda: self._run(run, limit, kind, call, tensors), written, tensors, is_async)
         )
 
     def _check(self, name: str, opts: Any, written: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
