@@ -92,10 +92,10 @@ def _plain(value: Any) -> Any:
 
 
 class _Called(threading.local):
-    """What a thread calls: the work of its last operation, and whether `torch.distributed` was the caller."""
+    """What a thread calls: the work of its last operation, and the file that has called the group."""
 
     work: Any = None
-    is_by_torch = False
+    by = ""
 
 
 class OrderedBackend(_Backend):  # type: ignore[misc]  # a class of torch's stubs only from 2.14 on
@@ -368,7 +368,7 @@ class OrderedBackend(_Backend):  # type: ignore[misc]  # a class of torch's stub
         is_async = opts is None or opts.asyncOp
         name, line = sys._getframe(1).f_code.co_name, script_line()  # now: another thread may run it
         # A metric that a script sums must not be added to a gradient of its size, which torch sums within a backward.
-        by = self.called.is_by_torch
+        by = self.called.by == dist.distributed_c10d.__file__
         kind = zlib.crc32(f"{name} {written[0].dtype if 'reduce' in name else ''} {by}".encode()) >> 17
         call, tensors = (name, written, line), [*written, *also]
         self._check(name, opts, written, tensors)
@@ -524,7 +524,7 @@ def _passed_on(name: str) -> Callable[..., Any]:
 
     def call(self: OrderedProcessGroup, *args: Any, **options: Any) -> Any:
         called, outer = self.backend.called, calling_frame(sys._getframe())
-        called.is_by_torch = outer is not None and outer.f_code.co_filename == dist.distributed_c10d.__file__
+        called.by = "" if outer is None else outer.f_code.co_filename
         if dispatch is None:
             held = getattr(self.backend, name)(*map(_plain, args), **options)
         else:
