@@ -334,6 +334,7 @@ class OrderedBackend(_Backend):  # type: ignore[misc]  # a class of torch's stub
         self._queue.close(GroupError("the process group has been destroyed"))
         self._transport.close()  # ends the wait of an operation under way
         self._queue.join()
+        self._failure = None  # whose traceback has the group: C++ refers to this backend, which hides that from Python
         if self._over_nccl is not None:
             self._over_nccl.close()
             self._over_nccl = None

@@ -211,6 +211,7 @@ class WorkQueue:
     def close(self, error: Exception) -> None:
         """Ends the thread; operations that have not begun, and later ones, fail with this error."""
         self._closed = error
+        self.dropped.clear()
         while self._waiting:
             self._waiting.popleft().fail(error)
         self._calls.release()
