@@ -453,6 +453,40 @@ def test_a_script_that_insists_on_gpus_is_told_what_gives_it_simulated_ones_and_
         assert samestep("run", "--devices", "cpu:2", "--logical-devices", 2, name, cwd=tmp_path).returncode == 0
 
 
+ON_SIMULATED = """
+    import os, torch, torch.distributed as dist
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.profiler import ProfilerActivity, profile
+
+    dist.init_process_group("nccl")
+    print("available", torch.cuda.is_available(), flush=True)
+    torch.manual_seed(0)
+    model = DistributedDataParallel(torch.nn.Linear(4, 2).cuda(), device_ids=[int(os.environ["LOCAL_RANK"])])
+    model.register_comm_hook(None, default_hooks.bf16_compress_hook)
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+        model(torch.ones(3, 4).cuda()).sum().backward()
+    print("gradient", model.module.bias.grad.tolist())
+    with torch.autograd.profiler.profile(use_device="cuda"):
+        model(torch.ones(3, 4).cuda()).sum().backward()
+    print("events", "aten::addmm" in profiled.key_averages().table(sort_by="cuda_time_total"))
+    raise RuntimeError("CUDA is no reason")
+"""
+
+
+def test_simulated_gpus_take_hooks_of_bfloat16_and_profilers_and_are_not_there_for_who_asks_for_cpus(tmp_path):
+    (tmp_path / "train.py").write_text(textwrap.dedent(ON_SIMULATED))
+    words = ("run", "--devices", "cpu:2", "--logical-devices", 2, "train.py")
+    done = samestep(*words, cwd=tmp_path)
+    assert done.stdout.splitlines() == ["available True", "gradient [3.0, 3.0]", "events True"], done.stderr
+    assert "Failed to record CUDA event" not in done.stderr
+    assert "CUDA is no reason" in done.stderr
+    assert "CPU workers show it no GPU" not in done.stderr
+    done = samestep(*words, cwd=tmp_path, ACCELERATE_USE_CPU="True")
+    assert done.stdout.splitlines() == ["available False"], done.stderr
+    assert "finds V simulated ones on CPU workers, unless ACCELERATE_USE_CPU asks for CPUs" in done.stderr
+
+
 REPORTING = """
     import os, sys, time, warnings
     import torch, torch.distributed as dist

@@ -446,13 +446,27 @@ def sparse(rank, ranks):
 
 
 def refusals(rank, ranks):
-    """What is refused before anything is sent, after which the group still works."""
+    """What is refused before anything is sent, by errors of torch's kind, after which the group still works."""
     messages, spread = [], distribute_tensor(torch.ones(4), init_device_mesh("cpu", (ranks,)), [Shard(0)])
     calls = [
         lambda: dist.all_reduce(torch.ones(1), op=dist.ReduceOp.BAND),
         lambda: dist.all_reduce(torch.ones(1, dtype=torch.bool), op=dist.ReduceOp.AVG),
         lambda: dist.all_to_all_single(torch.ones(ranks + 1), torch.ones(ranks + 1)),
         lambda: dist.group.WORLD.all_gather_single_coalesced([torch.ones(1)], [torch.ones(3)]),
+        lambda: dist.all_reduce(torch.ones(1, 1).to_sparse(), op=dist.ReduceOp.MAX),
+        *(lambda call=call: call(torch.ones(2), 7) for call in (dist.broadcast, dist.reduce)),
+        *(lambda call=call: call(torch.ones(2), None, 7) for call in (dist.gather, dist.scatter)),
+        lambda: dist.isend(torch.ones(1), ranks),
+        lambda: dist.all_reduce(torch.ones(1).expand(4)),
+        lambda: dist.all_gather([torch.ones(1).expand(4) for _ in range(ranks)], torch.ones(4)),
+        lambda: dist.irecv(torch.ones(1).expand(4), (rank + 1) % ranks),
+        lambda: dist.broadcast(torch.ones(2).to_sparse(), 0),
+        lambda: dist.all_reduce(torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.quint8)),
+        lambda: dist.all_gather([torch.ones(1)] * (ranks + 1), torch.ones(1)),
+        lambda: dist.reduce_scatter(torch.ones(1), [torch.ones(1)] * (ranks + 1)),
+        lambda: dist.reduce_scatter(torch.ones(1), [torch.ones(2)] * ranks),
+        lambda: dist.all_to_all([torch.ones(1)] * (ranks + 1), [torch.ones(1)] * (ranks + 1)),
+        lambda: dist.all_to_all([torch.ones(1)] * ranks, [torch.ones(2)] * ranks),
         lambda: dist.all_reduce(spread),
         lambda: dist.all_gather_into_tensor(torch.ones(4 * ranks), spread),
         lambda: dist.send(spread, (rank + 1) % ranks),
@@ -460,11 +474,98 @@ def refusals(rank, ranks):
     for call in calls:
         try:
             call()
-        except ValueError as error:
+        except RuntimeError as error:
             messages.append(str(error))
     one = torch.ones(1)
     dist.all_reduce(one)
     return messages, float(one)
+
+
+def late(rank, ranks):
+    """A barrier of no time, and a wait of little: the errors of rank 0, for which the others do not come."""
+    group, messages, store = dist.group.WORLD, [], dist.distributed_c10d._get_default_store()
+    if rank == 0:
+        for call in (
+            lambda: group.monitored_barrier(timedelta(0)),
+            lambda: dist.all_reduce(torch.ones(1), async_op=True).wait(timedelta(seconds=0.2)),
+        ):
+            try:
+                call()
+            except RuntimeError as error:
+                messages.append(str(error))
+        store.set("late", "")
+    store.wait(["late"])
+    if rank:
+        dist.all_reduce(torch.ones(1))
+    return messages
+
+
+def only_nccl(rank, ranks):
+    """What NCCL has, and gloo has not: gathers of uneven tensors, messages to oneself; what this rank got."""
+    device = device_of(rank)
+    gathered = [torch.zeros(other + 1, device=device) for other in range(ranks)]
+    dist.all_gather(gathered, torch.full((rank + 1,), float(rank), device=device))
+    ours, other, last = (torch.zeros(2, device=device) for _ in range(3))
+    operations = [
+        dist.P2POp(dist.irecv, ours, rank),
+        dist.P2POp(dist.isend, torch.full((2,), 5.0, device=device), rank),
+        dist.P2POp(dist.isend, torch.full((2,), 7.0, device=device), rank),
+        dist.P2POp(dist.irecv, other, rank),
+        dist.P2POp(dist.isend, torch.full((2,), 9.0, device=device), rank, tag=1),
+        dist.P2POp(dist.irecv, last, rank, tag=1),
+    ]
+    for work in reversed(dist.batch_isend_irecv(operations)):
+        work.wait()
+    return [[*each.tolist()] for each in gathered], [float(each[-1]) for each in (ours, other, last)]
+
+
+def held_by_futures(rank, ranks):
+    """The tensors that the futures of collectives, and their works, hold, and those that were written; wrong ones."""
+    ours, part, whole = torch.ones(2 * ranks), torch.zeros(2), torch.zeros(2 * ranks)
+    several = [torch.zeros(2) for _ in range(ranks)]
+    calls = {
+        "all_reduce": ([ours], lambda: dist.all_reduce(ours, async_op=True)),
+        "broadcast": ([ours], lambda: dist.broadcast(ours, 0, async_op=True)),
+        "all_to_all_single": ([whole], lambda: dist.all_to_all_single(whole, ours, async_op=True)),
+        "all_gather_into_tensor": ([whole], lambda: dist.all_gather_into_tensor(whole, part, async_op=True)),
+        "reduce_scatter_tensor": ([part], lambda: dist.reduce_scatter_tensor(part, ours, async_op=True)),
+        "all_gather": (several, lambda: dist.all_gather(several, part, async_op=True)),
+        "all_to_all": (several, lambda: dist.all_to_all(several, list(ours.chunk(ranks)), async_op=True)),
+    }
+    wrong = []
+    for name, (outputs, call) in calls.items():
+        work = call()
+        for found in (work.get_future().wait(), work.result()):
+            same = len(found) == len(outputs) and all(a is b for a, b in zip(found, outputs, strict=False))
+            wrong += [] if same and work.is_completed() else [name]
+    return wrong
+
+
+def seen_by_dispatch(rank, ranks):
+    """What torch's dispatcher makes of collectives: counts, an event, a subclass's parts, a gather into a tensor."""
+    from torch.distributed.tensor.debug import CommDebugMode
+    from torch.profiler import ProfilerActivity, profile
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    pair, gathered = TwoTensor(torch.full((2,), float(rank)), torch.full((2,), -float(rank))), torch.empty(ranks)
+    with CommDebugMode() as counted, profile(activities=[ProfilerActivity.CPU]) as profiled:
+        dist.all_reduce(torch.ones(1))
+        dist.all_reduce(pair, async_op=True).wait()
+    if rank == 0:  # a rank that counts alone is not out of step
+        counted.__enter__()
+    dist.all_reduce(torch.ones(1))
+    if rank == 0:
+        counted.__exit__(None, None, None)
+    functional_ops, name = torch.ops._c10d_functional, dist.group.WORLD.group_name
+    into = functional_ops.all_gather_into_tensor_out(torch.full((1,), float(rank)), ranks, name, out=gathered)
+    functional_ops.wait_tensor(into)
+    events = {event.key for event in profiled.key_averages()}
+    return (
+        counted.get_total_counts() > 0,
+        "c10d::allreduce_" in events,
+        [pair.a[0].item(), pair.b[0].item()],
+        gathered.tolist(),
+    )
 
 
 def disagree(rank, ranks, how, twin=False):
@@ -473,7 +574,7 @@ def disagree(rank, ranks, how, twin=False):
     The `twin` looks at sizes alone.
     """
     group, errors = dist.distributed_c10d._get_default_group(), []
-    kind = type(group._transport)
+    kind = type(group.backend._transport)
     model = DistributedDataParallel(torch.nn.Linear(1, 1, bias=False))
     normed = DistributedDataParallel(torch.nn.BatchNorm1d(1))
     calls = {

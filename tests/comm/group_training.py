@@ -123,6 +123,18 @@ def train_unevenly(rank, ranks):
     return [*digests, digest_of(joined.module)]
 
 
+def train_joined(rank, ranks):
+    """Gradients of ranks with 2, 3, … steps that are divided by how many are left: those of the last step."""
+    model, gradients = DistributedDataParallel(torch.nn.Linear(1, 1, bias=False)), []
+    for by_all in (True, False):
+        with warnings.catch_warnings(), model.join(divide_by_initial_world_size=by_all):
+            for _ in range(2 + rank):
+                model.zero_grad()
+                model(torch.full((1, 1), 6.0)).sum().backward()
+        gradients.append(float(model.module.weight.grad))
+    return gradients
+
+
 def train_in_rank_order(rank, ranks):
     """The twin: sums go from left to right."""
     real = collectives.tree_sum

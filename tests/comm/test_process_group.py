@@ -19,6 +19,7 @@ from worlds import DEVICE, PATIENCE_SECONDS, cpu_only, in_turns, processes
 
 from samestep.logical import collectives
 from samestep.logical.collectives import Operation
+from samestep.logical.process_group import DISPATCHES
 
 TRANSPORTS = ["shared", "gloo"]
 
@@ -154,8 +155,51 @@ def test_a_call_that_makes_no_sense_is_refused_and_the_group_goes_on(ranks_of, t
         assert "reduction AVG of torch.bool" in messages[1]
         assert "3 rows for 2 ranks" in messages[2]
         assert "all-gather got tensors of 1 in length; needed: 6" in messages[3]
-        assert len(messages) == 7
-        assert all("got a DTensor" in message and "to_local()" in message for message in messages[4:])
+        assert "reduction MAX of sparse tensors" in messages[4]
+        assert all("invalid root rank: 7; needed: 0 to 1" in message for message in messages[5:9])
+        assert "invalid rank: 2; needed: 0 to 1" in messages[9]
+        assert all("whose elements share memory: strides (0,)" in message for message in messages[10:13])
+        assert "torch.sparse_coo" in messages[13] or "SparseCPU" in messages[13]
+        assert "quint8" in messages[14] or "QuantizedCPU" in messages[14]
+        assert all("got 3 tensors; needed: 2, one a rank" in messages[index] for index in (15, 16, 18))
+        assert all("got tensors of" in messages[index] for index in (17, 19))
+        assert len(messages) == 23
+        if not DISPATCHES:  # else torch says that it has no rule for such a tensor
+            assert all("got a DTensor" in message and "to_local()" in message for message in messages[20:])
+
+
+def test_a_barrier_of_no_time_and_a_wait_of_little_end_in_torch_s_kind_of_error(ranks_of, tmp_path):
+    first, *others = ranks_of(3).run(in_group, tmp_path / "store", group_programs.late)
+    assert others == [[], []]
+    assert "in 0 ms" in first[0]
+    assert "was not done within 0.2 s" in first[1]
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_what_only_nccl_has_the_group_has_too(ranks_of, tmp_path, ranks):
+    gathered = [[float(rank)] * (rank + 1) for rank in range(ranks)]
+    for transport in TRANSPORTS:
+        found = ranks_of(ranks).run(in_group, tmp_path / transport, group_programs.only_nccl, (), transport)
+        assert found == [(gathered, [5.0, 7.0, 9.0])] * ranks
+
+
+@cpu_only("tensors of CPUs")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_futures_and_works_hold_the_tensors_that_were_handed_over(ranks_of, tmp_path, ranks):
+    assert ranks_of(ranks).run(in_group, tmp_path / "store", group_programs.held_by_futures) == [[]] * ranks
+
+
+@cpu_only("tensors of CPUs")
+@pytest.mark.skipif(not DISPATCHES, reason="backends of Python pass torch's dispatcher from torch 2.14 on")
+def test_collectives_pass_the_dispatcher_of_torch(ranks_of, tmp_path):
+    found = ranks_of(2).run(in_group, tmp_path / "store", group_programs.seen_by_dispatch)
+    assert found == [(True, True, [1.0, -1.0], [0.0, 1.0])] * 2
+
+
+@cpu_only("tensors of CPUs")
+def test_join_divides_by_the_ranks_that_are_left(ranks_of, tmp_path):
+    found = ranks_of(3).run(in_group, tmp_path / "store", group_training.train_joined)
+    assert found == [[6.0, 6.0], [4.0, 6.0], [2.0, 6.0]]
 
 
 @cpu_only("gloo carries the bytes between GPUs")

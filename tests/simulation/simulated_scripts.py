@@ -36,7 +36,8 @@ def by_samestep(ranks, devices):
 
 
 def by_python():
-    """Runs the script."""
+    """Runs the script, on CPUs, as samestep says unless it simulates GPUs."""
+    os.environ["ACCELERATE_USE_CPU"] = "true"
     runpy.run_path("script.py", run_name="__main__")
 
 
@@ -92,7 +93,7 @@ def left_by(run, script):
             sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # what runs a simulation may have its own
             for signum in signal.SIGINT, signal.SIGTERM:
                 signal.signal(signum, signal.SIG_DFL)
-            os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1", "ACCELERATE_USE_CPU": "true"}
+            os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
             os.chdir(folder)
             run()
 

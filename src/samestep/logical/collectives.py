@@ -22,6 +22,11 @@ from samestep.core.tree import Block, tree_sum
 from samestep.engine.gradients import divide
 from samestep.errors import UsageError
 
+
+class CallError(UsageError, RuntimeError):
+    """A collective whose arguments make no sense: for torch's callers a `RuntimeError`, as torch raises."""
+
+
 PIECE_BYTES = 4 << 20
 """Of a large tensor, at a time: measured (benchmarks/collectives.py). More leaves the caches, less waits more often."""
 
@@ -80,7 +85,7 @@ class Operation:
         return cls(kind.name)
 
     def check(self, dtype: torch.dtype) -> None:
-        """Raises `UsageError` if values of a dtype cannot be reduced so: before anything is sent."""
+        """Raises `CallError` if values of a dtype cannot be reduced so: before anything is sent."""
         refused = (
             self.name not in _FOLDS
             or (dtype.is_floating_point and self.name in _FLOATING_REFUSED)
@@ -90,7 +95,7 @@ class Operation:
             or (dtype.is_floating_point and dtype.itemsize == 1)
         )
         if refused:
-            raise UsageError(
+            raise CallError(
                 f"got a reduction {self.name} of {dtype} values, which is not defined: convert them to another dtype"
             )
 

@@ -11,14 +11,16 @@ Tensors of GPUs travel over NCCL if each rank of a group has a GPU to itself, an
 added element by element in the same order, so their bits are the same.
 """
 
-import functools
 import sys
+import threading
 import time
 import zlib
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
+from itertools import count
 from typing import Any, TypeVar
 
 import torch
@@ -30,11 +32,11 @@ from samestep.checkpoint.contract import check_same_gpus
 from samestep.comm.buckets import pinned
 from samestep.comm.connecting import connect_gpus, connect_process_group
 from samestep.comm.group import GroupTransport
-from samestep.comm.transport import Connection, LocalTransport, Transport, close_at_exit, unexpected_sizes
-from samestep.errors import DeterminismError, PeerLostError, SamestepError, UsageError
+from samestep.comm.transport import Connection, LocalTransport, Transport, close_at_exit, gather_parts, unexpected_sizes
+from samestep.errors import DeterminismError, PeerLostError, SamestepError
 from samestep.launcher.device_token import lent_token, shares_device
 from samestep.logical import collectives
-from samestep.logical.collectives import Operation
+from samestep.logical.collectives import CallError, Operation
 from samestep.logical.work_queue import NO_TIMEOUT, QueuedWork, WorkQueue
 from samestep.text import listed, notify
 
@@ -91,18 +93,12 @@ def _make_group(options: Any, _: Any) -> "OrderedProcessGroup":
     return OrderedProcessGroup(*connect_process_group(store, rank, ranks, options.timeout), options, ranks)
 
 
-_Method = TypeVar("_Method", bound=Callable[..., Any])
-_Base: Any = dist.ProcessGroup  # its annotations have further forms of each call, which torch.distributed does not use
-
-
-def _on_plain(method: _Method) -> _Method:
-    """A collective on what torch would unwrap: results of functional collectives, which are waited for."""
-
-    @functools.wraps(method)
-    def call(self: Any, *args: Any, **options: Any) -> Any:
-        return method(self, *map(_plain, args), **options)
-
-    return call  # type: ignore[return-value]
+# Backends of Python: collectives then pass torch's dispatcher, where tensor subclasses, `CommDebugMode` and profilers
+# find them. Before, the process group itself is of Python, and called past it.
+DISPATCHES = hasattr(dist, "get_backend_impl")  # from torch 2.14 on
+_Backend: Any = dist._Backend if DISPATCHES else object
+AnyWork = TypeVar("AnyWork", bound=dist.Work)
+_Group: Any = dist.ProcessGroup  # its annotations have further forms of each call, which torch.distributed does not use
 
 
 def _plain(value: Any) -> Any:
@@ -113,47 +109,57 @@ def _plain(value: Any) -> Any:
         return value
     if hasattr(value, "wait"):
         return value.wait()
-    raise UsageError(
+    raise CallError(
         f"a collective got a {type(value).__name__}, whose elements are not in this rank's memory; needed: a plain "
         "tensor, of a distributed one tensor.to_local() or tensor.full_tensor()"
     )
 
 
-class OrderedProcessGroup(_Base):  # type: ignore[misc]  # for the same reason
+class _Called(threading.local):
+    """What a thread calls: the work of its last operation, and the file that has called the group."""
+
+    work: Any = None
+    by = ""
+
+
+class OrderedBackend(_Backend):  # type: ignore[misc]  # a class of torch's stubs only from 2.14 on
     """The collectives of one rank of a group. All ranks call the same ones in the same order.
 
-    Its methods have the names by which `torch.distributed` calls them, from Python and from C++, in torch 2.10 to 2.15.
+    Its methods have the names by which torch calls those of a backend, in torch 2.10 to 2.15.
     """
 
-    supports_splitting = supports_coalescing = supports_time_estimate = False
-    _device_types = tuple(map(torch.device, DEVICES))  # asked for by distributed checkpoints, for one
+    supports_splitting = supports_coalescing = supports_time_estimate = _supports_time_estimate = False
 
     def __init__(
         self, transport: Transport, gloo: Any, store: dist.Store, options: Any, ranks: tuple[int, ...]
     ) -> None:
-        super().__init__(transport.rank, transport.world_size)
+        super().__init__(*(transport.rank, transport.world_size) if DISPATCHES else ())
         self._transport = transport  # for host memory
         self._over_nccl: GroupTransport | None = None
         self._has_asked = False  # whether the ranks have GPUs of their own
         self._gloo = gloo
         self._store = store
         self._ranks = ranks
-        self._timeout = options.timeout
+        self.timeout = options.timeout
         self._queue = WorkQueue(f"samestep {options.group_id}")
         self._failure: Exception | None = None
         self._calls: deque[tuple[int, str]] = deque(maxlen=HISTORY)  # the last that were run, with their numbers
         self._backward, self._num_backwards = -1, 0  # the last one that has reduced gradients here, and how many have
         self._told: set[str] = set()
         self.step_note = 0  # of the step whose gradients a backward reduces next: see `note_step`
-        self._names: dict[str, str] = {}
+        self._own = OwnMessages()
+        self.called = _Called()
         self._end = close_at_exit(self._close)
 
-    @_on_plain
     def allreduce(self, tensors: Any, opts: Any = None) -> QueuedWork:
         """Overwrites each tensor with the fold over all ranks."""
         tensors = _listed(tensors)
         operation = self._operation(opts, tensors)
         if tensors[0].is_sparse:
+            if operation.name not in ("SUM", "AVG"):
+                raise CallError(
+                    f"got a reduction {operation.name} of sparse tensors; needed: SUM or AVG, or dense ones"
+                )
             return self._call(lambda _: self._reduce_sparse(self._transport, tensors, operation), tensors, opts)
 
         def run(transport: Transport) -> None:
@@ -163,11 +169,12 @@ class OrderedProcessGroup(_Base):  # type: ignore[misc]  # for the same reason
 
         return self._call(run, tensors, opts)
 
+    allreduce_sparse = allreduce
+
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> QueuedWork:
         """As `allreduce`; tensors of one dtype travel together."""
         return self.allreduce(tensors, opts)
 
-    @_on_plain
     def reduce(self, tensors: Any, opts: Any) -> QueuedWork:
         """Overwrites the root's tensor with the fold over all ranks."""
         tensors = _listed(tensors)
@@ -182,10 +189,10 @@ class OrderedProcessGroup(_Base):  # type: ignore[misc]  # for the same reason
 
         return self._call(run, tensors, opts)
 
-    @_on_plain
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> QueuedWork:
         """Writes the fold of the tensors for this rank; a list of one for each rank, for each output."""
         operation = self._operation(opts, outputs)
+        self._check_parts("a reduce-scatter", inputs, outputs)
 
         def run(transport: Transport) -> None:
             for output, parts in zip(outputs, inputs, strict=True):
@@ -195,7 +202,6 @@ class OrderedProcessGroup(_Base):  # type: ignore[misc]  # for the same reason
 
         return self._call(run, outputs, opts, also=[part for parts in inputs for part in parts])
 
-    @_on_plain
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> QueuedWork:
         """Writes, for each input, the fold of the part for this rank: one of equally many."""
         ranks = self._transport.world_size
@@ -207,17 +213,14 @@ class OrderedProcessGroup(_Base):  # type: ignore[misc]  # for the same reason
         """As `reduce_scatter_single_coalesced`, of one."""
         return self.reduce_scatter_single_coalesced([output], [parts], opts)
 
-    @_on_plain
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> QueuedWork:
         """Writes the tensors of all ranks; a list of one for each rank, for each input."""
-        for into, ours in zip(outputs, inputs, strict=True):
-            _check_sizes("an all-gather", len(into), self._transport.world_size)
-            for tensor in into:
-                _check_sizes("an all-gather", tensor.numel(), ours.numel())
+        self._check_parts("an all-gather", outputs, inputs)
 
         def run(transport: Transport) -> None:
             for into, ours in zip(outputs, inputs, strict=True):
-                received = transport.gather(_Flat([ours], transport).flat).wait()
+                sizes = [tensor.numel() for tensor in into]
+                received = gather_parts(transport, _Flat([ours], transport).flat, sizes).wait()
                 _Flat(into, transport, received).write()
 
         return self._call(run, outputs, opts, also=inputs)
@@ -226,19 +229,17 @@ class OrderedProcessGroup(_Base):  # type: ignore[misc]  # for the same reason
         """Writes the tensors of all ranks; a list of one for each input, for each rank."""
         return self.allgather([list(by_rank) for by_rank in zip(*outputs, strict=True)], inputs, opts)
 
-    @_on_plain
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> QueuedWork:
         """Writes, for each input, the tensors of all ranks, one after another."""
         ranks = self._transport.world_size
         for output, ours in zip(outputs, inputs, strict=True):
             _check_sizes("an all-gather", output.numel(), ours.numel() * ranks)
-        return self.allgather([_chunks(output, ranks) for output in outputs], inputs, opts)
+        return self.allgather([_chunks(output, ranks) for output in outputs], inputs, opts).holding(outputs)
 
     def all_gather_single(self, output: Tensor, ours: Tensor, opts: Any = None) -> QueuedWork:
         """As `all_gather_single_coalesced`, of one."""
         return self.all_gather_single_coalesced([output], [ours], opts)
 
-    @_on_plain
     def broadcast(self, tensors: Any, opts: Any) -> QueuedWork:
         """Overwrites the tensors with those of the root."""
         tensors = _listed(tensors)
@@ -252,22 +253,23 @@ class OrderedProcessGroup(_Base):  # type: ignore[misc]  # for the same reason
 
         return self._call(run, tensors, opts)
 
-    @_on_plain
     def gather(self, outputs: Any, inputs: Any, opts: Any) -> QueuedWork:
         """Writes the tensors of all ranks on the root; a list of one for each rank, for each input."""
+        if self._transport.rank == opts.rootRank:
+            self._check_parts("a gather", outputs, inputs, are_even=True)
 
         def run(transport: Transport) -> None:
             for index, ours in enumerate(inputs):
                 received = collectives.gather(transport, _Flat([ours], transport).flat, opts.rootRank)
                 if received is not None:
-                    _check_sizes("a gather", sum(tensor.numel() for tensor in outputs[index]), received.numel())
                     _Flat(outputs[index], transport, received).write()
 
         return self._call(run, outputs, opts, also=inputs)
 
-    @_on_plain
     def scatter(self, outputs: Any, inputs: Any, opts: Any) -> QueuedWork:
         """Writes this rank's tensor of the root's; a list of one for each rank, for each output."""
+        if self._transport.rank == opts.rootRank:
+            self._check_parts("a scatter", inputs, outputs, are_even=True)
 
         def run(transport: Transport) -> None:
             for index, output in enumerate(outputs):
@@ -278,9 +280,10 @@ class OrderedProcessGroup(_Base):  # type: ignore[misc]  # for the same reason
 
         return self._call(run, outputs, opts, also=[part for parts in inputs for part in parts])
 
-    @_on_plain
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> QueuedWork:
         """Sends the r-th tensor to rank r, and writes those of all ranks; they may differ in length."""
+        self._check_parts("an all-to-all", [inputs, outputs])
+        self._check_parts("an all-to-all", [outputs], [inputs[self._transport.rank]])
 
         def run(transport: Transport) -> None:
             sizes = [[tensor.numel() for tensor in tensors] for tensors in (inputs, outputs)]
@@ -289,14 +292,13 @@ class OrderedProcessGroup(_Base):  # type: ignore[misc]  # for the same reason
 
         return self._call(run, outputs, opts, also=inputs)
 
-    @_on_plain
     def all_to_all_single(
         self, output: Tensor, parts: Tensor, output_sizes: Any = (), sizes: Any = (), opts: Any = None
     ) -> QueuedWork:
         """Sends rows to every rank, and writes those of all ranks; equally many without sizes."""
         ranks = self._transport.world_size
         into = _rows(output, output_sizes, ranks)
-        return self.alltoall(into, _rows(parts, sizes, ranks), opts)
+        return self.alltoall(into, _rows(parts, sizes, ranks), opts).holding([output])
 
     def barrier(self, opts: Any = None) -> QueuedWork:
         """Is done when every rank has called it, and their operations before it are done."""
@@ -307,36 +309,38 @@ class OrderedProcessGroup(_Base):  # type: ignore[misc]  # for the same reason
 
         return self._call(run, [], opts)
 
-    # Until torch 2.12 the callers knew these names.
-    _allgather_base = all_gather_single
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
-    _reduce_scatter_base = reduce_scatter_single
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
-    alltoall_base = all_to_all_single
+    if not DISPATCHES:  # until torch 2.12 the callers knew these names
+        _allgather_base = all_gather_single
+        allgather_into_tensor_coalesced = all_gather_single_coalesced
+        _reduce_scatter_base = reduce_scatter_single
+        reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+        alltoall_base = all_to_all_single
 
-    @_on_plain
     def send(self, tensors: Sequence[Tensor], rank: int, tag: int) -> dist.Work:
+        self._check("send", None, (), tensors)
         values = _Flat(tensors, self._transport)
-        return PeerWork(self, self._peers().send([values.bytes], rank, tag), rank, None)
+        return self._begun(PeerWork(self, self._peer(rank).send([values.bytes], rank, tag), rank, None))
 
-    @_on_plain
     def recv(self, tensors: Sequence[Tensor], rank: int, tag: int) -> dist.Work:
         """Writes the tensor that a rank sends."""
+        self._check("recv", None, tensors, tensors)
         values = _Flat(tensors, self._transport)
-        return PeerWork(self, self._peers().recv([values.bytes], rank, tag), rank, values)
+        return self._begun(PeerWork(self, self._peer(rank).recv([values.bytes], rank, tag), rank, values))
 
-    @_on_plain
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int) -> dist.Work:
         """Writes the tensor that some rank sends."""
+        self._check("recv", None, tensors, tensors)
         values = _Flat(tensors, self._transport)
-        return PeerWork(self, self._peers().recv_anysource([values.bytes], tag), None, values)
+        return self._begun(PeerWork(self, self._peer(None).recv_anysource([values.bytes], tag), None, values))
 
-    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         """Returns when every rank has called it; rank 0 names those that have not within the timeout."""
+        limit = getattr(timeout, "timeout", timeout)  # options, of torch's dispatcher
+        limit = self.timeout if limit is None or limit < NO_TIMEOUT else limit
         if self._gloo is not None:
             self._queue.drain()
             with lent_token():
-                self._gloo.monitored_barrier(timeout or self._timeout, wait_all_ranks)
+                self._gloo.monitored_barrier(limit, wait_all_ranks)
 
     def shutdown(self) -> None:
         """Ends the group, after the operations that were called."""
@@ -350,26 +354,10 @@ class OrderedProcessGroup(_Base):  # type: ignore[misc]  # for the same reason
     def name(self) -> str:
         return NAME
 
-    # As torch calls them from C++, where a group that wraps no backend has no name of its own.
-    def setGroupName(self, name: str) -> None:
-        self._names["name"] = name
-
-    def getGroupName(self) -> str:
-        return self._names.get("name", "")
-
-    def setGroupDesc(self, description: str) -> None:
-        self._names["description"] = description
-
-    def getGroupDesc(self) -> str:
-        return self._names.get("description", "")
-
     getBackendName = name
 
-    def supports_tensor_alloc(self, device: torch.device) -> bool:
+    def supports_tensor_alloc(self, device: Any) -> bool:
         return False
-
-    def _get_backend(self, device: torch.device) -> "OrderedProcessGroup":
-        return self
 
     def _close(self) -> None:
         self._end.detach()
@@ -380,11 +368,16 @@ class OrderedProcessGroup(_Base):  # type: ignore[misc]  # for the same reason
             # After a failure what NCCL has queued may wait for a rank that is gone.
             self._over_nccl.close() if self._failure is None else self._over_nccl.abandon()
             self._over_nccl = None
+        self._failure = None  # whose traceback has the group: C++ refers to this backend, which hides that from Python
         self._gloo = None
 
-    def _peers(self) -> Any:
+    def _peer(self, rank: int | None) -> Any:
+        """What carries tensors to and from a rank, or any."""
+        if rank == self._transport.rank:
+            return self._own
+        _check_rank("rank", rank or 0, self._transport.world_size)
         if self._gloo is None:
-            raise UsageError("a process group of one rank, or one that was destroyed, has no rank to exchange with")
+            raise CallError("a process group of one rank, or one that was destroyed, has no rank to exchange with")
         return self._gloo
 
     def _operation(self, opts: Any, tensors: Sequence[Tensor]) -> Operation:
@@ -402,13 +395,12 @@ class OrderedProcessGroup(_Base):  # type: ignore[misc]  # for the same reason
         self, run: Callable[[Transport], Any], outputs: Any, opts: Any, also: Sequence[Tensor] = ()
     ) -> QueuedWork:
         """Queues an operation."""
-        limit = self._timeout if opts is None or opts.timeout <= NO_TIMEOUT else opts.timeout
+        limit = self.timeout if opts is None or opts.timeout <= NO_TIMEOUT else opts.timeout
         written = outputs if not outputs or isinstance(outputs[0], Tensor) else [t for some in outputs for t in some]
         is_async = opts is None or opts.asyncOp
-        caller, line = sys._getframe(1), script_line()  # now: another thread may run it
-        name, outer = caller.f_code.co_name, calling_frame(caller)
+        name, line = sys._getframe(1).f_code.co_name, script_line()  # now: another thread may run it
         # A metric that a script sums must not be added to a gradient of its size, which torch sums within a backward.
-        by = "" if outer is None else outer.f_code.co_filename
+        by = self.called.by
         is_own = by == dist.distributed_c10d.__file__
         kind = zlib.crc32(f"{name} {written[0].dtype if 'reduce' in name else ''} {is_own}".encode()) >> 17
         backward, note, where = torch._C._current_graph_task_id(), 0, f" in {FORWARD}" if by == DDP_FILE else ""
@@ -418,27 +410,58 @@ class OrderedProcessGroup(_Base):  # type: ignore[misc]  # for the same reason
         if backward != -1 or (self._num_backwards and not where):
             where = f" {'after' if backward == -1 else 'in'} backward {self._num_backwards}"
         said = f"{name}{where}, {[tuple(t.shape) for t in written]}, at {line}"
-        call, tensors = (name, kind, said, note), [*written, *also]
-        return self._queue.submit(lambda: self._run(run, limit, call, tensors), outputs, tensors, is_async)
+        call, tensors = (name, written, kind, said, note), [*written, *also]
+        self._check(name, opts, written, tensors)
+        return self._begun(self._queue.submit(lambda: self._run(run, limit, call, tensors), written, tensors, is_async))
+
+    def _check(self, name: str, opts: Any, written: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+        """Raises if an operation on these tensors would fail: in the queue, its failure would be the group's."""
+        rank, root, ranks = self._transport.rank, getattr(opts, "rootRank", 0), self._transport.world_size
+        _check_rank("root rank", root, ranks)
+        is_sparse = name == "allreduce" and written[0].is_sparse
+        for tensor in tensors:
+            is_dense = (tensor.layout == torch.strided and not tensor.is_quantized) or is_sparse
+            if tensor.device.type not in DEVICES or not is_dense:
+                got = f"{tensor.layout}, {tensor.dtype}, on {tensor.device}"
+                raise CallError(f"{name} got a tensor of {got}; needed: a dense one, on a CPU or a CUDA device")
+        if is_sparse or (name == "broadcast" and rank == root) or (name == "reduce" and rank != root):
+            return
+        for tensor in written:
+            if any(size > 1 and step == 0 for size, step in zip(tensor.shape, tensor.stride(), strict=True)):
+                got = f"shape {tuple(tensor.shape)} whose elements share memory: strides {tensor.stride()}"
+                raise CallError(f"{name} would write a tensor of {got}; needed: another, as of tensor.contiguous()")
+
+    def _check_parts(self, what: str, lists: Any, own: Sequence[Tensor] = (), are_even: bool = False) -> None:
+        """Raises unless each list has a tensor for each rank; that of this rank, or each, as long as one of `own`."""
+        for parts in lists:
+            if len(parts) != self._transport.world_size:
+                raise CallError(f"{what} got {len(parts)} tensors; needed: {self._transport.world_size}, one a rank")
+        for parts, ours in zip(lists, own, strict=False):
+            for tensor in parts if are_even else [parts[self._transport.rank]]:
+                _check_sizes(what, tensor.numel(), ours.numel())
+
+    def _begun(self, work: AnyWork) -> AnyWork:
+        self.called.work = work
+        return work
 
     def _run(
         self,
         run: Callable[[Transport], Any],
         timeout: timedelta,
-        call: tuple[str, int, str, int],
+        call: tuple[str, Sequence[Tensor], int, str, int],
         tensors: Sequence[Tensor],
     ) -> None:
         """Runs an operation whose turn has come. One that fails leaves the ranks at odds, so all later ones fail."""
         if self._failure is not None:
             raise self._failure
-        transport, (name, kind, said, note) = self._transport, call
+        transport, (name, written, kind, said, note) = self._transport, call
         if isinstance(transport, Connection):
             transport.limit_waits(timeout)
             transport.call, transport.note, transport.other_notes = kind, note, {}
         number = self._calls[-1][0] + 1 if self._calls else 0
         self._calls.append((number, said))
         try:
-            run(self._transport_of(name, tensors))
+            run(self._transport_of(name, written, tensors))
             if note and isinstance(transport, Connection) and transport.other_notes:
                 self._tell_notes(note, transport.other_notes, said.rpartition(", at ")[2])
         except (PeerLostError, DeterminismError) as error:
@@ -448,7 +471,7 @@ class OrderedProcessGroup(_Base):  # type: ignore[misc]  # for the same reason
             self._failure = error
             raise
 
-    def _transport_of(self, name: str, tensors: Sequence[Tensor]) -> Transport:
+    def _transport_of(self, name: str, written: Sequence[Tensor], tensors: Sequence[Tensor]) -> Transport:
         """The transport of an operation on these tensors, of which each rank has some."""
         host, gpus = self._transport, {tensor.device for tensor in tensors if tensor.is_cuda}
         if len(gpus) != 1 or not isinstance(host, Connection):
@@ -457,12 +480,12 @@ class OrderedProcessGroup(_Base):  # type: ignore[misc]  # for the same reason
             self._has_asked = True
             device = gpus.pop()
             check_same_gpus(host, device)
-            self._over_nccl = connect_gpus(host, self._store, device, self._timeout, may=not shares_device())
+            self._over_nccl = connect_gpus(host, self._store, device, self.timeout, may=not shares_device())
         if self._over_nccl is None:
             return host
         # The ranks meet first: NCCL would wait for ever for one that is lost or makes another call, and read what is
         # not there of a shorter tensor.
-        size = sum(tensor.numel() for tensor in tensors) if name in EVEN else 0
+        size = sum(tensor.numel() for tensor in written) if name in EVEN else 0
         for rank, other in enumerate(host.gather(torch.tensor([size])).wait().tolist()):
             if other != size:
                 raise unexpected_sizes(host.rank, f"{other} elements of rank {rank}", f"{size}")
@@ -521,10 +544,73 @@ class OrderedProcessGroup(_Base):  # type: ignore[misc]  # for the same reason
         return GroupError(text, (self._ranks[rank],))
 
 
+class OrderedProcessGroup(_Group):  # type: ignore[misc]  # for the reason above
+    """The process group of an `OrderedBackend`: passes every call on to it, by torch's dispatcher if it `DISPATCHES`.
+
+    Its methods have the names by which `torch.distributed` calls them, from Python and from C++, in torch 2.10 to 2.15.
+    """
+
+    _device_types = tuple(map(torch.device, DEVICES))  # asked for by distributed checkpoints, for one
+
+    def __init__(
+        self, transport: Transport, gloo: Any, store: dist.Store, options: Any, ranks: tuple[int, ...]
+    ) -> None:
+        super().__init__(transport.rank, transport.world_size)
+        self._names: dict[str, str] = {}
+        self.backend = OrderedBackend(transport, gloo, store, options, ranks)
+        if DISPATCHES:
+            custom = dist.ProcessGroup.BackendType.CUSTOM
+            for device in self._device_types:
+                self._register_backend(device, custom, self.backend)
+            self._set_default_backend(custom)
+
+    # As torch calls them from C++.
+    def getBackendName(self) -> str:
+        return NAME
+
+    def setGroupName(self, name: str) -> None:
+        self._names["name"] = name
+
+    def getGroupName(self) -> str:
+        return self._names.get("name", "")
+
+    def setGroupDesc(self, description: str) -> None:
+        self._names["description"] = description
+
+    def getGroupDesc(self) -> str:
+        return self._names.get("description", "")
+
+    def _get_backend(self, device: torch.device) -> OrderedBackend:
+        return self.backend
+
+
+def _passed_on(name: str) -> Callable[..., Any]:
+    """The method of a process group that passes a call on to that of its backend."""
+    dispatch = getattr(dist.ProcessGroup, name) if DISPATCHES else None
+
+    def call(self: OrderedProcessGroup, *args: Any, **options: Any) -> Any:
+        called, outer = self.backend.called, calling_frame(sys._getframe())
+        called.by = "" if outer is None else outer.f_code.co_filename
+        if dispatch is None:
+            held = getattr(self.backend, name)(*map(_plain, args), **options)
+        else:
+            held = dispatch(self, *args, **options)
+        # What torch makes of a work of Python's can be waited for, and has a future, but no result, end or source.
+        work, called.work = called.work, None
+        return work or held
+
+    call.__code__ = call.__code__.replace(co_name=name)  # by which pybind11 finds that the method overridden is meant
+    return call
+
+
+for _name in vars(OrderedBackend).keys() & vars(dist.ProcessGroup).keys() - vars(OrderedProcessGroup).keys():
+    setattr(OrderedProcessGroup, _name, _passed_on(_name))
+
+
 class PeerWork(dist.Work):
     """A tensor on its way to a rank, or from one."""
 
-    def __init__(self, group: OrderedProcessGroup, work: Any, rank: int | None, received: "_Flat | None") -> None:
+    def __init__(self, group: OrderedBackend, work: Any, rank: int | None, received: "_Flat | None") -> None:
         super().__init__()
         self._group, self._work, self._rank, self._received = group, work, rank, received
 
@@ -532,8 +618,8 @@ class PeerWork(dist.Work):
         """Waits until the tensor has arrived, or may be overwritten."""
         try:
             with lent_token():
-                self._work.wait(timeout)
-        except RuntimeError as error:
+                self._work.wait(timeout or self._group.timeout)
+        except (RuntimeError, TimeoutError) as error:
             raise self._group.peer_failure(self._rank, error) from error
         if self._received is not None:
             self._received.write()
@@ -548,6 +634,36 @@ class PeerWork(dist.Work):
         return int(self._work._source_rank())
 
     source_rank = _source_rank
+
+
+class OwnMessages:
+    """What a rank sends to itself, which gloo does not carry: in gloo's place."""
+
+    def __init__(self) -> None:
+        self._counts: dict[tuple[str, int], Iterator[int]] = defaultdict(count)
+        self._messages: dict[tuple[int, int], _OwnMessage] = {}
+
+    def send(self, tensors: Sequence[Tensor], rank: int, tag: int) -> "_OwnMessage":
+        message = self._next("send", tag)
+        message.set_result(tensors[0].clone())
+        return message
+
+    def recv(self, tensors: Sequence[Tensor], rank: int, tag: int) -> "_OwnMessage":
+        message = self._next("recv", tag)
+        message.add_done_callback(lambda sent: tensors[0].copy_(sent.result()))
+        return message
+
+    def _next(self, way: str, tag: int) -> "_OwnMessage":
+        """The n-th message that is sent with a tag is the n-th that is received."""
+        key = tag, next(self._counts[way, tag])
+        return self._messages.pop(key, None) or self._messages.setdefault(key, _OwnMessage())
+
+
+class _OwnMessage(Future[Tensor]):
+    is_completed = Future.done
+
+    def wait(self, timeout: timedelta) -> None:
+        self.result(timeout.total_seconds())
 
 
 class _Flat:
@@ -618,12 +734,17 @@ def _rows(tensor: Tensor, sizes: Sequence[int], ranks: int) -> list[Tensor]:
     """Views of so many rows for each rank."""
     rows = tensor.shape[0] if tensor.ndim else 0
     if not sizes and rows % ranks:
-        raise UsageError(f"got {rows} rows for {ranks} ranks; needed: a multiple of it, or the numbers of rows")
+        raise CallError(f"got {rows} rows for {ranks} ranks; needed: a multiple of it, or the numbers of rows")
     wanted = list(sizes) or [rows // ranks] * ranks
     _check_sizes("an all-to-all", sum(wanted), rows)
     return list(tensor.data.split(wanted))
 
 
+def _check_rank(what: str, rank: int, ranks: int) -> None:
+    if not 0 <= rank < ranks:
+        raise CallError(f"invalid {what}: {rank}; needed: 0 to {ranks - 1}")
+
+
 def _check_sizes(what: str, got: int, needed: int) -> None:
     if got != needed:
-        raise UsageError(f"{what} got tensors of {got} in length; needed: {needed}")
+        raise CallError(f"{what} got tensors of {got} in length; needed: {needed}")

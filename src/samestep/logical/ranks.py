@@ -45,11 +45,11 @@ from samestep.engine.diagnosis import advise_replacement
 from samestep.engine.kernel_flags import check_shortages
 from samestep.engine.portable_kernels import make_portable
 from samestep.launcher.device_token import LOOK_SECONDS, TOKEN_VARIABLE, hold_token, lent_token, shares_device
-from samestep.logical.process_group import NAME, OrderedProcessGroup, register_backend
+from samestep.logical.process_group import NAME, OrderedBackend, register_backend
 from samestep.patch import Patch, applied, late_dynamo, late_patches
 from samestep.scripts.shared_script import VISIBLE_DEVICES, fixed_benchmark
 from samestep.scripts.simulated.devices import own_accelerator, simulated_devices
-from samestep.scripts.spawning import ON_CPUS, enter_rank, run_multi_process
+from samestep.scripts.spawning import ON_CPUS, YES, enter_rank, run_multi_process
 from samestep.text import notify
 
 C10D = (c10d.__name__,)  # the module that the names of torch.distributed are from
@@ -103,8 +103,7 @@ def _enter_logical(stack: ExitStack, place: Environment, simulated: bool, store:
     stack.enter_context(_enough_memory(device, place.rank))
     stack.callback(register_optimizer_step_pre_hook(_note_replicas).remove)
     stack.enter_context(applied(late_dynamo()))
-    if simulated:
-        os.environ.setdefault(ON_CPUS, "false")
+    if simulated and os.environ.setdefault(ON_CPUS, "false").lower() not in YES:
         stack.enter_context(simulated_devices(lambda: place.local_world_size, _tell))
         stack.enter_context(applied(_distributed_tensors()))
     stack.enter_context(applied([*_process_groups(place.world_size, store), *_loaders(place.world_size)]))
@@ -203,6 +202,7 @@ def _begin(seed: int | None, simulated: bool, place: Environment, variables: dic
 def _process_groups(num_devices: int, store: dist.Store | None) -> list[Patch]:
     """The functions that make process groups, and those that tell their backend."""
     asked: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+    check: Any = DistributedDataParallel._check_comm_hook  # takes one of bfloat16 only of a build for CUDA, with NCCL
     process, make, make_group, backend_of = os.getpid(), dist.init_process_group, dist.new_group, dist.get_backend
 
     @functools.wraps(make)
@@ -233,9 +233,14 @@ def _process_groups(num_devices: int, store: dist.Store | None) -> list[Patch]:
         found = backend_of(group)
         return asked.get(group or dist.group.WORLD, found)
 
+    def check_hook(model: Any, hook: Any) -> None:
+        with applied([Patch(torch.version, "cuda", torch.version.cuda or "11.0")]):  # not there with simulated GPUs
+            check(model, hook)
+
     return [
-        Patch(OrderedProcessGroup, "allreduce", _lending_after_backward(OrderedProcessGroup.allreduce)),
+        Patch(OrderedBackend, "allreduce", _lending_after_backward(OrderedBackend.allreduce)),
         Patch(DistributedDataParallel, "forward", _noting_steps(DistributedDataParallel.forward)),
+        Patch(DistributedDataParallel, "_check_comm_hook", check_hook),
         Patch(dist, "init_process_group", init_process_group, (*C10D, MESH)),
         Patch(dist, "new_group", new_group, (*C10D, MESH)),
         Patch(dist, "get_backend", get_backend, (*C10D, MESH)),

@@ -16,6 +16,7 @@ from samestep.launcher.device_token import lent_token
 
 NO_TIMEOUT = timedelta(0)
 POLL_SECONDS = 0.001
+DROPPED_WORKS = 64  # more than a step has
 JOIN_SECONDS = 5.0
 
 
@@ -32,13 +33,24 @@ class QueuedWork(dist.Work):
         self._future: torch.futures.Future[Any] | None = None
         self._error: Exception | None = None
         self._is_done = self._is_future_complete = False
-        self.is_published = False
+        self.is_published = self.is_handed_out = False
         with torch._C.DisableTorchFunction():  # by their memory: simulated GPUs are the host's
             self._tensors = [tensor for tensor in tensors if tensor.is_cuda]
         self._devices = sorted({tensor.device for tensor in self._tensors}, key=str) if self._tensors else []
         # The streams on which the caller's kernels write the tensors, up to now.
         self._before = [torch.cuda.current_stream(device).record_event() for device in self._devices]
         self._after: list[torch.cuda.Event] = []
+
+    def holding(self, outputs: Sequence[Tensor]) -> "QueuedWork":
+        """This work, not yet handed out, with these as the tensors that it writes: those above are their parts."""
+        self._outputs = list(outputs)
+        return self
+
+    def __del__(self) -> None:
+        # C++ may have it, and ask for its future later, but does not keep what Python has added to it alive: `join` of
+        # DistributedDataParallel has the number of ranks that are present so. No more is kept, since tensors are large.
+        if self.is_handed_out and [tensor.numel() for tensor in self._outputs if isinstance(tensor, Tensor)] == [1]:
+            self._queue.dropped.append(self)
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """Waits until the operation is done; on CUDA, the current stream waits for its copies, too."""
@@ -149,6 +161,7 @@ class WorkQueue:
         self._thread: threading.Thread | None = None
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._closed: Exception | None = None
+        self.dropped: deque[QueuedWork] = deque(maxlen=DROPPED_WORKS)
 
     def submit(self, run: Callable[[], Any], outputs: Any, tensors: Sequence[Tensor], is_async: bool) -> QueuedWork:
         """Queues an operation; a synchronous one is done when this returns, or raises its error."""
@@ -165,6 +178,7 @@ class WorkQueue:
         elif not work.is_published:
             self._start()
             self._calls.release()
+        work.is_handed_out = is_async
         return work
 
     def complete(self, work: QueuedWork, seconds: float) -> None:
@@ -197,6 +211,7 @@ class WorkQueue:
     def close(self, error: Exception) -> None:
         """Ends the thread; operations that have not begun, and later ones, fail with this error."""
         self._closed = error
+        self.dropped.clear()
         while self._waiting:
             self._waiting.popleft().fail(error)
         self._calls.release()
@@ -225,7 +240,7 @@ class WorkQueue:
         deadline = time.monotonic() + seconds
         while not work.is_completed():
             if time.monotonic() > deadline:
-                raise TimeoutError(f"an operation of {self._name} was not done within {seconds:g} s")
+                raise dist.DistBackendError(f"an operation of {self._name} was not done within {seconds:g} s")
             time.sleep(POLL_SECONDS)
 
     def _start(self) -> None:

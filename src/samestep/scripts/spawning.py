@@ -31,9 +31,10 @@ GPU_WORDS = ("CUDA", "_cuda_", "NVIDIA", "NCCL")  # in torch's errors without a 
 NO_GPU = (
     "samestep: this script deals with its ranks itself, and CPU workers show it no GPU: choose GPUs (--devices), or "
     'let it use the CPU, and backend="gloo"; with --logical-devices V, of samestep run and verify alike, a script that '
-    "names GPUs itself (cuda, nccl) finds V simulated ones on CPU workers"
+    "names GPUs itself (cuda, nccl) finds V simulated ones on CPU workers, unless ACCELERATE_USE_CPU asks for CPUs"
 )
 ON_CPUS = "ACCELERATE_USE_CPU"  # read by Accelerate, and by the Trainers of transformers and TRL
+YES = ("true", "1", "yes", "y", "on", "t")  # as Accelerate reads it
 DEVICES_ON_CPUS = ("LT_DEVICES", "PL_TRAINER_DEVICES")  # read by Lightning's Fabric and Trainer, whose default is one
 Place = tuple[str, str, str]
 Started = list[tuple[BaseProcess, str]]
@@ -63,7 +64,8 @@ def run_multi_process(
             run(target, tuple(argv))
             kept.clear()  # after the script's own references to models, which hold groups too
         except Exception as error:
-            if place.device_kind == "cpu" and any(word in str(error) for word in GPU_WORDS):
+            shows_none = place.device_kind == "cpu" and os.environ.get(ON_CPUS, YES[0]).lower() in YES
+            if shows_none and any(word in str(error) for word in GPU_WORDS):
                 error.add_note(NO_GPU)
             raise
 

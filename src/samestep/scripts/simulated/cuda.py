@@ -328,12 +328,25 @@ def patches(registry: DeviceRegistry) -> list[Patch]:
     table += [Patch(torch.cuda.nvtx, "range", lambda msg, *args, **kwargs: nullcontext(msg))]
     table += _tensor_types()
     table += [Patch(torch.cuda.profiler, name, _nothing) for name in ("init", "start", "stop")]
+    table.append(_profiles_of_cpu())
     known = {*cuda, *_HARMLESS, *TENSOR_TYPES}
     table += without_counterpart(torch.cuda, torch.cuda.__all__, known.__contains__)
     table += [Patch(torch.cuda.nccl, "version", _always((2, 10, 0)))]  # has all dtypes; torch's own log asks for it
     nccl = torch.cuda.nccl
     own = [name for name, value in vars(nccl).items() if getattr(value, "__module__", "") == nccl.__name__]
     return [*table, *without_counterpart(nccl, own, ("is_available", "version").__contains__)]
+
+
+def _profiles_of_cpu() -> Patch:
+    """Leaves CUDA out of what torch's profilers record: without a GPU each operation would print an error."""
+    init: Any = torch.autograd.profiler.profile.__init__
+
+    def init_of_cpu(profile: Any, *args: Any, **options: Any) -> None:
+        if options.pop("use_cuda", False) or options.get("use_device") == "cuda":
+            options |= {"use_device": None, "use_cpu": True}
+        init(profile, *args, **options)
+
+    return Patch(torch.autograd.profiler.profile, "__init__", init_of_cpu)
 
 
 def _placed(owner: Any, name: str, replacement: Any) -> Patch:
