@@ -49,7 +49,7 @@ class QueuedWork(dist.Work):
     def __del__(self) -> None:
         # C++ may have it, and ask for its future later, but does not keep what Python has added to it alive: `join` of
         # DistributedDataParallel has the number of ranks that are present so. No more is kept, since tensors are large.
-        if self.is_handed_out and [tensor.numel() for tensor in self._outputs if isinstance(tensor, Tensor)] == [1]:
+        if self.is_handed_out and self._error is None and [tensor.numel() for tensor in self._outputs] == [1]:
             self._queue.dropped.append(self)
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
