@@ -303,11 +303,11 @@ def test_a_record_chooses_no_program_unless_its_reader_made_it_or_trusts_it(tmp_
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)
     write_json(tmp_path / "a" / "run.json", record | ({"command": [*command, "x"]} if maker == "edited" else {}))
-    line = {"step": 0, "loss": "0x1p+0", "grad_norm": "0x1p+0", "lr": []}
+    line = {"step": 1, "loss": "0x1p+0", "grad_norm": "0x1p+0", "lr": []}
     (tmp_path / "a" / "ledger.jsonl").write_bytes(to_line(line))
     if trust and is_foreign:
         return
-    for words in (("replay", "a", "--step", 0), ("audit", "a", "--all")):
+    for words in (("replay", "a", "--step", 1), ("audit", "a", "--all")):
         code, shown = said((*words, *trust), monkeypatch, capsys)
         assert code == 2, shown
         assert f"samestep: running {shlex.join(command)}" in shown
@@ -382,7 +382,7 @@ def test_a_stranger_s_recipe_that_reads_no_file_is_audited_without_asking(tmp_pa
     assert samestep("train", "mlp", *words, cwd=tmp_path).returncode == 0
     record = json.loads((tmp_path / "a" / "run.json").read_text())
     write_json(tmp_path / "a" / "run.json", {**record, "signature": None, "working_folder": "/nowhere"})
-    for words in (("audit", "a", "--all"), ("replay", "a", "--step", 0)):
+    for words in (("audit", "a", "--all"), ("replay", "a", "--step", 1)):
         code, text = said(words, monkeypatch, capsys)
         assert code == 0, text
         assert "running a recipe with {'recipe': 'mlp', 'epochs': 1" in text

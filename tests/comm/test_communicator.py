@@ -117,5 +117,5 @@ def test_batches_that_become_different_are_an_error_at_once_though_few_values_ar
             torch.manual_seed(index + (communicator.rank if index == 4 else 0))
             step(torch.randn(64, 500))
 
-    with pytest.raises(DeterminismError, match="were handed different batches in step 4"):
+    with pytest.raises(DeterminismError, match="were handed different batches in step 5"):
         in_turns(2, program)

@@ -98,7 +98,7 @@ def test_twenty_gpus_have_a_microbatch_each_and_no_row_for_each_number_of_them()
 def training(seed=0, losses=(2.0, 1.0, 0.5), digest=None):
     steps = [
         {"step": number, "num_samples": 8, "loss": float(loss).hex(), "digest": f"{seed}{number}"}
-        for number, loss in enumerate(losses)
+        for number, loss in enumerate(losses, 1)
     ]
     return {"steps": steps, "digest": digest or f"end {seed}"}
 
@@ -112,9 +112,9 @@ def test_equal_bits_are_proven_and_the_first_step_that_differs_is_named():
     text, _ = judge_bits({"a": [training(1), training(1)], "b": [training(2)]}, known, is_first=True)
     assert text == "2 trainings of 3 steps: every time the same bits"
     assert judge_bits({"a": [training(1)]}, known)[0] == "1 training of 3 steps: the bits of one device"
-    with pytest.raises(UnprovenError, match=r"b: expected loss 0x1.0000000000000p\+0 in step 1, got 0x1.8"):
+    with pytest.raises(UnprovenError, match=r"b: expected loss 0x1.0000000000000p\+0 in step 2, got 0x1.8"):
         judge_bits({"b": [training(2, (2.0, 1.5, 0.5))]}, known)
-    with pytest.raises(UnprovenError, match="b: expected final digest end 2 in step 2, got other"):
+    with pytest.raises(UnprovenError, match="b: expected final digest end 2 in step 3, got other"):
         judge_bits({"b": [training(2, digest="other")]}, known)
     with pytest.raises(UnprovenError, match="expected 3 steps, got 2"):
         judge_bits({"b": [training(2, (2.0, 1.0))]}, known)
@@ -124,7 +124,7 @@ def test_equal_bits_are_proven_and_the_first_step_that_differs_is_named():
     ("facts", "expected"),
     [
         ({"new": [training(1)]}, "none to compare with"),
-        ({"a": [training(1, (2.0, float("nan")))]}, "finite losses, got nan in step 1"),
+        ({"a": [training(1, (2.0, float("nan")))]}, "finite losses, got nan in step 2"),
         ({"a": [training(1, (2.0,))]}, "the state to move"),
     ],
 )

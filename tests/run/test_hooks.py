@@ -121,7 +121,7 @@ def test_hooks_are_called_in_their_order_at_their_points(tmp_path):
         return seen, first.calls
 
     for seen, calls in in_turns(2, program):
-        assert seen == [(name, step + 1, step) for step in range(6) for name in ("first", "second")]
+        assert seen == [(name, step, step) for step in range(1, 7) for name in ("first", "second")]
         assert calls == [
             ["on_fit_start"],
             ["on_epoch_start", 1],
@@ -147,7 +147,7 @@ def ended(communicator, ends, asking):
 
 @pytest.mark.parametrize(
     ("ends", "at"),
-    [(("on_step_end", 3), 5), (("on_step_end", 5), 6), (("on_epoch_end", 1), 3), (("on_fit_start",), 1)],
+    [(("on_step_end", 4), 5), (("on_step_end", 5), 6), (("on_epoch_end", 1), 3), (("on_fit_start",), 1)],
 )
 def test_a_request_to_end_is_that_of_all_ranks(ends, at):
     alone = in_turns(1, ended, ends, [0])

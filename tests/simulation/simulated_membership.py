@@ -389,7 +389,7 @@ def simulated(ranks):
 def check_schedule(schedule):
     """Runs a schedule, and fails if something does not hold."""
     ranks, said = Ranks(schedule), []
-    show = SimpleNamespace(notify=said.append, progress=said.append, line=said.append)
+    show = SimpleNamespace(notify=said.append, progress=said.append, line=said.append, refused=None)
     policy = Policy(hang_seconds=HANG_SECONDS, replace=schedule.replacements > 0, max_restarts=schedule.replacements)
     whole = {"value": 0.0, "log": []}
     alone = Communicator(torch.device("cpu"), *(LocalTransport(),) * 2, "ordered")
