@@ -157,6 +157,31 @@ def test_a_script_that_has_its_ranks_meet_elsewhere_is_told_to_leave_the_address
     assert "leave MASTER_ADDR and MASTER_PORT as they are" in done.stderr
 
 
+def test_ranks_that_the_script_starts_are_told_of_another_run_at_their_port(tmp_path):
+    with socket.create_server(("localhost", 0)) as other:
+        port = str(other.getsockname()[1])
+        source = SPAWNED.replace("12355", port)
+        assert port in source
+        done = run_script(tmp_path, source, "cpu:1", "--logical-devices", "2")
+    assert done.returncode == 1, done.stderr
+    assert f"has its ranks meet at port {port}, which is in use" in done.stderr
+
+
+def test_ranks_of_two_runs_that_meet_at_one_port_do_not_find_each_other(monkeypatch):
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    rendezvous = importlib.import_module("torch.distributed.rendezvous")
+
+    def store(run, port):
+        with applied(_stores(run)):
+            return rendezvous._create_c10d_store("localhost", port, 0, 1, timedelta(seconds=20))
+
+    port = get_free_port()
+    own = store(1, port)
+    own.set("key", "value")
+    assert store(1, port).check(["key"])
+    assert not store(2, port).check(["key"])
+
+
 @pytest.mark.parametrize("options", [("cpu:2",), ("cpu:1", "--logical-devices", "2")])
 def test_a_driver_of_ray_is_refused_where_it_would_wait_for_ever(tmp_path, options):
     # In place of Ray, which is no requirement: what counts is the name by which it starts, also at its first use.

@@ -150,8 +150,8 @@ def carry_out(calls_by_rank, how):
             ends = connect_process_group(dist.PrefixStore("memory", ours), rank, members, SECONDS)
         else:
             gloo, peers = (dist.ProcessGroupGloo(dist.PrefixStore(k, ours), rank, count, SECONDS) for k in "ab")
-            ends = GroupTransport(None, dist.PrefixStore("calls", ours), SECONDS, backend=gloo), peers
-        return OrderedProcessGroup(*ends, SimpleNamespace(store=ours, timeout=SECONDS, group_id="simulated"), members)
+            ends = GroupTransport(None, dist.PrefixStore("calls", ours), SECONDS, backend=gloo), peers, ours
+        return OrderedProcessGroup(*ends, SimpleNamespace(timeout=SECONDS, group_id="simulated"), members)
 
     def rank_main(rank):
         calls = calls_by_rank[rank]

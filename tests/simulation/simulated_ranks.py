@@ -128,13 +128,13 @@ def failing(folder, first, count, kind):
         disk.folder = None
 
 
-def check_same(found, expected, since=-1, but=()):
-    """Fails and names the entries that are not the same; losses count from a step on."""
+def check_same(found, expected, after=0, but=()):
+    """Fails and names the entries that are not the same; losses count after a step."""
     wrong = {}
     for name in expected.keys() - {*but}:
         ours, theirs = found[name], expected[name]
         if name == "losses":
-            theirs = {step: values for step, values in theirs.items() if step in ours or int(step) >= since}
+            theirs = {step: values for step, values in theirs.items() if step in ours or int(step) > after}
         if ours != theirs:
             wrong[name] = f"{ours}, not {theirs}" if name not in ("weights", "digest") else "another one"
     assert not wrong, wrong

@@ -6,6 +6,7 @@ are those of `logical.process_group`, which add along the tree of all ranks.
 
 import atexit
 import functools
+import importlib
 import itertools
 import multiprocessing
 import os
@@ -44,12 +45,13 @@ from samestep.engine.deterministic_kernels import register_kernels
 from samestep.engine.diagnosis import advise_replacement
 from samestep.engine.kernel_flags import check_shortages
 from samestep.engine.portable_kernels import make_portable
+from samestep.errors import UsageError
 from samestep.launcher.device_token import LOOK_SECONDS, TOKEN_VARIABLE, hold_token, lent_token, shares_device
 from samestep.logical.process_group import NAME, OrderedBackend, register_backend
 from samestep.patch import Patch, applied, late_dynamo, late_patches
 from samestep.scripts.shared_script import VISIBLE_DEVICES, fixed_benchmark
 from samestep.scripts.simulated.devices import own_accelerator, simulated_devices
-from samestep.scripts.spawning import ON_CPUS, YES, enter_rank, run_multi_process
+from samestep.scripts.spawning import ON_CPUS, RENDEZVOUS, YES, enter_rank, run_multi_process
 from samestep.text import notify
 
 C10D = (c10d.__name__,)  # the module that the names of torch.distributed are from
@@ -106,7 +108,8 @@ def _enter_logical(stack: ExitStack, place: Environment, simulated: bool, store:
     if simulated and os.environ.setdefault(ON_CPUS, "false").lower() not in YES:
         stack.enter_context(simulated_devices(lambda: place.local_world_size, _tell))
         stack.enter_context(applied(_distributed_tensors()))
-    stack.enter_context(applied([*_process_groups(place.world_size, store), *_loaders(place.world_size)]))
+    own = [*_process_groups(place.world_size, store), *_stores(place.master_port), *_loaders(place.world_size)]
+    stack.enter_context(applied(own))
     if device.type != "cpu":
         stack.enter_context(own_accelerator(lambda: place.local_world_size, device, starts=store is not None))
         if store is None:  # CUDA has read its own
@@ -246,6 +249,28 @@ def _process_groups(num_devices: int, store: dist.Store | None) -> list[Patch]:
         Patch(dist, "get_backend", get_backend, (*C10D, MESH)),
         Patch(dist, "is_nccl_available", lambda: torch.cuda.is_available(), C10D),
     ]
+
+
+def _stores(run: int) -> list[Patch]:
+    """Where ranks that the script starts meet: at a port of the script's, which another run of it may have, too."""
+    rendezvous = importlib.import_module(RENDEZVOUS)  # the package has a function of that name
+    connect: Any = getattr(rendezvous, "_create_c10d_store", None)
+
+    def connected(hostname: str, port: int, *args: Any, **options: Any) -> Any:
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # that of the run itself
+            return connect(hostname, port, *args, **options)
+        try:
+            store = connect(hostname, port, *args, **options)
+        except dist.DistNetworkError as error:
+            if "EADDRINUSE" not in str(error):
+                raise
+            raise UsageError(
+                f"the script has its ranks meet at port {port}, which is in use, as by another run of it at the same "
+                "time: give each run a port of its own (MASTER_PORT, or that in init_method)"
+            ) from None
+        return dist.PrefixStore(f"run {run}", store)  # ranks of the other run may have come before its first one
+
+    return [] if connect is None else [Patch(rendezvous, "_create_c10d_store", connected)]
 
 
 def _lending_after_backward(inner: Callable[..., Any]) -> Callable[..., Any]:
