@@ -3,14 +3,19 @@
 import importlib.util
 import json
 import re
+import socket
 import sys
 import textwrap
+from datetime import timedelta
 
 import gpus
 import pytest
 import torch
 from cli_commands import SAMESTEP, samestep
 from marked import free_port
+
+from samestep.logical.ranks import _stores
+from samestep.patch import applied
 
 SPAWNING = """
 import os
@@ -160,7 +165,7 @@ def test_a_script_that_has_its_ranks_meet_elsewhere_is_told_to_leave_the_address
 def test_ranks_that_the_script_starts_are_told_of_another_run_at_their_port(tmp_path):
     with socket.create_server(("localhost", 0)) as other:
         port = str(other.getsockname()[1])
-        source = SPAWNED.replace("12355", port)
+        source = SPAWNING.replace("12355", port).replace("nprocs=1", "nprocs=2")
         assert port in source
         done = run_script(tmp_path, source, "cpu:1", "--logical-devices", "2")
     assert done.returncode == 1, done.stderr
@@ -175,7 +180,7 @@ def test_ranks_of_two_runs_that_meet_at_one_port_do_not_find_each_other(monkeypa
         with applied(_stores(run)):
             return rendezvous._create_c10d_store("localhost", port, 0, 1, timedelta(seconds=20))
 
-    port = get_free_port()
+    port = free_port()
     own = store(1, port)
     own.set("key", "value")
     assert store(1, port).check(["key"])
@@ -559,7 +564,8 @@ def test_a_torchrun_of_a_script_runs_logical_ranks_if_the_script_does(tmp_path, 
     (tmp_path / "ranks.py").write_text(textwrap.dedent(RANKS))
     words = ("--devices", devices, "--logical-devices", "3", "--num-threads", threads)
     done = samestep("run", *words, "train.py", kind, "run", cwd=tmp_path)
-    assert (done.returncode, done.stderr) == (0, LOGICAL)
+    stand_in = "1 CPU worker stands" if devices == "cpu:1" else "2 CPU workers stand"
+    assert (done.returncode, done.stderr) == (0, f"{LOGICAL}samestep: {stand_in} in for cuda:0 and cuda:1\n")
     assert done.stdout == f"sum 3.0 by samestep: True {threads}\n"
 
 

@@ -41,8 +41,8 @@ PARALLEL = """
 """
 
 
-def parallel(lr="0.1", share="x[rank::size]", factor="1"):
-    return PARALLEL.replace("LR", lr).replace("SHARE", share).replace("FACTOR", factor)
+def parallel(lr="0.1", share="x[rank::size]", factor="1", source=PARALLEL):
+    return source.replace("LR", lr).replace("SHARE", share).replace("FACTOR", factor)
 
 
 @pytest.fixture
@@ -408,18 +408,19 @@ def test_where_no_metric_was_reached_agreement_says_so(verdict_on, script):
 
 
 @pytest.mark.parametrize(
-    ("change", "refusal"),
+    ("changes", "refusal"),
     [
-        (("lr=LR", "lr=400"), "rounding alone may change the loss"),
-        (("loss = model(mine)", "loss = model(mine / (number < 2))"), "from step 3 on parameters are not finite"),
+        # At which of these rates differences of rounding have grown so far in six steps depends on the CPU's kernels.
+        ([("lr=LR", f"lr={rate}") for rate in (400, 100, 4000)], "rounding alone may change the loss"),
+        ([("loss = model(mine)", "loss = model(mine / (number < 2))")], "from step 3 on parameters are not finite"),
     ],
     ids=("chaos", "NaN"),
 )
-def test_agreement_of_what_cannot_be_told_apart_is_refused(verdict_on, script, change, refusal):
-    verdict = verdict_on(
-        script(PARALLEL.replace(*change).replace("LR", "0.1").replace("SHARE", "x[rank::size]").replace("FACTOR", "1")),
-        steps=6,
-    )
+def test_agreement_of_what_cannot_be_told_apart_is_refused(verdict_on, script, changes, refusal):
+    for change in changes:
+        verdict = verdict_on(script(parallel(source=PARALLEL.replace(*change))), steps=6)
+        if not verdict.agrees:
+            break
     assert not verdict.agrees
     assert verdict.difference is None
     assert refusal in verdict.refusals[0]
@@ -458,7 +459,7 @@ def test_the_command_prints_the_verdict_as_json_and_fails_on_a_difference(comman
     verdict = json.loads(output)
     assert code == 1
     assert verdict["agrees"] is False
-    assert verdict["difference"]["step"] == 0
+    assert verdict["difference"]["step"] == 1
     assert verdict["place"]["direction"] == "backward"
 
 
