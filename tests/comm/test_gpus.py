@@ -292,7 +292,7 @@ def test_an_ordered_process_group_gives_tensors_of_gpus_the_bits_of_the_host_s(t
 
         pairs = [*zip(collectives("cuda"), collectives("cpu"), strict=True)]
         differ = [number for number, pair in enumerate(pairs) if not torch.equal(*pair)]
-        tell(differ=differ, over_nccl=bool(dist.group.WORLD._over_nccl))
+        tell(differ=differ, over_nccl=bool(dist.group.WORLD.backend._over_nccl))
         dist.destroy_process_group()
     """
     for found in told(run_ranks(tmp_path, program, size=size, SAMESTEP_TRANSPORT=transport)):

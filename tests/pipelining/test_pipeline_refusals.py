@@ -61,7 +61,7 @@ def test_a_loss_function_that_no_pipeline_can_run_is_refused_and_nobody_waits(wo
 def test_a_loss_that_is_not_finite_is_told_on_every_rank_as_on_one_device_and_changes_nothing(worlds):
     said = worlds(2).run(refusal, "convolutions", {**MESH, "loss": infinite})
     assert set(said) == set(in_turns(1, refusal, "convolutions", {"loss": infinite, "strategy": "replicate"}))
-    assert said[0].startswith("NonFiniteError: step 0: not finite: the loss of microbatch 0")
+    assert said[0].startswith("NonFiniteError: step 1: not finite: the loss of microbatch 0")
 
 
 def test_statistics_that_a_backward_would_count_again_are_refused_by_name(worlds):
@@ -99,7 +99,7 @@ def test_the_strategy_goes_by_its_name_and_shards_the_optimizer_by_itself():
 
 def test_a_stream_without_samples_is_refused_by_name_and_full_ones_have_the_bits_of_one_device(worlds):
     options, of_run = {"strategy": "pipeline"}, {"mesh": {"data": 2, "pipe": 2}}
-    with pytest.raises(AssertionError, match="stream 1 has no samples left in step 3, but strategy='pipeline'"):
+    with pytest.raises(AssertionError, match="stream 1 has no samples left in step 4, but strategy='pipeline'"):
         worlds(4).run(train_on_streams, (9, 5, 8, 9), options, of_run)
     reference = worlds(1).run(train_on_streams, (9, 5, 8, 9), {}, None, True)[0]
     for result in worlds(4).run(train_on_streams, (9, 5, 8, 9), options, of_run, True):

@@ -60,7 +60,7 @@ def test_twin_with_the_norm_in_the_plan_or_features_alone_it_trains(worlds, plan
 def test_a_loss_that_is_not_finite_is_told_as_on_one_device_and_changes_nothing(worlds, size, mesh):
     told = worlds(size).run(said, {"mesh": mesh, "loss": "infinite"})
     assert set(told) == set(in_turns(1, said, {**WHOLE, "loss": "infinite"}))
-    assert told[0].startswith("NonFiniteError: step 0: not finite: the loss of microbatch 0")
+    assert told[0].startswith("NonFiniteError: step 1: not finite: the loss of microbatch 0")
 
 
 @cpu_only("NCCL notices a lost rank when its timeout is over; a supervisor ends the others before")

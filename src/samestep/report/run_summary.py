@@ -160,7 +160,7 @@ def _repeats(ledger: Ledger) -> list[Finding]:
 
 def _completeness(ledger: Ledger) -> Finding:
     steps = ledger.steps
-    missing = max(steps) - len(steps)
+    missing = max(steps) - sum(step > 0 for step in steps)  # a stranger's ledger may have others
     if not missing:
         recorded = "1 step is" if len(steps) == 1 else f"{len(steps):,} steps are"
         return Finding("holds", f"{recorded} recorded, none is missing.")
