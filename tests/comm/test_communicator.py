@@ -84,14 +84,14 @@ def test_a_dataloader_of_the_users_own_seeded_alike_trains_as_on_one_device(worl
 def test_ranks_that_draw_different_batches_are_an_error_that_says_so(worlds):
     for name, message in worlds(3).run(train_on_own_loader, [4, 4, 5], [16] * 3):
         assert name == "DeterminismError"
-        assert "rank 2 and rank 0 were handed different batches in step 0" in message
+        assert "rank 2 and rank 0 were handed different batches in step 1" in message
         assert "seed your sampler" in message
 
 
 def test_ranks_that_draw_batches_of_different_lengths_are_an_error_that_says_so(worlds):
     for name, message in worlds(2).run(train_on_own_loader, [4, 4], [16, 12]):
         assert name == "DeterminismError"
-        assert "the ranks were handed batches of [16, 12] samples in step 0" in message
+        assert "the ranks were handed batches of [16, 12] samples in step 1" in message
 
 
 def test_twin_without_the_checksum_ranks_train_on_different_batches_unnoticed(monkeypatch):

@@ -187,8 +187,8 @@ class Smoothed:
 class Program:
     """A script's object, one of whose methods is the loss."""
 
-    def __init__(self):
-        self.teachers = [nn.Sequential(nn.Linear(3, 1), nn.BatchNorm1d(1))]
+    def __init__(self, run):
+        self.teachers = [nn.Sequential(nn.Linear(3, 1), nn.BatchNorm1d(1)).to(run.device)]
 
     def loss(self, model, batch):
         return squared(model, batch) + functional.mse_loss(self.taught(batch[0]), batch[1])
@@ -199,7 +199,7 @@ class Program:
 
 def with_teacher(run):
     """A loss that calls a function that calls a teacher in training mode."""
-    teacher = nn.Sequential(nn.Linear(3, 1), nn.BatchNorm1d(1))
+    teacher = nn.Sequential(nn.Linear(3, 1), nn.BatchNorm1d(1)).to(run.device)
 
     def taught(x):
         return teacher(x).detach()
@@ -237,7 +237,7 @@ def with_queue(run):
     ("loss", "name"),
     [
         (with_teacher, "teacher.1 (BatchNorm1d): "),
-        (lambda run: Program().loss, "teachers[0].1 (BatchNorm1d): "),
+        (lambda run: Program(run).loss, "teachers[0].1 (BatchNorm1d): "),
         (lambda run: Smoothed(), "mean: "),
         (with_count, "count: "),
         (with_queue, "queue: "),
@@ -252,7 +252,7 @@ def test_what_the_loss_function_holds_and_microbatches_write_is_named_on_any_dev
 
 def test_a_teacher_in_evaluation_mode_and_what_is_written_between_steps_are_not_told(capfd):
     def loss(run):
-        teacher = nn.Sequential(nn.Linear(3, 1), nn.BatchNorm1d(1)).eval()
+        teacher = nn.Sequential(nn.Linear(3, 1), nn.BatchNorm1d(1)).to(run.device).eval()
         return lambda model, batch: squared(model, batch) + functional.mse_loss(teacher(batch[0]), batch[1])
 
     assert said(capfd, 4, lambda: nn.Linear(3, 1), loss) == ""

@@ -6,8 +6,8 @@ ends; "options" are the step's, "fused" is Adam's, "plain" leaves BatchNorm out,
 for a sum, with "streams" each microbatch has one, "hooked" adds an average and a hook that counts, "thaws" one that
 evaluates at the start and trains the first layer from the second epoch on, "num_workers" fetch samples, "best" is
 the trainer's; "timeout" is that of an exchange, "abort_seconds" that of NCCL's abort. A fault may "skip" so many
-passages. It leaves a file behind that says where it struck, on the clock that all processes share; "pid-SLOT" is there
-once a worker has taken a step.
+passages, or strike "once", whatever restarts. It leaves a file behind that says where it struck, on the clock that all
+processes share; "pid-SLOT" is there once a worker has taken a step.
 """
 
 import ctypes
@@ -74,7 +74,8 @@ class Faults:
 
     def strike(self, phase):
         for fault in self._mine:
-            if fault["phase"] == phase and self.step() >= fault["step"]:
+            has_struck = "once" in fault and (self._folder / f"struck-{self._slot}.json").exists()  # before a restart
+            if fault["phase"] == phase and self.step() >= fault["step"] and not has_struck:
                 fault["skip"] = fault.get("skip", 0) - 1
                 if fault["skip"] >= 0:
                     continue

@@ -111,8 +111,7 @@ def test_deaths_leave_no_trace_in_the_bits(tmp_path):
 @pytest.mark.parametrize("ends", [True, False], ids=["its kernels end", "nothing ends"])
 def test_an_abort_that_does_not_return_holds_no_run_up(ends, undisturbed, tmp_path):
     """The others go on through host memory, or by a restart from the newest checkpoint."""
-    # From outside in the one case: a fault of the script's would strike once more after the restart.
-    told = {"faults": EARLY, "epochs": 2} if ends else {"kills": 1, "seconds": 0.3}
+    told = {"faults": [{**EARLY[0], "once": True}], "epochs": 2}
     told |= {"devices": 3, "seed": 0, "abort_seconds": 1.0, **KINDS[0]}
     (found,) = play(tmp_path, [told], FAKE_NCCL_FAULT=f"abort -1 {int(not ends)}")
     assert check(found, undisturbed({"epochs": EPOCHS, **told})) is not ends
