@@ -28,7 +28,15 @@ from samestep.checkpoint.packing import pack, unpack
 from samestep.checkpoint.resume import check_state, read_state
 from samestep.checkpoint.state import capture, model_tensors
 from samestep.checkpoint.storage import Snapshot, begin_checkpoint, complete_checkpoint, read_checkpoint
-from samestep.checkpoint.verified_files import MANIFEST_FILE, part_name, write_part
+from samestep.checkpoint.verified_files import (
+    MANIFEST_FILE,
+    Manifest,
+    Written,
+    manifest_bytes,
+    part_name,
+    read_manifest,
+    write_part,
+)
 from samestep.engine.determinism import generator_states
 from samestep.engine.sharded_state import LocalShard, by_rows
 from samestep.errors import SamestepError
@@ -59,7 +67,7 @@ class Program:
         generator = torch.Generator().manual_seed(1)
         data = torch.randn(40, 4, generator=generator), torch.randint(2, (40,), generator=generator)
         self.loader = self.run.loader(data, shuffle=True)
-        self.progress = Progress(self.run, self.step, DataHash(self.run.membership, reads=False))
+        self.progress = Progress(self.run, self.step, DataHash(self.run.membership, reads=False), None)
         self.contract = {**self.run.contract.as_json(), **step_contract(self.step), **loader_contract(self.loader)}
 
     def train(self, num_steps):
@@ -324,11 +332,10 @@ def listing(rng, folder):
 
 def seal(folder, name):
     """Has the manifest list a file as it is now."""
-    tree = json.loads((folder / MANIFEST_FILE).read_bytes())
-    del tree["checksum"]
-    data = (folder / name).read_bytes()
-    tree["files"][name] = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    seal_text(folder, json.dumps(tree).encode())
+    manifest, data = read_manifest(folder), (folder / name).read_bytes()
+    written = Written(len(data), hashlib.sha256(data).hexdigest())
+    whole = Manifest(manifest.step, {**manifest.files, name: written})
+    (folder / MANIFEST_FILE).write_bytes(manifest_bytes(whole))
 
 
 def seal_text(folder, text):

@@ -66,7 +66,7 @@ def test_the_fixture_returns_a_good_verdict_and_fails_with_the_text_of_a_bad_one
     )
     assert "2 passed" in done.stdout, done.stdout + done.stderr
     assert "3 failed" in done.stdout
-    assert "samestep verify --devices cpu:1,cpu:2" in done.stdout
+    assert "samestep verify --steps 3 --devices cpu:1,cpu:2 bad.py: exit code 1" in done.stdout
     assert "bad.py: exit code 1" in done.stdout
     assert "the learning rate is scaled by, or stepped per, device" in done.stdout
     assert "golden      differs from golden.json, step 1: the state is" in done.stdout

@@ -203,10 +203,10 @@ def main():
         given = (asked.print, asked.without, asked.uncapped)
         print_digests(*([word for word in (words or "").split(",") if word] for words in given))
         return 0
-    has_emulator = shutil.which(EMULATOR) is not None
-    if not has_emulator:
-        print(f"{EMULATOR} is not installed (Debian's package qemu-user): no CPU is emulated")
     chosen = (CPUS if asked.all else GATE_CPUS) if asked.cpus is None else [cpu for cpu in asked.cpus.split(",") if cpu]
+    has_emulator = shutil.which(EMULATOR) is not None
+    if chosen and not has_emulator:
+        print(f"{EMULATOR} is not installed (Debian's package qemu-user): no CPU is emulated")
     cpus = chosen if has_emulator else ()
     if asked.twins:
         return twins(cpus[0] if cpus else None)
