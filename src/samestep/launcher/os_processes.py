@@ -142,7 +142,7 @@ class SentBatches(queues.Queue):  # type: ignore[type-arg]  # generic in the stu
 
     @staticmethod
     def _on_queue_feeder_error(error: Exception, item: Any) -> None:
-        queues.Queue._on_queue_feeder_error(error, item)  # type: ignore[attr-defined]  # prints it
+        super(SentBatches, SentBatches)._on_queue_feeder_error(error, item)  # prints it
         data = sys.modules.get("torch.utils.data")
         if data is not None and data.get_worker_info() is not None:
             sys.stderr.flush()
