@@ -60,7 +60,7 @@ def connect_at(
 ) -> tuple[Connection, Connection]:
     """Connects ranks that have met, as `connect` and `reconnect`; `timeout` is that of later exchanges."""
     store, place = met.store, met.place
-    # Where NCCL has not let go of its connections (`GroupTransport.abandon`), the ranks share memory from now on.
+    # Where NCCL still holds connections that were to be dropped (`GroupTransport.abandon`), ranks share memory instead.
     is_stuck = dist.is_initialized()
     words, may = met.part("gpus").gather_words, place.transport == "auto" and not is_stuck
     backend = "nccl" if device.type == "cuda" and have_own_gpus(words, place.rank, device, may) else "gloo"

@@ -16,8 +16,10 @@ from samestep.text import counted
 FORMS = 'auto, 4 (a count), "0,4" or "4," (indices), cpu, cpu:2, cuda, cuda:0, cuda:0,4, free:2, mps'
 
 MAX_CPU_WORKERS = 64
-MANY_A_CORE = 2  # workers; more are told, since each waits for the others
 """The largest number of CPU workers on a machine with fewer cores."""
+
+MANY_A_CORE = 2
+"""The largest number of CPU workers a core without a note: more of them wait for each other in each step."""
 
 AUTO_CPU_WORKERS = 2
 """The CPU workers of "auto" for a program that does not say how many microbatches it has."""

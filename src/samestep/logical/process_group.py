@@ -516,7 +516,7 @@ class OrderedBackend(_Backend):  # type: ignore[misc]  # a class of torch's stub
         is_odd = isinstance(error, DeterminismError)
         with suppress(RuntimeError):  # the store is gone with the rank that hosts it
             if is_odd or (is_odd := store.check([ODD])):
-                # Of the first operation that differs: the source of a broadcast, which waits for nobody, is further.
+                # Of the first operation that differs: the source of a broadcast, which waits for no rank, is further.
                 number = int(store.compare_set(ODD, "", str(number)))
                 store.set([*calls][self._transport.rank], dict(self._calls).get(number, self._calls[-1][1]))
                 self._transport.close()  # ranks that wait for this one stop waiting, and tell theirs
