@@ -258,7 +258,7 @@ class Loader:
             for place, ids in plan:
                 microbatches = {}
                 for microbatch, some in ids.items():
-                    self._seed(place, some)
+                    self._seed(place[0], some[0])
                     value = place_aligned(dataset.gather(torch.from_numpy(some)), self._device)
                     microbatches[microbatch] = value if dataset.transform is None else dataset.transform(value)
                 yield self._batch(place, microbatches)
@@ -271,13 +271,13 @@ class Loader:
                 microbatches = {microbatch: next(values) for microbatch in ids}
                 if dataset.transform is not None:
                     for microbatch, some in ids.items():
-                        self._seed(place, some)
+                        self._seed(place[0], some[0])
                         microbatches[microbatch] = dataset.transform(microbatches[microbatch])
                 yield self._batch(place, microbatches)
 
-    def _seed(self, place: _Place, ids: np.ndarray) -> None:
-        """Seeds the generators for a microbatch: by (seed, epoch, id of its first sample)."""
-        self._generators.seed(derive_seed(self.seed, MICROBATCH_STREAM, place[0], ids[0]))
+    def _seed(self, epoch: int, first: int) -> None:
+        """Seeds the generators for a microbatch: by (seed, epoch, id or position of its first sample)."""
+        self._generators.seed(derive_seed(self.seed, MICROBATCH_STREAM, epoch, first))
 
     def _most_rows(self) -> int:
         """The largest number of samples that this rank has of a batch."""
@@ -356,7 +356,7 @@ class Loader:
         cut = microbatch_bounds(len(samples), self._num_microbatches)
         microbatches = {}
         for microbatch in self.membership.to_fetch(min(len(samples), self._num_microbatches)):
-            self._generators.seed(derive_seed(self.seed, MICROBATCH_STREAM, epoch, position + cut[microbatch]))
+            self._seed(epoch, position + cut[microbatch])
             microbatches[microbatch] = place_aligned(
                 self._collate(samples[cut[microbatch] : cut[microbatch + 1]]), self._device
             )
