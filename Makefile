@@ -7,7 +7,7 @@ export NO_MKDOCS_2_WARNING := 1
 # Two processes test, each file in one of them, in the order of conftest.py; a fixed hash seed gives both the same
 # names of tests. Three where many tests wait for others to end or for a time to pass.
 PYTEST := PYTHONHASHSEED=0 $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder
-ON_GPUS := SAMESTEP_TEST_DEVICE=cuda FAKE_CUDA_DEVICES=8 PYTHONPATH=$(CURDIR)/tests/fake_cuda/site
+ON_GPUS := SAMESTEP_TEST_DEVICE=cuda FAKE_CUDA_DEVICES=8 PYTHONPATH=$(CURDIR)/tests/fake_cuda/dist-packages
 WITH_DEVICES := $(addprefix tests/,checkpoint comm data engine pipelining run runs scripts sharding tensor_parallel)
 USABLE := .venv/.usable
 READY := .venv/.ready
@@ -64,6 +64,7 @@ check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/python tools/count_lines.py --limits
 	$(BIN)/mkdocs build --strict
 
 format: $(READY)

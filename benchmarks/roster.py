@@ -151,7 +151,6 @@ ROSTER = (
     ours("samestep-v2-map", "samestep, 2 microbatches, map-style", (2,), *_microbatches(2, MAP_STYLE)),
     ours("samestep-v8", "samestep, 8 microbatches, two threads", (1,), *TWO_THREADS),
     ours("samestep-portable", "samestep, portable kernels", (1, 2), "--portable"),
-    ours("samestep-native", "samestep, native reduction", (2,), "--reduction", "native"),
     Entrant(LOGICAL, "DDP, logical devices on 2", "plain", _logical, "samestep", counts=(2, 8), role="ours"),
 )
 BY_NAME = {entrant.name: entrant for entrant in ROSTER}

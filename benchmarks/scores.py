@@ -47,7 +47,6 @@ PAIRS = (
     Pair("8 microbatches, tensors", (DEFAULT, 2), (IN_8, 2)),
     Pair("8 microbatches, portable kernels", ("samestep-portable", 1), (DEFAULT, 1)),
     Pair("8 microbatches, portable kernels", ("samestep-portable", 2), (DEFAULT, 2)),
-    Pair("8 microbatches, ordered reduction", (DEFAULT, 2), ("samestep-native", 2)),
     Pair("DDP script, 2 logical devices on 2", (LOGICAL, 2), (PLAIN, 2)),
     Pair("DDP script, 8 logical devices on 2", (LOGICAL, 8), (PLAIN, 8)),
 )

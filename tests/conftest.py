@@ -12,7 +12,7 @@ from pathlib import Path
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # workers are forked from a process without threads
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # on cores that others use too, threads spin while they wait for another
 if "PYTEST_XDIST_WORKER" not in os.environ:  # not the home's, with the key by which runs are known as one's own
-    os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="samestep-state-")
+    os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix=f"samestep-state-{os.getpid()}-")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts it so in the background, and children inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGQUIT) is signal.SIG_IGN:  # this one likewise
@@ -27,7 +27,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-sys.path.append(str(Path(__file__).parent / "fake_cuda" / "site"))
+sys.path.append(str(Path(__file__).parent / "fake_cuda" / "dist-packages"))
 
 import fake_cuda
 import gpus
@@ -54,8 +54,8 @@ def pytest_configure(config):
 
 
 def pytest_unconfigure(config):
-    """Removes the key of the tests."""
-    if not hasattr(config, "workerinput"):
+    """Removes the key of the tests; a pytest that a test starts leaves that of the tests around it."""
+    if Path(os.environ["XDG_STATE_HOME"]).name.startswith(f"samestep-state-{os.getpid()}-"):
         shutil.rmtree(os.environ["XDG_STATE_HOME"], ignore_errors=True)
 
 

@@ -15,7 +15,6 @@ CONTRACT = {
     "global_batch_size": BATCH,
     "num_microbatches": 8,
     "seed": 0,
-    "reduction": "ordered",
     "device_kind": "cpu",
     "num_threads": 1,
     "versions": {"samestep": "0.1.0", "torch": "2.13.0", "python": "3.11.7", "platform": "linux-x86_64"},

@@ -125,19 +125,12 @@ def own_generator():
     return torch.Generator().manual_seed(99)
 
 
-def persistent(num_workers, **options):
-    """A loader whose workers live on; samples without noise, which they would draw from where they are."""
-    options = {"batch_size": BATCH, "shuffle": True, **options}
-    return DataLoader(TensorDataset(*points()), num_workers=num_workers, persistent_workers=True, **options)
-
-
 DATA = {
     "tensors": points,
     "user's, shuffled": lambda: DataLoader(Noisy(), batch_size=BATCH, shuffle=True),
     "user's, own generator": lambda: DataLoader(Noisy(), batch_size=BATCH, shuffle=True, generator=own_generator()),
     "user's, a stream": lambda: DataLoader(Stream(), batch_size=BATCH),
     "user's, drop_last": lambda: DataLoader(TensorDataset(*points()), batch_size=BATCH, drop_last=True, shuffle=True),
-    "user's, persistent workers": lambda: persistent(1),
     "user's, sampler by state_dict": lambda: DataLoader(Noisy(), batch_size=BATCH, sampler=Ordered(True)),
     "user's, sampler by hook": lambda: DataLoader(Noisy(), batch_size=BATCH, sampler=Ordered(False)),
 }
@@ -156,12 +149,8 @@ CASES = {
 }
 
 
-def train(communicator, name="plain", run_dir=None, resume=None, *, calls=(EPOCHS,), draws=False, **more):
-    """Trains a case, by one or several calls of `fit` with draws of the script between them.
-
-    Returns:
-        The digest, the history without its times, the step's state, what the script drew, and draws at the end.
-    """
+def train(communicator, name="plain", run_dir=None, resume=None, *, epochs=EPOCHS, **more):
+    """Trains a case; the digest, the history without its times, the step's state, and draws at the end."""
     case = {**(OTHERS | CASES)[name], **more}
     run = Run(BATCH, NUM_MICROBATCHES, SEED, communicator=communicator)
     model = case.get("model", plain)()
@@ -170,14 +159,10 @@ def train(communicator, name="plain", run_dir=None, resume=None, *, calls=(EPOCH
     options = {"checkpoint_steps": 1, "checkpoint_minutes": None, "keep": 1000, "digest_every": 1}
     options |= case.get("trainer", {})
     evaluated = {"noisy": Noisy, "loader": lambda: run.loader(Noisy(), shuffle=True)}.get(case.get("eval"), points)()
-    drawn = []
     with Trainer(run, model, optimizer, case.get("loss", classification), run_dir=run_dir, **options) as trainer:
-        for number in calls:
-            trainer.fit(data, number, eval_data=evaluated, metrics=METRICS, resume=resume, **case.get("fit", {}))
-            if draws:
-                drawn.append((torch.rand(1).item(), float(np.random.randn()), random.random()))
+        trainer.fit(data, epochs, eval_data=evaluated, metrics=METRICS, resume=resume, **case.get("fit", {}))
         end = (torch.rand(1).item(), float(np.random.randn()), random.random())
-        return trainer.digest, shown(trainer.history), trainer.step.state_dict(), drawn, end
+        return trainer.digest, shown(trainer.history), trainer.step.state_dict(), end
 
 
 def shown(history):

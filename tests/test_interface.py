@@ -3,11 +3,14 @@
 python tests/test_interface.py > tests/interface.txt       after an intended change, which the changelog lists
 """
 
+import importlib.util
 import inspect
+import json
 from difflib import unified_diff
 from pathlib import Path
 from types import ModuleType
 
+import pytest
 from cli_commands import COMMANDS
 
 import samestep
@@ -74,6 +77,24 @@ def test_a_name_an_argument_or_an_option_less_is_noticed():
 
     assert called("f", narrower) == "f(model, *, shuffle=)"
     assert called("f", wider) == "f(model, data, *, shuffle=)"
+
+
+def test_make_check_fails_for_a_count_above_its_limit_alone(tmp_path, monkeypatch, capsys):
+    spec = importlib.util.spec_from_file_location("count_lines", FILE.parents[1] / "tools" / "count_lines.py")
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    counts = tool.what_grows()
+    monkeypatch.setattr(tool, "LIMITS", tmp_path / "limits.json")
+    monkeypatch.setattr(tool, "ROOT", tmp_path)
+    monkeypatch.setattr(tool, "what_grows", lambda: counts)
+    assert tool.LIMITS.write_text(json.dumps({name: number + 1 for name, number in counts.items()}))
+    tool.hold_to_limits(lower=True)
+    assert json.loads(tool.LIMITS.read_text()) == counts
+    tool.LIMITS.write_text(json.dumps({**counts, "exported names": counts["exported names"] - 1}))
+    with pytest.raises(SystemExit, match=r"^exported names: take something out"):
+        tool.hold_to_limits(lower=True)
+    assert tool.private_names_of_others(["a._mine = b._theirs\nfrom torch._own import thing"]) == {"_theirs", "_own"}
+    assert tool.places_that_patch("[Patch(a, b, c) for b in names] + [Wrap(d, e, f)]") == 2
 
 
 if __name__ == "__main__":

@@ -63,9 +63,8 @@ UNTRUSTED = {
     "run.evaluation": "measures, and restores what it changed",
     "comm.exceptions": "raises an error of one rank on all",
     "comm.nccl_errors": "the errors of NCCL and what helps",
-    "run.fixed_cost": "prints a hint",
-    "run.profile": "traces some steps",
     "runs.recorder": "says which program runs, and writes what is read again by no run",
+    "run.rerun": "tells a program that is run again what to do with its checkpoints",
     "run.signals": "ends a run between two steps",
 }
 

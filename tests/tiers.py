@@ -123,7 +123,6 @@ SLOW = {  # more than ten seconds each, of a kind that a shorter one of the gate
     "docs/test_documentation.py::test_a_program_prints_the_same_on_one_device_and_on_three[detection.md:detection.py]",
     "docs/test_documentation.py::test_a_program_prints_the_same_on_one_device_and_on_three[gans.md:gan.py]",
     "docs/test_documentation.py::test_a_program_prints_the_same_on_one_device_and_on_three[vision.md:vision.py]",
-    "engine/test_compiled.py::test_the_time_of_compiling_is_told_once",
     "engine/test_gpu_memory.py::"
     "test_a_step_holds_the_sums_of_the_tree_and_its_update_one_gradient[2-{'overlap': False}-3.2-1.1-1.3]",
     "engine/test_gpu_memory.py::test_a_step_holds_the_sums_of_the_tree_and_its_update_one_gradient[2-{}-2.4-1.1-1.3]",
@@ -156,7 +155,6 @@ SLOW = {  # more than ten seconds each, of a kind that a shorter one of the gate
     "nodes/test_torchrun.py::"
     "test_a_worker_killed_while_both_agents_live_restarts_all_with_the_digest_of_an_undisturbed_run[rank 1]",
     "nodes/test_torchrun.py::test_the_first_machine_says_what_it_waits_for_and_goes_on_when_the_second_is_there[True]",
-    "profile/test_profile.py::test_training_with_a_profile_ends_with_the_table_and_the_same_bits",
     "replay/test_auditing.py::test_a_run_on_several_devices_is_audited_by_several_workers",
     "replay/test_auditing.py::"
     "test_a_run_with_a_model_over_several_ranks_is_audited_where_its_bits_are_the_same[tensor-good0]",

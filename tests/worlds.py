@@ -54,11 +54,11 @@ def device_of(rank):
     return device
 
 
-def in_turns(world_size, program, *args, reduction="ordered"):
+def in_turns(world_size, program, *args):
     """Runs `program(communicator, *args)` on ranks that take turns; the results by rank, in host memory."""
 
     def rank_main(transport):
-        return _result(program(Communicator(device_of(transport.rank), transport, transport, reduction), *args))
+        return _result(program(Communicator(device_of(transport.rank), transport, transport), *args))
 
     return SequentialWorld(world_size).run(rank_main)
 
@@ -116,11 +116,11 @@ class World:
             self._pipes.append(ours)
             self._processes.append(process)
 
-    def run(self, program, *args, reduction="ordered"):
+    def run(self, program, *args):
         """Runs `program(communicator, *args)` on every rank; the results by rank."""
         name = f"{program.__module__}:{program.__qualname__}"
         for pipe in self._pipes:
-            pipe.send((name, args, reduction))
+            pipe.send((name, args))
         answers = []
         for rank, pipe in enumerate(self._pipes):
             assert pipe.poll(PATIENCE_SECONDS), f"rank {rank} of {self.world_size} does not answer"
@@ -165,7 +165,7 @@ def _serve(rank, world_size, place, chosen, store_path, pipe):
         transport, control = connect_at(Rendezvous(store, place, timeout), device, timeout)
     while True:
         try:
-            name, args, reduction = pipe.recv()
+            name, args = pipe.recv()
         except EOFError:
             break
         try:
@@ -174,7 +174,7 @@ def _serve(rank, world_size, place, chosen, store_path, pipe):
             )  # what a program draws does not depend on those before it, of which ranks may have drawn more
             module, _, function = name.partition(":")
             program = getattr(importlib.import_module(module), function)
-            result = _result(program(Communicator(device, transport, control, reduction), *args))
+            result = _result(program(Communicator(device, transport, control), *args))
             pipe.send(("result", result))
         except Exception:
             pipe.send(("error", traceback.format_exc()))

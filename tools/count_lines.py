@@ -1,14 +1,20 @@
-"""Counts lines of Python by kind and folder: code, docstrings, comments and blank lines.
+"""Counts lines of Python by kind and folder, and what grows unseen; `make check` holds the latter to its limits.
 
 python tools/count_lines.py                     src and tests, a row for each folder
 python tools/count_lines.py --against main      the same, before and after
 python tools/count_lines.py --imports           samestep's own modules that `samestep train` loads before its first step
+python tools/count_lines.py --limits            fails for a count above its limit in tools/limits.json
+python tools/count_lines.py --lower             lowers the limits to today's counts
+
+A limit is raised by hand, in a change that lowers another one and says which.
 """
 
 import argparse
 import ast
 import io
+import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -18,6 +24,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+LIMITS = ROOT / "tools" / "limits.json"
 KINDS = ("code", "docstrings", "comments", "blank")
 BESIDE = "beside code"  # comments at the end of a line of code, which are no lines of their own
 HEART = "core, comm, engine*"  # * without the strategies
@@ -81,6 +88,70 @@ def at(commit: str) -> list[tuple[str, str]]:
     return [(path, git("show", f"{commit}:{path}")) for path in paths if path.endswith(".py")]
 
 
+def private_names_of_others(sources: Iterable[str]) -> set[str]:
+    """Attributes with a leading underscore that are read here and made nowhere, and modules that are imported so."""
+    used, own = set(), {"_asdict", "_fields", "_replace"}  # public ones of named tuples
+    for node in (node for source in sources for node in ast.walk(ast.parse(source))):
+        match node:
+            case ast.Attribute(attr=name, ctx=ast.Load()):
+                used.add(name)
+            case ast.ImportFrom(module=module, names=names) if module and not module.startswith("samestep"):
+                used.update(module.split("."), (each.name for each in names))
+            case ast.Attribute(attr=name) | ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name):
+                own.add(name)
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                own.add(name)
+    return {name for name in used - own if name.startswith("_") and not name.startswith("__")}
+
+
+def places_that_patch(source: str) -> int:
+    """Calls that describe a patch; one in a comprehension counts once."""
+    calls = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call))
+    return sum(isinstance(call.func, ast.Name) and call.func.id in ("Patch", "Wrap") for call in calls)
+
+
+def what_grows() -> dict[str, int]:
+    """The counts that have a limit."""
+    folders, pages = by_folder(here()), sorted((ROOT / "docs").rglob("*.md"))
+    sources = [source for path, source in here() if path.startswith("src/")]
+    interface = (ROOT / "tests" / "interface.txt").read_text(encoding="utf-8").splitlines()
+    exported = [line for line in interface if re.match(r"\w+($|\()", line)]
+
+    def parameters(function: str) -> set[str]:
+        inside = next(line for line in interface if line.startswith(f"{function}(")).partition("(")[2].rstrip(")")
+        return {word.rstrip("=") for word in inside.split(", ")} - {"*"}
+
+    step = parameters("Run.train_step")
+    return {
+        "lines of src": sum(folders["src in all"][kind] for kind in KINDS),
+        "lines of code of src": folders["src in all"]["code"],
+        "lines of tests": sum(folders["tests in all"][kind] for kind in KINDS),
+        "lines of docs": sum(len(page.read_text(encoding="utf-8").splitlines()) for page in pages),
+        "pages of docs": len(pages),
+        "options and arguments of commands": sum(line.startswith("$ ") for line in interface),
+        "exported names": len(exported),
+        "places that patch others' functions": sum(map(places_that_patch, sources)),
+        "private names of others": len(private_names_of_others(sources)),
+        "parameters of Run.train_step": len(step),
+        "parameters of Trainer": len(parameters("Trainer") | step - {"run"}) - 1,  # **step_options are those of a step
+    }
+
+
+def hold_to_limits(lower: bool) -> None:
+    """Prints each count beside its limit; ends with an error if one is above, or lowers the limits."""
+    counts, limits = what_grows(), json.loads(LIMITS.read_text(encoding="utf-8"))
+    width = max(map(len, counts))
+    for name, number in counts.items():
+        print(f"{name:{width}}{number:>8,}{limits[name]:>8,}" + "  above its limit" * (number > limits[name]))
+    if lower:
+        lowered = {name: min(number, limits[name]) for name, number in counts.items()}
+        LIMITS.write_text(json.dumps(lowered, indent=2) + "\n", encoding="utf-8")
+    if above := [name for name, number in counts.items() if number > limits[name]]:
+        raise SystemExit(
+            f"{', '.join(above)}: take something out, or raise the limit in {LIMITS.relative_to(ROOT)} and say why"
+        )
+
+
 def modules_before_the_first_step() -> list[str]:
     """samestep's own modules that one worker of `samestep train` has loaded when its model first runs."""
     with tempfile.TemporaryDirectory() as folder:
@@ -117,7 +188,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--against", metavar="COMMIT", help="print the lines of that commit too, and the change")
     parser.add_argument("--imports", action="store_true", help="list and count modules loaded before the first step")
+    parser.add_argument("--limits", action="store_true", help="fail if something is above its limit")
+    parser.add_argument("--lower", action="store_true", help="lower the limits to what is there")
     options = parser.parse_args()
+    if options.limits or options.lower:
+        hold_to_limits(options.lower)
+        return
     if options.imports:
         names = modules_before_the_first_step()
         print(*names, sep="\n")

@@ -18,7 +18,6 @@ import samestep
 def options(parser: argparse.ArgumentParser) -> None:
     """What a run may be told."""
     parser.add_argument("--num-microbatches", type=int)
-    parser.add_argument("--reduction", default="ordered")
     parser.add_argument("--strategy", default="replicate")
     parser.add_argument("--shard-optimizer", action="store_true")
     parser.add_argument("--tensor", type=int, default=1, help="ranks that share the feed-forward networks")
@@ -30,7 +29,6 @@ told = task(options)
 run = samestep.Run(
     told.workload.global_batch_size,
     told.options.num_microbatches,
-    reduction=told.options.reduction,
     mesh={"data": -1, "tensor": told.options.tensor},
     num_threads=told.options.num_threads,
 )

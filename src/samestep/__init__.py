@@ -19,7 +19,6 @@ from samestep.version import __version__, refuse_older
 if TYPE_CHECKING:
     from samestep import metrics, tutorial
     from samestep.checkpoint.digest import state_digest
-    from samestep.checkpoint.foreign import load_weights
     from samestep.comm.communicator import Communicator
     from samestep.data.batch import Batch
     from samestep.data.loader import Loader
@@ -27,11 +26,11 @@ if TYPE_CHECKING:
     from samestep.data.tensors import TensorData
     from samestep.devices.inventory import discover
     from samestep.devices.selection import select
-    from samestep.engine.config import Pipeline, Replicate, Sharded
     from samestep.engine.losses import Mean
     from samestep.engine.observer import StepObserver
     from samestep.engine.result import StepResult
     from samestep.engine.step import TrainStep
+    from samestep.engine.strategy_options import Pipeline, Replicate, Sharded
     from samestep.errors import SamestepError
     from samestep.launcher.supervisor import launch
     from samestep.logical.process_group import register_backend
@@ -58,11 +57,11 @@ _HOMES = {
     "Hook": "samestep.run.hooks",
     "Loader": "samestep.data.loader",
     "Mean": "samestep.engine.losses",
-    "Pipeline": "samestep.engine.config",
-    "Replicate": "samestep.engine.config",
+    "Pipeline": "samestep.engine.strategy_options",
+    "Replicate": "samestep.engine.strategy_options",
     "Run": "samestep.run.run",
     "SamestepError": "samestep.errors",
-    "Sharded": "samestep.engine.config",
+    "Sharded": "samestep.engine.strategy_options",
     "StepObserver": "samestep.engine.observer",
     "StepResult": "samestep.engine.result",
     "TensorData": "samestep.data.tensors",
@@ -71,7 +70,6 @@ _HOMES = {
     "data_parallel": "samestep.scripts.data_parallel",
     "discover": "samestep.devices.inventory",
     "launch": "samestep.launcher.supervisor",
-    "load_weights": "samestep.checkpoint.foreign",
     "register_backend": "samestep.logical.process_group",
     "select": "samestep.devices.selection",
     "state_digest": "samestep.checkpoint.digest",
@@ -103,7 +101,6 @@ __all__ = [
     "data_parallel",
     "discover",
     "launch",
-    "load_weights",
     "metrics",
     "register_backend",
     "select",

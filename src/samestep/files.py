@@ -273,29 +273,41 @@ def staging(parent: Path) -> Iterator[Path]:
             folder = parent / f".tmp-{_system()}-{secrets.token_hex(4)}"
             folder.mkdir()
             until.callback(_remove_staging, folder)
-            with suppress(FileNotFoundError):  # others take it for a leftover as long as it is empty
-                file = until.enter_context((folder / "unlocked").open("xb"))
-                break
-        with suppress(OSError):  # on a file system without locks
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            Path(file.name).rename(folder / _LOCK)  # no lock can be found that is not held yet
-        yield folder
+            with suppress(FileNotFoundError):  # until it is locked, others take it for a leftover and remove it
+                if _is_locked(until.enter_context((folder / _LOCK).open("xb")), folder / _LOCK):
+                    break
+        try:
+            yield folder
+        finally:
+            _remove_staging(folder)  # while it is locked: else another process may be removing it too
+
+
+def _is_locked(file: IO[bytes], path: Path) -> bool:
+    """Locks the lock of a new folder: whether it is locked by this process, or no lock can be had here."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        path.rename(path.with_name("unlocked"))  # an empty folder would be taken for a leftover
+        return True
+    return is_at(path, file)
 
 
 def remove_leftovers(folder: Path) -> None:
     """Removes folders of `staging` whose processes have ended."""
     for path in folder.glob(".tmp-*"):
-        with suppress(OSError):
+        with suppress(OSError), ExitStack() as until:
             check_kind(path, may_be_folder=True)
-            if (match := _STAGING.fullmatch(path.name)) and _is_abandoned(path, match["system"]):
+            if (match := _STAGING.fullmatch(path.name)) and _is_abandoned(path, match["system"], until):
                 _remove_staging(path)
 
 
-def _is_abandoned(path: Path, system: str) -> bool:
-    """Whether the lock of a folder has no holder; where that says nothing, whether the folder is a day old."""
+def _is_abandoned(path: Path, system: str, until: ExitStack) -> bool:
+    """Whether the lock of a folder, held from here on, had no holder; if that says nothing, whether it is a day old."""
     try:
-        with open_regular(path / _LOCK, "r+b") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        file = until.enter_context(open_regular(path / _LOCK, "r+b"))
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if system == _system():  # locks of a network's file system may be those of one machine alone
             return True
     except BlockingIOError:

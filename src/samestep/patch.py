@@ -7,15 +7,13 @@ patched:
 |---|---|
 | `simulated/` (without GPUs) | torch.cuda, torch.accelerator, autocast, autograd, generators, loaders, files, threads |
 | `simulated/devices` (with GPUs) | counts and indices of torch.cuda and torch.accelerator; DTensor's generator |
-| `output` | the line that a warning names |
-| `parallel` | nn.DataParallel, nn.parallel.{data_parallel, replicate, parallel_apply} |
-| `backward` | torch.autograd.{backward, grad} |
+| `data_parallel` | nn.DataParallel, nn.parallel.{data_parallel, replicate, parallel_apply} |
+| `backward` | torch.autograd.backward |
 | `seeding` | seeds and states of the generators of torch, NumPy and Python |
-| `files/patches` | open, os, shutil, tempfile, subprocess, input, downloads, and libraries that write files |
+| `output` | the line that a warning names |
 | `loading` | DataLoader.__iter__ |
-| `script` | torch.distributed: the run's own process group is hidden; os.environ: a library that asks for ranks |
-| `script` (with a profile) | functions of this package |
-| `wrapping` | nn.Module.__call__, Optimizer.__init__ |
+| `single_process` | torch.distributed: the own process group is hidden; os.environ: who asks for ranks; torch.save |
+| `auto_wrap` | nn.Module.__call__, Optimizer.__init__ |
 
 `late_dynamo` is applied with them, so that all see the same torch._dynamo, whenever it is imported.
 `spawning` and `logical` patch multiprocessing and torch.distributed, for scripts that deal with ranks themselves, and

@@ -10,9 +10,10 @@
         for replica in replicas:
             sgd(replica, lr=0.1, batch_size=len(x))
 
-Each entry of `devices` is a logical device; there are V of them on any number of processes. A process holds the logical
-devices of its contiguous range, so the lists are as long as that range; a process beyond V holds one ghost, whose
-microbatch has no rows and whose gradients do not count. Loop over the returned lists, not over `devices`.
+Each entry of `devices` is a logical device; there are V of them on any number of processes. A script that runs once
+holds all of them. Of ranks (torchrun, `samestep run --multi-process`) each holds the logical devices of its contiguous
+range, so the lists are as long as that range; a process beyond V holds one ghost, whose microbatch has no rows and
+whose gradients do not count. Loop over the returned lists, not over `devices`.
 
 Random numbers that are drawn for a microbatch (dropout) come from the process's own stream, so they depend on the
 number of processes; a notice is printed. `samestep.DataParallel` seeds each microbatch.
@@ -29,11 +30,12 @@ from torch import Tensor, nn
 
 from samestep.comm.transport import LocalTransport
 from samestep.core.microbatches import microbatch_bounds
-from samestep.data.batch import checksum, place_aligned
+from samestep.data.batch import place_aligned
+from samestep.data.checksums import checksum
 from samestep.data.nested import leaves, map_tensors, num_samples, take_rows
-from samestep.errors import DataError, DeviceError, UsageError
-from samestep.scripts.shared_script import SharedScript, active, num_visible
-from samestep.scripts.split_forward import regions
+from samestep.errors import DataError, DeterminismError, DeviceError, UsageError
+from samestep.scripts.script_state import ScriptState, active, num_visible
+from samestep.scripts.split_forward import pieces
 from samestep.scripts.split_forward.chunks import deal
 from samestep.text import counted
 
@@ -73,7 +75,7 @@ class TutorialState:
 
 
 def replicate_params(
-    params: Any, devices: Sequence[DeviceLike] | int, *, script: SharedScript | None = None
+    params: Any, devices: Sequence[DeviceLike] | int, *, script: ScriptState | None = None
 ) -> list[Any]:
     """Copies parameters to every logical device that this process holds.
 
@@ -111,6 +113,11 @@ def replicate_params(
     state = f"{counted(layout.num_microbatches, 'device')}, {counted(len(tensors), 'tensor')}"
     _compare("replicate_params", "the ranks hold different parameters", state, source, script)
     script.tutorial = TutorialState(layout)
+    if script.devices():
+        script.notice(
+            f"this process computes all {layout.num_microbatches} devices of samestep.tutorial, one after another: the "
+            "script runs once. As ranks (torchrun, samestep run --multi-process) each process has a part of them"
+        )
     with torch.no_grad():
         copies = [_place(source, layout.index_of(logical), script) for logical in layout.held_by(script.rank)]
     for tensor in leaves(copies):
@@ -120,7 +127,7 @@ def replicate_params(
 
 
 def split_and_load(
-    batch: Any, devices: Sequence[DeviceLike] | int, even_split: bool = True, *, script: SharedScript | None = None
+    batch: Any, devices: Sequence[DeviceLike] | int, even_split: bool = True, *, script: ScriptState | None = None
 ) -> list[Any]:
     """Cuts a global batch into V microbatches, and copies those of this process to their devices.
 
@@ -163,7 +170,7 @@ def split_and_load(
         return [part(logical) for logical in layout.held_by(script.rank)]
 
 
-def allreduce(tensors: Sequence[Any], *, script: SharedScript | None = None) -> None:
+def allreduce(tensors: Sequence[Any], *, script: ScriptState | None = None) -> None:
     """Makes every tensor the sum over all logical devices, in place; tier `bitwise`.
 
     Args:
@@ -208,12 +215,12 @@ def allreduce(tensors: Sequence[Any], *, script: SharedScript | None = None) -> 
     with torch._C.DisableTorchFunction(), torch.no_grad():
         likes = [tensor.to(communicator.device) for tensor in rows[0]]
         columns = [[row[index] for row in rows] for index in range(len(likes))]  # a ghost's are not read
-        totals = regions.sum_pieces(communicator, layout.ranges, likes, columns)
+        totals = pieces.sum_pieces(communicator, layout.ranges, likes, columns)
         for row in rows:
             torch._foreach_copy_(row, totals)
 
 
-def _found(script: SharedScript | None, verb: str) -> SharedScript:
+def _found(script: ScriptState | None, verb: str) -> ScriptState:
     """The script of a call, which must be at a point that all ranks pass."""
     script = script or active()
     if script.world_size > 1 and not script.may_meet():
@@ -224,7 +231,7 @@ def _found(script: SharedScript | None, verb: str) -> SharedScript:
     return script
 
 
-def _layout(devices: Sequence[DeviceLike] | int, script: SharedScript) -> DeviceLayout:
+def _layout(devices: Sequence[DeviceLike] | int, script: ScriptState) -> DeviceLayout:
     """The assignment of logical devices to ranks."""
     if isinstance(devices, int) and not isinstance(devices, bool):
         named = [index % max(num_visible(script), 1) for index in range(devices)]
@@ -257,7 +264,7 @@ def _index_of(entry: Any) -> int:
     return device.index or 0
 
 
-def _place(value: Any, index: int, script: SharedScript) -> Any:
+def _place(value: Any, index: int, script: ScriptState) -> Any:
     """A copy of all tensors of a value on this rank's device, which plays the accelerator of that index."""
     device = torch.device("cpu") if index == HOST else script.communicator.device
     with torch._C.DisableTorchFunction():  # simulated devices are not involved
@@ -310,7 +317,7 @@ def _rows(tensors: Any) -> list[list[Tensor]]:
     return rows
 
 
-def _random_state(script: SharedScript) -> int:
+def _random_state(script: ScriptState) -> int:
     """A checksum of the random generators that a microbatch's forward would draw from."""
     states = [torch.default_generator.get_state()]
     device = script.communicator.device
@@ -319,12 +326,13 @@ def _random_state(script: SharedScript) -> int:
     return zlib.crc32(b"".join(state.numpy().tobytes() for state in states))
 
 
-def _compare(verb: str, why: str, state: str, value: Any, script: SharedScript) -> None:
+def _compare(verb: str, why: str, state: str, value: Any, script: ScriptState) -> None:
     """Raises if the ranks call a function on different values; None compares the state alone."""
     if script.world_size == 1:
         return
     with torch._C.DisableTorchFunction():
-        words = [zlib.crc32(state.encode()), 0 if value is None else checksum(value)]
-    rows = script.meet(verb, words)
-    if any(row[:2] != rows[0][:2] for row in rows):
-        script.raise_diverged(why, state if value is None else f"{state}, checksum {words[1]:016x}")
+        own = state if value is None else f"{state}, checksum {checksum(value):016x}"
+        texts = [part.decode() for part in script.communicator.gather_bytes(bytearray(f"{verb}: {own}".encode()))]
+    if len(set(texts)) > 1:
+        lines = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(texts))
+        raise DeterminismError(f"{why}:\n{lines}\nEvery rank must make the same calls with the same values")

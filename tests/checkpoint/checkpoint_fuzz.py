@@ -37,10 +37,9 @@ from samestep.checkpoint.verified_files import (
     read_manifest,
     write_part,
 )
-from samestep.engine.determinism import generator_states
+from samestep.engine.generator_states import generator_states
 from samestep.engine.sharded_state import LocalShard, by_rows
 from samestep.errors import SamestepError
-from samestep.run.data_hash import DataHash
 from samestep.run.progress import Progress
 from samestep.run.run import Run
 
@@ -67,7 +66,7 @@ class Program:
         generator = torch.Generator().manual_seed(1)
         data = torch.randn(40, 4, generator=generator), torch.randint(2, (40,), generator=generator)
         self.loader = self.run.loader(data, shuffle=True)
-        self.progress = Progress(self.run, self.step, DataHash(self.run.membership, reads=False), None)
+        self.progress = Progress(self.run, self.step, None)
         self.contract = {**self.run.contract.as_json(), **step_contract(self.step), **loader_contract(self.loader)}
 
     def train(self, num_steps):

@@ -6,8 +6,8 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional
 
-from samestep.engine.config import Pipeline, Replicate, Sharded
 from samestep.engine.losses import Mean
+from samestep.engine.strategy_options import Pipeline, Replicate, Sharded
 from samestep.run.run import Run
 from samestep.run.trainer import Trainer
 

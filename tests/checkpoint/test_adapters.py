@@ -5,9 +5,9 @@ from functools import partial
 import pytest
 import torch
 from hub_programs import CONFIGS, NETS, STRATEGIES, TOKENS, next_token
+from safetensors.torch import load_model, save_model
 from worlds import alone, in_turns
 
-import samestep
 from samestep.checkpoint.digest import state_digest
 from samestep.run.run import Run
 from samestep.run.trainer import Trainer
@@ -25,11 +25,11 @@ def adapted():
 
 
 def tune(communicator, strategy, folder=None, source=None):
-    """The digest after an epoch; from saved adapters or a run, if one is given."""
+    """The digest after an epoch; from saved weights, if they are given."""
     run = Run(8, 4, 0, communicator=communicator)
     model = adapted()
     if source is not None:
-        samestep.load_weights(model, source)
+        load_model(model, source)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
     options = {"strategy": STRATEGIES[strategy], "run_dir": folder, "checkpoint_minutes": None}
     loss = partial(next_token, call=lambda model, batch: model(input_ids=batch))
@@ -41,15 +41,16 @@ def tune(communicator, strategy, folder=None, source=None):
 def check(run, strategy, folder):
     assert set(run(tune, strategy, folder / "run")) == {alone(tune, "replicate")}
     whole, fresh = adapted(), adapted()
-    samestep.load_weights(whole, folder / "run")
+    load_model(whole, folder / "run" / "weights.safetensors")
     frozen = {name: p for name, p in fresh.named_parameters() if not p.requires_grad}
     assert all(torch.equal(p, dict(whole.named_parameters())[name]) for name, p in frozen.items())
     whole.save_pretrained(folder / "adapter")
     again = peft.PeftModel.from_pretrained(fresh.unload(), folder / "adapter", is_trainable=True)
     assert state_digest(again, []) == state_digest(whole, []) != state_digest(adapted(), [])
-    torch.save(again.state_dict(), folder / "again.pt")
-    on = [set(run(tune, strategy, None, source)) for source in (folder / "run", folder / "again.pt")]
-    assert on[0] == on[1] == {alone(tune, "replicate", None, folder / "run")}
+    save_model(again, str(folder / "again.safetensors"))
+    sources = folder / "run" / "weights.safetensors", folder / "again.safetensors"
+    on = [set(run(tune, strategy, None, source)) for source in sources]
+    assert on[0] == on[1] == {alone(tune, "replicate", None, sources[0])}
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])

@@ -173,43 +173,6 @@ def test_an_end_by_steps_is_exact_and_a_resume_keeps_to_it(tmp_path):
     assert in_turns(1, lambda c: program(c, epochs=1, max_steps=7))[0][1:] == (3, 1)
 
 
-CALLS = {
-    "steps, then epochs": ({"max_steps": 4}, {"epochs": 2}),
-    "one that a hook ended": ({"epochs": 3}, {"epochs": 2}),
-}
-
-
-class Ends:
-    """Ends the first call after its first epoch; and the program after a step, if one is given."""
-
-    def __init__(self, after, ends):
-        self._after, self._ends = after, ends
-
-    def on_step_end(self, trainer, result):
-        if trainer.step.num_steps == self._after:
-            raise KeyError("killed")
-
-    def on_epoch_end(self, trainer, record):
-        if self._ends and record.epoch == 1:
-            trainer.stop()
-
-
-@pytest.mark.parametrize("kind", CALLS)
-def test_a_program_of_several_calls_goes_on_in_the_one_that_was_under_way(kind, tmp_path):
-    def program(communicator, run_dir=None, after=None):
-        hook = Ends(after, "hook" in kind)
-        with make(communicator, run_dir=run_dir, checkpoint_steps=1, keep=2, hooks=[hook]) as trainer:
-            for options in CALLS[kind]:
-                trainer.fit(points(), resume="auto" if run_dir else None, **options)
-            return trainer.digest, trainer.step.num_steps, len(trainer.history)
-
-    whole = in_turns(1, program)[0]
-    for after in (2, 5, 8):
-        with pytest.raises(KeyError, match="killed"):
-            in_turns(2, program, tmp_path / str(after), after)
-        assert in_turns(3, program, tmp_path / str(after))[0] == whole
-
-
 def test_evaluations_are_as_rare_as_asked_for():
     scores = in_turns(1, fit, None, "loss", None, None, 5)[0]
     rare = in_turns(1, lambda c: fit(c, None, "loss", None, None, 5, eval_every=2))[0]

@@ -479,12 +479,6 @@ def age(path):
     return path
 
 
-def let_new_ones_age(folder):
-    """What is left by a writer that was killed before it had locked its folder, which is empty, is made old."""
-    for name in folder.glob(".tmp-*/unlocked"):
-        assert [name] == [*age(name.parent).iterdir()]
-
-
 def of_another_system(path):
     return path.rename(path.with_name(f".tmp-{'0' * 8}-{path.name[-8:]}"))
 
@@ -513,19 +507,48 @@ def test_a_writer_removes_what_killed_ones_have_left(tmp_path, write):
     assert [name for name in names_in(tmp_path) if name.startswith(".tmp-")] == []
 
 
-def test_a_folder_that_another_process_takes_for_a_leftover_is_made_anew(tmp_path, monkeypatch):
-    made, mkdir = [], Path.mkdir
+@pytest.mark.parametrize("called", ["pathlib.Path.open", "fcntl.flock"])
+def test_what_a_writer_leaves_that_is_killed_before_it_has_locked_its_folder_is_removed(tmp_path, called):
+    once = "import fcntl, os, pathlib, sys; from samestep.files import staging\n"
+    once += f"with staging(pathlib.Path(sys.argv[1])): {called} = lambda *_, **__: os.kill(os.getpid(), 9)\n"
+    maker = subprocess.run([sys.executable, "-c", once + MAKER, tmp_path, ""], stdin=subprocess.DEVNULL, timeout=60)
+    assert maker.returncode == -signal.SIGKILL
+    assert len(names_in(tmp_path)) == 1
+    run_files.remove_leftovers(tmp_path)
+    assert names_in(tmp_path) == []
 
-    def make(path):
-        mkdir(path)
-        made.append(path)
-        if len(made) < 3:
-            run_files.remove_leftovers(tmp_path)
 
-    monkeypatch.setattr(Path, "mkdir", make)
+@pytest.mark.parametrize("place", ["mkdir", "open"])
+def test_a_folder_that_another_process_takes_for_a_leftover_is_made_anew(tmp_path, monkeypatch, place):
+    made, method = [], getattr(Path, place)
+
+    def make(path, *arguments):
+        result = method(path, *arguments)
+        if path.parent == tmp_path or path.name == "lock":
+            made.append(path if path.parent == tmp_path else path.parent)
+            if len(made) < 3:
+                run_files.remove_leftovers(tmp_path)
+        return result
+
+    monkeypatch.setattr(Path, place, make)
     with run_files.staging(tmp_path) as folder:
         assert [path for path in made if path.exists()] == [folder] == made[2:]
         assert names_in(folder) == ["lock"]
+
+
+def test_a_folder_is_made_anew_while_another_process_is_removing_it(tmp_path, monkeypatch):
+    flock, asked = fcntl.flock, []
+
+    def held_by_another(file, kind):
+        asked.append(Path(file.name).parent)
+        if len(asked) == 1:
+            raise BlockingIOError(errno.EWOULDBLOCK, "held")
+        return flock(file, kind)
+
+    monkeypatch.setattr(fcntl, "flock", held_by_another)
+    with run_files.staging(tmp_path) as folder:
+        assert [folder] == asked[1:]
+    assert names_in(tmp_path) == []
 
 
 @pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
@@ -610,7 +633,6 @@ def test_a_writer_killed_at_any_operation_on_files_loses_nothing(tmp_path, write
         folder = shutil.copytree(tmp_path / "before", tmp_path / str(number))
         ends += writers.run(("write_until", folder, 4, 2, number, 0))
         assert_all_is_good(folder, {3, 4})
-        let_new_ones_age(folder)
         write_checkpoint(folder, snapshot_of(4), keep=2)
         assert names_in(folder) == ["latest", "step-00000003", "step-00000004"], number
         assert (folder / "latest").read_text() == "step-00000004\n"
@@ -651,7 +673,6 @@ def test_a_writer_stopped_while_it_replaces_a_checkpoint_leaves_the_old_or_the_n
         assert read_checkpoint(named_checkpoint(folder / "step-00000004")).facts == found.snapshot.facts, number
         facts.append(found.snapshot.facts["evaluated"])
         aside += best.name.endswith(".replaced")
-        let_new_ones_age(folder)
         write_checkpoint(folder, snapshot_of(5), keep=3)
         assert names_in(folder) == ["best", "latest", "step-00000004", "step-00000005"], number
         assert read_checkpoint(folder / "step-00000004").facts == found.snapshot.facts, number

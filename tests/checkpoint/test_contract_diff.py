@@ -16,7 +16,6 @@ CONTRACT = {
     "global_batch_size": 256,
     "num_microbatches": 8,
     "seed": 0,
-    "reduction": "ordered",
     "device_kind": "cpu",
     "num_threads": 1,
     "versions": {
@@ -148,7 +147,7 @@ def test_the_contract_of_a_run_holds_the_fields_that_the_table_speaks_of(tmp_pat
     in_turns(1, program)
     contract = json.loads((tmp_path / "run" / "run.json").read_text())
     names = {".".join(path) for path, _ in leaves(contract)}
-    wanted = {"global_batch_size", "num_microbatches", "seed", "reduction", "device_kind", "num_threads", "precision"}
+    wanted = {"global_batch_size", "num_microbatches", "seed", "device_kind", "num_threads", "precision"}
     assert wanted | {"versions.torch", "versions.platform", "versions.cpu_capability"} <= names
     assert {"loss_code", "shuffle", "drop_last", "max_grad_norm"} <= names
     for part in ("flags", "optimizer", "model"):

@@ -7,10 +7,13 @@ from functools import partial
 import pytest
 import torch
 from hub_programs import CONFIGS, NETS, finetune
+from torch import nn
 from worlds import alone, in_turns
 
+from samestep.checkpoint.digest import state_digest
 from samestep.checkpoint.export import export_weights
 from samestep.cli.main import main
+from samestep.engine.strategy_options import Replicate
 from samestep.errors import RunFolderError, UsageError
 from samestep.run.run import Run
 
@@ -187,3 +190,32 @@ def test_a_disk_that_is_full_is_named_and_nothing_is_left_of_the_target(tuned, t
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert list(tmp_path.iterdir()) == []
     export_weights(place, tmp_path / "out", format=format)
+
+
+def go_on(communicator, strategy, source):
+    """The digest of two steps from what `torch.save` wrote of a model and its optimizer."""
+    run = Run(16, 4, 0, communicator=communicator)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    if source is not None:
+        saved = torch.load(source, weights_only=True)
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+    step = run.train_step(model, optimizer, lambda model, batch: model(batch).square().mean(), strategy=strategy)
+    for _ in range(2):
+        step(torch.randn(16, 3, generator=torch.Generator().manual_seed(1)))
+    return state_digest(step)
+
+
+def test_training_goes_on_from_what_torch_saved_alike_on_any_devices_and_with_divided_state(worlds, tmp_path):
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(16, 3)).sum().backward()
+    optimizer.step()
+    source = tmp_path / "last.pt"
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, source)
+    ends = {digest for size in (1, 2, 3) for digest in in_turns(size, go_on, "replicate", source)}
+    ends |= set(in_turns(2, go_on, Replicate(shard_optimizer=True), source))
+    ends |= set(worlds(2).run(go_on, "sharded", source))
+    assert len(ends) == 1
+    assert ends != {alone(go_on, "replicate", None)}

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from resume_programs import BATCH, CASES, EPOCHS, Noisy, classification, persistent, plain, points, train
+from resume_programs import BATCH, CASES, EPOCHS, Noisy, classification, plain, points, train
 from torch import nn
 from torch.utils.data import DataLoader
 from worlds import alone, in_turns
@@ -43,7 +43,8 @@ def _steps(folder):
 def test_nothing_of_its_state_is_lost(worlds, tmp_path, name):
     reference = worlds(2).run(train, name, tmp_path / "run")
     assert reference[0] == reference[1]
-    for step, world_size in ((1, 1), (3, 3), (7, 1)):
+    steps = (3, 6, 9) if name.startswith("user's") else (1, 3, 7)  # a DataLoader has checkpoints between epochs alone
+    for step, world_size in zip(steps, (1, 3, 1), strict=True):
         resumed = worlds(world_size).run(train, name, None, checkpoint(tmp_path / "run", step))
         assert resumed == [reference[0]] * world_size
 
@@ -68,52 +69,67 @@ def test_real_processes_resume_in_the_run_s_own_folder(worlds, tmp_path, before,
     assert (event["from"], event["step"], event["world_size"]) == (f"step-{step:08d}", step, after)
 
 
-def test_a_call_that_ends_in_the_first_epoch_is_gone_on_from_with_the_same_loader(tmp_path):
-    """Whose workers live already, as they did not when the epoch began."""
-
-    def run(*max_steps):
-        run = Run(BATCH, 4, 3)
-        model, loader = plain(), persistent(1)
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        with Trainer(run, model, optimizer, classification) as trainer:
-            for number in max_steps:
-                trainer.fit(loader, max_steps=number)
-            return trainer.digest
-
-    assert run(2, 5) == run(5)
+OWN = "user's, own generator"
+BEGINS = "a DataLoader of your own begins at an epoch's start: a resumed run goes on from step"
 
 
-def test_workers_that_live_on_are_part_of_the_contract(tmp_path):
-    from samestep.errors import ContractError
+@pytest.mark.parametrize("how", ["max_steps", "a request"])
+def test_a_run_that_ends_inside_an_epoch_of_a_data_loader_says_so_and_goes_on_from_its_start(tmp_path, capsys, how):
+    def stopped(communicator):
+        stop = SimpleNamespace(on_step_end=lambda t, _: t.stop() if t.step.num_steps == 7 else None)
+        more = {"fit": {"max_steps": 8}} if how == "max_steps" else {"trainer": {"hooks": [stop]}}
+        return train(communicator, OWN, tmp_path / "run", **more)
 
-    alone(train, "user's, persistent workers", tmp_path / "run")
-    with pytest.raises(ContractError, match="persistent_workers"):
-        alone(train, "user's, drop_last", None, checkpoint(tmp_path / "run", 4))
-
-
-BY_CALL = {"calls": (1,) * EPOCHS, "draws": True, "trainer": {"checkpoint_steps": None}}
-
-
-def test_a_checkpoint_between_two_calls_of_fit_is_gone_on_from(tmp_path):
-    name = "user's, own generator"
-    reference = alone(train, name, tmp_path / "run", **BY_CALL)
-    for step in (3, 6, 9):
-        resumed = alone(train, name, None, checkpoint(tmp_path / "run", step), **BY_CALL)
-        assert resumed[:3] == reference[:3]
-        assert resumed[3][step // 3 - 1 :] == reference[3][step // 3 - 1 :]
+    reference = alone(train, OWN)
+    alone(stopped)
+    said = capsys.readouterr().out
+    assert f"it ended inside epoch 3, and {BEGINS} 6, with run.loader from anywhere" in said
+    assert [step.name for step in sorted((tmp_path / "run" / "checkpoints").glob("step-*"))][-1] == "step-00000006"
+    more = {"fit": {"allow_contract_change": True}} if how == "a request" else {}  # a hook less
+    assert alone(train, OWN, tmp_path / "run", "auto", **more) == reference
+    assert BEGINS not in capsys.readouterr().out
 
 
-def test_twin_generators_of_a_loader_that_are_lost_between_two_calls_are_noticed(tmp_path, monkeypatch):
-    reference = alone(train, "user's, own generator", tmp_path / "run", **BY_CALL)
+def test_twin_generators_of_a_loader_that_are_lost_are_noticed(tmp_path, monkeypatch):
+    reference = alone(train, OWN, tmp_path / "run")
     monkeypatch.setattr(progress, "restore_loader", nothing)
-    resumed = alone(train, "user's, own generator", None, checkpoint(tmp_path / "run", 6), **BY_CALL)
-    assert resumed[0] != reference[0]
+    assert alone(train, OWN, None, checkpoint(tmp_path / "run", 6))[0] != reference[0]
+
+
+def test_checkpoints_that_are_due_inside_an_epoch_of_a_data_loader_are_written_at_its_end(tmp_path):
+    alone(train, OWN, tmp_path / "run", trainer={"checkpoint_steps": 4})
+    names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*"))
+    assert names == ["step-00000006", "step-00000009", "step-00000012"]  # of 4, 8 and 12
+
+
+def test_a_run_folder_takes_one_call_of_fit_and_no_workers_that_live_on(tmp_path):
+    run, model = Run(BATCH, 4, 3), plain()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    loader = DataLoader(Noisy(), BATCH, num_workers=1, persistent_workers=True)
+    with Trainer(run, model, optimizer, classification, run_dir=tmp_path / "run") as trainer:
+        with pytest.raises(UsageError, match=r"persistent_workers=True and a run folder: .* use run\.loader"):
+            trainer.fit(loader, 1)
+        trainer.fit(points(), 1)
+        with pytest.raises(UsageError, match=r"takes one call: give that one all epochs, .* a new Trainer's fit"):
+            trainer.fit(points(), 1)
+
+
+def test_a_call_that_ends_inside_an_epoch_of_a_data_loader_is_followed_by_one_that_begins_it_again(capsys):
+    run, model = Run(BATCH, 4, 3), plain()
+    with Trainer(run, model, torch.optim.SGD(model.parameters(), 0.1), classification) as trainer:
+        trainer.fit(DataLoader(Noisy(), BATCH), max_steps=2)
+        trainer.fit(DataLoader(Noisy(), BATCH), 1)
+    assert (trainer.step.num_steps, [record.epoch for record in trainer.history]) == (5, [1])
+    said = (
+        "training ended after 2 batches of epoch 1; a DataLoader of your own begins it again, run.loader goes on there"
+    )
+    assert said in capsys.readouterr().err
 
 
 def test_a_run_that_has_ended_goes_on_with_more_epochs(tmp_path):
-    whole = alone(train, "plain", None, calls=(EPOCHS + 2,))
+    whole = alone(train, "plain", None, epochs=EPOCHS + 2)
     alone(train, "plain", tmp_path / "run")
-    assert alone(train, "plain", tmp_path / "run", "auto", calls=(EPOCHS + 2,))[:3] == whole[:3]
+    assert alone(train, "plain", tmp_path / "run", "auto", epochs=EPOCHS + 2)[:3] == whole[:3]
     events = [from_line(line) for line in (tmp_path / "run" / "ledger.jsonl").read_bytes().splitlines()]
     names = [line["event"] for line in events if line.get("event") not in (None, "checkpoint")]
     assert names == ["start", "end", "resume", "end"]
@@ -217,7 +233,7 @@ def test_a_checkpoint_of_a_data_loader_is_not_taken_up_by_a_dataset(tmp_path):
     from samestep.errors import CheckpointError, ContractError
 
     alone(train, "user's, shuffled", tmp_path / "run")
-    place = checkpoint(tmp_path / "run", 4)
+    place = checkpoint(tmp_path / "run", 3)
     with pytest.raises(ContractError, match="data_loader"):
         alone(train, "plain", None, place)
     with pytest.raises(CheckpointError, match="give fit the DataLoader again"):

@@ -5,6 +5,7 @@ Rank 0 prints losses and sums of the parameters. A twin, "leak", draws its data 
 
 import os
 import sys
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,7 @@ import torch.distributed._functional_collectives as functional
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, randn
 from torch.distributed.tensor.experimental import context_parallel
 from torch.distributed.tensor.parallel import (
@@ -273,6 +275,31 @@ def draws():
     assert torch.equal(drawn, drawn)
 
 
+def pipeline(schedule, cuts, rows=8):
+    """Stages of unlike numbers of layers, dealt to the ranks in turn; four microbatches."""
+    layers = [*language_model(), nn.Dropout(0.1)]
+    layers.insert(-2, Block())
+    bounds = [0, *cuts, len(layers)]
+    parts = [nn.Sequential(*layers[start:stop]).to(device) for start, stop in pairwise(bounds)]
+    own = range(rank, len(parts), world_size)
+    stages = [PipelineStage(parts[index], index, len(parts), device) for index in own]
+
+    def loss_of(found, y):
+        return cross_entropy(found.flatten(0, 1), y.flatten(), reduction="sum") / (rows * 8)
+
+    run = schedule(stages if len(stages) > 1 else stages[0], 4, loss_fn=loss_of, scale_grads=False)
+    parameters = [each for index in own for each in parts[index].parameters()]
+    optimizer = torch.optim.AdamW(parameters, lr=0.01)
+    drawn = torch.Generator().manual_seed(0)
+    for _ in range(3):
+        x, y = (torch.randint(WORDS, (rows, 8), generator=drawn).to(device) for _ in range(2))
+        losses = []
+        run.step(*([x] if rank == 0 else []), **({"target": y, "losses": losses} if rank == world_size - 1 else {}))
+        optimizer.step(), optimizer.zero_grad()
+        show_sum(torch.stack(losses).sum() if losses else torch.zeros(()))
+    show_sum(sum((each.detach().double().sum() for each in parameters), torch.zeros((), dtype=torch.float64)))
+
+
 LAYOUTS = {
     "tensor": tensor,
     "data by tensor": data_by_tensor,
@@ -284,6 +311,10 @@ LAYOUTS = {
     "ring": lambda: attention(ring),
     "whole": lambda: attention(whole),
     "draws": draws,
+    "GPipe": lambda: pipeline(ScheduleGPipe, [1, 3, 4]),
+    "1F1B": lambda: pipeline(Schedule1F1B, [1, 2, 5]),
+    "interleaved": lambda: pipeline(ScheduleInterleaved1F1B, [1, 2, 3, 4, 5, 6, 7]),
+    "unequal microbatches": lambda: pipeline(Schedule1F1B, [1, 3, 4], rows=7),
 }
 
 if __name__ == "__main__":

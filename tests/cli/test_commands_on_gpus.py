@@ -39,9 +39,9 @@ def recorded(tmp_path_factory):
     folder = tmp_path_factory.mktemp("recorded")
     write_table(folder / "table.csv")
     every = ("--checkpoint-steps", 4, "--keep", 9, "--digest-every", 1)
-    done = on(4, *TRAIN, *every, "--devices", "0,1", "--run-dir", "a", "--profile", cwd=folder)
+    done = on(4, *TRAIN, *every, "--devices", "0,1", "--run-dir", "a", cwd=folder)
     assert told(done.stdout, "devices") == "cuda:0,cuda:1 (Fake GPU)"
-    return folder, told(done.stdout, "digest"), done.stdout
+    return folder, told(done.stdout, "digest")
 
 
 @pytest.fixture
@@ -169,14 +169,6 @@ def test_a_step_is_replayed_on_any_device(folder, device):
     assert found["check"]["tier"] == ("allclose" if device == "cpu" else "bitwise")
 
 
-def test_a_profile_names_the_phases_and_leaves_a_trace_of_each_rank(recorded, folder):
-    done = on(4, "profile", "a", cwd=folder)
-    for phase in ("data", "compute", "exchange", "update"):
-        assert f"\n{phase} " in done.stdout
-        assert f"\n{phase} " in recorded[2]
-    assert sorted(path.name for path in (folder / "a" / "profile").iterdir()) == ["rank-0.json", "rank-1.json"]
-
-
 def test_an_unchanged_script_prints_the_same_on_gpus_as_on_simulated_ones_of_the_cpu(tmp_path):
     words = ("--logical-devices", 4, EXAMPLES / "house_prices.py", "--epochs", 2, "--out", "curves")
     said = [on(4, "run", "--devices", devices, *words, cwd=tmp_path).stdout for devices in ("cuda:3", "0,1", "cpu:3")]
@@ -201,7 +193,6 @@ def test_a_program_is_verified_on_one_to_three_gpus_and_on_chosen_ones(folder):
 def test_the_doctor_finds_nothing_bad(folder, devices, ranks):
     quick = () if devices == "cuda:3" else ("--quick",)
     done = on(4, "doctor", *quick, "--devices", devices, cwd=folder)
-    assert "all 4 GPUs reach each other" in done.stdout
     assert ranks in done.stdout
     assert "nothing is bad" in done.stdout
 

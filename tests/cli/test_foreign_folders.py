@@ -28,7 +28,7 @@ WRITTEN = ("run.json", "result.json", "ledger.jsonl", "metrics.jsonl", ".lock", 
 READ = {  # by entry, the commands that must name it
     "run.json": ("runs", "report", "replay", "audit", "attest", "resume"),
     "result.json": ("runs", "report", "attest"),
-    "ledger.jsonl": ("runs", "report", "ledger", "profile", "replay", "audit", "attest"),
+    "ledger.jsonl": ("runs", "report", "ledger", "replay", "audit", "attest"),
     "metrics.jsonl": ("runs", "report"),
     ".lock": (),
     "logs/rank-1.log": (),
@@ -43,7 +43,6 @@ COMMANDS = {
     "runs": ("runs", "a"),
     "report": ("report", "a", "--output", "out"),
     "ledger": ("ledger", "show", "a"),
-    "profile": ("profile", "a"),
     "replay": ("replay", "a", "--step", "1"),
     "attest": ("attest", "a"),
     "audit": ("audit", "a"),
@@ -169,7 +168,7 @@ ODD_COMMANDS = (
         ("train", "--resume", "runs/a"),
         ("train", "--resume", "runs/b"),
     ),
-    *(("export", "runs/a/checkpoints/latest", "out"), ("export", "runs/a", "out"), ("profile", "runs/a")),
+    *(("export", "runs/a/checkpoints/latest", "out"), ("export", "runs/a", "out")),
 )
 
 
@@ -236,7 +235,6 @@ def test_what_is_printed_as_json_is_json_whatever_a_folder_holds(folder, monkeyp
     for words, shown in (
         (("ledger", "show", "a", "--last", 99), '"found": "nan"'),
         (("report", "a", "--output", "out"), '"inf"'),
-        (("profile", "a"), '"num_steps"'),
         (("runs", "a"), '"steps": 9'),
     ):
         code, text = said((*words, "--json"), monkeypatch, capsys)

@@ -1,4 +1,4 @@
-"""Tensor, context and expert parallelism of scripts with `--logical-devices`: the same bits on any devices."""
+"""Tensor, context, expert and pipeline parallelism of scripts with `--logical-devices`: equal bits on any devices."""
 
 import sys
 from pathlib import Path
@@ -7,7 +7,8 @@ import pytest
 from cli_commands import samestep
 
 SCRIPT = Path(__file__).with_name("layouts.py")
-ON_CPUS = "tensor,data by tensor,hybrid,placements,experts,collectives,all to all,whole"
+PIPELINES = "GPipe,1F1B,interleaved"
+ON_CPUS = f"tensor,data by tensor,hybrid,placements,experts,collectives,all to all,whole,{PIPELINES}"
 ON_GPUS = "tensor,data by tensor,placements,experts,ring,whole"
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", 4)
 RTOL = 1e-4  # gloo adds in another order, and AdamW divides by small roots
@@ -40,6 +41,16 @@ def test_layouts_on_cpus_have_the_same_bits_on_any_number_of_devices_and_torchru
     for name, numbers in theirs.items():
         assert one[name] == pytest.approx(numbers, rel=RTOL), name
     assert one["all to all"] == pytest.approx(one["whole"], rel=RTOL)
+    for name in PIPELINES.split(","):  # every schedule adds up the gradients of the same microbatches
+        assert one[name] == pytest.approx(one["GPipe"], rel=RTOL), name
+
+
+def test_microbatches_of_unequal_sizes_are_refused_by_torch_on_any_number_of_devices(tmp_path):
+    command = "run", "--devices", "cpu:2", "--logical-devices", 4
+    for words, options in ((command, {}), (TORCHRUN, {"command": ()})):
+        done = samestep(*words, SCRIPT, "cpu", "unequal microbatches", cwd=tmp_path, OMP_NUM_THREADS="1", **options)
+        assert done.returncode == 1
+        assert "ValueError: Expected input batch_size (16) to match target batch_size (8)" in done.stderr
 
 
 def test_data_by_the_device_that_a_rank_really_has_is_found_out(tmp_path):
@@ -48,8 +59,8 @@ def test_data_by_the_device_that_a_rank_really_has_is_found_out(tmp_path):
 
 
 def test_layouts_on_simulated_gpus_have_the_bits_of_cpus_and_those_that_cpus_lack_those_of_one_process(tmp_path):
-    one, three = (printed(tmp_path, f"cpu:{count}", "cuda", f"{ON_GPUS},draws") for count in (1, 3))
+    one, three = (printed(tmp_path, f"cpu:{count}", "cuda", f"{ON_GPUS},draws,{PIPELINES}") for count in (1, 3))
     assert one == three
-    on_cpus = printed(tmp_path, "cpu:2", "cpu", "tensor,data by tensor,placements,experts")
+    on_cpus = printed(tmp_path, "cpu:2", "cpu", f"tensor,data by tensor,placements,experts,{PIPELINES}")
     assert {name: one[name] for name in on_cpus} == on_cpus
     assert one["ring"] == pytest.approx(one["whole"], rel=RTOL)

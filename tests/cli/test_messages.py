@@ -19,7 +19,7 @@ LONG = "a" * 300
 @pytest.mark.parametrize(
     "words",
     [
-        *(("report", LONG), ("runs", LONG), ("ledger", "show", LONG), ("export", LONG, "x"), ("profile", LONG)),
+        *(("report", LONG), ("runs", LONG), ("ledger", "show", LONG), ("export", LONG, "x")),
         *(("replay", LONG, "--step", "1"), ("train", "--resume", LONG), ("train", "mlp", "--run-dir", LONG)),
         *(("train", "mlp", "--data", LONG), ("train", "lenet", "--data-dir", LONG), ("run", LONG), ("verify", LONG)),
     ],
@@ -56,7 +56,7 @@ def test_a_number_of_threads_that_no_machine_has_is_a_sentence(refused, words):
 def test_values_that_mean_nothing_to_a_command_are_refused_before_it_begins(refused, tmp_path):
     for seconds in ("0", "-1", "nan", "inf"):
         assert "got --hang-seconds" in refused("verify", "--hang-seconds", seconds, "mlp")
-    assert "no ledger at" in refused("profile", tmp_path)
+    assert "no ledger at" in refused("ledger", "show", tmp_path)
 
 
 @pytest.mark.parametrize("words", [["explain"], ["devices"], ["devices", "--json"]], ids=" ".join)

@@ -118,7 +118,6 @@ def test_a_run_leaves_its_folder_and_says_where_and_another_seed_gives_another_d
             ["lenet", "--precision", "8-bit"],
             "got precision='8-bit'; it is one of 32-true, bf16-mixed, 16-mixed (--precision)",
         ),
-        (["lenet", "--reduction", "ring"], "it is one of ordered, native (--reduction)"),
         (["lenet", "--optimizer", "lbfgs"], "it is one of sgd, adam, adamw (--optimizer)"),
         (["lenet", "--lr", "-1"], "got lr=-1.0; it must be above 0 (--lr)"),
         (["lenet", "--epochs", "0"], "got epochs=0; it must be 1 or more (--epochs)"),

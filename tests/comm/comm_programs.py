@@ -71,12 +71,6 @@ def odd_broadcasts(communicator, source):
     return strided, scalar, empty.shape, parameter.detach(), parameter.requires_grad
 
 
-def native_sum(communicator, dtype):
-    """The backend's own sum of a tensor of three."""
-    tensor = torch.tensor([1, 2, communicator.rank], dtype=dtype, device=communicator.device)
-    return communicator.transport.add(tensor).wait()
-
-
 def train_on_own_loader(communicator, seeds, lengths=(16, 16), workers=0):
     """Three steps on batches of a torch DataLoader that the script shuffles: losses and weight, or a step's error.
 

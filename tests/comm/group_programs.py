@@ -519,6 +519,24 @@ def only_nccl(rank, ranks):
     return [[*each.tolist()] for each in gathered], [float(each[-1]) for each in (ours, other, last)]
 
 
+def messages_of_every_form(rank, ranks):
+    """What goes from a rank to the next; those that arrive with other values, and the shapes in a profile."""
+    from torch.profiler import ProfilerActivity, profile
+
+    wrong, before = [], (rank - 1) % ranks
+    forms = [drawn(0, 6, dtype).view(2, 3) for dtype in FLOATS + COMPLEX + INTEGERS + [torch.bool]]
+    forms += [torch._neg_view(drawn(0, 6, torch.float32).view(2, 3)), torch.ones(3, 2).mT]
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiled:
+        for sent in forms:
+            got = torch.empty_like(sent)
+            work = dist.isend(sent, (rank + 1) % ranks)
+            dist.recv(got, before)
+            work.wait()
+            if not same_bits(got, sent.resolve_neg()):
+                wrong.append(str(sent.dtype))
+    return wrong, {str(event.input_shapes) for event in profiled.events() if event.name in ("gloo:send", "gloo:recv")}
+
+
 def held_by_futures(rank, ranks):
     """The tensors that the futures of collectives, and their works, hold, and those that were written; wrong ones."""
     ours, part, whole = torch.ones(2 * ranks), torch.zeros(2), torch.zeros(2 * ranks)

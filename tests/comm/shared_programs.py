@@ -55,6 +55,28 @@ def exchange_many(communicator, operations, order):
     return [arrived[number].view(torch.uint8) for number in range(len(operations))]
 
 
+def deliver_many(communicator, sizes, lengths):
+    """Delivers bytes in pieces, to some ranks; then broadcasts tensors, many at once.
+
+    Args:
+        communicator: this rank's communicator.
+        sizes: of each delivery the matrix of sizes: [source][target], 0 on its diagonal.
+        lengths: those of the tensors.
+
+    Returns:
+        What has arrived, and the tensors.
+    """
+    rank, ranks, transport = communicator.rank, communicator.world_size, communicator.transport
+    arrived = []
+    for number, matrix in enumerate(sizes):
+        parts = [numbers(rank, target, matrix[rank][target], torch.uint8, number) for target in range(ranks)]
+        pieces = [piece for part in parts for piece in part.split(7)]  # an empty part is an empty piece
+        arrived.append(transport.deliver(pieces, matrix[rank], [matrix[source][rank] for source in range(ranks)]))
+    tensors = [torch.full((length,), rank, dtype=torch.uint8) for length in lengths]
+    transport.broadcast_all(tensors, 1)
+    return [each.wait() for each in arrived], tensors
+
+
 def memory_in_use():
     """Bytes of shared memory that this process has touched."""
     total, ours = 0, False

@@ -14,7 +14,7 @@ CHOOSE = """
     from samestep.comm.connecting import have_own_gpus
     from samestep.comm.environment import read_environment
     from samestep.comm.rendezvous import Rendezvous, rendezvous
-    from samestep.engine.determinism import own_device
+    from samestep.engine.rank_device import own_device
 
     place, timeout = read_environment(), timedelta(seconds=100)
     device = own_device(None, place)

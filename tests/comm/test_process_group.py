@@ -1,11 +1,16 @@
 """The ordered process group: every collective to the bit, what trains on it, and ranks that go."""
 
+import gc
 import re
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from types import ModuleType, SimpleNamespace, TracebackType
 
 import group_programs
 import group_training
 import pytest
 import torch
+import torch.distributed as dist
 from group_programs import (
     CASES,
     FACTOR,
@@ -17,9 +22,11 @@ from group_programs import (
 )
 from worlds import DEVICE, PATIENCE_SECONDS, cpu_only, in_turns, processes
 
-from samestep.logical import collectives
+from samestep.comm.connecting import connect_process_group
+from samestep.errors import DeterminismError
+from samestep.logical import collectives, process_group, work_queue
 from samestep.logical.collectives import Operation
-from samestep.logical.process_group import DISPATCHES
+from samestep.logical.process_group import DISPATCHES, OrderedProcessGroup
 
 TRANSPORTS = ["shared", "gloo"]
 
@@ -185,6 +192,14 @@ def test_what_only_nccl_has_the_group_has_too(ranks_of, tmp_path, ranks):
 
 @cpu_only("tensors of CPUs")
 @pytest.mark.parametrize("ranks", [1, 2])
+def test_messages_of_every_form_arrive_and_a_profile_has_their_shapes(ranks_of, tmp_path, ranks):
+    shapes = {"[[2, 3]]", "[[2, 3, 2]]"} if ranks > 1 else set()  # of complex numbers; within a rank without gloo
+    found = ranks_of(ranks).run(in_group, tmp_path / "store", group_programs.messages_of_every_form)
+    assert found == [([], shapes)] * ranks
+
+
+@cpu_only("tensors of CPUs")
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_futures_and_works_hold_the_tensors_that_were_handed_over(ranks_of, tmp_path, ranks):
     assert ranks_of(ranks).run(in_group, tmp_path / "store", group_programs.held_by_futures) == [[]] * ranks
 
@@ -231,6 +246,62 @@ def test_ranks_out_of_step_are_told_what_each_of_them_calls_and_the_group_stays_
 def test_twin_by_sizes_alone_a_metric_is_added_to_a_gradient(ranks_of, tmp_path):
     results = ranks_of(2).run(in_group, tmp_path / "store", group_programs.disagree, ("metric", True))
     assert results == [([], 1000.5), ([], 0.0)], "and nothing is said"
+
+
+def kept_by_failed_groups():
+    """What groups out of step keep alive, before and after they are destroyed, with the works that have failed."""
+    store, limit = dist.HashStore(), timedelta(seconds=PATIENCE_SECONDS)
+
+    def rank_main(rank):
+        ends = connect_process_group(store, rank, (0, 1), limit)
+        group = OrderedProcessGroup(*ends, SimpleNamespace(timeout=limit, group_id="of threads"), (0, 1))
+        works = [group.allreduce([torch.ones(3 + rank)], dist.AllreduceOptions()) for _ in range(2)]
+        for work in [*works, *works]:
+            with pytest.raises(DeterminismError, match="out of step"):
+                work.wait()
+        kept = reached([group.backend, works])
+        group.abort()
+        works.append(group.allreduce([torch.ones(3)], dist.AllreduceOptions()))
+        with pytest.raises(process_group.GroupError, match="destroyed"):
+            works[-1].wait()
+        return [*kept, *reached([group.backend, works])]
+
+    with ThreadPoolExecutor(2) as pool:
+        return [each for kept in pool.map(rank_main, range(2)) for each in kept]
+
+
+def reached(root):
+    """All objects to which an object leads, as Python's collector sees it, but for those of the whole process."""
+    found, ahead = {}, [root]
+    while ahead:
+        each = ahead.pop()
+        is_shared = isinstance(each, type | ModuleType) or (isinstance(each, dict) and "__builtins__" in each)
+        if id(each) not in found and not is_shared:
+            found[id(each)] = each
+            ahead += gc.get_referents(each)
+    return found.values()
+
+
+def test_no_error_that_a_group_keeps_has_a_traceback():
+    assert TracebackType not in map(type, kept_by_failed_groups()), "C++ has the group and its works too, for ever then"
+
+
+def test_twin_errors_that_are_kept_as_they_are_have_one(monkeypatch):
+    for module in process_group, work_queue:
+        monkeypatch.setattr(module, "packed", lambda error: error)
+        monkeypatch.setattr(module, "unpacked", lambda error: error)
+    assert TracebackType in map(type, kept_by_failed_groups())
+
+
+def test_an_error_that_nobody_foresaw_says_where_it_arose(monkeypatch):
+    monkeypatch.setattr(collectives, "all_reduce", lambda *_: 1 // 0)
+    group = OrderedProcessGroup(
+        process_group.LocalTransport(), None, dist.HashStore(), SimpleNamespace(timeout=timedelta(1), group_id=""), (0,)
+    )
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError) as raised:
+            group.allreduce([torch.ones(1)], dist.AllreduceOptions()).wait()
+        assert "1 // 0" in "".join(raised.value.__notes__)
 
 
 def ranks_in(world_size, program, *arguments):

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from shared_programs import (
     after_a_large_operation,
     broadcasts_over_payload,
+    deliver_many,
     exchange_many,
     kind_of,
     large_broadcast,
@@ -21,7 +22,8 @@ from shared_programs import (
 from worlds import DEVICE, SHARED
 
 from samestep.comm import segment
-from samestep.comm.segment import PATIENCE, NoSegmentError, Outbox
+from samestep.comm.outbox import PATIENCE, Outbox
+from samestep.comm.segment import NoSegmentError
 from samestep.comm.shared_memory import MAX_BROADCAST_BYTES
 
 MEGABYTE = 1 << 20
@@ -66,6 +68,20 @@ def test_all_that_ranks_say_to_each_other_is_the_same_over_gloo(worlds):
     over_memory, over_gloo = (worlds(3, transport).run(talk, (2, 0, 3), 2) for transport in (SHARED, "gloo"))
     for ours, theirs in zip(over_memory, over_gloo, strict=True):
         assert str(ours) == str(theirs)
+
+
+@pytest.mark.parametrize("transport", [SHARED, "gloo"])
+def test_pieces_arrive_at_some_ranks_as_one_message_and_tensors_that_are_broadcast_together_one_by_one(
+    worlds, transport
+):
+    sizes = [[[0, 20, 0], [3, 0, 100], [0, 0, 0]], [[0] * 3] * 3, [[0, 1, 1], [9, 0, 0], [40_000, 0, 0]]]
+    lengths = [3, 0, 5 << 20, 1, 3 << 20, 2 << 20, 64]
+    for rank, (arrived, tensors) in enumerate(worlds(3, transport).run(deliver_many, sizes, lengths)):
+        for number, (matrix, received) in enumerate(zip(sizes, arrived, strict=True)):
+            sent = [numbers(source, rank, matrix[source][rank], torch.uint8, number) for source in range(3)]
+            assert torch.equal(received, torch.cat(sent))
+        assert [len(each) for each in tensors] == lengths
+        assert all((each == 1).all() for each in tensors)
 
 
 def test_memory_does_not_grow_with_a_thousand_operations_under_way_or_given_up(worlds):
@@ -118,7 +134,7 @@ def test_places_never_overlap_and_the_lowest_is_taken(operations, places):
 
 
 def test_only_pages_behind_all_that_is_in_use_or_was_taken_of_late_are_released(monkeypatch):
-    monkeypatch.setattr(segment, "PATIENCE", 5)
+    monkeypatch.setattr("samestep.comm.outbox.PATIENCE", 5)
     read, blocks, released, choose = set(), [], 0, random.Random(0).choice
     outbox = Outbox(MEGABYTE, 64, lambda block: block.number in read)
     for number in range(2000):

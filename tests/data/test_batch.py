@@ -1,5 +1,6 @@
 """Batches: cutting a global batch into microbatches, checksums, and the memory that microbatches lie in."""
 
+import copy
 from collections import namedtuple
 
 import numpy as np
@@ -7,12 +8,18 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 from torch.nn.utils.rnn import pack_sequence
+from torch.optim.swa_utils import update_bn
+from torch.utils.data import DataLoader, TensorDataset
+from worlds import in_turns
 
 from samestep.core.microbatches import microbatch_bounds, microbatch_ranges
-from samestep.data.batch import Batch, checksum, place_aligned, split_batch, tensor_checksum
+from samestep.data.batch import Batch, place_aligned, split_batch
+from samestep.data.checksums import checksum, tensor_checksum
 from samestep.data.nested import leaves, num_samples, take_rows
-from samestep.errors import DataError
+from samestep.errors import DataError, UsageError
+from samestep.run.run import Run
 
 Pair = namedtuple("Pair", ["x", "y"])
 CPU = torch.device("cpu")
@@ -221,3 +228,52 @@ def test_the_sizes_of_a_packed_sequence_stay_on_the_cpu():
     assert [part.device.type for part in moved] == ["meta", "cpu", "meta", "meta"]
     assert type(moved) is type(packed)
     assert place_aligned([pack_sequence([torch.ones(2)])], CPU)[0].sorted_indices is None
+
+
+POINTS = TensorDataset(torch.randn(12, 3, generator=torch.Generator().manual_seed(0)))
+
+
+def statistics(communicator, loader_of, first, device):
+    """What `update_bn` of torch makes of a loader on a rank."""
+    model = nn.Sequential(first, nn.BatchNorm1d(3))
+    update_bn(loader_of(Run(6, 4, 1, communicator=communicator)), model, device)
+    return model[-1].running_mean
+
+
+def of_the_run(run):
+    return run.loader(POINTS)
+
+
+@pytest.mark.parametrize("device", [None, "cpu"])
+@pytest.mark.parametrize("first", [nn.Linear(3, 3), nn.Flatten()], ids=str)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_torch_s_update_bn_is_told_that_a_batch_of_a_run_is_a_rank_s_part(ranks, first, device):
+    with pytest.raises(
+        (UsageError, AttributeError), match=r"this rank alone.*update_bn.*make a torch.utils.data.DataL"
+    ):
+        in_turns(ranks, statistics, of_the_run, first, device)
+
+
+def test_a_batch_cannot_be_taken_for_a_tuple():
+    for batch in in_turns(1, lambda communicator: [*of_the_run(Run(6, 4, 1, communicator=communicator))])[0]:
+        with pytest.raises(UsageError, match=r"nor a tuple of some.*batch\.microbatches\.values"):
+            _, _ = batch
+        assert not hasattr(batch, "to"), "what moves tensors leaves it as it is"
+        assert copy.copy(batch).length == 6
+
+
+def test_update_bn_over_a_loader_of_one_s_own_gives_the_same_statistics_on_every_rank():
+    one, *others = [
+        each
+        for ranks in (1, 2, 3)
+        for each in in_turns(ranks, statistics, lambda _: DataLoader(POINTS, 6), nn.Identity(), None)
+    ]
+    assert all(torch.equal(one, other) for other in others)
+
+
+def test_twin_update_bn_over_the_parts_of_ranks_gives_each_rank_other_statistics():
+    def parts(run):
+        return [torch.cat([x.cpu() for (x,) in batch.microbatches.values()]) for batch in of_the_run(run)]
+
+    one, two = in_turns(2, statistics, parts, nn.Identity(), None)
+    assert not torch.equal(one, two)

@@ -72,9 +72,10 @@ PROGRAMS = [block for page in PAGES for block in blocks(page, "python") if block
 PROGRAMS = [
     block for block in PROGRAMS if not block.title.startswith("cause_")
 ]  # tests/verify/test_causes.py has these
+LAYOUTS = [block for block in PROGRAMS if block.title.startswith("layout_")]  # of four ranks
 OTHERS = [block for block in PROGRAMS if block.title.startswith(("before_", "tutorial_"))]  # of other libraries
 RANKS = [block for block in PROGRAMS if block.title.startswith("ranks_")]  # which they start themselves
-SCRIPTS = [block for block in PROGRAMS if STARTS_WORKERS not in block.text and block not in [*OTHERS, *RANKS]]
+SCRIPTS = [block for block in PROGRAMS if STARTS_WORKERS not in block.text and block not in [*LAYOUTS, *OTHERS, *RANKS]]
 NOTEBOOKS = [block for block in PROGRAMS if STARTS_WORKERS in block.text]
 SNIPPETS = [page for page in PAGES if any(not block.title for block in blocks(page, "python"))]
 
@@ -126,10 +127,10 @@ def test_a_program_prints_the_same_on_one_device_and_on_three(block, tmp_path, m
     assert run_python("-m", "samestep", "run", "--devices", "cpu:3", block.title, folder=folder) == alone
 
 
-@pytest.mark.parametrize("block", OTHERS, ids=str)
+@pytest.mark.parametrize("block", [*LAYOUTS, *OTHERS], ids=str)
 def test_a_program_of_another_library_prints_the_same_on_one_device_and_on_two(block, tmp_path):
     (tmp_path / block.title).write_text(block.text, encoding="utf-8")
-    options = ("-m", "samestep", "run", "--logical-devices", "2", "--devices")
+    options = ("-m", "samestep", "run", "--logical-devices", "4" if block in LAYOUTS else "2", "--devices")
     alone = run_python(*options, "cpu:1", block.title, folder=tmp_path)
     assert re.search(r"loss|accuracy|device", alone)
     assert run_python(*options, "cpu:2", block.title, folder=tmp_path) == alone

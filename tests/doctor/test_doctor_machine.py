@@ -65,8 +65,6 @@ class FakeNvml:
     class NVMLError(Exception):
         pass
 
-    NVML_MEMORY_ERROR_TYPE_UNCORRECTED, NVML_VOLATILE_ECC = 1, 0
-
     def __init__(self, **answers):
         self.is_open = False
         for name, answer in answers.items():
@@ -86,25 +84,13 @@ class FakeNvml:
 
 
 def test_memory_that_others_have_taken_is_found_with_who_has_it():
-    idle = Device("cuda", 0, "A", 80 * GIB, 80 * GIB, temperature=40.0)
+    idle = Device("cuda", 0, "A", 80 * GIB, 80 * GIB)
     assert state(check_table.check_devices(on([idle]))) is None
     used = replace(idle, memory_free=40 * GIB, processes=(Process(7, "python", None),))
     (found,) = check_table.check_devices(on([used]))
     assert found.state == "note"
     assert "python (pid 7) uses 40.0 GiB of 80.0 GiB" in found.found
     assert state(check_table.check_devices(on([replace(used, memory_free=GIB)]))) == "bad"
-    assert state(check_table.check_devices(on([replace(idle, temperature=95.0)]))) == "note"
-
-
-def test_gpus_without_peer_access_are_named():
-    def found(peers):
-        return list(check_table.check_peers(replace(MACHINE, torch=replace(CUDA, peers=peers))))
-
-    (apart,) = found([[True, False], [True, True]])
-    assert (apart.state, apart.found) == ("note", "none between GPUs 0-1")
-    (fine,) = found([[True, True], [True, True]])
-    assert (fine.state, fine.found) == ("good", "all 2 GPUs reach each other")
-    assert found([[True]]) == []
 
 
 def usage(free):
@@ -122,9 +108,9 @@ def limits(**known):
     return {f"{TABLE}.soft_limit": lambda name: known.get(name, math.inf)}
 
 
-def allowed(**known):
+def allowed(memory=math.inf):
     """What the container allows."""
-    return {f"{TABLE}.read_cgroup": lambda: known}
+    return {f"{TABLE}.memory_limit": lambda: memory}
 
 
 def host(address):
@@ -139,7 +125,6 @@ def host(address):
 
 
 TABLE = "samestep.doctor.check_table"
-ON_A_GPU = on([Device("cuda", 0, "A", GIB, GIB)])
 ROOMY, FULL = (on(memory_total=64 * GIB, memory_free=free * GIB) for free in (60, 8))
 TWO_NODES = replace(MACHINE, num_nodes=2)
 STATES = {
@@ -151,30 +136,21 @@ STATES = {
     "NCCL": (check_table.check_libraries, replace(CPU, nccl=(2, 27, 7)), {}, "good"),
     "NCCL with a known fault": (check_table.check_libraries, replace(CPU, nccl=(2, 28, 3)), {}, "note"),
     "NCCL without it": (check_table.check_libraries, replace(CPU, nccl=(2, 28, 9)), {}, "good"),
-    "like GPUs": (check_table.check_libraries, replace(CPU, capabilities=[(9, 0), (9, 0)]), {}, "good"),
     "unlike GPUs": (check_table.check_libraries, replace(CPU, capabilities=[(9, 0), (8, 0)]), {}, "note"),
     "shared memory": (check_table.check_shm, MACHINE, usage(8 * GIB), "good"),
     "little shared memory": (check_table.check_shm, MACHINE, usage(2 * GIB), "note"),
     "shared memory for no rank": (check_table.check_shm, MACHINE, usage(2**26), "bad"),
     "no shared memory": (check_table.check_shm, MACHINE, usage(None), "note"),
-    "space": (check_table.check_disk, MACHINE, usage(100 * GIB), "good"),
-    "little space": (check_table.check_disk, MACHINE, usage(5 * GIB), "note"),
-    "no space": (check_table.check_disk, MACHINE, usage(GIB // 2), "bad"),
-    "many open files": (check_table.check_limits, ON_A_GPU, limits(nofile=65536), "good"),
+    "many open files": (check_table.check_limits, on(), limits(nofile=65536), "good"),
     "few open files": (check_table.check_limits, on(), limits(nofile=512), "note"),
     "too few open files": (check_table.check_limits, on(), limits(nofile=256), "bad"),
-    "little locked memory": (check_table.check_limits, ON_A_GPU, limits(memlock=65536), "note"),
-    "little locked memory on a CPU": (check_table.check_limits, on(), limits(memlock=65536), "good"),
-    "few processes": (check_table.check_limits, on(), limits(nproc=100), "note"),
     "address space": (check_table.check_segment, MACHINE, {}, "good"),
     "little address space": (check_table.check_segment, MACHINE, limits(**{"as": 4 * GIB}), "note"),
     "memory": (check_table.check_memory, ROOMY, allowed(), "good"),
-    "memory in a container": (check_table.check_memory, ROOMY, allowed(**{"memory.max": 32 * GIB}), "good"),
+    "memory in a container": (check_table.check_memory, ROOMY, allowed(32 * GIB), "good"),
     "little memory": (check_table.check_memory, FULL, allowed(), "note"),
-    "little memory in a container": (check_table.check_memory, ROOMY, allowed(**{"memory.max": 8 * GIB}), "note"),
-    "no memory in a container": (check_table.check_memory, ROOMY, allowed(**{"memory.max": 2 * GIB}), "bad"),
-    "processors": (check_table.check_processors, on(), allowed(), "good"),
-    "processors in a container": (check_table.check_processors, on(), allowed(**{"cpu.max": 2.5}), "note"),
+    "little memory in a container": (check_table.check_memory, ROOMY, allowed(8 * GIB), "note"),
+    "no memory in a container": (check_table.check_memory, ROOMY, allowed(2 * GIB), "bad"),
     "an address": (check_table.check_host_name, TWO_NODES, host("10.0.0.5"), "good"),
     "a loopback address": (check_table.check_host_name, MACHINE, host("127.0.1.1"), "good"),
     "a loopback address beside nodes": (check_table.check_host_name, TWO_NODES, host("127.0.1.1"), "bad"),
@@ -200,28 +176,18 @@ def test_a_chosen_interface_takes_the_place_of_a_host_s_address(monkeypatch):
     assert state(check_table.check_host_name(TWO_NODES)) == "good"
 
 
-FAULTS = {
-    "good": ({"nvmlSystemGetDriverVersion": "580.82.07"}, {"nvmlDeviceGetCurrentClocksThrottleReasons": 0x01}),
-    "note": (
-        {"nvmlDeviceGetRemappedRows": (0, 1, 1, 0)},
-        {"nvmlDeviceGetCurrentClocksThrottleReasons": 0x04},
-        {"nvmlDeviceGetComputeMode": 3},
-    ),
-    "bad": (
-        {"nvmlDeviceGetTotalEccErrors": 3},
-        {"nvmlDeviceGetRemappedRows": (0, 1, 0, 1)},
-        {"nvmlDeviceGetCurrentClocksThrottleReasons": 0x40},
-        {"nvmlDeviceGetMigMode": [1, 1]},
-    ),
-}
-
-
-@pytest.mark.parametrize("expected", FAULTS)
-def test_a_gpu_s_faults_are_found(expected):
-    for answers in FAULTS[expected]:
-        nvml = FakeNvml(**answers)
-        assert state(check_table.check_gpus(MACHINE, nvml)) == expected, answers
-        assert not nvml.is_open
+@pytest.mark.parametrize(
+    ("expected", "answers"),
+    [
+        (None, {"nvmlDeviceGetMigMode": [0, 0]}),
+        ("note", {"nvmlDeviceGetComputeMode": 3}),
+        ("bad", {"nvmlDeviceGetMigMode": [1, 1]}),
+    ],
+)
+def test_a_gpu_s_mode_in_which_ranks_cannot_start_is_found(expected, answers):
+    nvml = FakeNvml(**answers)
+    assert state(check_table.check_gpus(MACHINE, nvml)) == expected
+    assert not nvml.is_open
 
 
 def test_control_groups_are_read_up_to_the_root(tmp_path):
@@ -230,11 +196,9 @@ def test_control_groups_are_read_up_to_the_root(tmp_path):
     own.mkdir(parents=True)
     (own / "memory.max").write_text("max\n")
     (own.parent / "memory.max").write_text(f"{2**20}\n")
-    (own / "cpu.max").write_text("150000 100000\n")
-    (root / "cpu.max").write_text("max 100000\n")
     membership.write_text("0::/job/task\n")
-    assert check_table.read_cgroup(root, membership) == {"memory.max": 2**20, "cpu.max": 1.5}
-    assert check_table.read_cgroup(root, tmp_path / "none") == {}
+    assert check_table.memory_limit(root, membership) == 2**20
+    assert check_table.memory_limit(root, tmp_path / "none") == math.inf
 
 
 @pytest.mark.parametrize(

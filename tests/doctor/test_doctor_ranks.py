@@ -61,7 +61,7 @@ def test_a_rank_that_gets_one_wrong_element_is_named(broken_programs, nothing_le
         r"wrong on rank 1: rank 1: float32, .* element \d+ of .* should be .* in what rank \d sent", found.found
     )
     assert "SAMESTEP_TRANSPORT=gloo" in found.advice
-    for name in ("broadcast", "native all-reduce", "barrier"):
+    for name in ("broadcast", "barrier"):
         assert states(results)[f"shared: {name}"] == "good"
 
 
@@ -101,7 +101,7 @@ def tried(communicator, names, wrap=lambda transport: transport):
 
 @pytest.mark.parametrize("world_size", [2, 3, 5])
 def test_every_collective_is_right_on_any_number_of_ranks(world_size):
-    names = [collective.name for collective in MOVING if collective.name != "native all-reduce"]
+    names = [collective.name for collective in MOVING]
     for found in in_turns(world_size, tried, names):
         assert found == {name: [] for name in names}
 

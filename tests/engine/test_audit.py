@@ -349,10 +349,7 @@ def test_what_cannot_be_audited_is_refused_at_the_start(options, text):
         in_turns(1, lambda c: make_step(c, perceptron(), squared, **options))
 
 
-def test_native_sums_and_streams_are_refused():
-    with pytest.raises(UsageError, match="leave audit"):
-        in_turns(1, lambda c: make_step(c, perceptron(), squared, audit=1), reduction="native")
-
+def test_streams_are_refused():
     def program(communicator):
         run = Run(24, V, communicator=communicator)
         model = perceptron()

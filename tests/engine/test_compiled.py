@@ -80,25 +80,6 @@ def train_with_seeds_by_rank(communicator):
         microbatches_module.microbatch_seed = real
 
 
-COMPILED = """
-import torch
-import samestep
-run = samestep.Run(8, 2, 0, device="cpu")
-model = torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
-optimizer = torch.optim.SGD(model.parameters(), 0.1)
-step = run.train_step(model, optimizer, lambda model, x: model(x).square().mean(), compile=True)
-for batch in run.loader(torch.ones(320, 5)):
-    step(batch)
-"""
-
-
-def test_the_time_of_compiling_is_told_once():
-    done = subprocess.run([sys.executable, "-c", COMPILED], capture_output=True, text=True, timeout=240, check=True)
-    (line,) = [line for line in done.stderr.splitlines() if "torch.compile" in line]
-    assert line.startswith("samestep: torch.compile took ")
-    assert "a microbatch now takes " in line
-
-
 SIZES = [[3, 4, 5, 6], [7, 8, 9, 10], [11, 12, 13, 14]]  # the lengths of the microbatches of three steps
 
 

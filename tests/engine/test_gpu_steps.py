@@ -230,7 +230,7 @@ def test_the_scale_of_float16_is_adapted_by_few_kernels_and_without_a_wait():
     program = """
         import fake_cuda
         import torch
-        from samestep.engine.config import LossScale
+        from samestep.engine.precision import LossScale
 
         device = torch.device("cuda", 0)
         scale, number = LossScale(device, True, 32), torch.full((), 4e4, dtype=torch.float64, device=device)
@@ -342,7 +342,7 @@ def test_a_loss_is_read_once_it_has_arrived_whichever_device_is_current():
 
 def test_neither_checks_nor_checksums_need_the_memory_of_a_second_model():
     program = """
-        from samestep.data.batch import CHECKSUM_WORDS, tensor_checksum
+        from samestep.data.checksums import CHECKSUM_WORDS, tensor_checksum
 
         run = samestep.Run(2, 2, device="cuda")
         model = nn.Sequential(nn.Linear(2048, 1024, bias=False), nn.Linear(1024, 1, bias=False))

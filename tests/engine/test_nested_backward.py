@@ -7,8 +7,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from worlds import DEVICE
 
-from samestep.engine.config import Pipeline
 from samestep.engine.forward_backward import ForwardBackward
+from samestep.engine.strategy_options import Pipeline
 from samestep.errors import DeterminismError
 from samestep.run.run import Run
 

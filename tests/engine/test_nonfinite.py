@@ -8,7 +8,7 @@ import torch
 from engine_programs import bits, in_turns, make_step, perceptron, table
 from torch.nn import functional
 
-from samestep.engine.config import FiniteCheck, LossScale
+from samestep.engine.precision import FiniteCheck, LossScale
 from samestep.engine.result import StepResult
 from samestep.errors import DeterminismError, NonFiniteError, UsageError
 from samestep.run.run import Run

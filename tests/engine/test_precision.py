@@ -6,10 +6,10 @@ from engine_programs import bits, in_turns, make_step, mean_squared, perceptron,
 from torch import nn
 from worlds import cpu_only
 
-from samestep.engine import config as precision_module
-from samestep.engine.config import INITIAL_SCALE, LossScale
+from samestep.engine import precision as precision_module
 from samestep.engine.losses import Mean
 from samestep.engine.norms import block_norm, block_norms
+from samestep.engine.precision import INITIAL_SCALE, LossScale
 from samestep.errors import NonFiniteError
 from samestep.metrics import mean_squared_error
 from samestep.run.run import Run

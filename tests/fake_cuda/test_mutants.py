@@ -54,11 +54,11 @@ MUTANTS = {  # name: (file, text, its replacement), …, the file of the test an
         "cli/test_commands_on_gpus.py -k refused_ones",
     ),
     "every rank on the first GPU": (
-        ("engine/determinism.py", "index = environment.local_rank % max(", "index = 0 * max("),
+        ("engine/rank_device.py", "index = environment.local_rank % max(", "index = 0 * max("),
         "run/test_own_device.py",
     ),
     "a device that is not made current": (
-        ("engine/determinism.py", 'if device.type == "cuda":', "if False:"),
+        ("engine/rank_device.py", 'if device.type == "cuda":', "if False:"),
         "run/test_own_device.py",
     ),
     "an event on the current device's stream": (
@@ -90,7 +90,7 @@ MUTANTS = {  # name: (file, text, its replacement), …, the file of the test an
         "comm/test_stream.py -k not_with_its_square",
     ),
     "a late check where the CPU updates": (
-        ("engine/config.py", 'device.type == "cpu" or is_offloaded', 'device.type == "cpu"'),
+        ("engine/precision.py", 'device.type == "cpu" or is_offloaded', 'device.type == "cpu"'),
         "engine/test_nonfinite.py -k update_is_one_of_the_cpu",
     ),
     "cuBLAS's variable set too late": (
@@ -190,7 +190,7 @@ MUTANTS = {  # name: (file, text, its replacement), …, the file of the test an
         "on GPUs: engine/test_deterministic_kernels.py -k cumprod or logcumsumexp",
     ),
     "convolutions chosen by their time in a block": (
-        ("scripts/shared_script.py", ', Patch(torch._C, "_set_cudnn_benchmark", refuse)]', "]"),
+        ("scripts/script_state.py", ', Patch(torch._C, "_set_cudnn_benchmark", refuse)]', "]"),
         "cli/test_commands_on_gpus.py -k chosen_by_their_time",
     ),
     "an abandoned exchange that writes to freed memory": (

@@ -307,9 +307,7 @@ api_dataset_generator api_loss_draws api_module_state api_stream
 """
 VERDICTS = {
     **dict.fromkeys(BY_TWO.split(), (("cpu:1", "cpu:2"), 6, None)),
-    **dict.fromkeys(("accumulation", "reduction_order"), (("cpu:1", "cpu:2", "cpu:3"), 4, "bitwise")),
-    **dict.fromkeys(("kernels", "nondeterministic"), (("cpu:1", "cpu:2"), 4, "bitwise")),
-    "api_native": (("cpu:1", "cpu:3"), 4, None),
+    **dict.fromkeys(("rounding", "nondeterministic"), (("cpu:1", "cpu:2"), 4, "bitwise")),
 }
 """Devices, steps and tier by breaker."""
 

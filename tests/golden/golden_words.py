@@ -22,7 +22,7 @@ sys.path[:0] = [path for path in SEARCHED if path not in sys.path]
 from worlds import World, in_turns  # noqa: E402 - from a folder that was just added
 
 BREAKERS, EXAMPLES = TESTS / "verify" / "breakers", ROOT / "examples"
-OTHER_NAMES = {"api_native": "native", "api_stream": "stream", "learning_rate_scaled": "learning_rate"}  # of pages
+OTHER_NAMES = {"api_stream": "stream", "learning_rate_scaled": "learning_rate"}  # of pages
 CHECKPOINTS = "checkpoints"
 NUM_CHUNKS = ("--logical-devices", "4")  # of an existing script, on any number of devices
 WRAP = ("--wrap", "model")

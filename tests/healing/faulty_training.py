@@ -33,7 +33,7 @@ from samestep.comm import group, transport
 from samestep.comm.group import GroupTransport
 from samestep.comm.heartbeat import HEALS, READY_TO_JOIN, HeartbeatPage
 from samestep.comm.shared_memory import SharedTransport
-from samestep.data.batch import checksum
+from samestep.data.checksums import checksum
 from samestep.engine.buffers import BufferMerge
 from samestep.engine.gradients import GradientSum
 from samestep.errors import PeerLostError

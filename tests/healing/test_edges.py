@@ -10,7 +10,7 @@ from healing_runs import SCRIPT, run_script
 from safetensors.torch import load_file
 
 from samestep.checkpoint.resume import read_state
-from samestep.data.batch import checksum
+from samestep.data.checksums import checksum
 
 MAIN_FIRST = str(Path(__file__).with_name("main_first_script.py"))
 BEST = {"best": "accuracy", "checkpoint_steps": 4}  # the best is epoch 2 of 3, whose last step has a checkpoint already

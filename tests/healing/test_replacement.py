@@ -44,20 +44,6 @@ def test_a_replacement_receives_the_state_and_takes_part(train, name):
     assert len(told.ended) == 2
 
 
-@pytest.mark.parametrize("streams", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["ids", "streams"])
-def test_the_hash_of_the_data_has_each_sample_of_a_repeated_step_once_and_those_of_lost_ranks(train, streams):
-    options = {"options": {"hash_data": True}, "streams": streams}
-    hashes = [train(1, **options).events[-1]["data"]]
-    # The first rank that is lost has hashed its samples of the step, and has sent them.
-    faults = [{**KILL, "step": 1}, {"rank": 0, "step": 2, "phase": "exchange", "kind": "SIGKILL"}]
-    told = train(3, faults, Policy(replace=True, max_restarts=1), wait_for=3, pause=0.05, **options)
-    assert told.outcome.exit_code == 0, told.outcome.failure
-    assert (len(told.struck), names(told).count("join")) == (2, 1)
-    hashes.append(told.events[-1]["data"])
-    assert hashes[0] == hashes[1]
-    assert (hashes[0]["samples"], hashes[0]["whole"]) == (103, True)
-
-
 @pytest.mark.parametrize("joins", [False, True], ids=["lost", "replaced"])
 def test_hooks_are_called_once_a_step_and_the_average_is_that_of_an_undisturbed_run(train, joins):
     (reference,) = train(1, hooked=True).ended

@@ -16,7 +16,7 @@ def give_tensor() -> torch.Tensor:
 
 
 def report(values: list[int]) -> dict[str, Any]:
-    from samestep.comm.heartbeat import Channel
+    from samestep.comm.events import Channel
 
     channel = Channel.from_environment()
     assert channel is not None

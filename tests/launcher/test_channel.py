@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from samestep.comm.heartbeat import Channel, EventParser, read_events
+from samestep.comm.events import Channel, EventParser, read_events
 
 
 @pytest.fixture

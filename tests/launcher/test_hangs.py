@@ -258,9 +258,11 @@ if kind == "own loop":
     run.save_checkpoint("kept", step)
 else:
     strategy = "sharded" if kind == "sharded" else "replicate"
-    with samestep.Trainer(run, model, optimizer, loss, run_dir="run", strategy=strategy) as trainer:
-        trainer.fit(data, 1)
-        os.fsync = slow  # none was slow in the steps; the last checkpoint is this one
+    class Slow(samestep.Hook):
+        def on_epoch_end(self, trainer, record):
+            os.fsync = slow  # none was slow in the steps; the last checkpoint is written after this
+
+    with samestep.Trainer(run, model, optimizer, loss, run_dir="run", strategy=strategy, hooks=[Slow()]) as trainer:
         trainer.fit(data, 1)
 run.print("done", len(pauses))
 """

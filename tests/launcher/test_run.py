@@ -198,6 +198,22 @@ def test_exit_zero_is_no_failure_and_exit_handlers_run(starter):
     assert (done.returncode, done.stdout, done.stderr) == (0, "bye\n", "")
 
 
+@pytest.mark.parametrize(
+    ("end", "code", "said"),
+    [("sys.exit(4)", 4, ""), ("raise ValueError('in the fork')", 1, "ValueError: in the fork"), ("pass", 0, "")],
+)
+def test_a_process_that_a_script_forks_ends_as_its_own(starter, end, code, said):
+    starter.script(
+        "forks.py",
+        f"import os, sys\npid = os.fork()\nif pid == 0:\n    {end}\nelse:\n"
+        "    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))\n",
+    )
+    done = starter.run("--devices", "cpu:1", "forks.py")
+    assert (done.returncode, done.stdout) == (0, f"{code}\n")
+    assert said in done.stderr
+    assert "samestep: error" not in done.stderr
+
+
 @pytest.mark.parametrize("end", ["", "import sys\nsys.exit()\n"], ids=["end", "exit"])
 def test_a_script_whose_last_words_a_full_disk_refuses_has_failed(starter, end):
     starter.script("last.py", f"print('last words', end='')\n{end}")

@@ -41,16 +41,18 @@ class Nodes(Marked):
     def script(self, text, name="train.py"):
         return super().script(name, text)
 
-    def start(self, *arguments, prefix=(), **variables):
+    def start(self, *arguments, prefix=(), folder=None, **variables):
         """Starts `samestep ARGUMENTS`."""
-        return self.start_program([*prefix, sys.executable, "-m", "samestep", *map(str, arguments)], **variables)
+        return self.start_program(
+            [*prefix, sys.executable, "-m", "samestep", *map(str, arguments)], folder, **variables
+        )
 
-    def start_program(self, command, **variables):
+    def start_program(self, command, folder=None, **variables):
         number = len(self.started)
         with open(self.folder / f"out-{number}", "w") as out, open(self.folder / f"err-{number}", "w") as err:
             process = subprocess.Popen(
                 command,
-                cwd=self.folder,
+                cwd=folder or self.folder,
                 env={**self.variables, **variables},
                 stdout=out,
                 stderr=err,

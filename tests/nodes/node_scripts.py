@@ -64,6 +64,47 @@ print("digest", sum(p.double().sum().item() for p in model.parameters()).hex())
 """
 """A script for one process with nn.DataParallel."""
 
+ONCE = """
+import os, sys, time
+import torch
+from torch import nn
+import helpers
+
+rows = torch.load("rows.pt")
+print("of torchrun", [name for name in os.environ if name.startswith("MASTER_")])
+os.environ["SET"] = "3"
+torch.manual_seed(0)
+model = nn.DataParallel(helpers.Net())
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for number in range(int(sys.argv[1])):
+    loss = (model(rows) - 1).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    if number == 0:
+        print("begun", file=sys.stderr, flush=True)
+    if len(sys.argv) > 2:
+        exec(sys.argv[2])
+    os.environ["SET"] = "4"
+print("digest", sum(p.double().sum().item() for p in model.parameters()).hex())
+"""
+"""A script for one process with data, and a module of its own beside it, which only its own machine has."""
+
+HELPERS = """
+import os
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 1))
+
+    def forward(self, x):
+        print("in", os.environ["HOME"], "TORCHELASTIC_RUN_ID" in os.environ)
+        return self.layers(x) * float(os.environ["SET"]) + float(os.environ["GIVEN"])
+"""
+
 RANKS = """
 import os
 import torch, torch.distributed as dist

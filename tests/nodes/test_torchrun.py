@@ -8,7 +8,8 @@ import time
 from contextlib import suppress
 
 import pytest
-from node_scripts import ENDS_FIRST, FAILING, PARALLEL, RANKS, SMALL, TRAINER
+import torch
+from node_scripts import ENDS_FIRST, FAILING, HELPERS, ONCE, PARALLEL, RANKS, SMALL, TRAINER
 
 from samestep.cli.options import NodeOptions, WorkerOptions, chosen_devices, chosen_torchrun
 from samestep.comm.environment import torchrun_defaults
@@ -261,6 +262,76 @@ def test_a_single_process_script_is_shared_out_over_nodes_with_the_same_bits(nod
     assert (one.code, first.code, second.code) == (0, 0, 0), first.stderr + second.stderr
     assert first.digest == one.digest
     assert second.stdout == ""
+
+
+class Once:
+    """A script that runs once, on two machines; the second has neither its folder nor its variables."""
+
+    def __init__(self, nodes):
+        self.nodes, self.folder = nodes, nodes.folder / "first"
+        self.second = nodes.folder / "second"
+        for folder in (self.folder, self.second):
+            folder.mkdir()
+        torch.save(torch.linspace(-1, 1, 128).view(16, 8), self.folder / "rows.pt")
+        nodes.script(ONCE, "first/train.py")
+        nodes.script(HELPERS, "first/helpers.py")
+
+    def start(self, folder, options, *words):
+        given = {"GIVEN": "0.5"} if folder == self.folder else {}
+        options = ("--logical-devices", "4", *options, "train.py", *words)
+        return self.nodes.start("run", *options, folder=folder, HOME=str(folder), **given)
+
+    def start_both(self, *words, devices="cpu:1"):
+        meeting = ["--nnodes", "2", "--master-addr", "localhost", "--master-port", self.nodes.port]
+        options = [[*meeting, "--node-rank", rank, "--devices", devices] for rank in range(2)]
+        return [self.start(*each, *words) for each in zip((self.folder, self.second), options, strict=True)]
+
+    def begun(self, *words):
+        """Both machines, when the first step is over."""
+        started = self.start_both(*words)
+        self.nodes.wait_for_text("err-0", "begun")
+        return started
+
+
+def test_a_script_that_runs_once_needs_its_files_on_its_own_machine_alone(nodes):
+    once = Once(nodes)
+    one = nodes.end_of(once.start(once.folder, ["--devices", "cpu:1"], 3))
+    first, second = map(nodes.end_of, once.start_both(3, devices="cpu:2"))
+    assert (one.code, first.code, second.code) == (0, 0, 0), first.stderr + second.stderr
+    assert first.digest == one.digest
+    assert second.stdout == ""
+    assert "of torchrun []" in first.stdout
+    said = [line for line in first.stdout.splitlines() if line.startswith("in ")]
+    assert said == [f"in {folder} False" for folder in [once.folder] * 2 + [once.second] * 2] * 3
+    assert list(once.second.iterdir()) == []
+
+
+@pytest.mark.parametrize("code", [0, 7])
+def test_the_machine_of_a_script_has_its_exit_code_and_the_other_says_how_it_fared(nodes, code):
+    first, second = map(nodes.end_of, Once(nodes).start_both(3, f"sys.exit({code})"))
+    assert (first.code, second.code) == (code, bool(code)), first.stderr + second.stderr
+    assert ("the script, which machine 0 runs, has ended by an error" in second.stderr) == bool(code)
+    assert "Traceback" not in second.stderr
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_process_of_a_script_that_runs_once_is_missed_on_the_other_machine(nodes, killed):
+    started = Once(nodes).begun(100_000, "time.sleep(0.1)")
+    nodes.worker(killed).send_signal(signal.SIGKILL)
+    ended = [nodes.end_of(process) for process in started]
+    assert ended[killed].code == 137
+    assert ended[1 - killed].code == 1
+    said = "waits for rank 1, which has died" if killed else "the script, which machine 0 runs, has ended by an error"
+    assert said in ended[1 - killed].stderr
+
+
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_a_signal_to_either_machine_ends_both(nodes, stopped):
+    started = Once(nodes).begun(100_000, "time.sleep(0.1)")
+    started[stopped].send_signal(signal.SIGTERM)
+    ended = [nodes.end_of(process) for process in started]
+    assert ended[stopped].code == 143
+    assert ended[1 - stopped].code == 1
 
 
 def test_logical_devices_are_dealt_to_the_machines_with_the_same_bits(nodes):

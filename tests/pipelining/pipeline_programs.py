@@ -13,11 +13,11 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from samestep.engine import gradients
-from samestep.engine.config import Pipeline
 from samestep.engine.pipelining import p2p, pipeline_strategy
 from samestep.engine.pipelining.p2p import PointToPoint
 from samestep.engine.pipelining.pipeline_strategy import PipelineStrategy
 from samestep.engine.pipelining.stages import parts_of
+from samestep.engine.strategy_options import Pipeline
 from samestep.errors import NonFiniteError, SamestepError
 from samestep.metrics import accuracy, cross_entropy
 from samestep.recipes.gpt import Gpt

@@ -6,7 +6,7 @@ from pipeline_programs import by_two, infinite, never, refusal, twice, with_scal
 from programs import train_on_streams
 from worlds import in_turns
 
-from samestep.engine.config import Pipeline, as_strategy
+from samestep.engine.strategy_options import Pipeline, as_strategy
 from samestep.errors import UsageError
 
 MESH = {"mesh": {"pipe": 2}}

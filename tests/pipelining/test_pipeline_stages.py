@@ -11,8 +11,8 @@ from pipeline_programs import gpt, mlp
 from torch import nn
 from worlds import in_turns
 
-from samestep.engine.config import Pipeline
 from samestep.engine.pipelining.stages import Stage, balanced_starts, cut, parts_of
+from samestep.engine.strategy_options import Pipeline
 from samestep.recipes.catalog import load
 from samestep.recipes.recipe import DataOptions
 

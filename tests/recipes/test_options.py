@@ -7,9 +7,10 @@ from typing import get_args
 import pytest
 import torch
 
-from samestep.comm.reduction import REDUCTIONS
-from samestep.engine.config import PRECISIONS, STRATEGIES, AuditAction
+from samestep.engine.config import AuditAction
 from samestep.engine.pipelining.stages import parts_of
+from samestep.engine.precision import PRECISIONS
+from samestep.engine.strategy_options import STRATEGIES
 from samestep.errors import UsageError
 from samestep.recipes.catalog import load
 from samestep.recipes.recipe import DataOptions
@@ -90,7 +91,7 @@ def test_a_file_that_is_not_there_or_holds_no_names_is_refused(tmp_path):
 
 
 def test_the_choices_at_the_door_are_those_inside():
-    inside = {"optimizer": tuple(OPTIMIZERS), "precision": tuple(PRECISIONS), "reduction": tuple(REDUCTIONS)}
+    inside = {"optimizer": tuple(OPTIMIZERS), "precision": tuple(PRECISIONS)}
     inside["strategy"], inside["scheduler"] = tuple(STRATEGIES), tuple(RATES)
     inside["audit_action"] = get_args(AuditAction)
     at_the_door = {each.name: each.metadata["choices"] for each in fields(JobConfig) if each.metadata.get("choices")}

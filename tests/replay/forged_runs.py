@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
-from replay_programs import BATCH, NUM_MICROBATCHES, NUM_SAMPLES, Net, data_of, noted
+from replay_programs import BATCH, NUM_MICROBATCHES, Net, data_of
 from torch.nn import functional
 from worlds import in_turns
 
@@ -41,7 +41,7 @@ STATE = {}
 
 def loss_fn(model, batch):
     step = STATE["trainer"].step.num_steps
-    x, y, _ = batch
+    x, y = batch
     if step in TAMPER.get("swapped", ()):
         x = x.flip(0)
     if step in TAMPER.get("lr", ()):
@@ -55,11 +55,10 @@ def train(communicator, folder, seed=3, fit=(), max_steps=STEPS):
     model.body[3].p = TAMPER.get("dropout", 0.2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     optimizer.register_step_post_hook(lambda optimizer, *_: optimizer.param_groups[0].update(lr=0.1))
-    options = {"checkpoint_steps": 2, "keep": 99, "digest_every": 5, "hash_data": True}
+    options = {"checkpoint_steps": 2, "keep": 99, "digest_every": 5}
     with Trainer(run, model, optimizer, loss_fn, run_dir=folder, **options) as trainer:
         STATE.update(trainer=trainer, optimizer=optimizer)
-        data = noted(data_of("net", None), TAMPER.get("altered", -1))
-        trainer.fit(data, max_steps=max_steps, **dict(fit))
+        trainer.fit(data_of("net", None), max_steps=max_steps, **dict(fit))
 
 
 def recorded(folder, world_size=1, **options):
@@ -152,7 +151,6 @@ def trained_so(**tamper):
         first = 2 * rng.randrange(SEGMENTS)
         start = rng.randrange(STEPS - 9)
         places = {"swapped": range(first, first + 2), "lr": range(start, start + 10)}
-        places["altered"] = rng.randrange(NUM_SAMPLES)
         TAMPER.update({name: places.get(name, value) for name, value in tamper.items()})
         try:
             recorded(folder)
@@ -172,7 +170,6 @@ FORGERIES = {
     "another seed": trained_so(seed=4),
     "another learning rate for ten steps": trained_so(lr=True),
     "another script": trained_so(dropout=0.3),
-    "a sample altered": trained_so(altered=True),
 }
 KILLED = """
 import os, sys

@@ -72,11 +72,6 @@ def data_of(kind, poison):
     return x, y
 
 
-def noted(data, altered):
-    """The data with a note on each sample, which no model reads; that on one sample may be altered."""
-    return *data, torch.arange(NUM_SAMPLES) == altered
-
-
 def loss_fn(model, batch):
     return functional.cross_entropy(model(batch[0]), batch[1])
 
@@ -86,7 +81,7 @@ def infinite_loss(model, batch):
     return functional.cross_entropy(model(batch[0]), batch[1]) - 0.01 * batch[0].abs().sum(1).log().mean()
 
 
-def train(communicator, folder, kind="net", poison=None, num_threads=None, epochs=3, fit=None, altered=None, **options):
+def train(communicator, folder, kind="net", poison=None, num_threads=None, epochs=3, fit=None, **options):
     """Trains twelve steps by default; returns nothing, since a replay would not come so far."""
     run = Run(BATCH, NUM_MICROBATCHES, 3, communicator=communicator, num_threads=num_threads)
     model = model_of(kind)
@@ -94,8 +89,7 @@ def train(communicator, folder, kind="net", poison=None, num_threads=None, epoch
     loss = infinite_loss if kind == "loss" else loss_fn
     own = {"checkpoint_steps": 5, "digest_every": 1, **options}
     with Trainer(run, model, optimizer, loss, run_dir=folder, **own) as trainer:
-        data = data_of(kind, poison)
-        trainer.fit(data if altered is None else noted(data, altered), epochs, **(fit or {}))
+        trainer.fit(data_of(kind, poison), epochs, **(fit or {}))
 
 
 def record(world_size, folder, **options):

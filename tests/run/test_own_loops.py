@@ -197,7 +197,7 @@ def test_an_optimizers_tensor_of_another_size_than_its_parameter_is_refused():
     saved = optimizer.state_dict()
     saved["state"][0]["exp_avg"] = saved["state"][0]["step"]
     with pytest.raises(CheckpointError, match=r"it has exp_avg float32\[\] of a parameter float32\[8, 2\]"):
-        state.load_optimizer(optimizer, saved)
+        state.load_optimizer(optimizer, saved, None, 0)
 
 
 def test_a_second_one_of_the_same_step_takes_the_place_of_the_first(tmp_path):

@@ -402,13 +402,12 @@ def test_arguments_that_cannot_be_are_named(options, arguments, message):
     assert message in alone(program)
 
 
-@pytest.mark.parametrize("option", [{"checkpoint_steps": 2}, {"hash_data": True}])
-def test_an_option_that_needs_a_run_folder_says_so_where_there_is_none(option, tmp_path, capsys):
+def test_an_option_that_needs_a_run_folder_says_so_where_there_is_none(tmp_path, capsys):
     for folder in (None, tmp_path / "run"):
-        alone(lambda communicator, folder=folder: make_trainer(communicator, run_dir=folder, **option).close())
-        said = (
-            f"{next(iter(option))} has no effect without a run folder; name one by run_dir=…" in capsys.readouterr().err
+        alone(
+            lambda communicator, folder=folder: make_trainer(communicator, run_dir=folder, checkpoint_steps=2).close()
         )
+        said = "checkpoint_steps has no effect without a run folder; name one by run_dir=…" in capsys.readouterr().err
         assert said == (folder is None)
 
 
@@ -484,7 +483,7 @@ def explode_in_the_second_epoch(model, batch):
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_a_run_that_explodes_says_so_keeps_what_it_has_and_can_go_on(tmp_path, monkeypatch, late):
+def test_a_run_that_explodes_says_so_keeps_what_it_has_and_can_go_on(monkeypatch, late):
     if late:
         monkeypatch.setattr(StepResult, "is_there", property(lambda self: False))
 
@@ -494,20 +493,18 @@ def test_a_run_that_explodes_says_so_keeps_what_it_has_and_can_go_on(tmp_path, m
         model.calls = -1
         model.register_forward_pre_hook(lambda module, _: setattr(module, "calls", module.calls + 1))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
-        options = {"run_dir": tmp_path / "run", "late_check": late}
-        with Trainer(run, model, optimizer, explode_in_the_second_epoch, **options) as trainer:
+        with Trainer(run, model, optimizer, explode_in_the_second_epoch, late_check=late) as trainer:
             with pytest.raises(NonFiniteError, match="step 6: not finite: the loss of microbatch 0"):
                 trainer.fit(points(), 3)
             assert [record.epoch for record in trainer.history] == [1]
             assert trainer.step.num_steps == 5
             trainer.fit(points(), 1)
             assert [record.epoch for record in trainer.history] == [1, 2]
+            assert trainer.step.num_steps == 9
             assert all(math.isfinite(record.train_loss) for record in trainer.history)
         return trainer.digest
 
     alone(program)
-    steps = [line["step"] for line in steps_of(tmp_path / "run")]
-    assert steps == [1, 2, 3, 4, 5, 6, 7, 8, 9]
 
 
 def test_ranks_end_in_the_same_step_whichever_of_them_has_read_a_late_failure(tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ from torch import nn
 
 from samestep.checkpoint.digest import state_checksum, state_digest
 from samestep.checkpoint.verified_files import write_tensors
-from samestep.data.batch import tensor_checksum
+from samestep.data.checksums import tensor_checksum
 from samestep.run.run import Run
 
 MODEL = "the model has parameters that were drawn before samestep.Run, when torch's generator had no seed (weight)"

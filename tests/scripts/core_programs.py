@@ -1,4 +1,4 @@
-"""Small wrapped forwards, which tests run on every rank of a world; and ways to break the exchange between ranks."""
+"""Small wrapped forwards, which tests run with the processes of a world; and ways to break what these exchange."""
 
 import contextlib
 import functools
@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+from driving import driving
 from torch import nn
 from worlds import device_of
 
@@ -17,10 +18,12 @@ from samestep.core.tree import Block
 from samestep.engine.forward_backward import backward_on_this_thread
 from samestep.errors import SamestepError
 from samestep.patch import Patch, applied
-from samestep.scripts.backward import Backward
-from samestep.scripts.shared_script import SharedScript
-from samestep.scripts.split_forward import regions
+from samestep.scripts.script_state import ScriptState
+from samestep.scripts.split_forward import calls, driver, pieces
+from samestep.scripts.split_forward.calls import make_sums
 from samestep.scripts.split_forward.forward import chunked_forward
+from samestep.scripts.workers import serve
+from samestep.scripts.workers.link import decode
 
 WIDTH = 5
 MARK = 50.0
@@ -88,7 +91,7 @@ class Moody(nn.Module):
 
     def forward(self, x):
         y, marked = x @ self.weight, bool(x[0, 0] == MARK)
-        local = namedtuple("local", "y")  # a class that does not pickle
+        local = namedtuple("local", "y")  # not to be found by its name
         if self.case == "sparse":
             return y.to_sparse() if marked else y
         return {
@@ -99,7 +102,7 @@ class Moody(nn.Module):
             "widths": y[:, : 1 if marked else 2],
             "dims": y.sum(1) if marked else y,
             "dtypes": y.double() if marked else y,
-            "unpicklable": local(y),
+            "local": local(y),
             "named": Pair(y, [y.sum(), "text"]),
         }[self.case]
 
@@ -119,13 +122,6 @@ def normal_numbers(seed, device):
 SOURCES = {"whole": whole_numbers, "normal": normal_numbers}
 
 
-def own_sums(region):
-    """Sums that leave out the pieces of other ranks."""
-    script, alone = region.script, LocalTransport()
-    own = replace(script.communicator, transport=alone, control=alone)
-    return regions.PieceSums(own, (region.mine,), region.likes, region.buckets)
-
-
 class RightSum:
     """Adds up from the right on each rank, of which each then has one block: another order than the tree's."""
 
@@ -143,25 +139,26 @@ def a_block_a_rank(ranges, num_leaves):
     return tuple((Block(rank, 1),) for rank in range(len(ranges)))
 
 
-def own_join(script, ranges, items, pieces):
-    """Puts zeros where the other ranks' pieces belong."""
-    wholes = []
-    for item, column in zip(items, pieces, strict=True):
-        place = {"dtype": item.dtype, "device": script.communicator.device}
-        rows = [torch.zeros(item.piece_shape(chunk), **place) for chunk in range(ranges[-1].stop)]
-        for chunk, piece in zip(ranges[script.rank], column, strict=True):
-            rows[chunk] = piece.detach()
-        wholes.append(item.joined(rows))
-    return wholes
+def own_sums(communicator, items, ranges):
+    """Sums that leave out the pieces of other processes."""
+    local = LocalTransport()
+    return make_sums(replace(communicator, transport=local, control=local), items, (ranges[communicator.rank],))
 
 
-BREAKERS = {
-    "own sum": [Patch(regions.Region, "sums", own_sums)],
-    "right sum": [Patch(regions, "UnorderedTreeSum", RightSum), Patch(regions, "rank_blocks", a_block_a_rank)],
-    "any backward": [Patch(Backward, "is_running", lambda self: True)],
-    "own join": [Patch(regions, "join_pieces", own_join)],
-    "small buckets": [Patch(regions, "BUCKET_BYTES", 64)],
-}
+def own_join(data):
+    """Puts zeros where what the workers have computed belongs."""
+    head, tensors = decode(data)
+    return head, [tensor.zero_() for tensor in tensors]
+
+
+def breakers():
+    """Ways to break what the processes exchange."""
+    return {
+        "own sum": [Patch(driver, "make_sums", own_sums), Patch(serve, "make_sums", own_sums)],
+        "own join": [Patch(driver, "decode", own_join)],
+        "right sum": [Patch(pieces, "UnorderedTreeSum", RightSum), Patch(pieces, "rank_blocks", a_block_a_rank)],
+        "small buckets": [Patch(pieces, "BUCKET_BYTES", 64), Patch(calls, "BUCKET_BYTES", 64)],
+    }
 
 
 def bits(tensors):
@@ -228,15 +225,16 @@ def wide_gradients(forward, device, source, num_rows, width):
 
 
 def on_ranks(communicator, program, num_microbatches, args, breaker=None):
-    """Runs a program of this module with the forwards shared out; its result and the chunks that ran here."""
-    script = SharedScript(communicator)
+    """Runs a program of this module with the forwards shared out; its result, None in a worker."""
+    with applied(breakers().get(breaker, [])), driving(ScriptState(communicator)) as script:
+        if script is None:
+            return None
 
-    def forward(module, *inputs):
-        return chunked_forward(script, module, inputs, {}, num_microbatches=num_microbatches)
+        def forward(module, *inputs):
+            return chunked_forward(script, module, inputs, {}, num_microbatches=num_microbatches)
 
-    with applied(BREAKERS.get(breaker, [])), backward_on_this_thread(communicator.device):
-        result = globals()[program](forward, communicator.device, *args)
-    return result, script.chunks_run
+        with backward_on_this_thread(communicator.device):
+            return globals()[program](forward, communicator.device, *args)
 
 
 def plainly(program, *args):
@@ -246,18 +244,21 @@ def plainly(program, *args):
 
 def moody(communicator, case, num_microbatches, num_rows):
     """The result or error of chunks that return different structures, and whether the next forward works."""
-    script, device = SharedScript(communicator), communicator.device
-    module, other = Moody(case).to(device), Moody("named").to(device)
-    x = torch.zeros(num_rows, WIDTH, device=device)
-    x[-1, 0] = MARK
-    answer: Any = None
-    try:
-        result = chunked_forward(script, module, (x,), {}, num_microbatches=num_microbatches)
-        answer = type(result).__name__, [type(entry).__name__ for entry in result]
-    except SamestepError as error:
-        answer = type(error).__name__, str(error)
-    after = chunked_forward(script, other, (x,), {}, num_microbatches=num_microbatches)
-    return answer, after.left.tolist() == (x @ module.weight).tolist()
+    with driving(ScriptState(communicator)) as script:
+        if script is None:
+            return None
+        device = communicator.device
+        module, other = Moody(case).to(device), Moody("named").to(device)
+        x = torch.zeros(num_rows, WIDTH, device=device)
+        x[-1, 0] = MARK
+        answer: Any = None
+        try:
+            result = chunked_forward(script, module, (x,), {}, num_microbatches=num_microbatches)
+            answer = type(result).__name__, [type(entry).__name__ for entry in result]
+        except SamestepError as error:
+            answer = type(error).__name__, str(error)
+        after = chunked_forward(script, other, (x,), {}, num_microbatches=num_microbatches)
+        return answer, after.left.tolist() == (x @ module.weight).tolist()
 
 
 class Restless(nn.Module):
@@ -284,17 +285,24 @@ class Restless(nn.Module):
 
 def restless(communicator):
     """The results and the leftovers of a forward that writes attributes, also when it fails."""
-    script, module = SharedScript(communicator), Restless().to(communicator.device)
-    names = [(prefix, *vars(part), *part._parameters, *part._buffers) for prefix, part in module.named_modules()]
-    x = torch.ones(4, WIDTH, device=communicator.device)
-    values = []
-    for fail in (False, True, False):
-        with contextlib.suppress(ArithmeticError):
-            values.append(chunked_forward(script, module, (x, fail), {}, num_microbatches=4))
-    plain = torch.cat([module.layer(row) for row in x.split(1)])  # four rows at once may be rounded otherwise
-    return {
-        "the first call, in every chunk": [torch.equal(value, plain) for value in values],
-        "left": (module.num_calls, module.seen),
-        "names": names
-        == [(prefix, *vars(part), *part._parameters, *part._buffers) for prefix, part in module.named_modules()],
-    }
+    with driving(ScriptState(communicator)) as script:
+        if script is None:
+            return None
+        module = Restless().to(communicator.device)
+        names = names_in(module)
+        x = torch.ones(4, WIDTH, device=communicator.device)
+        values = []
+        for fail in (False, True, False):
+            with contextlib.suppress(ArithmeticError):
+                values.append(chunked_forward(script, module, (x, fail), {}, num_microbatches=4))
+        plain = torch.cat([module.layer(row) for row in x.split(1)])  # four rows at once may be rounded otherwise
+        return {
+            "the first call, in every chunk": [torch.equal(value, plain) for value in values],
+            "left": (module.num_calls, module.seen),
+            "names": names == names_in(module),
+        }
+
+
+def names_in(module):
+    """The names of all that its parts have."""
+    return [(prefix, *vars(part), *part._parameters, *part._buffers) for prefix, part in module.named_modules()]

@@ -3,14 +3,12 @@
 import builtins
 import gc
 import io
-import logging
 import os
 import random
 import sys
 import traceback
-import warnings
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from textwrap import dedent
@@ -18,15 +16,17 @@ from typing import Any
 
 import numpy as np
 import torch
+from driving import driving, put_back
 from reference import ReferenceDataParallel, from_the_left, in_pairs, reference_data_parallel, replicate
 from torch import nn
 from worlds import DEVICE
 
 from samestep.launcher.job import run_script
 from samestep.patch import Patch, applied
-from samestep.scripts.shared_script import SharedScript, num_visible
+from samestep.scripts.script_state import ScriptState, num_visible
 
 FOLDS = {"tree": in_pairs, "left": from_the_left}
+ABSENT = object()
 OWNERS = (torch, torch.random, torch.cuda, torch.Tensor, nn.Module, nn.DataParallel, nn.parallel, os, os.path, builtins)
 
 
@@ -54,14 +54,16 @@ class Outcome:
     error: str = ""  # the name of the exception that ended it
     message: str = ""
     frames: tuple[tuple[str, int], ...] = ()  # (file, line) of the exception's traceback, the innermost last
+    notes: tuple[str, ...] = ()  # of the exception
     exit_code: Any = None
 
 
 def run(worlds, n, path, num_microbatches=4, argv=(), *, cwd, seed=None, wrap=None):
-    """Runs a script as `samestep run` does on n processes; an `Outcome` a rank."""
+    """Runs a script as `samestep run` does on n processes; its `Outcome` once a process, with that one's chunks."""
     Path(cwd).mkdir(parents=True, exist_ok=True)
     settings = {"num_microbatches": num_microbatches, "num_devices": n, "seed": seed, "wrap": wrap}
-    return worlds(n).run(run_single_process, str(path), tuple(argv), str(cwd), settings)
+    outcomes = worlds(n).run(run_single_process, str(path), tuple(argv), str(cwd), settings)
+    return [replace(outcomes[0], chunks=outcome.chunks) for outcome in outcomes]
 
 
 def trainer(worlds, folder, prelude):
@@ -92,22 +94,25 @@ def run_reference(worlds, path, num_microbatches=4, argv=(), *, cwd, num_devices
 
 
 def run_single_process(communicator, path, argv, cwd, settings):
-    """On one rank: the script as `samestep run` does."""
+    """The script on rank 0, as `samestep run` does; other ranks compute chunks for it."""
     from samestep.scripts.single_process import patched  # compiles much of torch, which the workers have at hand
 
-    script = SharedScript(communicator, settings["num_microbatches"], settings["num_devices"])
-    simulated = communicator.device.type == "cpu"
+    script = ScriptState(communicator, settings["num_microbatches"], settings["num_devices"])
+    simulated, chunks = communicator.device.type == "cpu", lambda: tuple(script.chunks_run)
     if not simulated:
         torch.cuda.init()  # before it is looked at what a script leaves changed
         torch.cuda.device_count()
-    context = patched(script, simulated=simulated, seed=settings["seed"], wrap=settings["wrap"])
-    return _run(path, argv, cwd, context, lambda: tuple(script.chunks_run))
+    with driving(script, cwd) as own:
+        if own is None:
+            return Outcome("", "", {}, chunks())
+        context = patched(own, simulated=simulated, seed=settings["seed"], wrap=settings["wrap"])
+        return _run(path, argv, cwd, context, chunks)
 
 
 def run_referenced(communicator, path, argv, cwd, num_microbatches, num_devices, fold):
     """On the only rank: the script with the reference in the place of torch's DataParallel."""
     counts: list[int] = []
-    context = _referenced(SharedScript(communicator, num_microbatches, num_devices), FOLDS[fold], counts)
+    context = _referenced(ScriptState(communicator, num_microbatches, num_devices), FOLDS[fold], counts)
     chunks = lambda: tuple((number, chunk) for number, count in enumerate(counts) for chunk in range(count))  # noqa: E731
     return _run(path, argv, cwd, context, chunks)
 
@@ -180,7 +185,7 @@ def _run(path, argv, cwd, context, chunks):
     streams = [io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True) for _ in range(2)]
     before, ended = _fingerprint(), {}
     gc.freeze()  # so that the collection at the end looks at nothing but what the script made
-    with _put_back(cwd), redirect_stdout(streams[0]), redirect_stderr(streams[1]):
+    with put_back(cwd), redirect_stdout(streams[0]), redirect_stderr(streams[1]):
         try:
             with context:
                 run_script(path, argv)
@@ -191,6 +196,7 @@ def _run(path, argv, cwd, context, chunks):
                 (Path(frame.filename).name, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)
             )
             ended = {"error": type(error).__name__, "message": str(error), "frames": frames}
+            ended["notes"] = tuple(getattr(error, "__notes__", ()))
         result = dict(_flat(vars(sys.modules["__main__"]).get("RESULT", {})))
         texts = [stream.buffer.getvalue().decode() for stream in streams]
     gc.collect()
@@ -223,34 +229,6 @@ def _fingerprint():
     places = ((owner, name, value) for owner in OWNERS for name, value in list(vars(owner).items()))
     # The first use of a GPU sets `torch.cuda._initialized` for good.
     return {f"{owner.__name__}.{name}": id(value) for owner, name, value in places if name != "_initialized"}
-
-
-@contextmanager
-def _put_back(cwd):
-    """Lets this process be another program for a block, and restores it."""
-    folder, argv, search_path, main = os.getcwd(), sys.argv, list(sys.path), sys.modules["__main__"]
-    variables, modules = dict(os.environ), set(sys.modules)
-    handlers, level = list(logging.root.handlers), logging.root.level
-    os.chdir(cwd)
-    try:
-        with warnings.catch_warnings():
-            yield
-    finally:
-        os.chdir(folder)
-        os.environ.clear()
-        os.environ.update(variables)
-        own = str(Path(sys.argv[0]).parent)
-        sys.argv, sys.path[:], sys.modules["__main__"] = argv, search_path, main
-        for name in set(sys.modules) - modules:
-            if str(getattr(sys.modules[name], "__file__", None) or "").startswith(own):
-                del sys.modules[name]
-        for handler in set(logging.root.handlers) - set(handlers):
-            handler.close()
-        logging.root.handlers[:] = handlers
-        logging.root.setLevel(level)
-        torch.set_default_device(None)
-        torch.set_default_dtype(torch.float32)
-        torch.set_grad_enabled(True)
 
 
 @contextmanager

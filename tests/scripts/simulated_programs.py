@@ -8,7 +8,7 @@ import torch
 from samestep.comm.communicator import Communicator
 from samestep.comm.transport import LocalTransport
 from samestep.patch import Patch, applied, late_dynamo
-from samestep.scripts.shared_script import SharedScript, num_visible
+from samestep.scripts.script_state import ScriptState, num_visible
 from samestep.scripts.simulated.cuda import mark
 from samestep.scripts.simulated.devices import simulated_devices
 
@@ -16,8 +16,8 @@ from samestep.scripts.simulated.devices import simulated_devices
 def alone(num_devices=4, num_microbatches=None, device="cpu", **fields):
     """The state of one process that plays several devices."""
     transport = LocalTransport()
-    communicator = Communicator(torch.device(device), transport, transport, "ordered")
-    return SharedScript(communicator, num_microbatches, num_devices, **fields)
+    communicator = Communicator(torch.device(device), transport, transport)
+    return ScriptState(communicator, num_microbatches, num_devices, **fields)
 
 
 @contextmanager

@@ -1,12 +1,12 @@
 """Output of chunks is captured, and replayed in their order."""
 
 import io
+import logging
 import subprocess
 import sys
 import threading
 from contextlib import contextmanager
 
-import io_programs as programs
 import pytest
 from script_runs import run
 
@@ -79,22 +79,23 @@ def test_a_wrapped_stream_can_be_read_and_closed(tmp_path):
     assert stream.closed
 
 
-def test_handlers_bound_at_set_up_are_kept_too_and_rank_0_says_it(worlds):
-    results = worlds(2).run(programs.streams)
-    for rank, (said, middle, _, _, is_restored) in enumerate(results):
-        assert "".join(text for _, text in said) == f"inside {rank}\nlogged\n"
-        assert middle == "before\n"
-        assert is_restored
-    assert results[0][2:4] == ("before\ninside 0\n", "logged\n")
-    assert results[1][2:4] == ("before\n", "")
-
-
-def test_one_rank_alone_keeps_its_own_streams(worlds):
-    said, middle, stdout, stderr, is_restored = worlds(1).run(programs.streams)[0]
-    assert said == []
-    assert middle == stdout == "before\ninside 0\n"
-    assert stderr == "logged\n"
-    assert is_restored
+def test_handlers_bound_at_set_up_are_kept_too_and_replayed():
+    behind, before = (io.StringIO(), io.StringIO()), (sys.stdout, sys.stderr)
+    sys.stdout, sys.stderr = behind
+    try:
+        with output.script_streams():
+            handler = logging.StreamHandler()
+            print("before")
+            with output.captured() as said:
+                print("inside")
+                handler.emit(logging.makeLogRecord({"msg": "logged"}))
+            assert behind[0].getvalue() == "before\n"
+            assert "".join(text for _, text in said) == "inside\nlogged\n"
+            output.replay(said)
+        assert (sys.stdout, sys.stderr) == behind
+    finally:
+        sys.stdout, sys.stderr = before
+    assert [stream.getvalue() for stream in behind] == ["before\ninside\n", "logged\n"]
 
 
 def test_a_process_without_a_console_says_nothing(capsys):

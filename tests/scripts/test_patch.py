@@ -98,15 +98,15 @@ def layers_of(function):
 def test_the_order_of_the_patches_of_a_script_is_that_in_which_they_call_each_other():
     plain_call, seen = nn.Module.__call__, {}
     with patched(alone(), simulated=True):
-        # A seed is recorded, shared among the ranks, and given to the devices' generator.
+        # A seed is recorded, and given to the devices' generator.
         seen["torch.cuda"] = layers_of(torch.cuda.manual_seed)
         seen["random"] = layers_of(random.seed)
         # Modules of TorchScript go past what shares forwards out.
         held = inspect.getclosurevars(torch.jit.RecursiveScriptModule.__call__).nonlocals["call"]
         assert nn.Module.__call__ is not plain_call
         assert held is plain_call
-    assert seen["torch.cuda"] == ["seeding._setting", "seeding._shared_seed", "cuda._random"]
-    assert seen["random"] == ["seeding._setting", "seeding._shared_seed", "random.Random"]
+    assert seen["torch.cuda"] == ["seeding._setting", "cuda._random"]
+    assert seen["random"] == ["seeding._setting", "random.Random"]
 
 
 def test_patches_in_another_order_are_found_out():

@@ -1,5 +1,6 @@
 """Plain scripts: the module that an optimizer trains is found, compared and shared out, or refused by name."""
 
+from contextlib import nullcontext
 from textwrap import dedent
 
 import pytest
@@ -289,7 +290,7 @@ def test_a_module_that_keeps_what_depends_on_the_batch_is_called_whole_and_a_lin
         outcomes = train(n, body)
         assert not outcomes[0].error, outcomes[0].message
         assert all(outcome.result == alone.result for outcome in outcomes)
-        assert f"model (Net) is called whole on every rank: {why}" in outcomes[0].stderr
+        assert f"model (Net) is called whole on one device: {why}" in outcomes[0].stderr
 
 
 def test_what_a_module_writes_alike_for_every_batch_hinders_no_microbatches(train):
@@ -320,18 +321,18 @@ def test_one_line_says_which_module_is_shared_out_and_what_becomes_of_batchnorm(
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
     """
-    first, second = train(2, dedent(body).format(norm="BatchNorm1d(4)", rows=12), num_microbatches=None)
-    assert first.stderr == (
-        "samestep: model (Sequential), which an optimizer trains, is shared out in 2 microbatches, one a device; "
+    shared = train(2, dedent(body).format(norm="BatchNorm1d(4)", rows=12), num_microbatches=None)[0]
+    assert shared.stderr == (
+        "samestep: model (Sequential), which an optimizer trains, is shared out in 2 microbatches, by 2 devices: "
+        "this process and 1 worker; "
         "--logical-devices 2 gives the same bits on any number of devices; BatchNorm normalises by each microbatch, "
         "and its running statistics are the mean over them\n"
     )
-    assert second.stderr == ""
     (alone,) = train(1, dedent(body).format(norm="LayerNorm(4)", rows=12), num_microbatches=3)
     assert alone.stderr == "samestep: model (Sequential), which an optimizer trains, is shared out in 3 microbatches\n"
     for n in (1, 2):
         row = train(n, dedent(body).format(norm="LayerNorm(4)", rows=1))[0]
-        assert row.stderr.startswith("samestep: model (Sequential) got a batch of 1 row, and is not shared out: every ")
+        assert row.stderr.startswith("samestep: model (Sequential) got a batch of 1 row, and is not shared out: one ")
         assert row.stderr.count("\n") == 1
         assert row.chunks == ()
 
@@ -444,12 +445,13 @@ def test_a_result_that_has_no_rows_for_a_single_sample_is_refused(train):
 
 
 class Tokens(nn.Module):
-    def __init__(self):
+    def __init__(self, ignored=-100):
         super().__init__()
         self.head = nn.Linear(6, 5)
+        self.ignored = ignored
 
     def forward(self, x, labels):
-        return nn.functional.cross_entropy(self.head(x).view(-1, 5), labels.view(-1))
+        return nn.functional.cross_entropy(self.head(x).view(-1, 5), labels.view(-1), ignore_index=self.ignored)
 
 
 def loss_of_tokens(is_shared):
@@ -472,6 +474,24 @@ def test_twin_a_mean_of_means_is_another_loss_and_no_rule_that_the_comparison_ac
     monkeypatch.setattr(compare.Rule, "weights", lambda rule, chunks: [1] * chunks.num_chunks)
     with pytest.raises(UsageError, match="neither their sum nor their mean"):
         loss_of_tokens(True)
+
+
+@pytest.mark.parametrize("ignored", [-100, -1])
+def test_a_mean_over_labels_has_the_right_gradients_where_the_loss_of_every_microbatch_is_the_same(ignored):
+    def gradient(is_shared):
+        torch.manual_seed(3)
+        model, x, labels = Tokens(ignored), torch.randn(8, 4, 6), torch.randint(5, (8, 4))
+        labels[:3, 1:] = ignored
+        nn.init.zeros_(model.head.weight)  # as last layers often begin: all classes are alike
+        nn.init.zeros_(model.head.bias)
+        with shared_out(alone(), None) if is_shared else nullcontext():
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            model(x, labels).backward()
+        assert optimizer.param_groups
+        assert not any(parameter.any() for parameter in model.parameters())
+        return model.head.weight.grad
+
+    torch.testing.assert_close(gradient(True), gradient(False))
 
 
 def test_the_comparison_leaves_no_trace():

@@ -12,7 +12,7 @@ from simulated_programs import alone, devices
 from torch import nn
 
 from samestep.errors import UsageError
-from samestep.scripts.shared_script import count_ids, num_visible
+from samestep.scripts.script_state import count_ids, num_visible
 from samestep.scripts.simulated.devices import own_accelerator
 
 

@@ -79,7 +79,7 @@ def test_before_anything_is_divided_every_process_sums_the_whole_list(worlds):
     [
         ("parameters", "the ranks hold different parameters"),
         ("batches", "the ranks got different batches"),
-        ("lengths", r"rank 1: 4 devices, 8 samples"),
+        ("lengths", "rank 1: split_and_load: 4 devices, 8 samples"),
         ("tensors", "the ranks reduce different tensors"),
         ("undivided", "the ranks hold different tensors"),
     ],

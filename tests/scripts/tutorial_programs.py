@@ -4,7 +4,7 @@ import torch
 
 from samestep.core.tree import Block, TreeSum
 from samestep.errors import SamestepError
-from samestep.scripts.shared_script import SharedScript
+from samestep.scripts.script_state import ScriptState
 from samestep.scripts.split_forward.chunks import deal
 from samestep.tutorial import allreduce, replicate_params, split_and_load
 
@@ -41,7 +41,7 @@ def bits(tensors):
 
 def train(communicator, devices, sizes, together=True, even_split=False, breaker=None):
     """A few steps of hand-written SGD: the losses, the parameters' bits, and the rows that this rank had."""
-    script, device = SharedScript(communicator), communicator.device
+    script, device = ScriptState(communicator), communicator.device
     replicas = replicate_params(parameters(device), devices, script=script)
     losses, rows = [], []
     for batch in data(sizes, device):
@@ -78,7 +78,8 @@ def left_fold(gradients, script):
         total = column[0].clone()
         for other in column[1:]:
             total += other
-        total = script.communicator.transport.add(total.view(-1)).wait().view(total.shape)
+        parts = script.communicator.transport.gather(total.view(-1)).wait()
+        total = sum(reversed(parts.chunk(script.communicator.world_size))).view(total.shape)
         for gradient in column:
             gradient.copy_(total)
 
@@ -97,7 +98,7 @@ BREAKERS = {"left fold": left_fold, "local mean": local_mean}
 def sum_values(communicator, num_devices, dtype_name, shape):
     """The sum of tensors that the rank makes for each of its logical devices; and the tree sum of all."""
     dtype = getattr(torch, dtype_name)
-    script = SharedScript(communicator)
+    script = ScriptState(communicator)
     replicate_params([torch.zeros(1)], num_devices, script=script)
     generator = torch.Generator().manual_seed(6)
     numbers = [torch.randn(shape, generator=generator) * 100 for _ in range(num_devices)]
@@ -115,13 +116,13 @@ def sum_values(communicator, num_devices, dtype_name, shape):
 def reduce_what_everyone_holds(communicator):
     """A list of three that the script made itself, before anything was divided."""
     values = [torch.full((2,), float(10**k)) for k in range(3)]
-    allreduce(values, script=SharedScript(communicator))
+    allreduce(values, script=ScriptState(communicator))
     return [value.tolist() for value in values]
 
 
 def error_of(communicator, case):
     """The error that a rank gets; cases are named by their mistake."""
-    script = SharedScript(communicator)
+    script = ScriptState(communicator)
     rank = communicator.rank
     try:
         if case == "parameters":

@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from samestep.engine.config import Replicate, Sharded
 from samestep.engine.observer import StepObserver
+from samestep.engine.strategy_options import Replicate, Sharded
 from samestep.errors import SamestepError
 from samestep.metrics import accuracy, cross_entropy
 from samestep.run.run import Run

@@ -8,9 +8,8 @@ from resume_programs import BATCH, NUM_MICROBATCHES, SEED, classification, point
 from torch import nn
 
 from samestep.checkpoint.digest import as_hex, state_checksum, state_digest
-from samestep.checkpoint.foreign import load_weights
 from samestep.checkpoint.state import capture
-from samestep.engine.config import Pipeline, Replicate, Sharded
+from samestep.engine.strategy_options import Pipeline, Replicate, Sharded
 from samestep.metrics import accuracy, cross_entropy
 from samestep.run.hooks import EMA
 from samestep.run.run import Run
@@ -139,7 +138,6 @@ def messages(communicator, strategy):
     for name, ask in {
         "digest": lambda: state_digest(model, step.optimizers),
         "average": lambda: EMA().update(model),
-        "load": lambda: load_weights(model, "weights.safetensors"),
     }.items():
         try:
             ask()

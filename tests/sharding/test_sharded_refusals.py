@@ -7,8 +7,8 @@ from torch import nn
 from worlds import cpu_only, in_turns
 
 import samestep
-from samestep.engine.config import Replicate, Sharded, as_strategy
 from samestep.engine.sharded_model import check_parameters, choose_modules
+from samestep.engine.strategy_options import Replicate, Sharded, as_strategy
 from samestep.errors import UsageError
 
 

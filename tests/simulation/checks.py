@@ -80,16 +80,15 @@ def over_processes(program, check, strategies=("replicate",) * 2, ranks=(0, 0), 
 
 EXCUSES = {  # of a check that says nothing about a program
     # A loader of one's own draws a seed for workers that begin, and they draw by it.
-    "workers": lambda p: p.data in ("streams", "iterable", "own loader", "own persistent"),
+    "workers": lambda p: p.data in ("streams", "iterable", "own loader"),
     "resumed workers": lambda p: p.data in ("streams", "iterable", "own loader"),
     "resumed": lambda p: any("keep=2" in option for option in p.options),  # some are gone
-    "stopped": lambda p: p.calls,  # of which the next one goes on
     "plain": lambda p: not (p.is_plain and p.microbatches == 1),
     "nearly plain": lambda p: not (p.is_plain and p.microbatches > 1),
     "loops": lambda p: (
         p.loop == "own"
         or p.data in grammar.OF_LOADERS
-        or bool(p.hooks or p.calls or p.patience or p.steps or p.best)
+        or bool(p.hooks or p.patience or p.steps or p.best)
         or any(option.startswith(("fit", "Trainer: state")) for option in p.options)
         or p.scheduler in grammar.BY_HOOK
     ),
@@ -98,7 +97,6 @@ ALSO = {  # checks of programs that are not drawn alone: of what others never or
     "plain": lambda p: True,
     "nearly plain": lambda p: True,
     "resumed": lambda p: p.precision == "16-mixed",
-    "resumed workers": lambda p: p.data == "own persistent",
 }
 PROGRAM_CHECKS = [*["resumed"] * 3, *["ranks"] * 2, "watched", "seldom", "workers", "resumed workers", "loops"]
 DTYPES = ["float32", "float64", "float16", "bfloat16", "int64", "int32", "int8", "uint8", "bool", "complex64"]

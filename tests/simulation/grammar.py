@@ -119,10 +119,7 @@ DATA = table("""
     own weighted: DataLoader(Noisy(), BATCH, worker_init_fn=random.seed,
         sampler=WeightedRandomSampler([1.0, 2.0] * (NUM_SAMPLES // 2), NUM_SAMPLES))
     own batches: DataLoader(TensorDataset(X, Y), batch_sampler=BatchSampler(RandomSampler(X), BATCH, drop_last=False))
-    own persistent: DataLoader(TensorDataset(X, Y), batch_size=BATCH, shuffle=True, num_workers=num_workers,
-        persistent_workers=num_workers > 0)
     numpy: OwnDraws()
-    own list: DataLoader(TensorDataset(X, Y), batch_size=BATCH, sampler=Listed())
 """)
 OF_LOADERS = {"streams", *(name for name in DATA if name.startswith("own "))}  # not for `run.loader(…)`
 NUMBERED = {"tensors", "dict", "nested", "tensor dataset", "samples"}  # an id is a row, which a plain loop can read
@@ -197,14 +194,13 @@ NAMED = table("""
     own draws: draws (Generator): drawn from while microbatches run
     unused: parameters got no gradient in the first 3 steps, such as
     numpy: the dataset keeps a generator of its own (Generator)
-    own list: the sampler Listed has order, which changes in training
     forgetful: the hook Forgetful has total (Tensor)
     forgotten: the hook Scheduling has scheduler (ExponentialLR)
     early: drawn before samestep.Run
 """)  # a block, dataset, hook or scheduler whose bits another number of ranks or a resume may change: the line
 # Further arguments of calls; one thread a rank, since OpenMP has a number of its own in each rank's thread.
 OPTIONS = """
-    Run: reduction="ordered"; num_threads=1; timeout_seconds=60.0; mesh={"data": -1};
+    Run: num_threads=1; timeout_seconds=60.0; mesh={"data": -1};
         spares=int(communicator is not None and communicator.world_size > 1)
     train_step: late_check=False; overlap=False; bucket_bytes=64; on_nonfinite="raise"; strategy="replicate";
         strategy=samestep.Replicate(shard_optimizer=False); observers=[Watching()]; audit=2; audit=1;
@@ -212,7 +208,7 @@ OPTIONS = """
     loader: drop_last=True; collate_fn=collated; cache="device"; multiprocessing_context="fork"; exact_states=True
     Trainer: loggers=[Log()]; name="another"; contract={"note": 1}; epoch_line=("loss", "test loss");
         checkpoint_minutes=1e-9; checkpoint_retries=1; keep=2; digest_every=2; resume_command="again";
-        state={"other": other}; hash_data=True
+        state={"other": other}
     fit: eval_every=2; collate_fn=collated; allow_contract_change=True
     save_checkpoint: keep=2; checkpoint_retries=1
     load_checkpoint: allow_contract_change=True
@@ -253,7 +249,6 @@ CHOICES = {  # of each field of a program; the first one is the simplest, to whi
     "loop": ["trainer", "trainer", "own"],
     "zero1": RARE,
     "shuffle": [False, True],
-    "calls": ["", "", "", "drawing", "freezing"],  # what happens between calls of `fit` of an epoch each
     "best": ["", "", "", '"loss"', '("loss", "min")', '("loss", "max")'],  # the argument
     "patience": RARE,
     "evaluated": ["", "", "", *METRICS],  # by which metrics
@@ -299,7 +294,7 @@ class Program(Choices):
         return (
             self.data in NUMBERED
             and self.loss == "mean"
-            and not (self.clip or self.zero1 or self.hooks or self.critic or self.best or self.patience or self.calls)
+            and not (self.clip or self.zero1 or self.hooks or self.critic or self.best or self.patience)
             and self.precision == "32-true"
             and not any("drop_last" in option or "collated" in option for option in self.options)
             and self.scheduler not in BY_HOOK
@@ -319,11 +314,9 @@ def allowed(p):
             if p.named in known:
                 p = p.but(**{name: (p.named,) if name in SEVERAL else p.named})
     p = p.but(microbatches=min(p.microbatches, p.batch))
-    if p.data == "own persistent":  # from epoch to epoch
-        p.epochs = 3
     if p.loop == "own":
         p.hooks = tuple(hook for hook in p.hooks if hook == "average")
-        p.calls, p.best, p.patience, p.evaluated, p.steps = "", "", False, "", 0
+        p.best, p.patience, p.evaluated, p.steps = "", False, "", 0
         if p.data in OF_LOADERS and p.data != "streams":
             p.data = "noisy"
         if p.scheduler in BY_HOOK:
@@ -335,6 +328,8 @@ def allowed(p):
             p.evaluated, p.best = p.evaluated or "classes", p.best or '"loss"'
     if p.data == "iterable" or p.data in OF_LOADERS:
         p.shuffle = False
+    if p.data in OF_LOADERS and p.data != "streams":  # whose checkpoints are written between epochs
+        p.steps = 0
     if p.critic or p.files:
         p.zero1 = False
     if p.zero1:
@@ -358,9 +353,7 @@ def allowed(p):
         p.samples += 2 * p.microbatches - short if 0 < short < 2 * p.microbatches else 0
         if p.data in ("streams", "iterable"):
             p.samples = p.batch * max(1, p.samples // p.batch)
-    if p.zero1 and p.calls == "freezing":
-        p.calls = ""
-    if "thawing" in p.hooks or p.calls == "freezing":  # the first layer, and something must be left to train: the last
+    if "thawing" in p.hooks:  # the first layer, and something must be left to train: the last
         p.hooks = tuple(hook for hook in p.hooks if hook != "drawing")
     if "drop_last=True" in str(p.options) or p.data == "own drop last":
         p.samples = max(p.samples, p.batch)
@@ -381,7 +374,6 @@ def placed(p, *strategies):
     if p.optimizer in NOT_ELEMENTWISE:
         p.optimizer = "adam"
     p.hooks = tuple(hook for hook in p.hooks if hook != "thawing")  # what is trained is fixed
-    p.calls = "" if p.calls == "freezing" else p.calls
     refused = {"sometimes"}
     if {*strategies} - {"replicate", "zero1"}:
         p.hooks = ()  # no rank has all parameters
@@ -403,7 +395,7 @@ def placed(p, *strategies):
 
 def plainer(p):
     """The program without what a plain loop cannot do."""
-    names = ["loss", "precision", "hooks", "options", "clip", "zero1", "critic", "best", "patience", "calls", "named"]
+    names = ["loss", "precision", "hooks", "options", "clip", "zero1", "critic", "best", "patience", "named"]
     p = p.but(**{name: p.simplest[name] for name in names})
     blocks = DRAWING
     if p.microbatches % 2 == 0:

@@ -134,7 +134,12 @@ def folded(call, number, rank, ranks):
     if call.op != "AVG":
         return totals
     is_whole = call.dtype in ("uint8", "int8", "int32", "int64")  # as in C: towards zero
-    return [torch.div(total, ranks, rounding_mode="trunc" if is_whole else None) for total in totals]
+    # Part by part: torch's division of a complex number rounds otherwise than that of its parts.
+    numbers = [torch.view_as_real(total) if total.is_complex() else total for total in totals]
+    means = [torch.div(each, ranks, rounding_mode="trunc" if is_whole else None) for each in numbers]
+    return [
+        torch.view_as_complex(each) if total.is_complex() else each for each, total in zip(means, totals, strict=True)
+    ]
 
 
 def carry_out(calls_by_rank, how):

@@ -34,7 +34,8 @@ from samestep.comm import connecting, membership, rendezvous, segment, shared_me
 from samestep.comm import heartbeat as heartbeat_page
 from samestep.comm.communicator import Communicator
 from samestep.comm.environment import Environment
-from samestep.comm.heartbeat import Channel, Heartbeat, HeartbeatPage
+from samestep.comm.events import Channel
+from samestep.comm.heartbeat import Heartbeat, HeartbeatPage
 from samestep.comm.membership import Membership
 from samestep.comm.rendezvous import Rendezvous
 from samestep.comm.transport import LocalTransport
@@ -257,7 +258,7 @@ class Rank:
         if place.joins:
             heartbeat.quorum = page.number
         self.member = member = Membership(
-            Communicator(device, *ends, "ordered"),
+            Communicator(device, *ends),
             schedule.microbatches,
             slots=(0,) if place.joins else None,
             num_active=schedule.ranks - schedule.spares,
@@ -392,7 +393,7 @@ def check_schedule(schedule):
     show = SimpleNamespace(notify=said.append, progress=said.append, line=said.append, refused=None)
     policy = Policy(hang_seconds=HANG_SECONDS, replace=schedule.replacements > 0, max_restarts=schedule.replacements)
     whole = {"value": 0.0, "log": []}
-    alone = Communicator(torch.device("cpu"), *(LocalTransport(),) * 2, "ordered")
+    alone = Communicator(torch.device("cpu"), *(LocalTransport(),) * 2)
     with simulated(ranks):
         run_loop(Membership(alone, schedule.microbatches), whole, replace(schedule, checkpoints=()))
         job = Job("function", "simulated:run", policy=policy)

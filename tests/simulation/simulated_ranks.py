@@ -77,7 +77,7 @@ def in_turns(world_size, train, *args, order=0, lost=None, **options):
     """What `train(communicator, …)` returns on each rank; "lost" if one was lost."""
 
     def rank_main(transport):
-        return train(Communicator(torch.device("cpu"), transport, transport, "ordered"), *args, **options)
+        return train(Communicator(torch.device("cpu"), transport, transport), *args, **options)
 
     try:
         # A picture takes as long as all else of a short run.
@@ -159,7 +159,7 @@ def check_resumed(train, one, folder, n):
     for place in {*places[n.place % stride :: stride], places[-1]}:
         done = int(place.name[5:])
         for found in in_turns((done + n.ranks) % n.most + 1, train, None, place, order=n.order):
-            check_same(found, one, done, ("draws", "drawn") if place == places[-1] else ())
+            check_same(found, one, done, ("draws",) if place == places[-1] else ())
 
 
 def check_seldom(train, one, folder, n):
@@ -195,16 +195,16 @@ def check_nearly_plain(plain, one, folder, n):
 
 
 def check_loops(train_by_hand, one, folder, n):
-    check_same(in_turns(1, train_by_hand)[0], one, but=("history", "best", "drawn", "averaged", "hashed"))
+    check_same(in_turns(1, train_by_hand)[0], one, but=("history", "best", "averaged"))
 
 
 def check_lost(train, one, folder, n):
     world = Turns(n.ranks)
-    world.run(lambda t: train(Communicator(torch.device("cpu"), t, t, "ordered"), folder / "whole"))
+    world.run(lambda t: train(Communicator(torch.device("cpu"), t, t), folder / "whole"))
     lost = n.order % n.ranks, n.place % world.exchanges
     assert in_turns(n.ranks, train, folder / "run", lost=lost) == "lost"
     for found in in_turns(n.others, train, None, folder / "run" if checkpoints_in(folder / "run") else None):
-        check_same(found, one, 1 << 30, ("draws", "drawn"))
+        check_same(found, one, 1 << 30, ("draws",))
 
 
 def check_stopped(train, one, folder, n):
@@ -212,7 +212,7 @@ def check_stopped(train, one, folder, n):
     in_turns(n.ranks, train, folder / "run", stops=(n.order % n.ranks, first))
     in_turns(n.others, train, folder / "run", resume="auto", stops=(0, first + n.count))
     for found in in_turns(n.ranks, train, folder / "run", resume="auto"):
-        check_same(found, one, 1 << 30, ("draws", "drawn"))
+        check_same(found, one, 1 << 30, ("draws",))
 
 
 def check_named(train, one, folder, n):
@@ -237,7 +237,7 @@ def check_full_disk(train, one, folder, n):
     except RunFolderError:
         found = in_turns(n.others, train, folder / "run", resume="auto")
     for each in found:
-        check_same(each, one, 1 << 30, ("draws", "drawn"))
+        check_same(each, one, 1 << 30, ("draws",))
 
 
 def check_crash(train, one, folder, n):
@@ -247,7 +247,7 @@ def check_crash(train, one, folder, n):
     if (folder / "run").exists():
         shutil.copytree(folder / "run", folder / "left")  # without the lock, which ends with a process
     for found in in_turns(n.others, train, folder / "left", resume="auto"):
-        check_same(found, one, 1 << 30, ("draws", "drawn"))
+        check_same(found, one, 1 << 30, ("draws",))
 
 
 def check_damaged(train, one, folder, n):
@@ -260,4 +260,4 @@ def check_damaged(train, one, folder, n):
     file.write_bytes(data)
     if len(places) > 1:
         for found in in_turns(n.others, train, None, folder / "run"):
-            check_same(found, one, 1 << 30, ("draws", "drawn"))
+            check_same(found, one, 1 << 30, ("draws",))

@@ -42,17 +42,15 @@ REASONS = {  # why no program has something, and what belongs to it
         metrics.StateMetric
         metrics.as_metric metrics.result metrics.sums metrics.target_of
     """,
-    "is output alone": "__version__ Run(profile) metrics.Metric(name)",
+    "is output alone": "__version__ metrics.Metric(name)",
     "is what the head of a program makes or expects": "Communicator SamestepError Run(device)",
     "is for scripts, which have a grammar of their own": "DataParallel data_parallel register_backend tutorial",
-    "reads the files of other programs": "load_weights",
     "looks at the machine before a run": "discover select",
     "needs processes": """
         Pipeline Sharded Run.mesh Run(mesh=pipe) Run(mesh=pipeline) Run(mesh=tensor) Run.train_step(strategy=pipeline)
         Run.train_step(strategy=sharded) Run.train_step(strategy=tensor) launch
     """,
     "is a word of the docstring, no value": "Trainer(epoch_line=accuracy) Run.train_step(shard_optimizer=replicate)",
-    "has the tier allclose": "Run(reduction=native)",
     "takes a compiler seconds for each shape": "Run.train_step(compile)",
     "closes what ranks in turns do not have": "Run.close",
     "is called by the end of a with block": "Trainer.close",

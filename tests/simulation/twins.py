@@ -59,7 +59,7 @@ def folding(operation, order):
 TWINS = table("""
     what was frozen in training is not restored: checkpoint.state._restore_extras = nothing
         | resumed | Program(samples=8, epochs=3, hooks=("thawing",))
-    what a sampler keeps is not restored: run.progress._samplers = lambda loader: []
+    what a sampler keeps is not restored: run.progress._parts = lambda loader: []
         | resumed | Program(data="own sampler", samples=8, epochs=2)
     samples are not seeded: data.fetch.SeededSamples.__getitems__ = lambda self, request: [
         self._collate([self._dataset[i] for i in ids.tolist()]) for ids in request.microbatches]
@@ -72,8 +72,6 @@ TWINS = table("""
         | resumed | Program(samples=8, hooks=("drawing",))
     a moving average is not restored: run.hooks.EMA.load_state_dict = nothing
         | resumed | Program(samples=8, hooks=("average",))
-    the hashes of samples are not restored: run.data_hash.DataHash.load = lambda *_, **__: None
-        | resumed | Program(samples=8, options=("Trainer: hash_data=True",))
     the best checkpoint is that of before the evaluation:
         checkpoint.async_save.write_checkpoint = lambda *arguments, replace: real(*arguments)
         | resumed | Program(samples=8, best='"loss"', evaluated="classes")
@@ -118,7 +116,7 @@ TWINS = table("""
         checkpoint.state.load_optimizer = lambda optimizer, saved, *_: (
         optimizer._optimizer_load_state_dict_post_hooks.clear(), optimizer.load_state_dict(saved))
         | resumed | Program(blocks=("bfloat16",), samples=8, optimizer="nadam")
-    the loss scale is not restored: engine.config.LossScale.load_state_dict = nothing
+    the loss scale is not restored: engine.precision.LossScale.load_state_dict = nothing
         | resumed | Program(samples=8, precision="16-mixed", loss="sometimes nan")
     damaged files of a checkpoint are taken: checkpoint.verified_files.matches = lambda found, written: True
         | damaged | Program(samples=8, optimizer="momentum") | place=2, order=90
@@ -126,8 +124,6 @@ TWINS = table("""
         | crash | Program() | place=12
     a full disk is no sentence: checkpoint.storage.writing = lambda path: nullcontext()
         | full disk | Program() | place=18, count=1000
-    persistent workers begin anew: run.progress._waiting_workers = nothing
-        | resumed workers | Program(data="own persistent", samples=8, epochs=3) | place=4
     the rank that is asked to stop stops alone:
         engine.step.TrainStep._exchange = lambda self, *arguments: stopped_alone(real(self, *arguments), self)
         | stopped | Program(samples=16, microbatches=2) | order=1, count=1
@@ -185,9 +181,8 @@ TWINS = table("""
         logical.collectives.reduce_scatter = lambda transport, parts, sizes, into, op:
         real(transport, parts, sizes, into, op if len({*sizes}) == 1 else folding(op, lambda parts: parts[::-1]))
         | calls | ([Call("reduce_scatter_uneven", shape=(9,))], 3, (None, 0))
-    reads of other ranks do not wait for a file that rank 0 writes:
-        scripts.files.rank0_files.Rank0Files.mark_unfinished = lambda self, path:
-        real(self, None if self.script.rank else path)
+    workers keep the first of the weights that they had: scripts.workers.image.Image.stale = lambda self, everything:
+        real(self, everything)[1:]
         | runs | [drawn_scripts.allowed(kind="plain", saves=True)]
     chunks of a ragged batch are cut otherwise: scripts.split_forward.chunks.chunk_sizes = lambda length, count:
         real(length, count)[::-1]

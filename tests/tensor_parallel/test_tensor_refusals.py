@@ -70,7 +70,7 @@ def test_a_rank_that_is_lost_in_the_middle_of_a_microbatch_ends_the_others(trans
     world = World(2, transport)
     try:
         for pipe in world._pipes:
-            pipe.send((f"{loses_rank_1.__module__}:{loses_rank_1.__qualname__}", (MESH,), "ordered"))
+            pipe.send((f"{loses_rank_1.__module__}:{loses_rank_1.__qualname__}", (MESH,)))
         assert world._pipes[0].poll(60), "the other rank still waits, for as long as a transfer may take"
         kind, words = world._pipes[0].recv()
         assert kind == "result", words

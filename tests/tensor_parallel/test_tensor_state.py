@@ -16,7 +16,7 @@ from samestep.checkpoint.digest import as_hex, state_checksum, state_digest
 from samestep.checkpoint.export import export_weights
 from samestep.checkpoint.storage import read_checkpoint
 from samestep.checkpoint.verified_files import part_name
-from samestep.engine.config import Replicate, Sharded
+from samestep.engine.strategy_options import Replicate, Sharded
 from samestep.errors import ContractError
 from samestep.run.run import Run
 

@@ -4,6 +4,7 @@ import json
 import random
 import re
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,8 +22,10 @@ from samestep.cli.explain import FOLDERS, PACKAGE
 from samestep.cli.main import main
 from samestep.cli.verify import show
 from samestep.patch import applied
+from samestep.verify import verdict as verdict_module
 from samestep.verify.causes.evidence import Evidence
 from samestep.verify.causes.means import divisor
+from samestep.verify.causes.rounding import ROUNDING
 from samestep.verify.causes.table import CAUSES, FactRecorder
 from samestep.verify.program_runner import RunSpec
 
@@ -82,6 +85,19 @@ def test_a_breaker_is_caught_named_and_confirmed_without_which_the_runs_agree(ve
     assert verdict.difference is not None
     assert named(verdict) == {ROWS[name]}
     assert verdict.unexplained is None
+
+
+def test_a_cause_of_more_than_rounding_is_confirmed_beside_rounding_if_bits_are_required(verdict_on):
+    verdict = verdict_on(BREAKERS / "loss_factor.py", steps=6, tier="bitwise")
+    assert named(verdict) == {"loss_factor", "rounding"}
+    assert verdict.unexplained is None
+
+
+def test_twin_without_a_sign_of_another_order_nothing_is_taken_for_rounding(verdict_on, monkeypatch):
+    monkeypatch.setattr(verdict_module, "ROUNDING", replace(ROUNDING, suspect=lambda evidence: None))
+    verdict = verdict_on(BREAKERS / "loss_factor.py", steps=6, tier="bitwise")
+    assert "rounding" not in named(verdict)
+    assert verdict.unexplained is not None
 
 
 def test_a_module_that_one_device_calls_by_itself_has_the_name_that_it_has_on_several(runner_of, script):
@@ -319,7 +335,7 @@ def test_listening_changes_no_number_and_leaves_torch_as_it_was(warm):
     assert json.loads(json.dumps(facts)) == facts
 
 
-@pytest.mark.parametrize("cause", CAUSES, ids=lambda cause: cause.key)
+@pytest.mark.parametrize("cause", [cause for cause in CAUSES if cause.neutralise], ids=lambda cause: cause.key)
 def test_an_antidote_can_be_taken_and_leaves_torch_as_it_was(warm, cause):
     before, flags = places(*OWNERS), torch.get_deterministic_debug_mode()
     with cause.neutralise():

@@ -4,6 +4,7 @@ import json
 import re
 import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from samestep.cli.main import app, main
 from samestep.cli.verify import show
 from samestep.errors import UsageError, WorkerError
 from samestep.verify.causes.evidence import Evidence
-from samestep.verify.comparison import first_difference
+from samestep.verify.comparison import first_difference, first_place
 from samestep.verify.program_runner import RunSpec
 
 HERE = Path(__file__).resolve().parent
@@ -80,6 +81,23 @@ def test_a_program_of_samestep_and_a_single_process_script_are_equal_to_the_bit(
     verdict = verdict_on(path, single_process=single_process, steps=3)
     assert verdict.agrees
     assert (verdict.family, verdict.reached, verdict.compared.samples) == (family, "bitwise", samples)
+
+
+def test_modules_of_a_single_process_script_are_recorded_in_its_workers_as_in_one_process(runner_of):
+    runner = runner_of(BREAKERS / "single_process_clean.py", single_process=SINGLE_PROCESS)
+    one, two = (runner.record(RunSpec(devices, 2, detail=1)) for devices in ("cpu:1", "cpu:2"))
+    assert (one.failure, two.failure) == (None, None)
+    lines = list(two.lines("module", 1))
+    assert {(line["step"], line["direction"], line["microbatch"]) for line in lines} == {
+        (1, direction, number) for direction in ("forward", "backward") for number in (2, 3)
+    }
+    assert first_place(one, two, exact=True).direction == "exchange"
+    assert [len(line["microbatches"]) for line in two.steps[0]] == [4, 7]  # three are of an evaluation
+    for line in lines:
+        other = replace(two, ranks=(two.ranks[0], tuple({**one, "bits": []} if one is line else one for one in lines)))
+        place = first_place(one, other, exact=True)
+        assert (place.module, place.direction) == (line["name"], line["direction"])
+        assert f"microbatch {line['microbatch']}" in place.text
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,6 @@ from torch import nn
 from torch.utils.data import DataLoader, RandomSampler
 
 from samestep.checkpoint.local_shards import SEVERAL, local_tensors
-from samestep.checks import check_choice
-from samestep.comm.reduction import REDUCTIONS
 from samestep.comm.transport import Connection
 from samestep.core.microbatches import check_num_microbatches
 from samestep.data.loader import Loader
@@ -52,7 +50,6 @@ class Contract:
         global_batch_size: samples of one optimizer step.
         num_microbatches: slices of the global batch, the unit of computation.
         seed: of every random generator and of the order.
-        reduction: "ordered" or "native".
         device_kind: "cpu", "cuda", …
         num_threads: CPU threads a rank, on GPUs too: samples are loaded and parameters initialised by CPU kernels.
         portable: which kernels are alike on every x86-64 CPU, in words; None if they are those of this CPU.
@@ -61,7 +58,6 @@ class Contract:
     global_batch_size: int
     num_microbatches: int
     seed: int
-    reduction: str
     device_kind: str
     num_threads: int
     portable: str | None = None
@@ -73,10 +69,9 @@ class Contract:
         return {**own, **more, "versions": versions(), "flags": recorded_flags(self.device_kind)}
 
 
-def check_contract(global_batch_size: int, num_microbatches: int | None, reduction: str, seed: int) -> int:
+def check_contract(global_batch_size: int, num_microbatches: int | None, seed: int) -> int:
     """Checks arguments of `Run`; returns the number of microbatches."""
     count = check_num_microbatches(num_microbatches, global_batch_size)
-    check_choice("reduction", reduction, REDUCTIONS)
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
         raise UsageError(f"got seed={seed!r}; it must be an integer from 0 to 2^63 - 1 (--seed)")
     return count
@@ -122,7 +117,7 @@ def check_same_gpus(ranks: Connection, device: torch.device) -> None:
         shown = "; ".join(f"{name} by rank: {', '.join(map(str, values))}" for name, values in differ.items())
         raise DeviceError(
             f"the ranks would not compute the same bits. {shown}. Use equal GPUs (--devices), libraries and variables "
-            'for all ranks; reduction="native" needs no equal bits'
+            "for all ranks"
         )
 
 
@@ -154,7 +149,6 @@ def loader_contract(loader: Loader | DataLoader[Any]) -> dict[str, Any]:
     else:
         fields["shuffle"] = isinstance(loader.sampler, RandomSampler)
         fields["data_loader"] = {"batch_size": loader.batch_size, "sampler": type(loader.sampler).__name__}
-        fields["data_loader"] |= {"persistent_workers": True} if loader.persistent_workers else {}
     with suppress(TypeError):
         fields["num_samples"] = (
             loader.num_samples_at_first if isinstance(loader, Loader) else len(loader.dataset)  # type: ignore[arg-type]

@@ -36,7 +36,6 @@ BREAKING: Final[Mapping[str, str]] = {
     "param_dtype": "the rounding",
     "tensor": "where sums within a layer are cut, and so the rounding",
     "compile": "which kernels run, and how they round",
-    "reduction": "the order of sums between devices",
     "device_kind": "the kernels",
     "gpu": "the kernels, and how they split their sums",
     "num_threads": "how kernels split their sums",

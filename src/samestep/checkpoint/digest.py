@@ -36,9 +36,9 @@ from samestep.checkpoint.local_shards import local_state, local_tensors, unshard
 from samestep.checkpoint.packing import extra_states, pack
 from samestep.comm.communicator import Communicator
 from samestep.comm.membership import Membership
-from samestep.data.batch import checksum, flattened
+from samestep.data.checksums import checksum, flattened
 from samestep.data.nested import leaves
-from samestep.engine.determinism import generator_states
+from samestep.engine.generator_states import generator_states
 from samestep.engine.parameters import held_by
 from samestep.engine.sharded_state import LocalShard, ShardedState, divided_parameters, is_divided
 from samestep.engine.step import TrainStep

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from samestep.comm.buckets import dense_strides, fills_memory, packed_strides
-from samestep.data.batch import lacks_bytes
+from samestep.data.checksums import lacks_bytes
 from samestep.engine.sharded_state import LocalShard, Sharding
 from samestep.errors import CheckpointError, SamestepError, UsageError
 from samestep.files import MAX_LEVELS, is_nested_beyond

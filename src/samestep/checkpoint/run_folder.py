@@ -37,13 +37,12 @@ CHECKPOINT_FOLDER = "checkpoints"
 FACTS_FILE = "state.json"
 MAX_FACTS_BYTES = 1 << 30  # its values take a multiple of its size in memory
 LOG_FOLDER = "logs"
-PROFILE_FOLDER = "profile"
 LOCK_FILE = ".lock"
 TENSORBOARD_FOLDER = "tensorboard"
 OWN_NAMES = (
     *(CONTRACT_FILE, SCRIPT_FILE, LEDGER_FILE, METRICS_FILE, RESULT_FILE, WEIGHTS_FILE),
     *(LOGGERS_FILE, ATTESTATION_FILE, PICTURE_FILE, LOCK_FILE),
-    *(CHECKPOINT_FOLDER, LOG_FOLDER, PROFILE_FOLDER, TENSORBOARD_FOLDER),
+    *(CHECKPOINT_FOLDER, LOG_FOLDER, TENSORBOARD_FOLDER),
 )
 AUDITED_NAMES = (CONTRACT_FILE, LEDGER_FILE, RESULT_FILE, ATTESTATION_FILE, WEIGHTS_FILE, CHECKPOINT_FOLDER, LOCK_FILE)
 RUNS_FOLDER = Path("runs")
@@ -219,7 +218,7 @@ def check_untaken(folder: Path) -> None:
 
 def _precedes_record(entry: Path) -> bool:
     """Whether an entry may be of a run that was killed before its record was whole."""
-    return entry.name.startswith(".tmp-") or entry.name in (LOG_FOLDER, LOCK_FILE, PROFILE_FOLDER)
+    return entry.name.startswith(".tmp-") or entry.name in (LOG_FOLDER, LOCK_FILE)
 
 
 def remove_if_unused(folder: Path) -> None:

@@ -27,8 +27,8 @@ from samestep.checkpoint.local_shards import (
 from samestep.checkpoint.packing import DTYPES, as_bad_checkpoint, check_packed, extra_states, pack, unpack
 from samestep.checkpoint.run_folder import FACTS_FILE
 from samestep.checkpoint.storage import Snapshot
-from samestep.engine.config import Settings, apply_new_settings
-from samestep.engine.determinism import check_generators, generator_states, restore_generators
+from samestep.engine.generator_states import check_generators, generator_states, restore_generators
+from samestep.engine.optimizer_settings import Settings, apply_new_settings
 from samestep.engine.parameters import held_by, restore_dtypes
 from samestep.engine.sharded_state import ELEMENTWISE, LocalShard, ShardedState, Sharding
 from samestep.engine.step import TrainStep
@@ -123,13 +123,6 @@ def rest_of(state: Snapshot) -> dict[str, Any]:
     """The `rest` that was given to `capture`; raises a `CheckpointError` if the state is of another format."""
     rest: dict[str, Any] = _others(state)["rest"]
     return rest
-
-
-def saved_extra_states(state: Snapshot, model: str) -> dict[str, Any]:
-    """The extra state of a model's modules, by the names of its `state_dict()`."""
-    with as_bad_checkpoint(NOT_OURS):
-        extra = _others(state).get("extra", {}).get(model, {})
-        return {f"{path}.{EXTRA_STATE}" if path else EXTRA_STATE: value for path, value in extra.items()}
 
 
 def check_captured(state: Snapshot) -> None:
@@ -297,9 +290,7 @@ def load_model(
 
 
 @torch.no_grad()
-def load_optimizer(
-    optimizer: Optimizer, state: dict[str, Any], sharding: ShardedState | None = None, rank: int = 0
-) -> None:
+def load_optimizer(optimizer: Optimizer, state: dict[str, Any], sharding: ShardedState | None, rank: int) -> None:
     """Loads an optimizer's state exactly: torch's own loading casts it to the parameters' dtype."""
     state = localized(optimizer, state, sharding, rank)
     parameters = held_by(optimizer)

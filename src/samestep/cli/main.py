@@ -18,7 +18,7 @@ from samestep.version import __version__
 
 COMMANDS = (
     *("devices", "train", "run", "verify", "explain", "replay"),
-    *("attest", "audit", "profile", "report", "runs", "doctor", "export", "ledger"),
+    *("attest", "audit", "report", "runs", "doctor", "export", "ledger"),
 )
 WITH_SCRIPTS = ("run", "verify")  # options after the script are the script's
 

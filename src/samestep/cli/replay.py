@@ -24,10 +24,6 @@ def replay(
         str | None,
         typer.Option(metavar="DEVICE", help="cpu, cuda:0, …; by default one of the kind that the run was made on."),
     ] = None,
-    save: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Write inputs, outputs, gradients and the batch to this new folder."),
-    ] = None,
     trust: Annotated[
         bool, typer.Option("--trust", help="Run the program of another's RUN, or one that has changed since.")
     ] = False,
@@ -42,7 +38,7 @@ def replay(
         cap_as_recorded(run)
     from samestep.replay.replaying import replay as replay_run
 
-    asked: dict[str, Any] = {"microbatch": microbatch, "module": module, "device": device, "save": save}
+    asked: dict[str, Any] = {"microbatch": microbatch, "module": module, "device": device}
     try:
         with redirect_stdout(sys.stderr):
             found = replay_run(run, step, trust=trust, tell=notify, **asked)

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from samestep.checkpoint.run_folder import PROFILE_FOLDER
 from samestep.checks import check_choice
 from samestep.cli.options import (
     SCRIPT,
@@ -20,7 +19,6 @@ from samestep.cli.options import (
     made_portable,
     with_options,
 )
-from samestep.cli.profile import Profile, ProfileDir, print_traces, profiled
 from samestep.comm.environment import AUDIT_ACTIONS, AUDIT_VARIABLE, read_environment
 from samestep.devices.selection import AUTO_CPU_WORKERS, Selection, cpu_workers_for, select
 from samestep.errors import UsageError
@@ -61,8 +59,6 @@ def run(
             "--logical-devices.",
         ),
     ] = None,
-    profile: Profile = False,
-    profile_dir: ProfileDir = None,
     audit: Annotated[
         int | None,
         typer.Option(
@@ -100,6 +96,11 @@ def run(
         )
     if not program:
         raise UsageError("there is no script to run; give one: samestep run train.py, or samestep run -m package.train")
+    is_further = False
+    if torchrun is not None:
+        from samestep.launcher.torchrun import MachineWait
+
+        is_further = MachineWait.of(torchrun).node_rank not in (None, "0")  # of a single process, machine 0 has rank 0
     job = Job(
         "module" if script.module else "script",
         program[0],
@@ -108,6 +109,7 @@ def run(
         num_threads=num_threads,
         start_method=workers.start_method,
         policy=policy,
+        may_lie_elsewhere=is_further and script.single_process is not False,
     )
     spec = chosen_devices(workers) or "auto"
     reading = reads_as(program[0], is_module=script.module)
@@ -126,14 +128,11 @@ def run(
         gpus = "cuda:0" + (f" {'and' if last == 1 else 'to'} cuda:{last}" if last else "")
         stand = f"{selection.describe()} stand{'s' if selection.count == 1 else ''} in for {gpus}"
         notify(stand if spec.startswith("cpu") else f"no GPU here: {stand}")
-    folder = profile_dir or (Path(PROFILE_FOLDER) if profile else None)
-    if folder is not None:
-        selection = profiled(selection, folder)
     if audit is not None:
         selection = _audited(selection, audit, audit_action, program[0], reading)
     record = None
     if record_dir is not None:
-        others = [Path(each) for each in (log_dir, folder) if each is not None]
+        others = [] if log_dir is None else [Path(log_dir)]
         job, record = _recorded(job, script, program, record_dir, others, is_local=torchrun is None)
     if torchrun is None:
         outcome = supervise(job, selection, early=context.obj)
@@ -143,8 +142,6 @@ def run(
         from samestep.launcher.torchrun import hand_over
 
         outcome = hand_over(job, selection, torchrun)
-    if folder is not None and torchrun is None:
-        print_traces(folder, to_stderr=True)
     if outcome.failure is not None:
         notify(f"error: {outcome.failure}")
     raise typer.Exit(outcome.exit_code)
@@ -180,7 +177,7 @@ def _as_read(job: Job, script: ScriptOptions, reading: "Reading", simulated: boo
     logical = script.logical_devices
     if script.single_process if script.single_process is not None else reading.kind == "single-process":
         asked = {"num_microbatches": logical, "seed": script.seed, "wrap": script.wrap, "simulated": simulated}
-        return _called(job, "samestep.scripts.single_process", "run_single_process", asked)
+        return _called(replace(job, runs_once=True), "samestep.scripts.single_process", "run_single_process", asked)
     if script.wrap is not None:
         raise UsageError(
             f"--wrap is for scripts of one process, and {reading.reason}; leave it out, or give --single-process"

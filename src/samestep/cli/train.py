@@ -21,7 +21,6 @@ from samestep.cli.options import (
     one_of,
     with_options,
 )
-from samestep.cli.profile import Profile, print_times, print_traces, step_times, traces
 from samestep.errors import UsageError
 from samestep.launcher.job import Job, Policy, Torchrun
 from samestep.patch import DYNAMO
@@ -56,11 +55,10 @@ def train(
             "--config", metavar="FILE", help="Options by name in a TOML or .json file; those given here come before it."
         ),
     ] = None,
-    profile: Profile = False,
     as_json: Annotated[bool, typer.Option("--json", help="End with one JSON object on stdout.")] = False,
 ) -> None:
     """Trains a recipe on all devices and leaves a run folder: the same bits on any number of devices."""
-    from samestep.checkpoint.run_folder import PROFILE_FOLDER, check_entries, check_untaken, new_folder_name
+    from samestep.checkpoint.run_folder import check_entries, check_untaken, new_folder_name
     from samestep.comm.environment import read_environment
     from samestep.recipes.catalog import check_name
 
@@ -88,7 +86,6 @@ def train(
         allow_contract_change=not keeps_contract,
         command=("samestep", *sys.argv[1:]),
         job=own,
-        profile=str(folder.resolve() / PROFILE_FOLDER) if profile else None,
     )
     config.check()
     if source is not None and keeps_contract:
@@ -209,8 +206,6 @@ def _train_by_workers(
         raise typer.Exit(outcome.exit_code)
     outcome = supervise(work, selection, early=early)
     is_ended = outcome.exit_code == 0
-    if config.profile is not None:
-        print_traces(Path(config.profile), to_stderr=True)
     if outcome.failure is not None:
         notify(f"error: {outcome.failure}")
     if not is_ended:
@@ -219,12 +214,7 @@ def _train_by_workers(
         if outcome.failure is None and folder.exists():
             notify(f"stopped; what there is of the run: {folder}")
         raise typer.Exit(outcome.exit_code)
-    result = outcome.result
-    if config.profile is not None:
-        result = {**result, "profile": {**step_times(folder), "traces": traces(Path(config.profile))}}
-        if not as_json:
-            print_times(result["profile"])
-    _show(result, selection.describe(), as_json)
+    _show(outcome.result, selection.describe(), as_json)
 
 
 def _cpu_workers(config: JobConfig, num_nodes: int) -> int:

@@ -312,9 +312,13 @@ def _show_cause(console: "Console", word: str, cause: "NamedCause") -> None:
 def _show_rest(console: "Console", verdict: "Verdict") -> None:
     """Prints the confirmation, or the difference that remains unexplained."""
     if verdict.unexplained is None:
-        if verdict.causes:
-            names = ", ".join(cause.key for cause in verdict.causes)
-            _say(console, "confirmed", f"without the effect of {names} the runs agree; with any of it left they differ")
+        keys = [cause.key for cause in verdict.causes]
+        names = ", ".join(key for key in keys if key != "rounding")
+        agree = "the runs agree" + " up to rounding" * ("rounding" in keys)
+        if names:
+            _say(console, "confirmed", f"without the effect of {names} {agree}; with any of it left they differ")
+        elif keys:
+            _say(console, "confirmed", f"{agree}, and more is required")
         return
     gone = ", ".join(cause.key for cause in (*verdict.causes, *verdict.suspects))
     left = f"without the effect of {gone} there is left: " if gone else ""

@@ -7,8 +7,9 @@ from datetime import timedelta
 import torch
 from torch import Tensor
 
+from samestep.comm import reduction
 from samestep.comm.environment import Environment
-from samestep.comm.reduction import REDUCTIONS, Reduction, scattered, tree_sum_rows
+from samestep.comm.reduction import Reduction, ordered, scattered, tree_sum_rows
 from samestep.comm.transport import Connection, LocalTransport, Transport, gather_parts
 from samestep.core.microbatches import in_microbatch_order
 from samestep.core.tree import Block
@@ -27,13 +28,11 @@ class Communicator:
         device: the device whose tensors `transport` moves.
         transport: for tensors on the device.
         control: for small values in host memory; the same object if the device is a CPU.
-        reduction: "ordered" (the tree, tier `bitwise`) or "native" (the backend's all-reduce, tier `allclose`).
     """
 
     device: torch.device
     transport: Transport
     control: Transport
-    reduction: str = "ordered"
 
     @property
     def rank(self) -> int:
@@ -49,13 +48,20 @@ class Communicator:
         return self.transport.stream is not None
 
     def reduce(
-        self, blocks_by_rank: Sequence[Sequence[Block]], sums: Sequence[Tensor], like: Tensor, scatter: bool = False
+        self,
+        blocks_by_rank: Sequence[Sequence[Block]],
+        sums: Sequence[Tensor],
+        like: Tensor,
+        scatter: bool = False,
+        at_first: bool = False,
     ) -> Reduction:
         """Starts the reduction of a flat tensor over the ranks; arguments as those of `reduction.ordered`.
 
-        With `scatter` each rank gets the sum of its part only, [length / D].
+        With `scatter` each rank gets the sum of its part only, [length / D]; with `at_first` rank 0 needs it alone.
         """
-        form, stream, total = scattered if scatter else REDUCTIONS[self.reduction], self.transport.stream, None
+        form, stream, total = ordered, self.transport.stream, None
+        if scatter or at_first:
+            form = scattered if scatter else reduction.at_first
         if stream is not None:
             # Made here, on the caller's stream: of memory of the exchange's own stream, which the caller frees, that
             # stream would not know that it is still read. A sum that was sent is free once the first message is here.
@@ -183,14 +189,12 @@ class Communicator:
         self.transport.close()
 
 
-def make_communicator(
-    environment: Environment, device: torch.device, timeout: timedelta, reduction: str = "ordered"
-) -> Communicator:
+def make_communicator(environment: Environment, device: torch.device, timeout: timedelta) -> Communicator:
     """Connects this rank to all others; a single rank needs no connection."""
     if environment.world_size == 1:
         alone = LocalTransport()
-        return Communicator(device, alone, alone, reduction)
+        return Communicator(device, alone, alone)
     from samestep.comm.connecting import connect  # with all transports between processes: one rank needs none
 
     transport, control = connect(environment, device, timeout)
-    return Communicator(device, transport, control, reduction)
+    return Communicator(device, transport, control)

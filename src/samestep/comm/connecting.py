@@ -156,7 +156,7 @@ def connect_process_group(
     transport.ranks, transport.run_size = ranks, num_processes
     # A rank that ends at once must not close gloo's connections while others still make them.
     transport.gather(torch.zeros(1, dtype=torch.uint8)).wait()
-    transport.advice = "do all ranks call the same collectives? A rank may be late by {:g} s, the group's timeout"
+    transport.advice = "do all ranks call the same collectives? The group's timeout is {:g} s"
     return transport, gloo, store
 
 

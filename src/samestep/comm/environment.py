@@ -19,7 +19,6 @@ TRANSPORT_VARIABLE = "SAMESTEP_TRANSPORT"
 TRANSPORTS = ("auto", "gloo", "shared")
 NODES_VARIABLE = "SAMESTEP_NODES"
 NODES = ("auto", "flat")
-PROFILE_VARIABLE = "SAMESTEP_PROFILE"
 AUDIT_VARIABLE = "SAMESTEP_AUDIT"
 AUDIT_ACTIONS = ("warn", "exclude", "stop")
 HEAL_VARIABLE = "SAMESTEP_HEAL"
@@ -141,11 +140,6 @@ def chosen_transport(variables: Mapping[str, str] | None = None) -> str:
     else.
     """
     return _choice(variables, TRANSPORT_VARIABLE, TRANSPORTS)
-
-
-def chosen_profile(variables: Mapping[str, str] | None = None) -> str | None:
-    """The folder for the profile of the run (SAMESTEP_PROFILE); None without a profile."""
-    return (os.environ if variables is None else variables).get(PROFILE_VARIABLE) or None
 
 
 def chosen_audit(variables: Mapping[str, str] | None = None) -> tuple[int, str] | None:

@@ -87,24 +87,16 @@ class GroupTransport(Connection):
             )
         return GroupPending(self, work, received, part, part.device)
 
-    def add(self, tensor: Tensor) -> Pending:
-        """Starts the backend's own all-reduce."""
-        moved = tensor.cpu() if self.through_host else tensor
-        with self.failures_named():
-            work = dist.all_reduce(moved, group=self.group, async_op=True)
-        return GroupPending(self, work, moved, moved, tensor.device)
-
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Broadcasts, through host memory with gloo."""
         ours = tensor.detach()
         moved = (ours.cpu() if self.through_host else ours).contiguous()
         sent = moved.view(-1).view(torch.uint8)
         with self.failures_named():
-            if self._backend is None:
-                work = dist.broadcast(sent, group=self.group, group_src=source, async_op=True)
-            else:
-                work = self._backend.broadcast(sent, source)
-            self.wait_for(work)
+            options = dist.BroadcastOptions()
+            options.rootRank, options.rootTensor, options.timeout = source, 0, self._limit
+            group: Any = self._backend or self.group or dist.group.WORLD
+            self.wait_for(group.broadcast([sent], options))
         if moved is not ours:  # strided, or on an accelerator
             ours.copy_(moved)
 
@@ -159,12 +151,16 @@ class GroupTransport(Connection):
             else:
                 dist.destroy_process_group()
 
+    @property
+    def _limit(self) -> timedelta:
+        """The timeout of an operation; without one gloo fails all the same once the other process has ended."""
+        return NO_LIMIT if self._timeout == math.inf else timedelta(seconds=self._timeout)
+
     def _all_to_all(
         self, received: Tensor, sent: Tensor, received_sizes: list[int], sizes: list[int]
     ) -> dist.Work | None:
         options = dist.AllToAllOptions()
-        # Without a limit gloo fails all the same once the other process has ended.
-        options.timeout = NO_LIMIT if self._timeout == math.inf else timedelta(seconds=self._timeout)
+        options.timeout = self._limit
         group: Any = self._backend or self.group or dist.group.WORLD
         # The second is the name until torch 2.13.
         all_to_all = getattr(group, "all_to_all_single", None) or group.alltoall_base

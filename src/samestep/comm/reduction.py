@@ -18,12 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samestep.comm.transport import Blocks, Pending, Stages, Transport, gather_parts
+from samestep.comm.transport import Blocks, Connection, Pending, Stages, Transport, gather_parts
 from samestep.core.tree import Block, TreeSum
 
 ALIGNMENT_ELEMENTS = 64  # vectorised kernels may round differently in a ragged tail: borders lie at multiples of this
-
-Form = Callable[[Transport, Blocks, Sequence[Tensor], Tensor, Tensor | None], Stages]
 
 
 class Reduction:
@@ -121,6 +119,25 @@ def ordered(
     return (yield transport.gather(part, into=total))
 
 
+def at_first(
+    transport: Transport, blocks_by_rank: Blocks, sums: Sequence[Tensor], like: Tensor, total: Tensor | None = None
+) -> Stages:
+    """The same sums on rank 0, and nothing on the others, where one message of each suffices; else on all ranks.
+
+    Arguments as those of `ordered`.
+    """
+    if not (isinstance(transport, Connection) and like.is_cpu and takes_one_message(transport, blocks_by_rank, like)):
+        return (yield from ordered(transport, blocks_by_rank, sums, like, total))
+    width, nothing = like.element_size(), [0] * transport.world_size
+    if transport.rank > 0:
+        sizes = [len(sums) * like.numel() * width, *nothing[1:]]
+        return (yield transport.deliver([each.view(torch.uint8) for each in sums], sizes, nothing))
+    sizes = [0, *(len(blocks) * like.numel() * width for blocks in blocks_by_rank[1:])]
+    received = (yield transport.deliver([], nothing, sizes)).view(like.dtype)
+    others = received.split(like.numel()) if any(sizes) else ()
+    return fold(list(chain.from_iterable(blocks_by_rank)), [*sums, *others], total)
+
+
 def scattered(
     transport: Transport, blocks_by_rank: Blocks, sums: Sequence[Tensor], like: Tensor, total: Tensor | None = None
 ) -> Stages:
@@ -128,21 +145,6 @@ def scattered(
     received = yield scatter(transport, blocks_by_rank, sums, like)
     part = like.numel() // transport.world_size
     return fold_received(list(chain.from_iterable(blocks_by_rank)), received, part, total)
-
-
-def native(
-    transport: Transport, blocks_by_rank: Blocks, sums: Sequence[Tensor], like: Tensor, total: Tensor | None = None
-) -> Stages:
-    """The backend's own all-reduce: tier `allclose`; arguments as those of `ordered`."""
-    # The backend decides the order between ranks, so there is no reason to keep one within a rank.
-    # A rank without a block (a spare) adds zeros: all ranks must call.
-    ours = sums[0] if sums else torch.zeros_like(like) if total is None else total.zero_()
-    for other in sums[1:]:
-        ours.add_(other)
-    return (yield transport.add(ours))
-
-
-REDUCTIONS: dict[str, Form] = {"ordered": ordered, "native": native}
 
 
 def takes_one_message(transport: Transport, blocks_by_rank: Blocks, like: Tensor) -> bool:

@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from samestep.comm.transport import Pending, RankOrderSum, repeat_to_all, unexpected_sizes
+from samestep.comm.transport import Pending, repeat_to_all, unexpected_sizes
 from samestep.errors import PeerLostError
 
 T = TypeVar("T")
@@ -136,9 +136,6 @@ class SequentialTransport:
 
     def gather(self, part: Tensor, sizes: Sequence[int] = (), into: Tensor | None = None) -> Pending:
         return repeat_to_all(self, part, sizes or [part.numel()] * self.world_size)
-
-    def add(self, tensor: Tensor) -> Pending:
-        return RankOrderSum(self.gather(tensor), self.world_size)
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Copies the source's tensor."""

@@ -20,22 +20,19 @@ import torch
 from torch import Tensor
 from torch.distributed import Store
 
-from samestep.comm.segment import (
-    RING,
-    WORD,
-    Lane,
+from samestep.comm.outbox import (
     Outbox,
     OutboxBlock,
-    Peers,
     RingOffsets,
-    Segment,
-    copy,
+    deliver_offsets,
     exchange_offsets,
     gather_offsets,
     header,
     receive_offsets,
+    with_pieces,
 )
-from samestep.comm.transport import Connection, Pending, RankOrderSum, unexpected_sizes
+from samestep.comm.segment import RING, WORD, Lane, Peers, Segment, copy
+from samestep.comm.transport import Connection, Pending, unexpected_sizes
 from samestep.devices.inventory import usable_cores
 from samestep.errors import PeerLostError, UsageError
 
@@ -93,18 +90,23 @@ class SharedTransport(Connection):
     def exchange(self, parts: Tensor, sizes: Sequence[int], receive_sizes: Sequence[int]) -> "SharedParts":
         parts = parts.contiguous()
         offsets = exchange_offsets(tuple(sizes), parts.element_size(), self.rank)
-        return SharedParts(self, self._post(offsets, parts).number, parts, offsets.own_start, receive_sizes)
+        number = self._post(offsets, [parts] * len(offsets.copies)).number
+        return SharedParts(self, number, parts, offsets.own_start, receive_sizes)
+
+    def deliver(self, pieces: Sequence[Tensor], sizes: Sequence[int], receive_sizes: Sequence[int]) -> Pending:
+        if any(sizes):
+            number = self._post(with_pieces(deliver_offsets(tuple(sizes)), pieces), pieces).number
+        else:
+            number = self._pass()
+        senders = [peer for peer in self.others[::-1] if receive_sizes[peer]]
+        return SharedParts(self, number, torch.empty(0, dtype=torch.uint8), 0, receive_sizes, senders)
 
     def gather(self, part: Tensor, sizes: Sequence[int] = (), into: Tensor | None = None) -> "SharedParts":
         """Starts an all-gather: one copy in shared memory, which all read."""
         part = part.contiguous()
         numel = part.numel()
         offsets = gather_offsets(self.world_size, self.rank, 0, numel * part.element_size())
-        return SharedParts(self, self._post(offsets, part).number, part, 0, sizes or (numel,) * self.world_size)
-
-    def add(self, tensor: Tensor) -> Pending:
-        """Sums by rank, from left to right: tier `allclose`."""
-        return RankOrderSum(self.gather(tensor), self.world_size)
+        return SharedParts(self, self._post(offsets, [part]).number, part, 0, sizes or (numel,) * self.world_size)
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Broadcasts in pieces, so that a large tensor needs little shared memory."""
@@ -117,13 +119,31 @@ class SharedTransport(Connection):
             if self.rank == source:
                 self._hold_back(piece)
                 offsets = gather_offsets(self.world_size, self.rank, start, piece)
-                self._broadcasts.append(self._post(offsets, moved))
+                self._broadcasts.append(self._post(offsets, [moved]))
             else:
                 number = self._pass()
                 self.wait_for(source, number)
                 self.read_part(source, number, moved, start, piece)
         if moved is not ours and self.rank != source:
             ours.copy_(moved)
+
+    def broadcast_all(self, tensors: Sequence[Tensor], source: int) -> None:
+        for group in _by_bytes(tensors):
+            size = sum(tensor.nbytes for tensor in group)
+            if len(group) == 1:
+                self.broadcast(group[0], source)
+            elif self.rank == source:
+                self._hold_back(size)
+                offsets = with_pieces(gather_offsets(self.world_size, self.rank, 0, size), group)
+                self._broadcasts.append(self._post(offsets, group))
+            else:
+                number = self._pass()
+                self.wait_for(source, number)
+                at, mark = self._find(source, number, size)
+                for tensor in group:
+                    self._mapped().read(at, tensor, 0, tensor.nbytes)
+                    at += tensor.nbytes
+                self.mark_read(mark)
 
     def close(self) -> None:
         """Leaves: the others may still read what was posted; a wait for more raises on them."""
@@ -141,15 +161,15 @@ class SharedTransport(Connection):
             raise PeerLostError("the exchange failed: this rank has dropped its connections")
         return self._segment
 
-    def _post(self, offsets: RingOffsets, tensor: Tensor) -> OutboxBlock:
-        """Posts an operation with parts of a contiguous tensor."""
+    def _post(self, offsets: RingOffsets, tensors: Sequence[Tensor]) -> OutboxBlock:
+        """Posts an operation with parts of contiguous tensors, one a copy."""
         segment = self._mapped()
         if self._dropped:  # here, since in `__del__` the parts may not be posted yet, and waiting there would block
             self._mark_dropped()
         block = self._place(self._header.size + offsets.size)
         at = self._lane.outbox + block.start
         self._header.pack_into(segment.memory, at, block.number | self.call << 48, *offsets.rows, self.note)
-        for to, start, size in offsets.copies:
+        for tensor, (to, start, size) in zip(tensors, offsets.copies, strict=True):
             segment.write(at + self._header.size + to, tensor, start, size)
         self._announce(segment, block)
         if unused := self._outbox.unused(block.number):
@@ -299,6 +319,19 @@ class SharedTransport(Connection):
         return self.lost(sorted([peer for peer in late if self._has_left(peer)] or late))
 
 
+def _by_bytes(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Groups of at most `PIECE_BYTES`, or of one tensor."""
+    group, size = list[Tensor](), 0
+    for tensor in tensors:
+        if group and size + tensor.nbytes > PIECE_BYTES:
+            yield group
+            group, size = [], 0
+        group.append(tensor)
+        size += tensor.nbytes
+    if group:
+        yield group
+
+
 def _leave(segment: Segment, lane: Lane, peers: Peers, pid: int) -> None:
     """Ends the waits of the other ranks for this one, and closes the descriptors."""
     peers.close()
@@ -311,14 +344,20 @@ class SharedParts:
     """An exchange or a gather under way; keeps `sent` alive, whose part for this rank is copied from `own_start` on."""
 
     def __init__(
-        self, transport: SharedTransport, number: int, sent: Tensor, own_start: int, receive_sizes: Sequence[int]
+        self,
+        transport: SharedTransport,
+        number: int,
+        sent: Tensor,
+        own_start: int,
+        receive_sizes: Sequence[int],
+        senders: list[int] | None = None,
     ) -> None:
         self._transport = transport
         self._number = number
         self._sent = sent
         self._own_start = own_start
         self._sizes = tuple(receive_sizes)
-        self._unread = transport.others[::-1]
+        self._unread = transport.others[::-1] if senders is None else senders
         self._received: Tensor | None = None
 
     def wait(self) -> Tensor:

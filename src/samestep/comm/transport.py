@@ -1,6 +1,6 @@
 """The transport: the seam between the ordered reduction and the code that moves bytes.
 
-Transports exchange; only the `native` reduction lets one add. There are four: `LocalTransport` here (one rank),
+Transports exchange, and never add. There are four: `LocalTransport` here (one rank),
 `SharedTransport` (memory that the ranks of a host share), `GroupTransport` (torch.distributed: gloo, NCCL) and
 `SequentialTransport` (ranks that take turns in one process).
 """
@@ -94,12 +94,6 @@ class Transport(Protocol):
         The result may alias `part`, and take the memory of `into`, of which `part` may be this rank's place.
         """
 
-    def add(self, tensor: Tensor) -> Pending:
-        """Starts a sum of equally long tensors in an order that the backend chooses: tier `allclose`.
-
-        It may overwrite `tensor`.
-        """
-
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Overwrites `tensor` on all ranks with that of rank `source`."""
 
@@ -132,9 +126,19 @@ class Connection(Transport):
         self.advice = ADVICE  # in the error of a transfer for which a rank is missing
         self._timeout = timeout.total_seconds()
 
-    def limit_waits(self, timeout: timedelta) -> None:
-        """Sets the timeout of later waits."""
-        self._timeout = timeout.total_seconds()
+    def limit_waits(self, timeout: timedelta | None) -> None:
+        """Sets the timeout of later waits; None for waits as long as the others live."""
+        self._timeout = math.inf if timeout is None else timeout.total_seconds()
+
+    def deliver(self, pieces: Sequence[Tensor], sizes: Sequence[int], receive_sizes: Sequence[int]) -> Pending:
+        """As `exchange` of contiguous pieces, [n] uint8, of which none is for this rank itself."""
+        data = torch.cat(list(pieces)) if pieces else torch.empty(0, dtype=torch.uint8)
+        return self.exchange(data, sizes, receive_sizes)
+
+    def broadcast_all(self, tensors: Sequence[Tensor], source: int) -> None:
+        """Broadcasts contiguous tensors."""
+        for tensor in tensors:
+            self.broadcast(tensor, source)
 
     def meet(self) -> None:
         """Returns when every rank has called it; waits for a rank as long as its process lives."""
@@ -224,20 +228,6 @@ class Arrived:
         return self._received
 
 
-class RankOrderSum:
-    """A sum by rank, from left to right, of gathered tensors, which are in memory of their own."""
-
-    def __init__(self, parts: Pending, world_size: int) -> None:
-        self._parts = parts
-        self._world_size = world_size
-
-    def wait(self) -> Tensor:
-        first, *others = self._parts.wait().chunk(self._world_size)
-        for other in others:
-            first.add_(other)
-        return first
-
-
 class LocalTransport:
     """The transport of a single rank: every exchange is with itself."""
 
@@ -253,9 +243,6 @@ class LocalTransport:
 
     def gather(self, part: Tensor, sizes: Sequence[int] = (), into: Tensor | None = None) -> Pending:
         return Arrived(part)
-
-    def add(self, tensor: Tensor) -> Pending:
-        return Arrived(tensor)
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Does nothing."""

@@ -1,10 +1,9 @@
-"""Batches: this rank's microbatches of one global batch, on its device; checksums of batches."""
+"""Batches: this rank's microbatches of one global batch, on its device."""
 
-import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import torch
@@ -12,9 +11,15 @@ from torch import Tensor
 
 from samestep.comm.buckets import packed_strides
 from samestep.core.microbatches import microbatch_bounds
-from samestep.data.nested import leaves, map_tensors, num_samples, take_rows, to_device
+from samestep.data.checksums import checksum
+from samestep.data.nested import map_tensors, num_samples, take_rows, to_device
+from samestep.errors import UsageError
 
-CHECKSUM_WORDS = 2**22  # of a tensor that are summed at once: 128 MiB beside it
+NOT_WHOLE = (
+    "a Batch of a run's loader is no tensor, nor a tuple of some: it has the microbatches of this rank alone. Give it "
+    "to a step, or go through batch.microbatches.values(); for torch.optim.swa_utils.update_bn, or another pass over "
+    "all data on each rank, make a torch.utils.data.DataLoader of the dataset"
+)
 
 
 @dataclass(slots=True)
@@ -50,6 +55,18 @@ class Batch:
     renew: "Callable[[], Batch] | None" = field(default=None, repr=False)
     sizes: tuple[int, ...] | None = None
     stand_in: tuple[Any, int] | None = field(default=None, repr=False)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise AttributeError(f"got Batch.{name}, which it has not: {NOT_WHOLE}")
+
+    def __getitem__(self, _: Any) -> NoReturn:
+        raise UsageError(NOT_WHOLE)
+
+    @classmethod
+    def __torch_function__(cls, *_: Any) -> NoReturn:
+        raise UsageError(NOT_WHOLE)
 
     def without_samples(self) -> "Batch":
         """The same batch without its microbatches, so that their memory can be freed."""
@@ -125,97 +142,3 @@ def _aligned(tensor: Tensor) -> Tensor:
 def memory_border(device: torch.device) -> int:
     """The alignment in bytes of tensors that torch's allocator returns."""
     return 64 if device.type == "cpu" else 256
-
-
-def checksum(value: Any, most: int | None = None) -> int:
-    """A position-dependent 63-bit checksum of all tensors, arrays, strings and numbers in a nested value.
-
-    With `most` at most about so many elements of each tensor and array count, at equal distances.
-    """
-    parts: list[int | Tensor] = []
-    for leaf in leaves(value):
-        if isinstance(leaf, Tensor):
-            parts.append(tensor_checksum(_thinned(leaf.data, leaf.numel(), most)))
-        elif isinstance(leaf, np.ndarray | np.generic) and leaf.dtype != object:
-            parts.append(zlib.crc32(_thinned(leaf, leaf.size, most).tobytes()))
-        elif isinstance(leaf, str | bytes | int | float):
-            parts.append(zlib.crc32(repr(leaf).encode()))
-    found = [part for part in parts if isinstance(part, Tensor)]
-    # Read at once: the host waits for a device once, not for each tensor.
-    read = iter(torch.stack([part.to(found[0].device) for part in found]).tolist() if found else ())
-    total = 0
-    for part in parts:
-        total = (total * 1_000_003 + (next(read) if isinstance(part, Tensor) else part)) % 2**63
-    return total
-
-
-def _thinned(values: Any, size: int, most: int | None) -> Any:
-    # An odd distance: rows of an even length are met in other columns each.
-    return values if most is None or size <= most else values.reshape(-1)[:: size // most | 1]
-
-
-def version_of(tensor: Tensor) -> int:
-    """The version counter of a tensor, which most writes move; tensors made in inference mode have none."""
-    try:
-        return tensor._version
-    except RuntimeError:
-        return 0
-
-
-def versions_of(tensors: Iterable[Tensor | None]) -> list[int]:
-    """The version counters of some tensors, -1 where there is none: for many of them at every microbatch."""
-    found = list(tensors)
-    try:
-        return [-1 if tensor is None else tensor._version for tensor in found]
-    except RuntimeError:
-        return [-1 if tensor is None else version_of(tensor) for tensor in found]
-
-
-def tensor_checksum(tensor: Tensor) -> Tensor:
-    """A position-dependent checksum of a tensor's bytes: a 0-d int64 tensor on its device.
-
-    The sum of each word of at most 32 bits times an odd weight that depends on its position, modulo 2^64. With 64-bit
-    words, swapped values that differ in bit 63 alone (a float64 and its negative) would have the same checksum, because
-    the difference of two weights is even.
-    """
-    # `data`, here and where bits are compared: of a parameter made in inference mode and moved since (by `Module.to`),
-    # `detach()` has no version counter, without which autograd makes no views.
-    flat = flattened(tensor.data)
-    words = flat.view({1: torch.uint8, 2: torch.int16}.get(flat.element_size(), torch.int32))
-    sums = []
-    # Part by part: what is computed for a word has 2 to 8 times its size, several times over.
-    for start in range(0, words.numel(), CHECKSUM_WORDS):
-        part = words[start : start + CHECKSUM_WORDS].to(torch.int64)
-        sums.append(part.add_(1).mul_(position_weights(start, part.numel(), words.device)).sum())
-    if len(sums) == 1:
-        return sums[0]
-    return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.int64, device=words.device)
-
-
-def position_weights(start: int, count: int, device: torch.device) -> Tensor:
-    """Odd weights that depend on the positions from `start` on: int64 [count]."""
-    positions = torch.arange(start + 1, start + count + 1, device=device)
-    return (positions * -7046029254386353131).bitwise_xor_(positions.bitwise_left_shift_(17)).bitwise_or_(1)
-
-
-def flattened(tensor: Tensor) -> Tensor:
-    """A tensor's elements as `[numel]` with stride 1, for a view as bytes, which it must not lack; seldom a copy."""
-    flat = tensor.resolve_conj().resolve_neg().reshape(-1).contiguous()
-    return flat.as_strided((flat.numel(),), (1,))  # `contiguous` leaves the stride of a single element as it is
-
-
-def lacks_bytes(tensor: Tensor) -> str:
-    """What a tensor is whose elements cannot be read as bytes in memory: "quantized"; empty if they can."""
-    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__ or tensor.layout != torch.strided:
-        return type(tensor).__name__ if tensor.layout == torch.strided else str(tensor.layout)  # a wrapper, or a fake
-    if kinds := [kind for kind in ("meta", "nested", "quantized") if getattr(tensor, f"is_{kind}")]:
-        return kinds[0]
-    needed = (tensor.storage_offset() + span_size(tensor.shape, tensor.stride())) * tensor.element_size()
-    return "without memory" if tensor.untyped_storage().nbytes() < needed else ""
-
-
-def span_size(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """The number of elements from a tensor's first to its last."""
-    if 0 in shape:
-        return 0
-    return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))

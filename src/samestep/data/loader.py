@@ -22,7 +22,8 @@ from samestep.comm.membership import Membership
 from samestep.core.microbatches import microbatch_bounds
 from samestep.core.order import Cursor, batch_length, num_batches, permute
 from samestep.core.seeds import derive_seed
-from samestep.data.batch import Batch, checksum, place_aligned
+from samestep.data.batch import Batch, place_aligned
+from samestep.data.checksums import checksum
 from samestep.data.fetch import (
     MICROBATCH_STREAM,
     BatchIds,

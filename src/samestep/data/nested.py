@@ -7,7 +7,7 @@ often are such.
 import copy
 import dataclasses
 from collections import UserDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -29,25 +29,57 @@ def leaves(value: Any) -> list[Any]:
 
 def map_entries(function: Callable[[Any], Any], value: Any) -> Any:
     """Applies a function to the entries of a mapping, list or tuple and keeps its type; returns other values as is."""
-    if isinstance(value, tuple) and hasattr(value, "_make"):
-        return value._make(map(function, value))  # not by a constructor of its own, which may check or convert fields
-    if isinstance(value, list) and type(value) is not list:
-        listed = copy.copy(value)
-        listed[:] = map(function, value)
-        return listed
-    if isinstance(value, list | tuple):
-        return type(value)([function(entry) for entry in value])
-    if not isinstance(value, Mapping):
+    if isinstance(value, tuple):
+        return made_tuple(type(value), [function(entry) for entry in value], getattr(value, "__dict__", {}))
+    if isinstance(value, list):
+        entries: Any = [function(entry) for entry in value]
+    elif isinstance(value, Mapping):
+        entries = {key: function(entry) for key, entry in value.items()}
+    else:
         return value
-    entries = {key: function(entry) for key, entry in value.items()}
-    if type(value) is dict:
+    if type(value) in (list, dict):
         return entries
-    if not isinstance(value, dict | UserDict):  # a mapping of any other type need not be copyable
+    if not isinstance(value, list | dict | UserDict):  # a mapping of any other type need not be copyable
         return value if all(entries[key] is entry for key, entry in value.items()) else entries
-    table = copy.copy(value)  # keeps the rest of a subclass, such as the factory of a defaultdict
-    for key, entry in entries.items():  # not `update`, by which a Counter adds
-        table[key] = entry
-    return table
+    try:
+        made: Any = copy.copy(value)  # keeps the rest of a subclass, such as the factory of a defaultdict
+        if isinstance(value, list):
+            made[:] = entries
+        else:
+            for key, entry in entries.items():  # not `update`, by which a Counter adds
+                made[key] = entry
+    except Exception:  # a method of its own refuses entries, such as a tensor's place
+        if isinstance(value, UserDict):
+            raise
+        made = fill(empty(type(value)), (getattr(value, "__dict__", {}), entries))
+    return made
+
+
+def made_tuple(kind: type, entries: Sequence[Any], attributes: Mapping[str, Any]) -> Any:
+    """A tuple of a class: not by a constructor of its own, which may check or convert entries."""
+    if kind is tuple:
+        return tuple(entries)
+    try:
+        made: Any = tuple.__new__(kind, entries)
+    except TypeError:  # those of C, such as torch.return_types
+        return kind(entries)
+    if attributes:
+        made.__dict__.update(attributes)
+    return made
+
+
+def empty(kind: type) -> Any:
+    """An empty list or dict of a class, by no method of its own."""
+    return (list if issubclass(kind, list) else dict).__new__(kind)
+
+
+def fill(made: Any, content: tuple[Mapping[str, Any], Any]) -> Any:
+    """Gives an empty list or dict its attributes and entries, by no method of its own; returns it."""
+    attributes, entries = content
+    if attributes:
+        made.__dict__.update(attributes)
+    (list.extend if isinstance(made, list) else dict.update)(made, entries)
+    return made
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:

@@ -20,7 +20,8 @@ import torch
 from samestep.comm.membership import Membership
 from samestep.core.microbatches import microbatch_bounds
 from samestep.core.seeds import derive_seed
-from samestep.data.batch import Batch, checksum, place_aligned
+from samestep.data.batch import Batch, place_aligned
+from samestep.data.checksums import checksum
 from samestep.data.fetch import MICROBATCH_STREAM
 from samestep.data.randomness import Generators
 from samestep.errors import DataError, DeterminismError, UsageError

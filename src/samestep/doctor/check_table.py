@@ -5,7 +5,6 @@ only `check_segment` imports it, if that went well.
 `torch.utils.collect_env` has fewer of these facts, as text, and takes seconds.
 """
 
-import importlib.metadata
 import json
 import math
 import os
@@ -115,23 +114,20 @@ PYTHON = (3, 14)
 TORCH = (2, 15)
 ABORT_BUGS = ((2, 28, 3), (2, 28, 8))
 """NCCL releases in which giving up a communicator may hang."""
-LIBRARIES = ("numpy", "safetensors", "tensorboard", "triton")
 PROBE_SECONDS = 180.0
 PROBE = "import json; from samestep.doctor.check_table import probe_torch; print(json.dumps(probe_torch()))"
 
 
 @dataclass(frozen=True)
 class TorchFacts:
-    """Facts about the installed torch; no version if it cannot be imported. `peers[i][j]`: GPU i can read GPU j."""
+    """Facts about the installed torch; no version if it cannot be imported."""
 
     version: str | None = None
     problem: str = ""
     build: str = "the CPU"
     gloo: bool = False
     nccl: Sequence[int] | None = None
-    cudnn: int | None = None
     capabilities: Sequence[Sequence[int]] = ()
-    peers: Sequence[Sequence[bool]] = ()
 
 
 def probe_torch() -> dict[str, Any]:
@@ -144,11 +140,9 @@ def probe_torch() -> dict[str, Any]:
     version, gloo = torch.__version__, dist.is_available() and dist.is_gloo_available()
     if torch.version.cuda is None and torch.version.hip is None:
         return asdict(TorchFacts(version, gloo=gloo))
-    nccl = cudnn = None
+    nccl = None
     with suppress(RuntimeError, AttributeError, ImportError):
         nccl = torch.cuda.nccl.version()
-    with suppress(RuntimeError):
-        cudnn = torch.backends.cudnn.version()
     problem = ""
     with warnings.catch_warnings(record=True) as caught:  # torch warns of a driver that is too old
         gpus = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
@@ -162,8 +156,7 @@ def probe_torch() -> dict[str, Any]:
             problem = problem or f"cuda:{index}: {str(error).partition(chr(10))[0]}"
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}"
     capabilities = [torch.cuda.get_device_capability(index) for index in gpus]
-    peers = [[here == there or torch.cuda.can_device_access_peer(here, there) for there in gpus] for here in gpus]
-    return asdict(TorchFacts(version, problem, build, gloo, nccl, cudnn, capabilities, peers))
+    return asdict(TorchFacts(version, problem, build, gloo, nccl, capabilities))
 
 
 def ask_torch(command: Sequence[str] = (sys.executable, "-P", "-c", PROBE)) -> TorchFacts:
@@ -203,31 +196,15 @@ def check_torch(torch: TorchFacts) -> Result:
 
 
 def check_libraries(torch: TorchFacts) -> Iterator[Result]:
-    """NCCL and the other libraries beside torch."""
+    """A release of NCCL with a known fault; GPUs of different kinds."""
     if torch.nccl is not None and ABORT_BUGS[0] <= tuple(torch.nccl) <= ABORT_BUGS[1]:
         advice = "giving up a connection may hang: when a rank is lost others may, too; use 2.28.9 or newer"
         yield note("NCCL", _dotted(torch.nccl), advice)
     elif torch.nccl is not None:
         yield good("NCCL", _dotted(torch.nccl))
-    versions = {}
-    for name in LIBRARIES:
-        with suppress(importlib.metadata.PackageNotFoundError):
-            versions[name] = importlib.metadata.version(name)
-    if torch.cudnn:
-        versions["cuDNN"] = _dotted((torch.cudnn // 10_000, torch.cudnn // 100 % 100, torch.cudnn % 100))
-    yield good("libraries", ", ".join(f"{name} {version}" for name, version in versions.items()))
-    if torch.build.startswith("CUDA") and "triton" not in versions:
-        yield note("Triton", "not installed", "compile=True needs it: pip install triton")
-    elif torch.build.startswith("CUDA") and not has_compiler():
-        yield note("C compiler", "there is none", "compile=True needs one, for Triton: apt install gcc, or set CC")
     if len({tuple(capability) for capability in torch.capabilities}) > 1:
         found = ", ".join(map(_dotted, torch.capabilities))
         yield note("compute capability", found, "different GPUs round differently: bits are equal between equal ones")
-
-
-def has_compiler() -> bool:
-    """Whether there is a C compiler where Triton looks for it."""
-    return bool(os.environ.get("CC") or shutil.which("clang") or shutil.which("gcc"))
 
 
 def _dotted(version: Sequence[int]) -> str:
@@ -240,15 +217,6 @@ SHM_PER_RANK = (64 * MIB, 512 * MIB)
 may. They hold batches and NCCL's buffers there; a container has 64 MiB by default."""
 MEMORY_PER_RANK = (512 * MIB, 2 * GIB)
 """Bytes of host memory per rank: torch alone takes the first; a small training stays below the second."""
-HOT_CELSIUS = 87.0
-THROTTLING: dict[int, tuple[State, str]] = {
-    0x08: ("bad", "hardware slowdown"),
-    0x40: ("bad", "too hot (hardware)"),
-    0x80: ("bad", "power brake"),
-    0x04: ("note", "power cap"),
-    0x20: ("note", "warm (software)"),
-}
-"""NVML's clocks event reasons."""
 VARIABLES = {
     "CUDA_LAUNCH_BLOCKING": "every kernel is waited for: slow",
     "NVIDIA_TF32_OVERRIDE": "decides on TF32 instead of torch, and no contract of a run sees it",
@@ -259,7 +227,6 @@ VARIABLES = {
     "NCCL_P2P_DISABLE": "GPUs do not read each other's memory: slow",
     "NCCL_SHM_DISABLE": "ranks of one host talk through the network: slow",
     "NCCL_IB_DISABLE": "InfiniBand is not used: slow between nodes",
-    "NCCL_ALGO": "fixes NCCL's algorithm, and with it the bits of the native reduction",
 }
 """Environment variables that slow down or change results, with their effect unless they are 0."""
 ELSEWHERE = "write runs elsewhere (--run-dir), or start in another folder"
@@ -278,11 +245,9 @@ class Machine:
 
 
 def check_gpus(machine: Machine, nvml: Any = None) -> Iterator[Result]:
-    """The driver; memory errors, throttling, compute and MIG mode of every NVIDIA GPU.
+    """Modes of NVIDIA GPUs in which ranks cannot start: compute mode and MIG.
 
-    XID errors are in the kernel's log alone.
-    Source: NVML API reference guide, https://docs.nvidia.com/deploy/nvml-api/ (ECC counters, remapped rows, clocks
-    event reasons). Not run on a GPU yet.
+    Source: NVML API reference guide, https://docs.nvidia.com/deploy/nvml-api/. Not run on a GPU yet.
     """
     if nvml is None:
         if not is_installed("pynvml"):
@@ -301,22 +266,8 @@ def check_gpus(machine: Machine, nvml: Any = None) -> Iterator[Result]:
         nvml.nvmlInit()
     except nvml.NVMLError:
         return
-    reset = "reset it (nvidia-smi --gpu-reset) or restart; have it exchanged if errors come back"
-    yield good("driver", f"NVIDIA {ask('', 'nvmlSystemGetDriverVersion')}")
     for index in range(ask(0, "nvmlDeviceGetCount")):
         name, gpu = f"GPU {index} (nvidia-smi)", ask(None, "nvmlDeviceGetHandleByIndex", index)
-        kinds = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
-        _, _, pending, failed = ask((0, 0, 0, 0), "nvmlDeviceGetRemappedRows", gpu)
-        if failed:
-            yield bad(name, "damaged memory could not be replaced", "have the GPU exchanged; use others")
-        elif errors := ask(0, "nvmlDeviceGetTotalEccErrors", gpu, *kinds):
-            yield bad(name, f"uncorrectable memory errors since the driver was loaded: {errors}", reset)
-        elif pending:
-            yield note(name, "a damaged row of memory waits for a reset to be replaced", reset)
-        reasons = ask(0, "nvmlDeviceGetCurrentClocksThrottleReasons", gpu)
-        for bit, (state, reason) in THROTTLING.items():
-            if reasons & bit:
-                yield Result(name, state, f"below its full clocks: {reason}", "look after its cooling and power supply")
         if ask(0, "nvmlDeviceGetComputeMode", gpu) != 0:  # NVML_COMPUTEMODE_DEFAULT
             found = "its compute mode lets one process use it: ranks that share it (--logical-devices) cannot start"
             yield note(name, found, f"nvidia-smi -i {index} -c DEFAULT, as root, unless each rank has a GPU of its own")
@@ -328,7 +279,7 @@ def check_gpus(machine: Machine, nvml: Any = None) -> Iterator[Result]:
 
 
 def check_devices(machine: Machine) -> Iterator[Result]:
-    """The notes on the choice of devices; memory that other processes use, and temperature, of those chosen."""
+    """The notes on the choice of devices; memory that other processes use, of those chosen."""
     for sentence in machine.inventory.notes:
         yield note("devices", sentence.rstrip("."))
     for device in machine.selection.devices if machine.selection.kind != "cpu" else ():
@@ -337,22 +288,6 @@ def check_devices(machine: Machine) -> Iterator[Result]:
             found = f"{users} uses {gib(device.memory_used)} of {gib(device.memory_total)}"
             little = device.memory_free < 0.1 * device.memory_total
             yield (bad if little else note)(device.torch_name, found, "end it, or --devices free:N takes idle ones")
-        if (device.temperature or 0.0) >= HOT_CELSIUS:
-            yield note(device.torch_name, f"{device.temperature:.0f} °C", "look after its cooling")
-
-
-def check_peers(machine: Machine) -> Iterator[Result]:
-    """Peer access between GPUs."""
-    peers = machine.torch.peers
-    pairs = [f"{j}-{i}" for i, row in enumerate(peers) for j in range(i) if not (row[j] and peers[j][i])]
-    if pairs:
-        advice = (
-            "their traffic goes through host memory: slower, and right. If NVLink or one PCIe switch joins them, look "
-            "at nvidia-smi topo -p2p r, at PCIe access control (ACS) and at the IOMMU"
-        )
-        yield note("peer access", f"none between GPUs {', '.join(pairs)}", advice)
-    elif len(peers) > 1:
-        yield good("peer access", f"all {len(peers)} GPUs reach each other")
 
 
 def check_shm(machine: Machine) -> Result:
@@ -385,60 +320,33 @@ def check_segment(machine: Machine) -> Result:
     return good("shared memory", "ranks of this host can share memory")
 
 
-def check_limits(machine: Machine) -> Iterator[Result]:
-    """Limits on open files, locked memory and processes."""
-    files, locked, processes = map(soft_limit, ("nofile", "memlock", "nproc"))
-    needed = 256 + 16 * machine.num_ranks
+def check_limits(machine: Machine) -> Result:
+    """The limit on open files."""
+    files, needed = soft_limit("nofile"), 256 + 16 * machine.num_ranks
     most = "no limit" if files == math.inf else f"at most {files:.0f}"
     found = f"{most}, for {counted(machine.num_ranks, 'rank')}"
     advice = f"ulimit -n 65536 (at least {needed}): data loader workers need many"
-    yield _graded("open files", found, files, needed, 1024, advice)
-    if machine.selection.kind == "cuda" and locked < 64 * MIB:
-        advice = "ulimit -l unlimited (docker run --ulimit memlock=-1): InfiniBand and pinned memory need it"
-        yield note("locked memory", f"at most {locked // 1024:.0f} KiB", advice)
-    if processes < 64 * machine.num_ranks:
-        yield note("processes", f"at most {processes:.0f}", "ulimit -u: it counts the threads of all your processes")
+    return _graded("open files", found, files, needed, 1024, advice)
 
 
-def read_cgroup(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> dict[str, float]:
-    """Bytes of memory and processors that the control groups (version 2) of this process allow; without those unset."""
-    allowed: dict[str, float] = {}
+def memory_limit(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> float:
+    """Bytes of memory that the control groups (version 2) of this process allow; inf if they set none."""
     lines = membership.read_text(encoding="utf-8").splitlines() if membership.exists() else []
     own = root / next((line[3:].strip("/") for line in lines if line.startswith("0::")), "")
-    for name in ("memory.max", "cpu.max"):
-        for group in (own, *own.parents):
-            path = group / name
-            numbers = path.read_text(encoding="utf-8").split() if root in path.parents and path.exists() else ["max"]
-            if numbers[0].isdecimal():  # "max 100000" is no limit, "150000 100000" one and a half processors
-                limit = int(numbers[0]) / int(numbers[1]) if len(numbers) > 1 else int(numbers[0])
-                allowed[name] = min(limit, allowed.get(name, math.inf))
-    return allowed
+    paths = [group / "memory.max" for group in (own, *own.parents) if root in (group / "memory.max").parents]
+    limits = [path.read_text(encoding="utf-8").strip() for path in paths if path.exists()]
+    return min((float(limit) for limit in limits if limit.isdecimal()), default=math.inf)  # "max" is no limit
 
 
 def check_memory(machine: Machine) -> Result:
     """Host memory for the ranks, within the limit of the control group."""
-    cpu, limit = machine.inventory.cpu, read_cgroup().get("memory.max", math.inf)
+    cpu, limit = machine.inventory.cpu, memory_limit()
     found = f"{gib(cpu.memory_free)} of {gib(cpu.memory_total)} free, for {counted(machine.num_ranks, 'rank')}"
     if limit < cpu.memory_total:
         found += f"; the container may use {limit / GIB:.1f} GiB"
     least, enough = (size * machine.num_ranks for size in MEMORY_PER_RANK)
     advice = f"free some, or use fewer ranks: torch alone needs {gib(least)}, small models {gib(enough)}"
     return _graded("memory", found, min(cpu.memory_free, limit), least, enough, advice)
-
-
-def check_processors(machine: Machine) -> Result:
-    """Processors for the ranks, within the quota of the control group."""
-    cores = min(machine.inventory.cores, read_cgroup().get("cpu.max", math.inf))
-    found = f"{cores:g} usable, for {counted(machine.num_ranks, 'rank')}"
-    advice = "ranks that share a core wait for each other; the bits are the same"
-    return _graded("processors", found, cores, 0, machine.num_ranks, advice)
-
-
-def check_disk(machine: Machine) -> Result:
-    """Free space for checkpoints and logs."""
-    free = shutil.disk_usage(machine.folder).free
-    advice = f"checkpoints are as large as parameters and optimizer state: free some space, or {ELSEWHERE}"
-    return _graded("disk", f"{gib(free)} free in {machine.folder}", free, GIB, 10 * GIB, advice)
 
 
 def _graded(name: str, found: str, value: float, least: float, enough: float, advice: str) -> Result:
@@ -521,13 +429,10 @@ CHECKS: tuple[tuple[str, str, Check], ...] = (
     ("versions", "libraries", lambda machine: check_libraries(machine.torch)),
     ("devices", "GPUs", check_gpus),
     ("devices", "devices", check_devices),
-    ("devices", "peer access", check_peers),
     ("system", "/dev/shm", check_shm),
     ("system", "shared memory", check_segment),
     ("system", "limits", check_limits),
     ("system", "memory", check_memory),
-    ("system", "processors", check_processors),
-    ("system", "disk", check_disk),
     ("system", "run folder", check_run_folder),
     ("system", "loopback", check_loopback),
     ("system", "host name", check_host_name),

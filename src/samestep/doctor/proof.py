@@ -10,6 +10,7 @@ import os
 import pickle
 import platform
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -25,7 +26,7 @@ from typing import IO, Any
 
 from samestep.devices.inventory import Inventory, discover
 from samestep.devices.selection import Selection, select
-from samestep.doctor.check_table import Machine, Result, bad, check_node, from_objects, good, has_compiler
+from samestep.doctor.check_table import Machine, Result, bad, check_node, from_objects, good
 from samestep.doctor.local import GRACE_SECONDS, check_ranks
 from samestep.errors import SamestepError, UsageError
 from samestep.extras import is_installed
@@ -197,6 +198,11 @@ def make_rows(chosen: Selection, inventory: Inventory, quick: bool, timeout_seco
     for row in rows:
         found.setdefault(row.name, row)  # one device and all may be the same
     return list(found.values())
+
+
+def has_compiler() -> bool:
+    """Whether there is a C compiler where Triton looks for it."""
+    return bool(os.environ.get("CC") or shutil.which("clang") or shutil.which("gcc"))
 
 
 def _kernel_rows(at: Places) -> list[Row]:

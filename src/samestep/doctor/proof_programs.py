@@ -26,8 +26,8 @@ from samestep.comm.sequential import SequentialTransport, SequentialWorld
 from samestep.comm.transport import wait_until
 from samestep.data.loader import Loader
 from samestep.doctor.proof_script import PLACES, WIDTH, Attention
-from samestep.engine.determinism import own_device
 from samestep.engine.observer import StepObserver
+from samestep.engine.rank_device import own_device
 from samestep.engine.result import StepResult
 from samestep.engine.step import TrainStep
 from samestep.logical.collectives import Operation

@@ -37,7 +37,7 @@ from samestep.core.tree import Block, TreeSum, rank_blocks
 from samestep.devices.inventory import discover
 from samestep.devices.selection import select
 from samestep.doctor.check_table import Machine, Result, bad, check_node, good, is_good, note
-from samestep.engine.determinism import own_device
+from samestep.engine.rank_device import own_device
 from samestep.errors import SamestepError
 
 MOVED_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool)
@@ -159,13 +159,6 @@ def check_ordered(comm: Communicator, dtype: torch.dtype, size: int) -> str:
     return error
 
 
-def check_native(comm: Communicator, dtype: torch.dtype, size: int) -> str:
-    """The backend's own all-reduce."""
-    addends = [pattern(source, 0, size, dtype) for source in range(comm.world_size)]
-    got = comm.transport.add(addends[comm.rank].to(comm.device, copy=True)).wait()
-    return difference(got, torch.stack(addends).sum(0))
-
-
 def check_broadcast(comm: Communicator, dtype: torch.dtype, size: int) -> str:
     """Broadcast from the first and from the last rank."""
     error = ""
@@ -244,10 +237,6 @@ def _ordered(comm: Communicator, tensor: Tensor) -> Operation:
     return lambda: comm.reduce(blocks, [tensor], tensor).finish()
 
 
-def _native(comm: Communicator, tensor: Tensor) -> Operation:
-    return lambda: comm.transport.add(tensor).wait()
-
-
 def _broadcast(comm: Communicator, tensor: Tensor) -> Operation:
     return lambda: comm.transport.broadcast(tensor, 0)
 
@@ -265,7 +254,6 @@ COLLECTIVES = (
     Collective("gather (all-gather)", each(check_gather), _gather),
     Collective("gather of words", word_cases, None),
     Collective("ordered reduction", each(check_ordered, ADDED_DTYPES), _ordered),
-    Collective("native all-reduce", each(check_native, ADDED_DTYPES), _native),
     Collective("broadcast", each(check_broadcast), _broadcast),
     Collective("reduce-scatter", each(check_reduce_scatter, ADDED_DTYPES), _scatter, is_torch=True),
     Collective("send and receive", each(check_send, MOVED_DTYPES[:-1]), _send, is_torch=True),

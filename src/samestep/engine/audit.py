@@ -24,7 +24,7 @@ from torch import Tensor
 
 from samestep.comm.membership import Membership
 from samestep.core.seeds import derive_seed, microbatch_seed
-from samestep.data.batch import flattened, lacks_bytes, position_weights
+from samestep.data.checksums import flattened, lacks_bytes, position_weights
 from samestep.data.nested import leaves
 from samestep.engine.forward_backward import ForwardBackward, backward_on_this_thread
 from samestep.engine.losses import MicrobatchLoss

@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from samestep.comm.communicator import Communicator
 from samestep.comm.reduction import fold
 from samestep.core.tree import Block, TreeSum
-from samestep.data.batch import tensor_checksum, versions_of
+from samestep.data.checksums import tensor_checksum, versions_of
 from samestep.engine.losses import wide_dtype
 from samestep.engine.strategy import StepBuffers
 from samestep.errors import BufferMergeError, UsageError

@@ -116,8 +116,7 @@ def explain_nondeterminism(error: RuntimeError, model: nn.Module) -> Determinism
     where = _module_in_traceback(error.__traceback__, model) or _callers(operation, model)
     return DeterminismError(
         f"{operation} has no deterministic form on this device, and was called in "
-        f"{where or 'the loss function or a backward'}; {advise_replacement(operation)}, or give up equal bits with "
-        'samestep.Run(reduction="native") (--reduction native)'
+        f"{where or 'the loss function or a backward'}; {advise_replacement(operation)}"
     )
 
 

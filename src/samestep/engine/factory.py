@@ -6,11 +6,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from samestep.comm.membership import Membership
-from samestep.engine.config import Pipeline, Sharded, StrategyOptions
 from samestep.engine.parameters import is_tensor_parallel
 from samestep.engine.replicate import ReplicateStrategy
 from samestep.engine.sharded_state import accept_whole_weights
 from samestep.engine.strategy import ExchangeOptions, Strategy
+from samestep.engine.strategy_options import Pipeline, Sharded, StrategyOptions
 from samestep.errors import UsageError
 
 

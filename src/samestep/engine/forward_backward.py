@@ -15,10 +15,11 @@ from torch.autograd.grad_mode import set_multithreading_enabled
 from samestep.comm.membership import Membership
 from samestep.data.batch import Batch
 from samestep.data.randomness import Generators
-from samestep.engine.config import LossScale, StepConfig, autocast, check_precision
+from samestep.engine.config import StepConfig
 from samestep.engine.losses import LossFn, MicrobatchLoss, read_loss
 from samestep.engine.observer import Observers
 from samestep.engine.portable_kernels import is_portable
+from samestep.engine.precision import LossScale, autocast, check_precision
 from samestep.errors import LossError, OutOfMemoryError, UsageError
 
 MOST_WEIGHTS = 64  # whose tensors are kept

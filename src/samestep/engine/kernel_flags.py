@@ -35,7 +35,7 @@ ENFORCED: Mapping[str, Any] = {
     "cuda.allocator": "native",
     "deterministic_debug_mode": 2,
 }
-"""What equal bits need, unless the reduction is the backend's own; `determinism.make_deterministic` sets it."""
+"""What equal bits need; `determinism.make_deterministic` sets it."""
 
 
 def float32_precisions(backends: Mapping[str, Any] = CUDA | CPU) -> dict[str, str]:

@@ -1,6 +1,6 @@
 """Observers: watch training steps through events, without patching them.
 
-Heartbeats, the profile, `samestep verify` and `samestep replay` see a step through the events of `StepObserver` alone.
+Heartbeats, `samestep verify` and `samestep replay` see a step through the events of `StepObserver` alone.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -108,7 +108,7 @@ def _in_turn(methods: Sequence[Callable[..., None]]) -> Callable[..., None]:
 
 
 class HeartbeatObserver(StepObserver):
-    """Posts the phases of a step on the supervisor's page; the profile reads them there, too."""
+    """Posts the phases of a step on the supervisor's page."""
 
     def __init__(self, heartbeat: Heartbeat) -> None:
         self._heartbeat = heartbeat

@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 
 from samestep.comm.buckets import aligned_zeros, dense_strides
 from samestep.comm.communicator import Communicator
-from samestep.data.batch import flattened, lacks_bytes, memory_border, tensor_checksum, version_of, versions_of
+from samestep.data.batch import memory_border
+from samestep.data.checksums import flattened, lacks_bytes, tensor_checksum, version_of, versions_of
 from samestep.data.nested import leaves
 from samestep.errors import DeterminismError, UsageError
 

@@ -8,13 +8,13 @@ from torch.optim import Optimizer
 from samestep.comm.membership import Membership
 from samestep.data.batch import Batch
 from samestep.engine.buffers import BufferMerge
-from samestep.engine.config import Replicate, StrategyOptions
 from samestep.engine.gradients import GradientSum
 from samestep.engine.microbatch_runner import MicrobatchRunner
 from samestep.engine.observer import Observers
 from samestep.engine.parameters import Homes, check_same_model, move_model
 from samestep.engine.sharded_state import check_elementwise
 from samestep.engine.strategy import ExchangeOptions, StepParts, Strategy
+from samestep.engine.strategy_options import Replicate, StrategyOptions
 from samestep.errors import UsageError
 
 

@@ -18,7 +18,6 @@ from torch.utils.hooks import RemovableHandle
 
 from samestep.comm.membership import Membership
 from samestep.comm.mesh_groups import data_mesh
-from samestep.engine.config import Sharded
 from samestep.engine.parameters import named_parameters
 from samestep.engine.sharded_state import (
     ShardedState,
@@ -28,6 +27,7 @@ from samestep.engine.sharded_state import (
     check_elementwise,
     refuse_reading,
 )
+from samestep.engine.strategy_options import Sharded
 from samestep.errors import UsageError
 
 DEFAULT_GROUPS = 8  # by default a module has at most 1/8 of the parameters

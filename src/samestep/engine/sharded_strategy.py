@@ -31,7 +31,6 @@ from samestep.comm.reduction import merge_blocks, merge_received
 from samestep.core.tree import Block, TreeSum
 from samestep.data.batch import Batch
 from samestep.engine.buffers import BufferMerge
-from samestep.engine.config import Sharded
 from samestep.engine.microbatch_runner import MicrobatchRunner
 from samestep.engine.norms import ShardedNorm, finite_sum
 from samestep.engine.observer import Observers
@@ -39,6 +38,7 @@ from samestep.engine.parameters import check_same_model, move_model
 from samestep.engine.sharded_model import Group, ShardedModel, groups_in_forward
 from samestep.engine.sharded_state import MIXED
 from samestep.engine.strategy import MicrobatchGradients, StepParts, Strategy
+from samestep.engine.strategy_options import Sharded
 from samestep.errors import DeterminismError, UsageError
 
 

@@ -17,7 +17,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from samestep.callsite import is_script_file
 from samestep.comm.membership import Membership
-from samestep.data.batch import lacks_bytes, span_size, tensor_checksum, version_of
+from samestep.data.checksums import lacks_bytes, span_size, tensor_checksum, version_of
 from samestep.data.randomness import GENERATORS
 
 MAX_OBJECTS = 5000

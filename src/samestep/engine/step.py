@@ -26,23 +26,14 @@ from samestep.core.tree import rank_blocks
 from samestep.data.batch import Batch, split_batch
 from samestep.engine.audit import Audit, AuditFinding, RepeatStepError
 from samestep.engine.buffers import refuse_sync_batchnorm
-from samestep.engine.config import (
-    FiniteCheck,
-    LossScale,
-    Replicate,
-    Sharded,
-    StepConfig,
-    default_bucket_bytes,
-    divisor,
-    left_out_if,
-    settings_of,
-)
+from samestep.engine.config import StepConfig, default_bucket_bytes
 from samestep.engine.factory import check_mesh, make_strategy
 from samestep.engine.forward_backward import ForwardBackward, backward_on_this_thread, compiling_alike
 from samestep.engine.gradients import divide, scale
-from samestep.engine.kernel_flags import ENFORCED, check_flags, enough_memory, kernel_flags
+from samestep.engine.kernel_flags import check_flags, enough_memory, kernel_flags
 from samestep.engine.losses import GlobalCounts, wide_dtype
 from samestep.engine.observer import HeartbeatObserver, Observers, StepObserver, observers_in_scope
+from samestep.engine.optimizer_settings import settings_of
 from samestep.engine.parameters import (
     PurityCheck,
     held_by,
@@ -51,10 +42,12 @@ from samestep.engine.parameters import (
     move_states,
     named_parameters,
 )
+from samestep.engine.precision import FiniteCheck, LossScale, divisor, left_out_if
 from samestep.engine.result import ADVICE, Agreed, StepResult, StepStats, read_headers, write_header
 from samestep.engine.sharded_state import ShardedState
 from samestep.engine.side_effects import MOST_NAMES, WATCHED_STEPS, Traces
 from samestep.engine.strategy import ExchangeOptions, StepParts
+from samestep.engine.strategy_options import Replicate, Sharded
 from samestep.errors import DataError, DeterminismError, NonFiniteError, OutOfMemoryError, PeerLostError, UsageError
 
 FIRST_STEPS = 3  # after which parameters without a gradient are named
@@ -107,8 +100,7 @@ class TrainStep:
         self._failed = False
         self._num_threads = torch.get_num_threads()
         device = membership.communicator.device
-        enforced = () if membership.communicator.reduction == "ordered" else ENFORCED  # the backend's own: no promise
-        self._flags = {name: value for name, value in kernel_flags(device.type).items() if name not in enforced}
+        self._flags = kernel_flags(device.type)
 
         refuse_sync_batchnorm(model)
         wrappers = (nn.DataParallel, nn.parallel.DistributedDataParallel)
@@ -147,14 +139,13 @@ class TrainStep:
         self.compute = ForwardBackward(membership, model, config, self._scale, self.observers, explain, memory_advice)
         is_watched = is_replicated and membership.num_microbatches > 1
         self._traces = Traces(membership, model, config.loss_fn) if is_watched else None
-        is_compiled = membership.communicator.reduction == "ordered" and "torch._dynamo" in sys.modules
-        self.compiling = compiling_alike if is_compiled else nullcontext
+        self.compiling = compiling_alike if "torch._dynamo" in sys.modules else nullcontext
         self._audit = None
         if config.audit is not None:
-            if is_tensor_parallel(model) or membership.communicator.reduction != "ordered":
+            if is_tensor_parallel(model):
                 raise UsageError(
-                    f"got audit={config.audit} with a model that parallelize_module has divided, or with "
-                    'reduction="native": what a device computes there depends on others; leave audit (--audit) out'
+                    f"got audit={config.audit} with a model that parallelize_module has divided: what a device "
+                    "computes there depends on others; leave audit (--audit) out"
                 )
             self._audit = Audit(self)
         self._lay_out()
@@ -245,8 +236,7 @@ class TrainStep:
         self._stats.begin(membership.mine)
         traces = self._traces if self.num_steps < WATCHED_STEPS else None
         device, where = self.communicator.device, f"step {self.num_steps + 1} on rank {membership.rank}"
-        is_ordered = self.communicator.reduction == "ordered"  # the backend's own promises no bits
-        enough = enough_memory(device, where, NEEDS_LESS) if is_ordered else nullcontext()
+        enough = enough_memory(device, where, NEEDS_LESS)
         parts = StepParts(self.num_steps, self.compute, self._purity, self._counts, self._stats, traces, audit)
         try:
             with enough, backward_on_this_thread(device), self.compiling():

@@ -20,9 +20,9 @@ from samestep.comm.group import GroupTransport
 from samestep.comm.heartbeat import Heartbeat
 from samestep.comm.membership import Membership
 from samestep.core.tree import Block
-from samestep.data.batch import Batch, tensor_checksum
+from samestep.data.batch import Batch
+from samestep.data.checksums import tensor_checksum
 from samestep.engine.buffers import COMPARED_ELEMENTS, COMPARED_EVERY, COMPARED_STEPS, BufferMerge
-from samestep.engine.config import REPLICATE, Replicate, StrategyOptions
 from samestep.engine.gradients import GradientSum
 from samestep.engine.losses import wide_dtype
 from samestep.engine.microbatch_runner import MicrobatchRunner
@@ -31,6 +31,7 @@ from samestep.engine.observer import Observers
 from samestep.engine.parameters import check_same_tensors, move_model
 from samestep.engine.sharded_state import MIXED, ShardedState, Sharding, check_contiguous, check_elementwise
 from samestep.engine.strategy import ExchangeOptions, MicrobatchGradients, StepParts, Strategy
+from samestep.engine.strategy_options import REPLICATE, Replicate, StrategyOptions
 from samestep.errors import DeterminismError, PeerLostError, UsageError
 
 AXIS = "tensor"

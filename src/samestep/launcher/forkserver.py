@@ -31,7 +31,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, NoReturn
 
 from samestep.comm.environment import LOOPBACK
-from samestep.comm.heartbeat import EventParser
+from samestep.comm.events import EventParser
 from samestep.launcher import os_processes
 from samestep.launcher.job import Instruction, Job
 from samestep.launcher.worker import leave, work

@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from samestep.checks import check_number
 from samestep.comm.environment import HEAL_VARIABLE, LOOPBACK
-from samestep.comm.heartbeat import EVENTS_VARIABLE, MAX_SLOTS, PAGE_VARIABLE, SLOT_VARIABLE
+from samestep.comm.events import EVENTS_VARIABLE
+from samestep.comm.heartbeat import MAX_SLOTS, PAGE_VARIABLE, SLOT_VARIABLE
 from samestep.core.microbatches import DEFAULT_NUM_MICROBATCHES
 from samestep.devices.portable import asks_for_portable, portable_variables
 from samestep.errors import UsageError
@@ -114,15 +115,18 @@ class Job:
     policy: Policy = Policy()
     logical_devices: int | None = None  # the number of workers, if it is not that of the devices
     counts_lines: bool = False  # say at the end how many lines ranks above 0 have printed, which are not shown
+    runs_once: bool = False  # whether rank 0 alone runs the script: a signal, too, ends with the script's own exit code
+    may_lie_elsewhere: bool = False  # whether another machine may have the script alone
     relay: bool = False  # print rank 0's output by `sys.stdout` of this process, instead of letting it inherit the file
 
     def __post_init__(self) -> None:
         """Checks the job before a process is started."""
         if self.kind == "script" and Path(self.target).is_dir():
             raise UsageError(f"got the folder {self.target}; name the Python file in it, or use -m PACKAGE")
-        if self.kind == "script" and not Path(self.target).exists():
+        exists = Path(self.target).exists()
+        if self.kind == "script" and not (exists or self.may_lie_elsewhere):
             raise UsageError(f"there is no script {self.target}; give the path of a Python file, or -m MODULE")
-        if self.kind == "script" and not Path(self.target).is_file():
+        if self.kind == "script" and exists and not Path(self.target).is_file():
             raise UsageError(f"{self.target} is no regular file; give the path of a Python file, or -m MODULE")
         if self.kind == "module" and not all(part.isidentifier() for part in self.target.split(".")):
             raise UsageError(f"got the module {self.target!r}; after -m give a dotted name such as package.train")

@@ -29,8 +29,9 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
-from samestep.comm import heartbeat
-from samestep.comm.heartbeat import MAX_SLOTS, STOPS_ON_REQUEST, Beat, Event, HeartbeatPage
+from samestep.comm import events as pipe
+from samestep.comm.events import Event
+from samestep.comm.heartbeat import MAX_SLOTS, STOPS_ON_REQUEST, Beat, HeartbeatPage
 from samestep.launcher.hang_detector import HangDetector
 from samestep.launcher.healing import LINGER_SECONDS, Healing
 from samestep.launcher.job import Assignment, Instruction, Job, Outcome
@@ -306,7 +307,7 @@ class Monitor:
 
     def _read_events(self, worker: Worker, fd: int) -> bool:
         """Handles a worker's events."""
-        events = heartbeat.read_events(fd, worker.parser)
+        events = pipe.read_events(fd, worker.parser)
         for event in events or ():
             name = event.get("event")
             if name == "progress":
@@ -536,7 +537,12 @@ class Monitor:
             self._healing.finish()
         self._healing.give_up_waiting()
         if self._stopped_by is not None and not self._is_complete():
-            return Outcome(128 + self._stopped_by, failure=failure)
+            script, code = self.workers.all[0], 128 + self._stopped_by
+            if self._job.runs_once and script.code not in (None, -signal.SIGKILL):
+                code = exit_code(script)
+                if script.report is not None and script.report.get("type") != "SystemExit":
+                    failure = explain(script, 0)
+            return Outcome(code, failure=failure)
         if self.is_broken:
             return Outcome(1, failure=self._broken)
         if culprit is not None:

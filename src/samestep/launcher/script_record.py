@@ -21,7 +21,7 @@ from samestep.checkpoint.run_folder import (
     take_lock,
 )
 from samestep.comm.environment import read_environment
-from samestep.comm.heartbeat import Channel
+from samestep.comm.events import Channel
 from samestep.errors import UsageError
 from samestep.files import make_folder, write_json
 from samestep.launcher.job import find_function

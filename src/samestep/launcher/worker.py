@@ -14,10 +14,11 @@ import signal
 import sys
 import threading
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
-from samestep.comm.heartbeat import HEALS, Channel, HeartbeatPage
+from samestep.comm.events import Channel
+from samestep.comm.heartbeat import HEALS, HeartbeatPage
 from samestep.devices.device import keep_freed_memory
 from samestep.launcher import os_processes
 from samestep.launcher.job import Instruction, run_program, worker_variables
@@ -47,7 +48,7 @@ def work(instruction: Instruction, call: Call | None = None) -> int:
 
         torch.set_num_threads(instruction.job.num_threads)  # the bits depend on it
         keep_freed_memory()
-        with applied([os_processes.BATCHES_ARE_SENT]):
+        with applied([os_processes.BATCHES_ARE_SENT]), _forks_apart():
             value = call() if call is not None else run_program(instruction.job, instruction.fds)
         _deliver(value, instruction, channel, HeartbeatPage(instruction.fds["page"]))
         return _post_end(instruction, _printed(0, instruction, channel))
@@ -63,10 +64,26 @@ def work(instruction: Instruction, call: Call | None = None) -> int:
         sys.last_value = error  # as the interpreter does, for handlers at the exit
         report = report_exception(error)
         channel.send("failed", **report)
-        _log_message(report["traceback"] or f"{report['type']}: {report['message']}", instruction)
+        _log_message(_text_of(report), instruction)
         return int(report["exit_code"])
     finally:
         _flush()
+
+
+@contextlib.contextmanager
+def _forks_apart() -> Iterator[None]:
+    """A process that the program forks, and lets run on, ends as Python ends it: this worker goes on."""
+    process, code = os.getpid(), 0
+    try:
+        yield
+    except BaseException as error:
+        if os.getpid() == process:
+            raise
+        code, message = exit_code_of(error) if isinstance(error, SystemExit) else (1, _text_of(report_exception(error)))
+        if message:
+            tell(message, sys.stderr)
+    if os.getpid() != process:
+        leave(code)
 
 
 def main() -> None:
@@ -130,6 +147,10 @@ def _redirect_streams(instruction: Instruction) -> None:
     elif isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # so that a killed worker has printed its lines
     faulthandler.enable(fds["dump"])
+
+
+def _text_of(report: dict[str, Any]) -> str:
+    return str(report["traceback"] or f"{report['type']}: {report['message']}").rstrip()
 
 
 def _log_message(text: str, instruction: Instruction) -> None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from samestep.comm.heartbeat import EventParser
+from samestep.comm.events import EventParser
 from samestep.launcher import os_processes
 from samestep.launcher.job import Instruction
 from samestep.launcher.os_processes import EarlyServer, ServerProcess

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from samestep.callsite import script_line_of
-from samestep.comm.heartbeat import HEALS, LEAVES_EARLY, READY_TO_JOIN, Beat, Event, EventParser, HeartbeatPage, Quorum
+from samestep.comm.events import Event, EventParser
+from samestep.comm.heartbeat import HEALS, LEAVES_EARLY, READY_TO_JOIN, Beat, HeartbeatPage, Quorum
 from samestep.comm.nccl_errors import nccl_failure
 from samestep.errors import AuditError, PeerLostError, RunFolderError, SamestepError
 from samestep.files import open_regular

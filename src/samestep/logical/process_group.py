@@ -14,6 +14,7 @@ added element by element in the same order, so their bits are the same.
 import sys
 import threading
 import time
+import traceback
 import zlib
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,6 +32,7 @@ from samestep.callsite import calling_frame, script_line
 from samestep.checkpoint.contract import check_same_gpus
 from samestep.comm.buckets import pinned
 from samestep.comm.connecting import connect_gpus, connect_process_group
+from samestep.comm.exceptions import packed, unpacked
 from samestep.comm.group import GroupTransport
 from samestep.comm.transport import Connection, LocalTransport, Transport, close_at_exit, gather_parts, unexpected_sizes
 from samestep.errors import DeterminismError, PeerLostError, SamestepError
@@ -142,7 +144,7 @@ class OrderedBackend(_Backend):  # type: ignore[misc]  # a class of torch's stub
         self._ranks = ranks
         self.timeout = options.timeout
         self._queue = WorkQueue(f"samestep {options.group_id}")
-        self._failure: Exception | None = None
+        self._failure: bytes | None = None  # packed
         self._calls: deque[tuple[int, str]] = deque(maxlen=HISTORY)  # the last that were run, with their numbers
         self._backward, self._num_backwards = -1, 0  # the last one that has reduced gradients here, and how many have
         self._told: set[str] = set()
@@ -319,19 +321,19 @@ class OrderedBackend(_Backend):  # type: ignore[misc]  # a class of torch's stub
     def send(self, tensors: Sequence[Tensor], rank: int, tag: int) -> dist.Work:
         self._check("send", None, (), tensors)
         values = _Flat(tensors, self._transport)
-        return self._begun(PeerWork(self, self._peer(rank).send([values.bytes], rank, tag), rank, None))
+        return self._begun(PeerWork(self, self._peer(rank).send([values.shaped], rank, tag), rank, None))
 
     def recv(self, tensors: Sequence[Tensor], rank: int, tag: int) -> dist.Work:
         """Writes the tensor that a rank sends."""
         self._check("recv", None, tensors, tensors)
         values = _Flat(tensors, self._transport)
-        return self._begun(PeerWork(self, self._peer(rank).recv([values.bytes], rank, tag), rank, values))
+        return self._begun(PeerWork(self, self._peer(rank).recv([values.shaped], rank, tag), rank, values))
 
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int) -> dist.Work:
         """Writes the tensor that some rank sends."""
         self._check("recv", None, tensors, tensors)
         values = _Flat(tensors, self._transport)
-        return self._begun(PeerWork(self, self._peer(None).recv_anysource([values.bytes], tag), None, values))
+        return self._begun(PeerWork(self, self._peer(None).recv_anysource([values.shaped], tag), None, values))
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         """Returns when every rank has called it; rank 0 names those that have not within the timeout."""
@@ -368,7 +370,6 @@ class OrderedBackend(_Backend):  # type: ignore[misc]  # a class of torch's stub
             # After a failure what NCCL has queued may wait for a rank that is gone.
             self._over_nccl.close() if self._failure is None else self._over_nccl.abandon()
             self._over_nccl = None
-        self._failure = None  # whose traceback has the group: C++ refers to this backend, which hides that from Python
         self._gloo = None
 
     def _peer(self, rank: int | None) -> Any:
@@ -453,7 +454,7 @@ class OrderedBackend(_Backend):  # type: ignore[misc]  # a class of torch's stub
     ) -> None:
         """Runs an operation whose turn has come. One that fails leaves the ranks at odds, so all later ones fail."""
         if self._failure is not None:
-            raise self._failure
+            raise unpacked(self._failure)
         transport, (name, written, kind, said, note) = self._transport, call
         if isinstance(transport, Connection):
             transport.limit_waits(timeout)
@@ -465,10 +466,11 @@ class OrderedBackend(_Backend):  # type: ignore[misc]  # a class of torch's stub
             if note and isinstance(transport, Connection) and transport.other_notes:
                 self._tell_notes(note, transport.other_notes, said.rpartition(", at ")[2])
         except (PeerLostError, DeterminismError) as error:
-            self._failure = self._explained(error, number)
-            raise self._failure from error
+            self._failure = packed(self._explained(error, number))
+            raise unpacked(self._failure) from error
         except Exception as error:
-            self._failure = error
+            error.add_note(traceback.format_exc())  # one that nobody foresaw: a packed error has no traceback
+            self._failure = packed(error)
             raise
 
     def _transport_of(self, name: str, written: Sequence[Tensor], tensors: Sequence[Tensor]) -> Transport:
@@ -645,12 +647,12 @@ class OwnMessages:
 
     def send(self, tensors: Sequence[Tensor], rank: int, tag: int) -> "_OwnMessage":
         message = self._next("send", tag)
-        message.set_result(tensors[0].clone())
+        message.set_result(tensors[0].flatten().view(torch.uint8).clone())
         return message
 
     def recv(self, tensors: Sequence[Tensor], rank: int, tag: int) -> "_OwnMessage":
         message = self._next("recv", tag)
-        message.add_done_callback(lambda sent: tensors[0].copy_(sent.result()))
+        message.add_done_callback(lambda sent: tensors[0].flatten().view(torch.uint8).copy_(sent.result()))
         return message
 
     def _next(self, way: str, tag: int) -> "_OwnMessage":
@@ -674,7 +676,8 @@ class _Flat:
         self._tensors = [tensor.data for tensor in tensors]
         first, is_on_host = self._tensors[0], transport.through_host
         self._is_copy = flat is not None or len(tensors) > 1 or not first.is_contiguous()
-        self._is_copy |= is_on_host and not first.is_cpu
+        # What is marked as conjugate or negative is not what lies in memory.
+        self._is_copy |= (is_on_host and not first.is_cpu) or first.is_conj() or first.is_neg()
         if flat is not None:
             self.flat = flat
         elif self._is_copy:
@@ -683,9 +686,9 @@ class _Flat:
             self.flat = first.view(-1)
 
     @property
-    def bytes(self) -> Tensor:
-        """The same memory as bytes: gloo lacks some dtypes."""
-        return self.flat.view(torch.uint8)
+    def shaped(self) -> Tensor:
+        """The same memory in the shape of the one tensor, which profiles of gloo show."""
+        return self.flat.view(self._tensors[0].shape)
 
     def write(self) -> None:
         """Writes the values to the tensors, unless they have the same memory."""

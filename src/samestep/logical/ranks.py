@@ -37,19 +37,19 @@ from torch.utils.data import DataLoader
 
 from samestep.comm.environment import RANK_VARIABLES, Environment, read_environment
 from samestep.core.seeds import derive_seed
-from samestep.data.batch import checksum
+from samestep.data.checksums import checksum
 from samestep.devices.inventory import usable_cores
 from samestep.devices.portable import asks_for_portable
-from samestep.engine.determinism import own_device
 from samestep.engine.deterministic_kernels import register_kernels
 from samestep.engine.diagnosis import advise_replacement
 from samestep.engine.kernel_flags import check_shortages
 from samestep.engine.portable_kernels import make_portable
+from samestep.engine.rank_device import own_device
 from samestep.errors import UsageError
 from samestep.launcher.device_token import LOOK_SECONDS, TOKEN_VARIABLE, hold_token, lent_token, shares_device
 from samestep.logical.process_group import NAME, OrderedBackend, register_backend
 from samestep.patch import Patch, applied, late_dynamo, late_patches
-from samestep.scripts.shared_script import VISIBLE_DEVICES, fixed_benchmark
+from samestep.scripts.script_state import VISIBLE_DEVICES, fixed_benchmark
 from samestep.scripts.simulated.devices import own_accelerator, simulated_devices
 from samestep.scripts.spawning import ON_CPUS, RENDEZVOUS, YES, enter_rank, run_multi_process
 from samestep.text import notify

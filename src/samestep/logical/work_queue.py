@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from samestep.comm.exceptions import packed, unpacked
 from samestep.launcher.device_token import lent_token
 
 NO_TIMEOUT = timedelta(0)
@@ -31,7 +32,9 @@ class QueuedWork(dist.Work):
         self._lock = threading.Lock()
         self._end: torch.futures.Future[Any]
         self._future: torch.futures.Future[Any] | None = None
-        self._error: Exception | None = None
+        # Packed, as all errors that a group keeps: frames of a traceback refer to works and groups that C++ has too,
+        # and Python's collector does not see through that circle.
+        self._error: bytes | None = None
         self._is_done = self._is_future_complete = False
         self.is_published = self.is_handed_out = False
         with torch._C.DisableTorchFunction():  # by their memory: simulated GPUs are the host's
@@ -56,7 +59,7 @@ class QueuedWork(dist.Work):
         """Waits until the operation is done; on CUDA, the current stream waits for its copies, too."""
         self._queue.complete(self, timeout.total_seconds())
         if self._error is not None:
-            raise self._error
+            raise unpacked(self._error)
         for device, event in zip(self._devices, self._after, strict=True):
             torch.cuda.current_stream(device).wait_event(event)
         return True
@@ -70,8 +73,8 @@ class QueuedWork(dist.Work):
     def is_success(self) -> bool:
         return self._is_done and self._error is None
 
-    def exception(self) -> Exception | None:
-        return self._error
+    def exception(self) -> BaseException | None:
+        return None if self._error is None else unpacked(self._error)
 
     def result(self) -> list[Tensor]:
         """The tensors that it has written."""
@@ -104,7 +107,7 @@ class QueuedWork(dist.Work):
                 self._run()
                 self._after = [torch.cuda.current_stream(device).record_event() for device in self._devices]
         except Exception as error:
-            self._error = error
+            self._error = packed(error)
         self._is_done = True
 
     def publish(self) -> None:
@@ -114,8 +117,8 @@ class QueuedWork(dist.Work):
         self._complete_future()
         self.is_published = True
 
-    def fail(self, error: Exception) -> None:
-        """Ends an operation that will not run."""
+    def fail(self, error: bytes) -> None:
+        """Ends an operation that will not run, with a packed error."""
         self._error, self._is_done = error, True
         self.publish()
 
@@ -131,7 +134,7 @@ class QueuedWork(dist.Work):
 
     def _result_or_error(self, _: "torch.futures.Future[Any]") -> Any:
         if self._error is not None:
-            raise self._error
+            raise unpacked(self._error)
         return self._outputs
 
     def _enter_streams(self, context: ExitStack) -> None:
@@ -160,7 +163,7 @@ class WorkQueue:
         self._calls = threading.Semaphore(0)
         self._thread: threading.Thread | None = None
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._closed: Exception | None = None
+        self._closed: bytes | None = None
         self.dropped: deque[QueuedWork] = deque(maxlen=DROPPED_WORKS)
 
     def submit(self, run: Callable[[], Any], outputs: Any, tensors: Sequence[Tensor], is_async: bool) -> QueuedWork:
@@ -210,10 +213,10 @@ class WorkQueue:
 
     def close(self, error: Exception) -> None:
         """Ends the thread; operations that have not begun, and later ones, fail with this error."""
-        self._closed = error
+        self._closed = packed(error)
         self.dropped.clear()
         while self._waiting:
-            self._waiting.popleft().fail(error)
+            self._waiting.popleft().fail(self._closed)
         self._calls.release()
 
     def join(self) -> None:

@@ -277,14 +277,6 @@ class JobConfig:
     compile: bool = _option(
         "Run forward and loss through torch.compile.", False, negated=True, compared=True, panel=LAYOUT
     )
-    reduction: str = _option(
-        "ordered (the default: same bits on any devices) or native.",
-        "ordered",
-        choices=("ordered", "native"),
-        compared=True,
-        panel=LAYOUT,
-        metavar="NAME",
-    )
     shares: Sequence[float] | None = _option(
         "How much each device does, such as 3,1; same bits.", parse=_numbers, panel=DEVICES, metavar="X,X,…"
     )
@@ -355,8 +347,6 @@ class JobConfig:
         panel=RUN_FOLDER,
         metavar="N",
     )
-    hash_data: bool = _option("Hash all samples of the first epoch, for samestep attest.", False, panel=RUN_FOLDER)
-    profile: str | None = None
     command: Sequence[str] = ()
     job: Mapping[str, Any] = field(default_factory=dict)
 

@@ -45,10 +45,8 @@ def train(**options: Any) -> dict[str, Any]:
         config.seed,
         shares=config.shares,
         spares=config.spares,
-        reduction=config.reduction,
         mesh=config.mesh,
         num_threads=config.num_threads,
-        profile=config.profile,
     )
     content = recipe.data(DataOptions(config.data, config.data_dir, config.seed, config.options or {}))
     model = recipe.model(content)
@@ -87,7 +85,6 @@ def train(**options: Any) -> dict[str, Any]:
             contract=facts,
             epoch_line=(recipe.headline, recipe.headline_label),
             **config.given("checkpoint_steps", "checkpoint_minutes", "checkpoint_retries", "keep", "digest_every"),
-            hash_data=config.hash_data,
             resume_command=f"samestep train {recipe.name} --resume {config.run_dir}",
             best=tuple(best.split(":", 1)) if best and ":" in best else best,
             patience=config.patience,

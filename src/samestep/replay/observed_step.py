@@ -1,28 +1,25 @@
-"""Observes one step in full: every microbatch, module, parameter and gradient, and saves their tensors."""
+"""Observes one step in full: every microbatch, module, parameter and gradient."""
 
-import json
 import traceback
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from samestep.checkpoint.digest import as_hex, state_checksum
-from samestep.checkpoint.packing import DTYPES
-from samestep.checkpoint.verified_files import write_tensors
-from samestep.data.batch import Batch, version_of
+from samestep.data.batch import Batch
+from samestep.data.checksums import version_of
 from samestep.data.nested import leaves
 from samestep.engine.losses import MicrobatchLoss
 from samestep.engine.observer import StepObserver
 from samestep.engine.result import StepResult
 from samestep.engine.step import TrainStep
-from samestep.errors import RunFolderError, SamestepError, UsageError
+from samestep.errors import SamestepError, UsageError
 from samestep.replay.views import (
     ROOT,
     Activation,
@@ -39,64 +36,6 @@ from samestep.replay.views import (
 )
 from samestep.runs.ledger import learning_rates
 
-INDEX_FILE = "index.json"
-STEP_FILE = "step.safetensors"
-
-
-def check_folder(folder: Path, run: Path) -> None:
-    """Raises a `UsageError` unless `--save` names a new or empty folder outside of the run's."""
-    if folder.resolve().is_relative_to(run.resolve()):
-        raise UsageError(f"got --save {folder}, which is in the run's own folder; a replay changes nothing there")
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UsageError(f"got --save {folder}, which is there already; name a new or an empty folder")
-
-
-class Saver:
-    """Writes a file a microbatch, one for the step, and the index of them all to a folder."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._tensors: dict[str, dict[str, Tensor]] = {}
-        self._index: dict[str, dict[str, Any]] = {}
-
-    def add(self, file: str, name: str, tensor: Tensor, **facts: Any) -> None:
-        """Copies a tensor to host memory, to be written to a file; notes one that safetensors cannot hold."""
-        tensors = self._tensors.setdefault(file, {})
-        entry = self._index.setdefault(file, {"tensors": {}, "left_out": []})
-        if tensor.layout != torch.strided or tensor.is_nested or tensor.dtype not in DTYPES:
-            entry["left_out"].append(name)
-            return
-        with torch._C.DisableTorchFunction(), torch.no_grad():
-            value = tensor.detach().resolve_conj().resolve_neg()
-            # a copy in any case: the next module may write to the tensor in place
-            tensors[name] = torch.empty(value.shape, dtype=value.dtype, device="cpu").copy_(value)
-        dtype = str(value.dtype).removeprefix("torch.")
-        entry["tensors"][name] = {**facts, "shape": list(value.shape), "dtype": dtype}
-
-    def write(self, file: str, **facts: Any) -> None:
-        """Writes a file, and frees its tensors."""
-        entry = self._index.setdefault(file, {"tensors": {}, "left_out": []})
-        self._index[file] = {**facts, **entry}
-        tensors = self._tensors.pop(file, {})
-        self._attempt(self._folder / file, lambda path: write_tensors(path, tensors))
-
-    def finish(self, facts: Mapping[str, Any]) -> None:
-        """Writes the step's file, and the index with these facts."""
-        self.write(STEP_FILE)
-        text = json.dumps({**facts, "files": self._index}, indent=2, ensure_ascii=False) + "\n"
-        self._attempt(self._folder / INDEX_FILE, lambda path: path.write_text(text, encoding="utf-8"))
-
-    def _attempt(self, path: Path, write: Callable[[Path], object]) -> None:
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            write(path)
-        except OSError as error:
-            reason = f"cannot write {path}: {error.strerror or error}"
-            raise RunFolderError(f"{reason}; choose another folder with --save") from error
-
-
-Keep = Callable[[ModulePlace, Literal["value", "gradient"], Tensor], None]
-
 
 @dataclass
 class _Seen:
@@ -110,7 +49,7 @@ class _Seen:
 
 
 class ModuleHooks:
-    """Observes the modules of a microbatch; `keep` takes each tensor, which may change after the call.
+    """Observes the modules of a microbatch.
 
     One tensor passes through many hooks: it is the output of a layer, of the block around it, and the input of the
     next. It is measured once, by the first of them, and again only after a write in place, which its version counter
@@ -121,19 +60,13 @@ class ModuleHooks:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        microbatch: int,
-        samples: Sequence[int],
-        in_backward: Callable[[], bool],
-        keep: Keep,
+        self, model: nn.Module, microbatch: int, samples: Sequence[int], in_backward: Callable[[], bool]
     ) -> None:
         self.first: NonFinite | None = None  # the first value that was not finite
         self._model = model
         self._microbatch = microbatch
         self._samples = samples
         self._in_backward = in_backward
-        self._keep = keep
         self._names = {id(module): name or ROOT for name, module in model.named_modules()}
         self._calls: Counter[str] = Counter()
         self._running: list[tuple[nn.Module, int]] = []
@@ -207,7 +140,6 @@ class ModuleHooks:
                 seen = self._seen(tensor)
                 seen.places.append(place)
                 self._order.append((place, seen))
-                self._keep(place, "value", tensor)
                 self._note_forward(place, seen.forward)
 
     def _note_forward(self, place: ModulePlace, found: Statistics | None) -> None:
@@ -239,8 +171,6 @@ class ModuleHooks:
             return
         with torch._C.DisableTorchFunction(), torch.no_grad():
             seen.backward = measure(gradient)
-            for place in seen.places:
-                self._keep(place, "gradient", gradient)
         takers = [place for place in seen.places if place.side == "input"]
         if takers:
             taker = takers[-1]  # the innermost module is entered last
@@ -261,7 +191,6 @@ class ObservedStep(StepObserver):
 
     microbatch: int | None  # the one to show; None for all
     module: str | None  # the one to show with those within it; None for all
-    saver: Saver | None
     _step: TrainStep | None = None
     _number: int = 0
     _batch: Batch | None = None
@@ -294,7 +223,6 @@ class ObservedStep(StepObserver):
         for name, parameter in step.model.named_parameters():
             self._before[name] = parameter.detach().clone()
             self._norms[name], _ = self._look(name, f"parameter {name}, before the step", parameter, "state")
-            self._save_parameter(STEP_FILE, f"{name}.before", name, parameter)
 
     def end(self, result: StepResult | None, error: Exception | None) -> StepView:
         """The view of the step, after its result or its exception."""
@@ -303,7 +231,7 @@ class ObservedStep(StepObserver):
             self._end_microbatch(None, None, None)
         batch = self._batch
         has_place = batch is not None and batch.epoch >= 0
-        view = StepView(
+        return StepView(
             step=self._number,
             epoch=batch.epoch if batch is not None and has_place else None,
             position=batch.position if batch is not None and has_place else None,
@@ -319,9 +247,6 @@ class ObservedStep(StepObserver):
             microbatches=self._microbatches,
             parameters=list(self._parameter_views(ended=result is not None)),
         )
-        if self.saver is not None:
-            self.saver.finish({"num_samples": view.num_samples, "samples": view.samples, "error": view.error})
-        return view
 
     def close(self) -> None:
         """Removes the hooks of a microbatch that was left by an exception."""
@@ -347,11 +272,8 @@ class ObservedStep(StepObserver):
         heartbeat, model = self._step.membership.heartbeat, self._step.model
         self._index, self._loss = index, None
         in_backward = lambda: heartbeat.phase == "backward"  # noqa: E731
-        self._hooks = ModuleHooks(model, index, self._samples(), in_backward, self._keep)
+        self._hooks = ModuleHooks(model, index, self._samples(), in_backward)
         self._hooks.check_batch(value)
-        for number, tensor in enumerate(leaf for leaf in leaves(value) if isinstance(leaf, Tensor)):
-            if self.saver is not None and self._is_shown(index):
-                self.saver.add(self._file, f"batch.{number}", tensor, kind="batch", number=number)
         self._installed = ExitStack()
         self._installed.enter_context(self._hooks.installed())
 
@@ -378,8 +300,6 @@ class ObservedStep(StepObserver):
         is_mean = self._step.compute.is_only(self._batch)
         scale = float(self._step.loss_scale) * (1.0 if is_mean else count or 1.0)
         norm = _norm(self._hooks.check_gradients(gradients)) / scale
-        for name, gradient in gradients.items() if self._is_shown(index) else ():
-            self._save_parameter(self._file, f"{name}.gradient", name, gradient)
         self._end_microbatch(total, count, norm)
 
     def _end_microbatch(self, total: float | None, count: float | None, norm: float | None) -> None:
@@ -391,15 +311,12 @@ class ObservedStep(StepObserver):
         if self._is_shown(self._index):
             self._microbatches.append(MicrobatchView(self._index, samples, total, count, norm, activations))
         self._first = self._first or hooks.first
-        if self.saver is not None and self._is_shown(self._index):
-            self.saver.write(self._file, microbatch=self._index, samples=samples)
 
     def _note_sums(self, gradients: dict[str, Tensor]) -> None:
         """Looks at the gradients of the mean loss over the batch, before clipping."""
         for name, gradient in gradients.items():
             where = f"the gradient of parameter {name}, summed over the microbatches (each microbatch's own is finite)"
             self._gradients[name] = self._look(name, where, gradient, "sum")
-            self._save_parameter(STEP_FILE, f"{name}.gradient", name, gradient)
 
     def _look(self, name: str, where: str, value: Tensor, direction: Literal["state", "sum"]) -> tuple[float, int]:
         """The norm of a parameter or its gradient, NaN if it is not finite, and the number of such elements."""
@@ -419,24 +336,6 @@ class ObservedStep(StepObserver):
             update = _norm([measure(parameter.detach() - before)]) if ended else None
             relative = None if update is None else ratio(update, norm)
             yield ParameterView(name, tuple(before.shape), norm, grad_norm, nonfinite, update, relative)
-            if ended:
-                self._save_parameter(STEP_FILE, f"{name}.after", name, parameter)
-
-    @property
-    def _file(self) -> str:
-        return f"microbatch-{self._index:05d}.safetensors"
-
-    def _keep(self, place: ModulePlace, kind: Literal["value", "gradient"], tensor: Tensor) -> None:
-        """Saves the input or output of a module, or its gradient."""
-        if self.saver is not None and self._is_shown(self._index) and self._is_chosen(place.module):
-            facts = {"kind": kind, "module": place.module, "call": place.call, "side": place.side}
-            name = place.name + (".gradient" if kind == "gradient" else "")
-            self.saver.add(self._file, name, tensor, **facts, number=place.number)
-
-    def _save_parameter(self, file: str, entry: str, name: str, value: Tensor) -> None:
-        if self.saver is not None and self._is_chosen(_module_of(name)):
-            kind = "parameter gradient" if entry.endswith(".gradient") else "parameter"
-            self.saver.add(file, entry, value, kind=kind, parameter=name)
 
     def _samples(self) -> list[int]:
         """The ids of the running microbatch's samples; their rows in the batch if they have none."""

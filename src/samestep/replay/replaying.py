@@ -25,9 +25,9 @@ from samestep.checkpoint.storage import Snapshot, newest_checkpoint
 from samestep.checkpoint.verified_files import read_manifest
 from samestep.comm.environment import Environment, read_environment
 from samestep.data.batch import Batch
-from samestep.engine.determinism import own_device
 from samestep.engine.observer import StepObserver, observed_by
 from samestep.engine.portable_kernels import make_portable
+from samestep.engine.rank_device import own_device
 from samestep.engine.result import StepResult
 from samestep.engine.step import TrainStep
 from samestep.errors import DataError, NonFiniteError, RunFolderError, SamestepError, UsageError, WorkerError
@@ -35,9 +35,10 @@ from samestep.files import MAX_SMALL_BYTES
 from samestep.launcher.job import Job, run_program
 from samestep.patch import exits_raised
 from samestep.recipes.settings import MAX_THREADS, checked_options
-from samestep.replay.observed_step import ObservedStep, Saver, check_folder, describe_error
+from samestep.replay.observed_step import ObservedStep, describe_error
 from samestep.replay.views import Check, Replay, StepView, Tier
-from samestep.run.arguments import Rerun, StepOptions, rerunning
+from samestep.run.arguments import StepOptions
+from samestep.run.rerun import Rerun, rerunning
 from samestep.run.trainer import Trainer
 from samestep.runs.ledger import (
     FieldDifference,
@@ -54,7 +55,7 @@ from samestep.runs.recorder import file_sha256, is_own
 from samestep.text import one_line
 
 RECIPE_JOB = "samestep.recipes.training:train"
-NOT_OF_A_REPLAY = ("shares", "spares", "num_workers", "run_dir", "resume", "profile", "command", "job")
+NOT_OF_A_REPLAY = ("shares", "spares", "num_workers", "run_dir", "resume", "command", "job")
 
 
 @dataclass(frozen=True)
@@ -406,7 +407,6 @@ def replay(
     device: str | None = None,
     microbatch: int | None = None,
     module: str | None = None,
-    save: str | Path | None = None,
     trust: bool = False,
     program: Callable[[], object] | None = None,
     tell: Callable[[str], None] = lambda _: None,
@@ -431,8 +431,6 @@ def replay(
     notes: list[str] = []
     ledger = _read_ledger(folder, notes)
     _check_step(folder, step, ledger, notes)
-    if save is not None:
-        check_folder(Path(save), folder)
     if device is None and record.get("device_kind") == "cpu":
         device = "cpu"
     if str(device) == "cpu":
@@ -456,7 +454,7 @@ def replay(
         device=chosen,
         num_threads=num_threads_of(chosen, record),
         any_trainer=own is None or own.is_recipe,
-        observed=ObservedStep(microbatch, module, None if save is None else Saver(Path(save).resolve())),
+        observed=ObservedStep(microbatch, module),
     )
     beginning = "the beginning of the run" if start is None else start.name
     tell(f"replaying {folder} from {beginning} to step {step} on {chosen}")
@@ -478,7 +476,6 @@ def replay(
         check=_check(rerun, "allclose" if other or any(change.breaks for change in changes) else "bitwise"),
         changes=changes,
         notes=notes,
-        saved=None if save is None else str(save),
     )
 
 

@@ -1,7 +1,7 @@
 """The result of a replay as plain values and as tables: step, microbatches, statistics of tensors, and the check."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -25,7 +25,7 @@ CHUNK = 2**22  # elements that are widened at a time, so that a large activation
 class Statistics:
     """Statistics of a tensor; `zeros` to `peak` are over its finite elements."""
 
-    shape: tuple[int, ...]  # of several pooled tensors that of the first
+    shape: tuple[int, ...]
     dtype: str  # such as "float32"
     elements: int = 0
     nonfinite: int = 0  # elements that are NaN or infinite
@@ -64,11 +64,6 @@ def measure(tensor: Tensor) -> Statistics | None:
     if found.row is None or tensor.ndim == 0:
         return replace(found, row=None)
     return replace(found, row=found.row // (flat.numel() // shape[0]))
-
-
-def pooled(parts: Sequence[Statistics]) -> Statistics:
-    """The statistics of several tensors as if they were one, without a row."""
-    return replace(_merged(parts), row=None)
 
 
 def _measure_chunk(values: Tensor, start: int) -> Statistics:
@@ -245,7 +240,6 @@ class Replay:
     check: Check
     changes: Sequence[ContractChange]  # from the recorded run's contract to that of the replay
     notes: Sequence[str]
-    saved: str | None  # the folder with the tensors
 
     @property
     def holds(self) -> bool:
@@ -268,7 +262,7 @@ _Row = tuple[str, str, str, Statistics, str, str]
 
 
 def print_replay(console: "Console", replay: Replay, *, by_microbatch: bool) -> None:
-    """Prints a replay; the modules with a row for each microbatch, or one for all together."""
+    """Prints a replay; the modules with a row for each microbatch, or for that of their largest value alone."""
 
     def say(text: str, style: str | None = None) -> None:
         console.print(text, style=style, markup=False)
@@ -299,8 +293,6 @@ def print_replay(console: "Console", replay: Replay, *, by_microbatch: bool) -> 
     console.print(_parameters(view))
     spare = ("peak in", "std", "min", "zeros", "type")
     print_table(console, _modules(view.microbatches, by_microbatch), spare, "--json")
-    if replay.saved is not None:
-        say(f"saved in {replay.saved}")
 
 
 def _in_words(found: NonFinite) -> str:
@@ -353,7 +345,7 @@ def _parameters(view: StepView) -> "Table":
 def _modules(microbatches: Sequence[MicrobatchView], by_microbatch: bool) -> "Table":
     titles = ("min", "mean", "max", "std", "zeros", "not finite", "peak in", "gradient norm")
     table = make_table("module", "type", *(["microbatch"] if by_microbatch else []), "shape", *titles)
-    rows = _rows_by_microbatch(microbatches) if by_microbatch else _rows_pooled(microbatches)
+    rows = _rows_by_microbatch(microbatches) if by_microbatch else _rows_of_largest(microbatches)
     for name, kind, microbatch, found, peak, gradient in rows:
         cells = [_short(value) if found.finite else "-" for value in (found.min, found.mean, found.max, found.std)]
         zeros = f"{found.zeros / found.elements:.1%}" if found.elements else "-"
@@ -378,20 +370,18 @@ def _rows_by_microbatch(microbatches: Sequence[MicrobatchView]) -> Iterator[_Row
                     yield one.place.name + suffix, one.place.type, str(microbatch.microbatch), found, peak, norm
 
 
-def _rows_pooled(microbatches: Sequence[MicrobatchView]) -> Iterable[_Row]:
-    """A row for each output, of all microbatches together; it names that of the worst value."""
+def _rows_of_largest(microbatches: Sequence[MicrobatchView]) -> Iterator[_Row]:
+    """A row for each output, of the microbatch in which its value is the largest, or the first not finite."""
     places: dict[ModulePlace, list[tuple[Statistics, int, Activation]]] = {}
     for microbatch in microbatches:
         for one in microbatch.activations:
             if one.place.side == "output" and one.forward is not None:
                 places.setdefault(one.place, []).append((one.forward, microbatch.microbatch, one))
-    for place, found in places.items():
-        backward = [one.backward for _, _, one in found if one.backward is not None]
-        _, number_of, worst = max(found, key=lambda entry: (entry[0].bad is not None, abs(entry[0].peak)))
-        peak = f"microbatch {number_of}" + ("" if worst.sample is None else f", sample {worst.sample}")
-        norm = _short(pooled(backward).norm) if backward else ""
-        name = place.name.replace(".output", "", 1)
-        yield name, place.type, "", pooled([forward for forward, _, _ in found]), peak, norm
+    for place, rows in places.items():
+        found, number, one = max(rows, key=lambda row: (row[0].bad is not None, abs(row[0].peak)))
+        peak = f"microbatch {number}" + ("" if one.sample is None else f", sample {one.sample}")
+        norm = "" if one.backward is None else _short(one.backward.norm)
+        yield place.name.replace(".output", "", 1), place.type, "", found, peak, norm
 
 
 def _ids(samples: Sequence[int]) -> str:

@@ -274,7 +274,7 @@ class RunSummary:
             words.append(f"{counted(contract['global_batch_size'], 'sample')} a step = {microbatches}")
         words += [optimizer_text(contract["optimizer"], contract.get("lr"))] if contract.get("optimizer") else []
         words += [f"seed {contract['seed']}"] if "seed" in contract else []
-        words += [str(contract[key]) for key in ("precision", "reduction", "device_kind") if contract.get(key)]
+        words += [str(contract[key]) for key in ("precision", "device_kind") if contract.get(key)]
         return " · ".join(words)
 
     @property

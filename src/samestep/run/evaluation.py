@@ -1,7 +1,7 @@
 """Evaluation: metrics over each sample once, as sums and counts in a fixed order; and prediction."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from io import BytesIO
 from operator import itemgetter
 from typing import Any, TypeVar
@@ -14,16 +14,16 @@ from samestep.comm.membership import Membership
 from samestep.comm.reduction import tree_sum_rows
 from samestep.core.microbatches import in_microbatch_order
 from samestep.core.seeds import derive_seed
-from samestep.data.batch import version_of
+from samestep.data.checksums import version_of
 from samestep.data.loader import Loader
 from samestep.data.nested import leaves, map_tensors
 from samestep.data.randomness import Generators
 from samestep.data.tensors import TensorData
-from samestep.engine.config import autocast, check_precision
 from samestep.engine.forward_backward import compiling_alike, without_gradients
 from samestep.engine.kernel_flags import enough_memory
 from samestep.engine.losses import describe, wide_dtype
 from samestep.engine.parameters import move_model
+from samestep.engine.precision import autocast, check_precision
 from samestep.errors import DeterminismError, UsageError
 from samestep.metrics import Metric, StateMetric, as_metric, result, sums
 
@@ -288,10 +288,8 @@ def _forward_all(
     device = membership.communicator.device
     generators = Generators(device)
     num_batches = 0
-    is_ordered = membership.communicator.reduction == "ordered"
     where = f"an evaluation or prediction on rank {membership.rank}"
-    enough = enough_memory(device, where, NEEDS_LESS) if is_ordered else nullcontext()
-    with enough, _evaluating(model, device, precision) as restore_buffers:
+    with enough_memory(device, where, NEEDS_LESS), _evaluating(model, device, precision) as restore_buffers:
 
         def run(value: Any, seed: int) -> Any:
             def begin() -> Any:

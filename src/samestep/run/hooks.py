@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from samestep.checks import check_number
-from samestep.data.batch import version_of
+from samestep.data.checksums import version_of
 from samestep.data.nested import leaves
 from samestep.engine.losses import describe
 from samestep.engine.observer import StepObserver

@@ -21,7 +21,7 @@ from samestep.checks import check_number
 from samestep.comm.exceptions import on_main
 from samestep.comm.membership import Membership
 from samestep.data.loader import Loader
-from samestep.engine.determinism import check_alike
+from samestep.engine.generator_states import check_alike
 from samestep.engine.step import TrainStep
 from samestep.errors import CheckpointError, UsageError
 

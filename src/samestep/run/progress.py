@@ -1,15 +1,9 @@
 """The progress of a trainer: the records of epochs, the state of the one under way, and its remaining batches."""
 
-import pickle
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
-from copy import copy
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
-from zlib import crc32
 
-import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
@@ -18,11 +12,9 @@ from samestep.checkpoint.local_shards import whole_tensors
 from samestep.checkpoint.packing import as_bad_checkpoint
 from samestep.comm.communicator import Communicator
 from samestep.data.loader import Loader
-from samestep.data.randomness import GENERATORS, Generators
-from samestep.engine.determinism import check_alike, generator_states, restore_generators, restore_state, state_of
+from samestep.engine.generator_states import check_alike, generator_states, restore_generators
 from samestep.engine.step import TrainStep
 from samestep.errors import CheckpointError, UsageError
-from samestep.run.data_hash import DataHash
 from samestep.run.run import Run
 from samestep.runs.history import BestMetric, EpochRecord, EpochSoFar
 from samestep.text import counted
@@ -32,9 +24,6 @@ if TYPE_CHECKING:
     from samestep.checkpoint.storage import Snapshot
 
 Collate = Callable[[list[Any]], Any]
-
-
-STATE = "state_dict"  # of a sampler that has one
 
 
 def num_batches(loader: Loader | DataLoader[Any]) -> int | None:
@@ -88,71 +77,35 @@ class Progress:
     A state is captured between two steps, anywhere in an epoch, and restored in two parts. `restore` writes model,
     optimizers and records when a call of `fit` opens the run. `go_on` follows when training begins: it sets the loader
     to its place and the generators to their states, since the program may draw until then. A loader of the run has a
-    cursor. One of the user's own has none: it gets the generators, and what its samplers hold, as they were when the
-    epoch began, draws the same order again, and the batches that are done are skipped (`batches`).
+    cursor. One of the user's own has none: its states are those of between two epochs, with the generators by which it
+    draws the next order.
     """
 
-    def __init__(self, run: Run, step: TrainStep, data: DataHash, metric: BestMetric | None) -> None:
+    def __init__(self, run: Run, step: TrainStep, metric: BestMetric | None) -> None:
         self.history: list[EpochRecord] = []
         self.epoch = EpochSoFar()
-        self.data = data
         self._run, self._step, self._metric = run, step, metric
         self._waiting: dict[str, Any] | None = None
-        self._before_batch: dict[str, Any] = {}  # generators, before a loader of the user's own made the last batch
-        # Samplers of the user's own, what they held, and the checksums of what they held that is not saved.
-        self._at_first: list[tuple[Any, dict[str, Any], dict[str, int]]] = []
-        # The epochs and max_steps of each call of `fit` that has ended, with the epochs that were done, or planned.
-        self._calls: list[list[int | None]] = []
-        self._num_calls = 0  # begun by this program
+        self._before_epoch: dict[str, Any] = {}  # generators, before a loader of the user's own drew its order
 
     @property
     def best(self) -> EpochRecord | None:
         """The record of the best epoch so far, if there is a metric."""
         return None if self._metric is None else self._metric.best(self.history)
 
-    def begin_call(self, epochs: int | None, max_steps: int | None) -> tuple[bool, int | None]:
-        """Whether this call of `fit` had ended in the run that was resumed, where another followed; and where it ended.
-
-        A program with other calls than those of the state is left to what its arguments say.
-        """
-        # A call is known by its arguments: `fit(data, 1)` in a loop by its number alone, and a program that was
-        # changed in between begins to differ at the first call that is not the recorded one.
-        number, self._num_calls = self._num_calls, self._num_calls + 1
-        if self._calls[number : number + 1] and self._calls[number][:2] == [epochs, max_steps]:
-            return True, self._calls[number][2]
-        self._calls[number:] = [[epochs, max_steps, None]]
-        return False, None
-
-    def end_call(self, done: int | None) -> None:
-        """Ends the call of `fit` under way."""
-        self._calls[self._num_calls - 1][2] = done
-
     def begin_epoch(self, loader: Loader | DataLoader[Any]) -> None:
         """Begins an epoch."""
-        self.epoch = EpochSoFar(generators=generator_states(self._run.device), of_loader=self.loader_state(loader))
+        self.epoch = EpochSoFar(has_begun=True, of_loader=loader_state(loader))
 
     def batches(self, loader: Loader | DataLoader[Any]) -> Iterator[Any]:
-        """The batches of the epoch under way, or those that are left of it.
+        """The batches of the epoch under way; of a loader of the run those that are left of it."""
+        if not isinstance(loader, Loader):
+            self._before_epoch = generator_states(self._run.device)
+        yield from loader
 
-        A loader of the run has a cursor. One of the user's own shuffles and augments by the generators of the script or
-        by its own: it draws again from where they were, and the batches that are done are skipped.
-        """
-        if isinstance(loader, Loader):
-            yield from loader
-            return
-        device = self._run.device
-        self._before_batch = generator_states(device)
-        if self.epoch.num_batches:
-            restore_generators(self.epoch.generators, device)
-            restore_loader(loader, self.epoch.of_loader)
-        batches = iter(loader)
-        if self.epoch.num_batches:
-            for _ in range(self.epoch.num_batches):
-                next(batches, None)
-            restore_generators(self._before_batch, device)
-        for batch in batches:
-            yield batch
-            self._before_batch = generator_states(device) if self._run.membership.can_heal else {}
+    def can_save(self, loader: Loader | DataLoader[Any]) -> bool:
+        """Whether a run can go on from here: a loader of the user's own begins each epoch at its first batch."""
+        return isinstance(loader, Loader) or self.epoch.num_batches == 0
 
     def is_complete(self, loader: Loader | DataLoader[Any]) -> bool:
         """Whether all batches of the epoch under way are done, of which there is no record yet."""
@@ -164,26 +117,17 @@ class Progress:
         """The whole state: the step's, history, epoch, place in the data (None for a `DataLoader`), contract."""
         from samestep.checkpoint.state import capture  # loaded with the first checkpoint
 
-        for sampler, _, unsaved in self._at_first:
-            for name in [name for name, checksum in _unsaved(sampler).items() if unsaved.get(name) != checksum]:
-                self._run.membership.notice(
-                    f"the sampler {type(sampler).__name__} has {name}, which changes in training and is in no "
-                    "checkpoint: a resumed run would begin it anew; give the sampler state_dict and load_state_dict"
-                )
         rest = {
-            "calls": [list(call) for call in self._calls[: self._num_calls - 1]],
             "history": [record.as_json() for record in self.history],
             "best": self.best and self.best.epoch,
             "epoch": asdict(self.epoch),
             "cursor": cursor,
-            "loader": self.loader_state(loader),
+            "loader": loader_state(loader),
             "evaluating": in_evaluation_mode(self._step.model),
             "contract": contract,
         }
         if self._step.extra_state:
             rest["state"] = {name: value.state_dict() for name, value in self._step.extra_state.items()}
-        if (hashes := self.data.state()) is not None:
-            rest["data"] = hashes
         return capture(self._step, rest)
 
     def give(
@@ -202,8 +146,8 @@ class Progress:
         if communicator.rank == source:
             cursor = loader.state_before(batch) if isinstance(loader, Loader) else None
             now = generator_states(self._run.device)
-            # The rank that joins draws the batch under way itself.
-            restore_generators(self._before_batch or now, self._run.device)
+            # The rank that joins draws the batch under way itself, with a loader of the user's own the first one.
+            restore_generators(now if isinstance(loader, Loader) else self._before_epoch, self._run.device)
             captured = self.capture(loader, cursor, contract)
             restore_generators(now, self._run.device)
             copied = replace(captured, files=to_host_copy(whole_tensors(captured.files)))
@@ -222,24 +166,21 @@ class Progress:
             for record in history:
                 own = EpochRecord(0, 0.0, 0.0, 0.0, *(dict.fromkeys(n, 0.0) for n in (record.eval, record.scalars)))
                 check_alike("epochs", record.as_json(), own.as_json())
-            own_epoch = {**asdict(EpochSoFar()), "generators": epoch.generators, "of_loader": epoch.of_loader}
+            own_epoch = {**asdict(EpochSoFar()), "of_loader": epoch.of_loader}
             own_epoch["scalars"] = dict.fromkeys(epoch.scalars, (0.0, 0.0))
             check_alike("epoch", rest["epoch"], own_epoch)
-            calls = [[epochs, max_steps, done] for epochs, max_steps, done in rest["calls"]]
-            check_alike("calls of fit", calls, [[0, 0, 0] for _ in calls])
             check_alike("modules in evaluation mode", rest["evaluating"], [""] * len(rest["evaluating"]))
         # The generators of the state wait for `go_on`, as the loader does: the program may draw until then.
         generators = generator_states(device)
         self._waiting = restore(self._step, resumed.snapshot)
         self._waiting["generators"] = generator_states(device)
         restore_generators(generators, device)
-        self.history, self.epoch, self._calls = history, epoch, calls
+        self.history, self.epoch = history, epoch
         with as_bad_checkpoint(NOT_OURS):
             for name, state in rest.get("state", {}).items():
                 # The state of an object that is gone is left out: the change of the contract was allowed.
                 if name in self._step.extra_state:
                     self._step.extra_state[name].load_state_dict(state)
-            self.data.load(rest.get("data"), has_begun=bool(history or epoch.num_batches))
 
     def go_on(self, loader: Loader | DataLoader[Any]) -> None:
         """Restores cursor, generators and epoch, if a state is waiting; else begins an epoch.
@@ -247,9 +188,6 @@ class Progress:
         Not before: the program may have called `fit` for epochs that are done, and drawn in between.
         """
         state, self._waiting = self._waiting, None
-        known = [sampler for sampler, *_ in self._at_first]
-        new = [one for one in _samplers(loader) if not any(one is other for other in known)]
-        self._at_first += [(one, _held(one), _unsaved(one)) for one in new]
         if state is None:
             self.epoch = EpochSoFar()
             return
@@ -257,6 +195,12 @@ class Progress:
 
         with as_bad_checkpoint(NOT_OURS):
             if not isinstance(loader, Loader):
+                if self.epoch.num_batches:
+                    self._run.membership.notice(
+                        f"training ended after {counted(self.epoch.num_batches, 'batch')} of epoch "
+                        f"{len(self.history) + 1}; a DataLoader of your own begins it again, run.loader goes on there"
+                    )
+                    self.epoch = EpochSoFar()
                 restore_loader(loader, self.epoch.of_loader or state["loader"])
             elif state["cursor"] is not None:
                 check_place(state["cursor"], loader)
@@ -275,25 +219,12 @@ class Progress:
         """Has the next `go_on` go on with the epoch under way, in the middle of which training has ended."""
         self._waiting = {
             "cursor": loader.state_dict() if isinstance(loader, Loader) else None,
-            "loader": self.loader_state(loader),
+            "loader": loader_state(loader),
             "generators": None,  # the script may have drawn since, and changed modes
         }
 
-    def loader_state(self, loader: Loader | DataLoader[Any]) -> dict[str, Any]:
-        """The state of a loader of the user's own: of its generators and samplers, and whether workers live."""
-        has_workers = isinstance(loader, DataLoader) and loader._iterator is not None
-        samplers = []
-        for sampler in _samplers(loader):
-            first = next((held for known, held, _ in self._at_first if known is sampler), {})
-            # What training has not changed is the program's: a resumed one may have another length, or rank.
-            held = _held(sampler)
-            samplers.append({name: held[name] for name in held if held[name] is not first.get(name, held)})
-        generators = [generator.get_state() for generator in _generators(loader)]
-        return {"generators": generators, "has_workers": has_workers, "samplers": samplers}
-
     def add(self, record: EpochRecord) -> None:
         """Ends the epoch under way."""
-        self.data.end_epoch()
         self.history.append(record)
         self.epoch = EpochSoFar()
 
@@ -304,68 +235,24 @@ def check_place(cursor: Mapping[str, Any], loader: Loader) -> None:
     check_alike("place in the data", {**cursor, "sizes": None}, {**own, "sizes": None})
 
 
-def restore_loader(loader: Loader | DataLoader[Any], state: Mapping[str, Any]) -> None:
-    """Restores the state of a loader of the user's own."""
-    # Torch draws a seed when it starts workers. Persistent ones are started once, so that in later epochs the order is
-    # drawn from another place of the generator than in the first.
-    has_workers = isinstance(loader, DataLoader) and loader._iterator is not None
-    if isinstance(loader, DataLoader) and loader.persistent_workers and has_workers != state["has_workers"]:
-        with Generators(torch.device("cpu")).preserved():
-            loader._iterator = None if has_workers else _waiting_workers(loader)
-    for generator, its_state in zip(_generators(loader), state["generators"], strict=False):
-        generator.set_state(its_state)
-    for sampler, its in zip(_samplers(loader), state["samplers"], strict=False):
-        for name, value in its.items():
-            own = getattr(sampler, name, None)
-            if name == STATE:
-                sampler.load_state_dict(value)
-            elif isinstance(own, GENERATORS):
-                restore_state(own, value)
-            else:
-                check_alike(f"sampler's {name}", value, own)
-                setattr(sampler, name, value)
+def loader_state(loader: Loader | DataLoader[Any]) -> list[Any]:
+    """The states by which a loader of the user's own draws its order."""
+    return [part.get_state() if isinstance(part, torch.Generator) else part.state_dict() for part in _parts(loader)]
 
 
-def _waiting_workers(loader: DataLoader[Any]) -> Any:
-    """An iterator of a loader whose workers live and have read nothing."""
-    # Torch starts workers when an iterator is made. Over an empty sampler they get their seed and wait; then it has the
-    # sampler of the loader.
-    empty = copy(loader)
-    vars(empty)["sampler" if loader.batch_sampler is None else "batch_sampler"] = ()
-    iterator = empty._get_iterator()
-    iterator._index_sampler = loader._index_sampler
-    return iterator
+def restore_loader(loader: DataLoader[Any], states: list[Any]) -> None:
+    """Restores `loader_state`."""
+    for part, state in zip(_parts(loader), states, strict=False):
+        part.set_state(state) if isinstance(part, torch.Generator) else part.load_state_dict(state)
 
 
-def _samplers(loader: Loader | DataLoader[Any]) -> list[Any]:
-    """The samplers of a loader of the user's own, each once."""
+def _parts(loader: Loader | DataLoader[Any]) -> list[Any]:
+    """The generators of a loader of the user's own and its samplers with a `state_dict`, each once."""
     if isinstance(loader, Loader):
         return []
-    owners = (loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None))
-    return list({id(owner): owner for owner in owners if owner is not None}.values())
-
-
-def _held(sampler: Any) -> dict[str, Any]:
-    """What a sampler keeps: its `state_dict`, else its attributes that are generators, numbers or strings."""
-    if hasattr(sampler, "state_dict") and hasattr(sampler, "load_state_dict"):
-        return {STATE: sampler.state_dict()}
-    own = getattr(sampler, "__dict__", {})
-    found = {name: state_of(value) for name, value in own.items() if isinstance(value, GENERATORS)}
-    return found | {name: value for name, value in own.items() if isinstance(value, int | float | str)}
-
-
-def _unsaved(sampler: Any) -> dict[str, int]:
-    """Checksums of a sampler's containers, tensors and arrays, which are not saved."""
-    found = {}
-    own = {} if hasattr(sampler, STATE) else getattr(sampler, "__dict__", {})
-    for name, value in own.items():
-        if isinstance(value, list | tuple | dict | set | deque | torch.Tensor | np.ndarray):
-            with suppress(Exception):  # of what it holds
-                found[name] = crc32(pickle.dumps(value))
-    return found
-
-
-def _generators(loader: Loader | DataLoader[Any]) -> list[torch.Generator]:
-    owners = [] if isinstance(loader, Loader) else [loader, *_samplers(loader)]
-    found = {id(g): g for owner in owners if isinstance(g := getattr(owner, "generator", None), torch.Generator)}
-    return list(found.values())
+    owners: list[Any] = [loader, loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None)]
+    found: list[Any] = [
+        each for owner in owners if isinstance(each := getattr(owner, "generator", None), torch.Generator)
+    ]
+    found += [owner for owner in owners if hasattr(owner, "state_dict") and hasattr(owner, "load_state_dict")]
+    return list({id(part): part for part in found}.values())

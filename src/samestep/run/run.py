@@ -19,7 +19,7 @@ from samestep.checkpoint.contract import Contract, check_contract, check_same_gp
 from samestep.checkpoint.contract_diff import check_contract_kept, differences
 from samestep.checks import check_number
 from samestep.comm.communicator import DTYPES, Communicator, make_communicator
-from samestep.comm.environment import Environment, chosen_audit, chosen_profile, read_environment
+from samestep.comm.environment import Environment, chosen_audit, read_environment
 from samestep.comm.heartbeat import LEAVES_EARLY, READY_TO_JOIN, Heartbeat, HeartbeatPage
 from samestep.comm.membership import Membership
 from samestep.comm.transport import Connection, close_at_exit
@@ -31,34 +31,23 @@ from samestep.data.tensors import TensorData
 from samestep.devices.device import keep_freed_memory
 from samestep.devices.portable import asks_for_portable
 from samestep.devices.selection import describe_unused_cores
-from samestep.engine.config import (
-    AuditAction,
-    OnNonFinite,
-    Replicate,
-    Sharded,
-    StepConfig,
-    StrategyOptions,
-    as_strategy,
-)
-from samestep.engine.determinism import (
-    DrawnBefore,
-    DrawnParameters,
-    generator_states,
-    make_current,
-    make_deterministic,
-    own_device,
-    restore_generators,
-)
+from samestep.engine.config import AuditAction, StepConfig
+from samestep.engine.determinism import make_deterministic
+from samestep.engine.drawn_before import DrawnBefore, DrawnParameters
+from samestep.engine.generator_states import generator_states, restore_generators
 from samestep.engine.kernel_flags import ENFORCED, check_flags
 from samestep.engine.losses import LossFn, describe
 from samestep.engine.observer import StepObserver
 from samestep.engine.portable_kernels import describe_late_caps, make_portable, portable_form
+from samestep.engine.precision import OnNonFinite
+from samestep.engine.rank_device import make_current, own_device
 from samestep.engine.step import TrainStep
 from samestep.engine.strategy import Strategy
+from samestep.engine.strategy_options import Sharded, StrategyOptions, as_strategy
 from samestep.errors import SamestepError, UsageError
 from samestep.files import CHECKPOINT_RETRIES, retrying
-from samestep.run.arguments import answers_unknown, current_rerun
-from samestep.run.fixed_cost import FixedCost
+from samestep.run.arguments import answers_unknown
+from samestep.run.rerun import current_rerun
 from samestep.run.signals import stopping_on_request
 from samestep.text import counted, show
 
@@ -86,7 +75,6 @@ class Run:
             depend on it.
         spares: number of devices, the last ones, that stand by: they hold the state and take over at once when another
             is lost. Devices beyond `num_microbatches` can only be spares.
-        reduction: "ordered" (tier `bitwise`) or "native", the backend's own all-reduce (tier `allclose`).
         device: this rank's device, which becomes the current one; chosen by the launcher, else the first accelerator,
             else the CPU. "cuda" without an index is the GPU with the local rank.
         num_threads: CPU threads of a rank, part of the contract since reductions split by it, those of data loading and
@@ -94,8 +82,6 @@ class Run:
         timeout_seconds: time to wait for other ranks before an error names the missing ones; while rank 0 alone works
             (`main_first`, files) they wait for as long as it lives.
         communicator: this rank's communicator, instead of one from the environment; for tests and special transports.
-        profile: a folder for a trace of some steps of this rank by torch.profiler; that of the environment variable
-            SAMESTEP_PROFILE (which `samestep run --profile` sets) by default, and none without it.
         mesh: sizes of the axes of devices: `{"data": 2, "pipe": 4}` trains two copies of a model in four stages each
             (`strategy="pipeline"`), `{"data": 2, "tensor": 2}` two copies with each matrix on two devices (by torch's
             `parallelize_module` over `run.mesh["tensor"]`). One size may be -1: the remaining devices. By default all
@@ -116,19 +102,17 @@ class Run:
         *,
         shares: Sequence[float] | None = None,
         spares: int = 0,
-        reduction: str = "ordered",
         device: str | torch.device | None = None,
         num_threads: int | None = None,
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
         communicator: Communicator | None = None,
-        profile: str | Path | None = None,
         mesh: Mapping[str, int] | None = None,
     ) -> None:
         if (rerun := current_rerun()) is not None:
             device, shares, spares, communicator = rerun.device, None, 0, None
             num_threads = rerun.num_threads if num_threads is None else num_threads
             mesh = mesh if mesh is not None and "tensor" in mesh else None  # the bits depend on no other axis
-        count = check_contract(global_batch_size, num_microbatches, reduction, seed)
+        count = check_contract(global_batch_size, num_microbatches, seed)
         if num_threads is not None:
             check_number("num_threads", num_threads, 1)
         check_number("timeout_seconds", timeout_seconds, above=0, high=MAX_TIMEOUT_SECONDS, whole=False, option="")
@@ -149,8 +133,8 @@ class Run:
         threads = num_threads or environment.num_threads or 1
         if rerun is None and asks_for_portable():  # a replay decides it before it reads a checkpoint
             make_portable(self.device.type)
-        self.contract = Contract(global_batch_size, count, seed, reduction, self.device.type, threads, portable_form())
-        make_deterministic(threads, reduction)
+        self.contract = Contract(global_batch_size, count, seed, self.device.type, threads, portable_form())
+        make_deterministic(threads)
         keep_freed_memory()
         watched = HeartbeatPage.from_environment() if communicator is None else None
         heartbeat = Heartbeat() if watched is None else Heartbeat(*watched)
@@ -169,8 +153,8 @@ class Run:
 
             healing_store = join_store(environment, timeout)
         if communicator is None:
-            communicator = make_communicator(Environment() if joins else own, self.device, timeout, reduction)
-            if self.device.type == "cuda" and reduction == "ordered" and isinstance(communicator.control, Connection):
+            communicator = make_communicator(Environment() if joins else own, self.device, timeout)
+            if self.device.type == "cuda" and isinstance(communicator.control, Connection):
                 check_same_gpus(communicator.control, self.device)
         self.membership = Membership(
             communicator,
@@ -184,10 +168,6 @@ class Run:
             mesh=grid,
         )
         self._close = close_at_exit(self.membership.close)
-        if folder := profile or chosen_profile():
-            from samestep.run.profile import keep_profile  # loads torch.profiler
-
-            keep_profile(heartbeat, Path(folder), environment)
         self._grid, self._timeout = grid, timeout
         self._device_mesh: DeviceMesh | None = None
         self._give_signals_back: Callable[[], object] | None = None
@@ -437,8 +417,7 @@ class Run:
                 f"the {type(scheduler).__name__} is of another optimizer, and would change no rate of this step; make "
                 "it of the step's optimizer"
             )
-        if self.contract.reduction == "ordered":
-            check_flags(ENFORCED, self.device.type, "where samestep.Run needs")
+        check_flags(ENFORCED, self.device.type, "where samestep.Run needs")
         drawn = self._drawn_before.parameters(model)
         chosen = as_strategy(strategy, shard_optimizer)
         if self._has_steps and isinstance(chosen, Sharded) != self.membership.is_dealt:
@@ -466,8 +445,6 @@ class Run:
             audit_action=audit_action,
         )
         watching = [*observers, *([DrawnParameters(drawn)] if drawn else [])]
-        if isinstance(chosen, Replicate) and not self._has_steps:
-            watching.append(FixedCost())
         step = TrainStep(self.membership, model, optimizers, config, scheduler, watching)
         self._has_steps = True
         if step.sharded_state is not None and not step.sharded_state.has_whole_parameters:

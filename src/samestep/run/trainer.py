@@ -24,10 +24,10 @@ from samestep.data.loader import Loader
 from samestep.engine.losses import LossFn
 from samestep.errors import CheckpointError, UsageError
 from samestep.files import CHECKPOINT_RETRIES
-from samestep.run.arguments import StepOptions, answers_unknown, current_rerun
-from samestep.run.data_hash import DataHash, summary
+from samestep.run.arguments import StepOptions, answers_unknown
 from samestep.run.hooks import Hooks
 from samestep.run.progress import Progress, enter_training_mode, make_loader, num_batches
+from samestep.run.rerun import current_rerun
 from samestep.run.run import Run
 from samestep.run.signals import stopping_on_request
 from samestep.runs.history import BestMetric, EpochRecord, mean_of
@@ -67,8 +67,6 @@ class Trainer:
         keep: how many checkpoints are kept.
         digest_every: the ledger has a checksum of the whole state every so many steps. The ranks compare theirs then,
             before each checkpoint and at the end: if one differs the run ends with an error that names the difference.
-        hash_data: hash the samples of the first epoch as the steps read them; the ledger's event `end`, and
-            `samestep attest`, have the SHA-256 over all of them by id.
         resume_command: the command that goes on with this run, shown when it is stopped.
         hooks: objects that are called at fixed points, such as `samestep.EMA()`; see `samestep.Hook`.
         state: further objects by name with `state_dict()` and `load_state_dict(state)`, alike on all ranks: saved in
@@ -102,7 +100,6 @@ class Trainer:
         checkpoint_retries: int = CHECKPOINT_RETRIES,
         keep: int = 3,
         digest_every: int = DIGEST_EVERY,
-        hash_data: bool = False,
         resume_command: str | None = None,
         hooks: Iterable[Any] = (),
         state: Mapping[str, Any] | None = None,
@@ -110,9 +107,8 @@ class Trainer:
         patience: int | None = None,
         **step_options: Unpack[StepOptions],
     ) -> None:
-        for option, is_given in {"checkpoint_steps": checkpoint_steps is not None, "hash_data": hash_data}.items():
-            if is_given and run_dir is None and current_rerun() is None:
-                run.membership.notice(f"{option} has no effect without a run folder; name one by run_dir=…")
+        if checkpoint_steps is not None and run_dir is None and current_rerun() is None:
+            run.membership.notice("checkpoint_steps has no effect without a run folder; name one by run_dir=…")
         if (rerun := current_rerun()) is not None:
             step_options = rerun.change_options(self, run_dir, step_options)
             run_dir, loggers = None, ()
@@ -120,8 +116,7 @@ class Trainer:
         self.model = model
         self._hooks = Hooks(self, hooks, state)
         watching = self._hooks.watching(loss_fn, run_dir is not None)
-        data = DataHash(run.membership, reads=hash_data)
-        step_options["observers"] = (*step_options.get("observers", ()), *watching, *([data] if hash_data else []))
+        step_options["observers"] = (*step_options.get("observers", ()), *watching)
         self.step = run.train_step(model, optimizer, loss_fn, **step_options)
         self.step.extra_state = self._hooks.state
         self._precision = step_options.get("precision", "32-true")
@@ -136,7 +131,7 @@ class Trainer:
         }
         check_counts(patience=patience)
         self._best_metric = BestMetric.of(best, patience)
-        self._progress = Progress(run, self.step, data, self._best_metric)
+        self._progress = Progress(run, self.step, self._best_metric)
         self._log = RunLog(
             run.membership,
             self.step,
@@ -149,9 +144,11 @@ class Trainer:
             checkpoint_retries=checkpoint_retries,
         )
         self._resume: str | Path | None = None  # of the last call
+        self._done_before = 0  # epochs of earlier calls
         self._planned: int | None = 0  # epochs of all calls so far; None if steps alone are planned
         self._max_steps: int | None = None
         self._ended_at = -1
+        self._is_owed = False  # whether a checkpoint was due inside the epoch of a `DataLoader`
         # The step of the last checkpoint of which hooks know, on all ranks.
         self._checkpointed_at = 0
 
@@ -220,8 +217,9 @@ class Trainer:
     ) -> list[EpochRecord]:
         """Trains for some epochs or steps, and evaluates after epochs. Tier `bitwise`.
 
-        Calls go on where the one before ended: `fit(data, 1)` in a loop of n turns ends in the bits of `fit(data, n)`,
-        apart from hooks, whose `on_fit_start` and `on_fit_end` are called in each turn.
+        A run folder takes one call. Without one, calls go on where the one before ended: `fit(data, 1)` in a loop of n
+        turns ends in the bits of `fit(data, n)`, apart from hooks, whose `on_fit_start` and `on_fit_end` are called in
+        each turn.
         Parts of the model in evaluation mode, such as a frozen backbone, stay in it; a model that is in it as a whole,
         as after `model.eval()`, is put into training mode.
         Ctrl-C, SIGTERM and SIGHUP let the step under way end; then a checkpoint is written and the program ends with
@@ -229,7 +227,8 @@ class Trainer:
 
         Args:
             dataset: anything `Run.loader` takes, a loader of the run, or a `torch.utils.data.DataLoader` of your own
-                whose batches are the global batches.
+                whose batches are the global batches. A run goes on anywhere with a loader of the run, and at the
+                beginning of an epoch with a `DataLoader`: its checkpoints are written between epochs.
             epochs: how many more; as many as `max_steps` needs if None. A resumed program passes the same number as at
                 first: epochs that the checkpoint has are not run again.
             max_steps: ends the call after this step of the run, counted from its beginning. An epoch that it ends in
@@ -258,6 +257,11 @@ class Trainer:
             ContractError: the run to resume was made under another contract; the message lists the fields.
             SystemExit: the run was asked to stop; its code is 128 + signal.
         """
+        if self._log.has_begun and self._log.folder is not None:
+            raise UsageError(
+                f"fit was called before with the run folder {self._log.folder}, which takes one call: give that one "
+                "all epochs, and what is done between them to hooks; or go on by a new Trainer's fit(…, resume='auto')"
+            )
         if epochs is None and max_steps is None:
             raise UsageError("got neither epochs nor max_steps; needed: one of them (--epochs, --max-steps)")
         check_counts(epochs=epochs, max_steps=max_steps, eval_every=eval_every)
@@ -275,6 +279,11 @@ class Trainer:
             )
         progress, self._resume = self._progress, resume
         loader = make_loader(self.run, dataset, len(self.history), num_workers, collate_fn, shuffle)
+        if self._log.folder is not None and isinstance(loader, DataLoader) and loader.persistent_workers:
+            raise UsageError(
+                "got a DataLoader with persistent_workers=True and a run folder: torch draws a seed for workers when "
+                "they start, so a resumed run would have another order; leave it out, or use run.loader(num_workers=…)"
+            )
         if eval_data is not None:
             # Loaded by runs that evaluate.
             from samestep.run.evaluation import check_forward
@@ -291,14 +300,8 @@ class Trainer:
                 self._join()
             else:
                 self._open(resume, allow_contract_change)
-        # A resumed program makes the calls of the first one again: those that the state has behind it end at once.
-        is_known, end = progress.begin_call(epochs, max_steps)
-        if not is_known and epochs is not None:
-            end = (self._planned or 0) + epochs
-        self._planned, self._max_steps = end, max_steps
-        if is_known or self._is_of_later_call():
-            progress.end_call(self._planned)
-            return self.history
+        # A resumed program passes the number of the first one: epochs that the state has are among them.
+        self._planned, self._max_steps = None if epochs is None else self._done_before + epochs, max_steps
         membership = self.run.membership
         membership.asks_end = False
         with stopping_on_request(membership):
@@ -334,8 +337,7 @@ class Trainer:
                 self._hooks.call("on_failure", error)
                 raise
             finally:
-                self._planned = len(self.history)
-                progress.end_call(self._planned)
+                self._done_before = len(self.history)
                 if membership.stop == END_OF_FIT:
                     membership.stop = 0
         return self.history
@@ -428,13 +430,6 @@ class Trainer:
         write = partial(membership.heartbeat.call, "files", action)
         membership.perform(lambda: on_main(membership.communicator, write))
 
-    def _is_of_later_call(self) -> bool:
-        """Whether a resumed program calls `fit` for epochs or steps that the state has, with others after them."""
-        if self._max_steps is not None and self.step.num_steps > self._max_steps:
-            return True
-        done, planned = len(self.history), self._planned
-        return planned is not None and (planned < done or (planned == done and self._progress.epoch.num_batches > 0))
-
     def _is_over(self) -> bool:
         """Whether the call of `fit` is to end now; the same on all ranks."""
         if self._max_steps is not None and self.step.num_steps >= self._max_steps:
@@ -456,8 +451,8 @@ class Trainer:
         membership, log, progress = self.run.membership, self._log, self._progress
         number, is_cut = len(self.history) + 1, False
         log.forget_unread()
-        # One with generators was begun before the program was resumed, or before this rank joined.
-        if not progress.epoch.generators:
+        # Else it was begun before the program was resumed, or before this rank joined.
+        if not progress.epoch.has_begun:
             enter_training_mode(self.model)
             self._hooks.call("on_epoch_start", number)
             progress.begin_epoch(loader)
@@ -472,7 +467,7 @@ class Trainer:
         for batch in progress.batches(loader):
             rates = learning_rates(self.step.optimizers)
             # A rank that joins within this step gets the state from before it, and takes the step too.
-            if membership.can_heal:
+            if membership.can_heal and self._admits(loader):
                 membership.send_state = give
             result = self.step(batch)
             membership.send_state = None
@@ -499,6 +494,11 @@ class Trainer:
         scalars = {name: mean_of(*sums) for name, sums in epoch.scalars.items()}
         return EpochRecord(number, seconds, epoch.num_samples / seconds, loss, {}, scalars)
 
+    def _admits(self, loader: Loader | DataLoader[Any]) -> bool:
+        """Whether the loader of a rank that joins now would give it the batches of the others."""
+        is_alike = isinstance(loader, Loader) or not loader.persistent_workers or not self.history
+        return is_alike and self._progress.can_save(loader)
+
     def _attend(self, loader: Loader | DataLoader[Any]) -> None:
         """Between two steps: records healed failures, handles finished checkpoints, due ones and requests to stop."""
         log = self._log
@@ -509,7 +509,13 @@ class Trainer:
         if self.run.membership.stop not in (0, END_OF_FIT):
             self._stop(loader)
         if log.is_checkpoint_due():
-            log.compare()
+            self._take_checkpoint(loader)
+
+    def _take_checkpoint(self, loader: Loader | DataLoader[Any]) -> None:
+        """Has a checkpoint that is due written, or notes that it is to be at the end of the epoch."""
+        self._is_owed = not self._progress.can_save(loader)
+        if not self._is_owed:
+            self._log.compare()
             self._checkpoint(loader)
             self._tell_checkpoint()
 
@@ -558,16 +564,26 @@ class Trainer:
         """Exits after the checkpoint is complete on all ranks; otherwise a launcher would kill the rest."""
         log, signum = self._log, self.run.membership.stop
         log.compare()
-        self._complete_checkpoint(loader)
-        self._tell_checkpoint()
+        if self._progress.can_save(loader):
+            self._complete_checkpoint(loader)
+            self._tell_checkpoint()
         log.event("stop", signal=signum)
         again = f"the same command, whose resume='auto' finds {log.folder}"
         how = self._resume_command or (again if self._resume == "auto" else f"fit(…, resume={str(log.folder)!r})")
         kept = f"; to go on: {how}" if log.folder is not None else ", and nothing was kept: it has no run_dir"
         self.say(f"stopped after step {self.step.num_steps}{kept}")
+        self._say_kept(loader)
         log.draw(self.history, self._name)
         self.close()
         raise SystemExit(128 + signum)
+
+    def _say_kept(self, loader: Loader | DataLoader[Any]) -> None:
+        """Says in a line from where a run goes on that has ended inside an epoch of a loader of the user's own."""
+        if self._log.folder is not None and not self._progress.can_save(loader):
+            self.say(
+                f"it ended inside epoch {len(self.history) + 1}, and a DataLoader of your own begins at an epoch's "
+                f"start: a resumed run goes on from step {self._log.checkpoint_step}, with run.loader from anywhere"
+            )
 
     def _end_epoch(self, loader: Loader | DataLoader[Any], record: EpochRecord) -> None:
         """Records and shows an epoch, keeps the best, and agrees on whether it is the last one."""
@@ -585,6 +601,9 @@ class Trainer:
             has_heirs = membership.can_heal and membership.world_size > 1
             (self._complete_checkpoint if has_heirs else self._checkpoint)(loader, is_best=True)
             self._tell_checkpoint()
+        elif self._is_owed:
+            self._take_checkpoint(loader)
+        self._is_owed = False
         membership.agree_on_end()
         log.epochs_agreed(self._progress.epoch)
 
@@ -597,20 +616,19 @@ class Trainer:
             return
         from samestep.checkpoint.export import write_weights  # needed once, at the end
 
-        weights = log.folder / WEIGHTS_FILE
+        weights, is_kept = log.folder / WEIGHTS_FILE, self._progress.can_save(loader)
 
         def record_end(digest: str) -> None:
             if log.is_writer:
                 log.finish_checkpoints()
                 log.draw(self.history, self._name)
-                hashed = summary(self._progress.data.state())
-                log.event("end", digest=digest, **({"data": hashed} if hashed else {}))  # after all else is written
+                log.event("end", digest=digest)  # after all else is written
 
         def end_on_main() -> None:
             if not log.is_writer or self._ended_at == self.step.num_steps:
                 # All was written; the attempt is repeated since another rank was lost after that.
                 return
-            if not log.has_checkpoint or not self.history:
+            if is_kept and (not log.has_checkpoint or not self.history):
                 self._checkpoint(loader)
             write_weights(weights, self.step)
             record_end(self.digest)
@@ -622,7 +640,7 @@ class Trainer:
             if not is_sharded(self.step):
                 on_main(self.run.communicator, end_on_main)
                 return
-            if not log.has_checkpoint or not self.history:
+            if is_kept and (not log.has_checkpoint or not self.history):
                 self._checkpoint(loader)
             digest = self.digest
             write_weights(weights, self.step)
@@ -630,4 +648,6 @@ class Trainer:
 
         membership.perform(attempt, "files")
         membership.perform(lambda: self.run.communicator.barrier())
-        self._tell_checkpoint()
+        if is_kept:
+            self._tell_checkpoint()
+        self._say_kept(loader)

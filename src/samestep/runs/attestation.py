@@ -104,7 +104,6 @@ def statement(folder: Path) -> dict[str, Any]:
         {name: value for name, value in record.items() if name not in (*OF_PROGRAM, *OF_PLACE)},
         steps=steps,
         finalDigest=ends[-1].get("digest") if ends else None,
-        data=ends[-1].get("data") if ends else None,
         chain=_chain(folder, {step: hashes[path] for step, path in manifests.items() if path in hashes}),
     )
 

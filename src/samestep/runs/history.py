@@ -126,5 +126,5 @@ class EpochSoFar:
     count: float = 0.0  # its divisor
     scalars: dict[str, tuple[float, float]] = field(default_factory=dict)  # of those beside the loss: sum and divisor
     seconds: float = 0.0
-    generators: dict[str, Any] = field(default_factory=dict)  # the states of the script's, at its beginning
-    of_loader: dict[str, Any] = field(default_factory=dict)  # and the state of a loader of the user's own
+    has_begun: bool = False
+    of_loader: list[Any] = field(default_factory=list)  # the state of a loader of the user's own at its beginning

@@ -227,7 +227,7 @@ def gaps(folder: Path) -> Iterator[str]:
         entry = from_line(line.removesuffix(b"\n")) or {}
         step, is_event = entry.get("step"), "event" in entry
         known = {"step", *NAMES.get(entry.get("event", ""), ()), *(("event", "time") if is_event else ())}
-        within = {name: value for name, value in entry.items() if isinstance(value, dict) and name != "data"}
+        within = {name: value for name, value in entry.items() if isinstance(value, dict)}
         strange = entry.keys() - known | within.keys() - {"seconds"} | within.get("seconds", {}).keys() - {*TIMED_KINDS}
         if strange:
             yield f"line {number} of the ledger has {min(strange)!r}, which no run writes there"
@@ -282,7 +282,7 @@ NAMES: Final[Mapping[str, Sequence[str]]] = {  # of a line of a step, and of tho
     "contract_change": ("fields",),
     "checkpoint": ("name", "blocked_seconds", "seconds"),
     "stop": ("signal",),
-    "end": ("digest", "data"),
+    "end": ("digest",),
     "death": ("slot", "rank", "device", "cause", "phase"),
     "heal": ("world_size", "seconds", "lost"),
     "join": ("world_size", "seconds"),

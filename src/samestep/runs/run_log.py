@@ -29,7 +29,8 @@ from samestep.checkpoint.run_folder import (
 )
 from samestep.checkpoint.state import check_storable
 from samestep.checks import check_number
-from samestep.comm.heartbeat import Channel, HeartbeatPage
+from samestep.comm.events import Channel
+from samestep.comm.heartbeat import HeartbeatPage
 from samestep.comm.membership import Membership
 from samestep.data.batch import Batch
 from samestep.data.randomness import Generators
@@ -154,6 +155,7 @@ class RunLog:
         self._begun = 0  # the step of the last checkpoint that was begun, on all ranks
         self._num_healed = self._num_audited = 0
         self._last_checkpoint = (0, time.monotonic())
+        self.checkpoint_step = 0  # of the last checkpoint, written or resumed from
 
     @property
     def is_writer(self) -> bool:
@@ -366,6 +368,7 @@ class RunLog:
 
     def count_checkpoint(self) -> None:
         """Counts the state of the last step as kept, from now on."""
+        self.checkpoint_step = self._step.num_steps
         self._last_checkpoint = (self._step.num_steps, time.monotonic())
         self._membership.asks_checkpoint = False
 

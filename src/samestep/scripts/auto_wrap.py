@@ -1,4 +1,4 @@
-"""Plain scripts: the forward of a module that the script does not wrap is split over the ranks all the same.
+"""Plain scripts: the forward of a module that the script does not wrap is split over the devices all the same.
 
 The module is the one that `--wrap` names, else the root that an optimizer trains: at the first forward that needs
 gradients, a module that no other calls and that has most of what the optimizer trains. Its results are those of the
@@ -6,7 +6,6 @@ whole batch; `split_forward.compare` refuses a module for which they cannot be.
 """
 
 import functools
-import itertools
 import re
 import sys
 import weakref
@@ -31,7 +30,7 @@ from samestep.data.nested import leaves
 from samestep.engine.diagnosis import explain_lone_sample
 from samestep.errors import UsageError
 from samestep.patch import Patch, applied
-from samestep.scripts.shared_script import SharedScript
+from samestep.scripts.script_state import ScriptState
 from samestep.scripts.split_forward.chunks import Chunks, advice, cut
 from samestep.scripts.split_forward.compare import (
     HOOKS,
@@ -196,7 +195,7 @@ class ComparedForm:
 class PlainScript:
     """State of a plain script: which modules are shared out, and how."""
 
-    script: SharedScript
+    script: ScriptState
     wrap: NamedModule | None  # the module that the user named
     num_microbatches: int
     optimizers: weakref.WeakSet[Optimizer] = field(default_factory=weakref.WeakSet)
@@ -242,8 +241,8 @@ def _has_most(own: set[int], optimizer: Optimizer) -> bool:
 
 
 @contextmanager
-def shared_out(script: SharedScript, name: str | None) -> Iterator[None]:
-    """Splits calls of the module of that name over the ranks; without a name, of the roots that optimizers train.
+def shared_out(script: ScriptState, name: str | None) -> Iterator[None]:
+    """Splits calls of the module of that name over the devices; without a name, of the roots that optimizers train.
 
     A call counts for a name where the module's class has it, or where a frame of the script's own on the stack has a
     variable of that name (local, or global) that is this very module.
@@ -304,7 +303,7 @@ def _at_end(plain: PlainScript) -> None:
         if not plain.wrap.is_met:
             raise UsageError(never_met(plain.wrap))
     elif plain.num_called and script.at_first_backward is not None and _is_shareless(plain):
-        script.notice(f"{_script()} computed no gradients: no forward was shared out, every process ran all of them")
+        script.notice(f"{_script()} computed no gradients: no forward was shared out, one device computed all of them")
 
 
 def _is_shareless(plain: PlainScript) -> bool:
@@ -423,7 +422,7 @@ def _cut_arguments(
         got = "a batch of 1 row" if num_rows == 1 else "no batch"
         advised = advice(chunks.leaves, chunks.template, plain.dim)
         plain.script.notice(
-            f"{described(module, frame)} got {got}, and is not shared out: every process computes it"
+            f"{described(module, frame)} got {got}, and is not shared out: one device computes it"
             f"{advised and '. '}{advised}"
         )
     return None
@@ -451,7 +450,7 @@ def _compared(
     name = described(module, frame) if plain.wrap is None else plain.wrap.name
     if child := hooked(module):
         plain.is_explained = True
-        plain.script.notice(f"{name} is called whole on every rank: a hook of the script's is on its {child}")
+        plain.script.notice(f"{name} is called whole on one device: a hook of the script's is on its {child}")
         return None
     tensors = tuple((leaf.value.ndim, leaf.value.dtype, bool(leaf.sizes)) for leaf in chunks.leaves)
     form = (module.training, trains, _form(chunks.template), tensors)
@@ -473,7 +472,7 @@ def _compared(
             raise lone from None
         if isinstance(reason, WritesState):
             plain.is_explained = True
-            plain.script.notice(f"{name} is called whole on every rank: {reason}")
+            plain.script.notice(f"{name} is called whole on one device: {reason}")
             forms[form] = ComparedForm(None)
             return None
         if trains:
@@ -505,9 +504,9 @@ def _form(value: Any) -> Any:
 
 
 def _device_index(plain: PlainScript, module: nn.Module, chunks: Chunks) -> int | None:
-    """The device on which the script has a module: its first tensor's, or its first input's; -1 is the host."""
-    tensors = itertools.chain(module.parameters(), module.buffers(), (leaf.value for leaf in chunks.leaves))
-    device = next((tensor.device for tensor in tensors), torch.device("cpu"))
+    """The device on which the script has a module, if in part, or its inputs if it has no tensor; -1 is the host."""
+    tensors = [*module.parameters(), *module.buffers()] or [leaf.value for leaf in chunks.leaves]
+    device = next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), torch.device("cpu"))
     own = plain.script.communicator.device.type
     if device.type != "cpu":
         return device.index or 0
@@ -526,8 +525,10 @@ def _announcement(plain: PlainScript, module: nn.Module, name: str) -> str:
     """The line that says which module is shared out, and how."""
     count = plain.num_microbatches
     text = f"{name}, which an optimizer trains, is shared out in {count} microbatches"
+    if devices := plain.script.devices():
+        text += f", by {devices}"
     if plain.script.num_microbatches is None:
-        text += f", one a device; --logical-devices {count} gives the same bits on any number of devices"
+        text += f"; --logical-devices {count} gives the same bits on any number of devices"
     if any(isinstance(child, _BatchNorm) and child.training for child in module.modules()):
         text += "; BatchNorm normalises by each microbatch, and its running statistics are the mean over them"
     return text
@@ -548,11 +549,11 @@ def _hint(num_microbatches: int, frame: FrameType) -> str:
     script, found = _script(), largest_module(frame)
     if found is not None and isinstance(found[1], nn.DataParallel):
         return (
-            f"{script} wraps {found[0]} for one device: every process computes all of it. Say in how many microbatches "
+            f"{script} wraps {found[0]} for one device, which computes all of it. Say in how many microbatches "
             f"its batches are cut: samestep run --logical-devices {num_microbatches} {script} …"
         )
     text = (
-        f"{script} called no module that has most of what an optimizer trains: nothing is shared out, every process "
+        f"{script} called no module that has most of what an optimizer trains: nothing is shared out, one device "
         "computes all of it. "
     )
     if found is None:

@@ -1,7 +1,7 @@
-"""torch's DataParallel with its chunks split over the ranks, and the same as `samestep.DataParallel`.
+"""torch's DataParallel with its chunks split over the processes, and the same as `samestep.DataParallel`.
 
 The functions of which scripts build a DataParallel of their own are covered too: `replicate` returns proxies of the
-module, and `parallel_apply` runs each of them on the rank of its chunk.
+module, and `parallel_apply` runs each of them where its chunk is computed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ from torch.nn import parallel as torch_parallel
 from samestep.core.microbatches import check_num_microbatches
 from samestep.errors import UsageError
 from samestep.patch import Patch
-from samestep.scripts.shared_script import SharedScript, active, num_visible
+from samestep.scripts.script_state import ScriptState, active, num_visible
 from samestep.scripts.split_forward.forward import chunked_forward, given_forward
 
 OVERRIDABLE = ("scatter", "gather", "replicate", "parallel_apply")
@@ -24,9 +24,9 @@ OVERRIDABLE = ("scatter", "gather", "replicate", "parallel_apply")
 class DataParallel(nn.DataParallel[Any]):
     """`torch.nn.DataParallel`, with processes instead of threads. Tier `bitwise` in the number of processes.
 
-    The forward takes the whole batch on every rank, runs this rank's chunks of it and returns all outputs, so the
-    script's loss and everything after it stay as they are; the gradients of the parameters are summed on the tree.
-    In one process (`python train.py`) the chunks run one after another, with the same bits.
+    The forward takes the whole batch, has its chunks computed by the devices of `samestep run`, and returns all
+    outputs, so the script's loss and everything after it stay as they are; the gradients of the parameters are summed
+    on the tree. In one process (`python train.py`) the chunks run one after another, with the same bits.
 
     Args:
         module: the module to share out.
@@ -102,7 +102,7 @@ def data_parallel(
     """`torch.nn.parallel.data_parallel`, with processes instead of threads. Tier `bitwise`.
 
     Args:
-        module: its forward is split over the ranks.
+        module: its forward is split over the processes.
         inputs: one input, or a tuple of them.
         device_ids: as torch's; their number is the number of chunks. All devices by default.
         output_device: as torch's.
@@ -115,7 +115,7 @@ def data_parallel(
     return _data_parallel(active(), module, inputs, device_ids, output_device, dim, module_kwargs)
 
 
-def patches(script: SharedScript) -> list[Patch]:
+def patches(script: ScriptState) -> list[Patch]:
     """Patches of torch's DataParallel, in place: subclasses, earlier imports and pickles keep working."""
 
     def init(
@@ -145,7 +145,7 @@ def patches(script: SharedScript) -> list[Patch]:
     ]
 
 
-def _parts(script: SharedScript) -> list[Patch]:
+def _parts(script: ScriptState) -> list[Patch]:
     """Patches of the functions of replicas; scattering and gathering are torch's own."""
 
     def replicate(network: nn.Module, devices: Sequence[int | torch.device], detach: bool = False) -> list[Replica]:
@@ -187,7 +187,7 @@ def _parts(script: SharedScript) -> list[Patch]:
 
 
 def _set_devices(
-    script: SharedScript,
+    script: ScriptState,
     wrapper: Any,
     device_ids: Sequence[int | torch.device] | None,
     output_device: int | torch.device | None,
@@ -207,7 +207,7 @@ def _set_devices(
 
 
 def _forward(
-    script: SharedScript, wrapper: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any], asked: int | None, scatter: str
+    script: ScriptState, wrapper: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any], asked: int | None, scatter: str
 ) -> Any:
     """The forward of a wrapper, torch's or ours."""
     if not wrapper.device_ids:  # made where there was no device, as in torch
@@ -231,7 +231,7 @@ def _overridden(wrapper: nn.DataParallel[Any]) -> list[str]:
 
 
 def _data_parallel(
-    script: SharedScript,
+    script: ScriptState,
     module: nn.Module,
     inputs: Any,
     device_ids: Sequence[int | torch.device] | None = None,

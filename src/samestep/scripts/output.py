@@ -1,26 +1,32 @@
 """Output of the script: its streams, its warnings, and the output of chunks, printed in their order.
 
-Chunks run on several ranks, so their output is captured there and replayed on rank 0 in the order of the chunks.
+Chunks run in several processes, so their output is captured there and replayed by the driver in their order.
 `script_streams` replaces stdout and stderr from the start, so that objects which keep a reference to them (handlers of
 `logging`, progress bars) use the replacement too. Bytes written to `sys.stdout.buffer` go straight through.
 """
 
+import io
+import logging
 import sys
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from contextvars import ContextVar
 from types import FrameType
 from typing import Any, TextIO, cast
 
 from samestep.callsite import calling_frame, is_own_file
 from samestep.patch import Patch, applied
-from samestep.scripts.shared_script import SharedScript
 
 STDOUT = 1
 STDERR = 2
+WARNING = 3
+RECORD = 4
 
-_SAID: ContextVar[list[tuple[int, str]] | None] = ContextVar("said", default=None)
+Said = list[tuple[int, Any]]
+"""Text written to `STDOUT` or `STDERR`; of a process that does not run the script, each `WARNING` and log `RECORD`."""
+
+_SAID: ContextVar[Said | None] = ContextVar("said", default=None)
 
 
 class ScriptStream:
@@ -67,7 +73,7 @@ class ScriptStream:
         return next(self._stream)
 
 
-def patches(_: SharedScript) -> list[Patch]:
+def patches() -> list[Patch]:
     """Warnings that name a changed function of ours name the line that called it, and once each."""
     show: Any = vars(warnings)["_showwarnmsg"]  # which `warnings` calls, also from C
     shown: set[tuple[Any, ...]] = set()
@@ -83,6 +89,11 @@ def patches(_: SharedScript) -> list[Patch]:
             if is_once and place in shown:
                 return
             shown.add(place)
+            known = caller.f_globals.setdefault("__warningregistry__", {})  # where `_warn_again` looks
+            if known.get("version") != version:
+                known.clear()
+                known["version"] = version
+            known[str(message.message), message.category, caller.f_lineno] = is_once
         show(message)
 
     return [Patch(warnings, "_showwarnmsg", show_calling_line)]
@@ -114,11 +125,8 @@ def without_warnings() -> Iterator[None]:
 
 
 @contextmanager
-def script_streams(script: SharedScript) -> Iterator[None]:
-    """Replaces `sys.stdout` and `sys.stderr` by streams that can be captured; does nothing on one rank."""
-    if script.world_size == 1:
-        yield
-        return
+def script_streams() -> Iterator[None]:
+    """Replaces `sys.stdout` and `sys.stderr` by streams that can be captured."""
     before = sys.stdout, sys.stderr
     try:
         # a process without a console has None here
@@ -130,9 +138,9 @@ def script_streams(script: SharedScript) -> Iterator[None]:
 
 
 @contextmanager
-def captured() -> Iterator[list[tuple[int, str]]]:
-    """Captures this thread's output as a growing list of (`STDOUT` or `STDERR`, text); nests."""
-    said: list[tuple[int, str]] = []
+def captured() -> Iterator[Said]:
+    """Captures this thread's output as a growing list; nests."""
+    said = Said()
     token = _SAID.set(said)
     try:
         yield said
@@ -140,9 +148,76 @@ def captured() -> Iterator[list[tuple[int, str]]]:
         _SAID.reset(token)
 
 
-def replay(said: Iterable[tuple[int, str]]) -> None:
-    """Writes captured output."""
+def replay(said: Iterable[tuple[int, Any]]) -> None:
+    """Writes captured output; warnings pass the filters of this process, and are shown once a line as its own are."""
     for number, text in said:
+        if number == WARNING:
+            _warn_again(*text)
+            continue
+        if number == RECORD:
+            logger = logging.getLogger(text["name"])
+            if logger.isEnabledFor(text["levelno"]):
+                logger.handle(logging.makeLogRecord(text))
+            continue
         stream = sys.stdout if number == STDOUT else sys.stderr
         if stream is not None:
             stream.write(text)
+
+
+@contextmanager
+def silenced() -> Iterator[None]:
+    """Nothing that a block prints, warns of or logs is seen: it computes what is computed elsewhere too."""
+    level = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with captured(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()), without_warnings():
+            yield
+    finally:
+        logging.disable(level)
+
+
+class _RecordsKept(logging.Handler):
+    """Keeps what chunks log, for the process that runs the script."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        said = _SAID.get()
+        if said is not None:
+            plain = {key: value for key, value in vars(record).items() if isinstance(value, str | int | float)}
+            said.append((RECORD, {**plain, "msg": record.getMessage(), "args": None}))
+
+
+@contextmanager
+def kept_for_script() -> Iterator[None]:
+    """All that chunks warn of or log is kept, for the process that runs the script, which decides what is shown."""
+
+    def keep(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        said = _SAID.get()
+        if said is not None:
+            frame = _frame_of(warnings.WarningMessage(message, category, filename, lineno))
+            place = "" if frame is None else str(frame.f_globals.get("__name__", ""))
+            said.append((WARNING, (str(message), category.__module__, category.__qualname__, filename, lineno, place)))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = keep
+        handler, level = _RecordsKept(logging.NOTSET), logging.root.level
+        logging.root.addHandler(handler)
+        logging.root.setLevel(logging.NOTSET + 1)
+        try:
+            yield
+        finally:
+            logging.root.setLevel(level)
+            logging.root.removeHandler(handler)
+
+
+def _warn_again(text: str, module: str, name: str, filename: str, line: int, place: str) -> None:
+    kind = getattr(sys.modules.get(module), name, UserWarning)
+    known = vars(sys.modules[place]).setdefault("__warningregistry__", {}) if place in sys.modules else None
+    warnings.warn_explicit(text, kind, filename, line, place or None, known)

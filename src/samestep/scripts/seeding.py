@@ -1,8 +1,7 @@
 """Seeds of a script's generators: whatever it leaves unseeded has a fixed seed, and one line says what that was.
 
-In a single-process script all ranks are alike, so that a seed that differs between processes (`int(time.time())`) is
-that of rank 0. In a multi-process script each rank has a seed of its own. Where the script asks for a seed of
-chance (`random.seed()`, `numpy.random.default_rng()`), a number derived from the run's seed stands in.
+In a multi-process script each rank has a seed of its own. Where the script asks for a seed of chance (`random.seed()`,
+`numpy.random.default_rng()`), a number derived from the run's seed stands in.
 """
 
 import functools
@@ -14,6 +13,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from enum import Enum
 from types import FrameType
 from typing import Any
 
@@ -23,15 +23,20 @@ import torch
 from numpy.random import mtrand
 from torch.utils.data import get_worker_info
 
+from samestep.callsite import is_own_file, is_script_file
 from samestep.core.seeds import derive_seed
 from samestep.data.randomness import seed_process
 from samestep.patch import Patch, applied
-from samestep.scripts.files.rank0_files import Caller, origin
-from samestep.scripts.shared_script import SharedScript
+from samestep.scripts.script_state import ScriptState
 from samestep.text import notify
 
 CHANCE = re.compile(r"\b(time|time_ns|perf_counter|monotonic|now|getpid|urandom|uuid4|token_bytes|randbits)\(")
 """What differs from run to run, in a line that seeds a generator."""
+MACHINERY = re.compile(
+    r"[/\\](multiprocessing|concurrent|importlib|asyncio|triton|numba|filelock)[/\\]|[/\\]tempfile\.py$|"
+    r"[/\\]torch[/\\](_inductor|_dynamo|_functorch|multiprocessing|distributed|utils[/\\](data|cpp_extension))[/\\]"
+)
+"""Files whose code sets generators for itself, such as those of a loader's workers, or puts back what it found."""
 UNSEEDED = 0x0E_ED
 """The stream of the numbers that stand in for seeds that were not given."""
 STATES: dict[str, Callable[[], bytes]] = {
@@ -52,8 +57,25 @@ SETTERS: tuple[tuple[Any, str, str, str], ...] = (
 """The functions that set them, each with its module, the name of the generator, and another module that has it."""
 
 
+class Caller(Enum):
+    """Kinds of calling code."""
+
+    SCRIPT = 0  # a file of the user's
+    LIBRARY = 1
+    MACHINERY = 2
+
+
+def caller_of(frame: FrameType) -> Caller:
+    """The kind of the code that a frame runs."""
+    filename = frame.f_code.co_filename
+    if is_script_file(filename):
+        return Caller.SCRIPT
+    is_machinery = is_own_file(filename) or filename.startswith("<frozen") or MACHINERY.search(filename)
+    return Caller.MACHINERY if is_machinery else Caller.LIBRARY
+
+
 class Seeds:
-    """The seeds of a run, and what the script draws from without a seed of its own; `SharedScript.seeding`."""
+    """The seeds of a run, and what the script draws from without a seed of its own; `ScriptState.seeding`."""
 
     def __init__(self, seed: int, may_draw: Callable[[], bool]) -> None:
         self.seed = seed  # this rank's
@@ -79,10 +101,9 @@ class Seeds:
 
     def find_chance(self, frame: FrameType) -> None:
         """Notes a line of the script's or a library's that seeds a generator by a clock, a process id or os.urandom."""
-        caller, at = origin(frame)
-        if at is not None and caller in (Caller.SCRIPT, Caller.LIBRARY):
-            path, line = at.f_code.co_filename, at.f_lineno
-            is_known = at.f_code in self.asked and at.f_code.co_name != "<module>"  # of a script the line alone
+        if caller_of(frame) is not Caller.MACHINERY:
+            path, line = frame.f_code.co_filename, frame.f_lineno
+            is_known = frame.f_code in self.asked and frame.f_code.co_name != "<module>"  # of a script the line alone
             if is_known or CHANCE.search(linecache.getline(path, line)):
                 self.by_chance[f"{path.partition('-packages/')[2] or path}, line {line}"] = None
 
@@ -93,13 +114,18 @@ class Seeds:
 
 
 @contextmanager
-def seeded(script: SharedScript, seed: int | None) -> Iterator[None]:
-    """Seeds the generators of torch, NumPy and Python for a block that all ranks run alike."""
+def seeded(script: ScriptState, seed: int | None) -> Iterator[None]:
+    """Seeds the generators of torch, NumPy and Python for a block."""
+
+    def count(owner: Any, name: str, given: Any) -> None:
+        if owner in (torch, torch.cuda) and script.may_meet():
+            script.num_since_reseed = getattr(given, "num_forwards", 0) if name == "set_rng_state" else 0
+
     states = torch.get_rng_state(), np.random.get_state(), random.getstate()  # noqa: NPY002
     of_numpy = mtrand.get_bit_generator()
     before = script.seeding
     try:
-        with _watched(seed or 0, seed, script.may_meet, script.notice) as seeds:
+        with _watched(seed or 0, seed, script.may_meet, script.notice, count) as seeds:
             script.seeding = seeds
             yield
     finally:
@@ -124,13 +150,22 @@ def seeded_rank(rank: int, seed: int | None) -> Iterator[None]:
 
 
 @contextmanager
-def _watched(own: int, seed: int | None, may_draw: Callable[[], bool], tell: Callable[[str], None]) -> Iterator[Seeds]:
+def _watched(
+    own: int,
+    seed: int | None,
+    may_draw: Callable[[], bool],
+    tell: Callable[[str], None],
+    on_set: Callable[[Any, str, Any], None] = lambda owner, name, given: None,
+) -> Iterator[Seeds]:
     """Seeds this process; tells at the end of the block what was drawn without a seed, or with one of chance."""
     with torch._C.DisableTorchFunction():  # simulated devices do not matter here
         seed_process(own)
         seeds = Seeds(own, may_draw)
+    process = os.getpid()
 
     def tell_drawn() -> None:
+        if os.getpid() != process:  # a process that the script has forked, in which Python seeds `random` anew
+            return
         with torch._C.DisableTorchFunction():
             seeds.find_drawn(*STATES)
         for line in seeds.by_chance:
@@ -149,7 +184,7 @@ def _watched(own: int, seed: int | None, may_draw: Callable[[], bool], tell: Cal
         seeds.asked.add(sys._getframe(1).f_code)
         return urandom(size)
 
-    with applied([Patch(os, "urandom", noted), *(_setting(seeds, *setter) for setter in SETTERS)]):
+    with applied([Patch(os, "urandom", noted), *(_setting(seeds, on_set, *setter) for setter in SETTERS)]):
         try:
             yield seeds
         except SystemExit:
@@ -158,7 +193,9 @@ def _watched(own: int, seed: int | None, may_draw: Callable[[], bool], tell: Cal
         tell_drawn()
 
 
-def _setting(seeds: Seeds, owner: Any, name: str, generator: str, alias: str) -> Patch:
+def _setting(
+    seeds: Seeds, on_set: Callable[[Any, str, Any], None], owner: Any, name: str, generator: str, alias: str
+) -> Patch:
     """A function that sets a global generator; by a derived number where the script leaves the seed to chance."""
     original: Callable[..., Any] = getattr(owner, name)
     is_torch = owner in (torch, torch.cuda)
@@ -166,12 +203,14 @@ def _setting(seeds: Seeds, owner: Any, name: str, generator: str, alias: str) ->
 
     @functools.wraps(original)
     def replacement(*args: Any, **kwargs: Any) -> Any:
-        caller = origin(sys._getframe(1))[0] if seeds.may_draw() else Caller.MACHINERY
-        if caller not in (Caller.SCRIPT, Caller.LIBRARY):
-            return original(*args, **kwargs)
+        caller = caller_of(sys._getframe(1)) if seeds.may_draw() else Caller.MACHINERY
+        given = args[0] if args else next(iter(kwargs.values()), None)
+        if caller is Caller.MACHINERY:
+            result = original(*args, **kwargs)
+            on_set(owner, name, given)
+            return result
         with torch._C.DisableTorchFunction():
             seeds.find_drawn(generator)
-        given = args[0] if args else next(iter(kwargs.values()), None)
         if name.startswith("seed") and given is None and caller is Caller.SCRIPT:
             number = seeds.derived(generator)
             result = (getattr(owner, "manual_" + name)(number), number)[1] if is_torch else original(number % 2**32)
@@ -180,22 +219,17 @@ def _setting(seeds: Seeds, owner: Any, name: str, generator: str, alias: str) ->
             result = original(*args, **kwargs)
         with torch._C.DisableTorchFunction():
             seeds.mark_set(generator, is_state)
+        on_set(owner, name, given)
         return result
 
     return Patch(owner, name, replacement, aliases=(alias,))
 
 
-def patches(script: SharedScript) -> list[Patch]:
-    """Patches that keep the script's seeds equal on all ranks.
+def patches(script: ScriptState) -> list[Patch]:
+    """Patches that seed the generators which the script makes without a seed, and that let a saved state be put back.
 
-    | place | called by the script |
-    |---|---|
-    | `torch.manual_seed`, `torch.set_rng_state`, `torch.cuda.manual_seed(_all)` | as with rank 0's argument |
-    | `random.seed`, `random.setstate`, `numpy.random.seed`, `numpy.random.set_state` | as with rank 0's argument |
-    | `random.Random()`, `numpy.random.default_rng()` | seeded with a derived number |
-
-    Calls from libraries are left alone: they are the same on every rank, as are their arguments. Inside a chunk of a
-    wrapped forward an unseeded `default_rng()` or `Random()` draws its seed from `random`, which each chunk seeds.
+    Inside a chunk of a wrapped forward an unseeded `default_rng()` or `Random()` draws its seed from `random`, which
+    each chunk seeds.
     """
     # A chunk's seed is a function of torch's generator and of the forwards since that was set. Code that saves and
     # restores the state (above all activation checkpointing, which repeats a forward) must get the same seeds again, so
@@ -210,32 +244,8 @@ def patches(script: SharedScript) -> list[Patch]:
 
     return [
         Patch(torch, "get_rng_state", get_rng_state, aliases=("torch.random",)),
-        *(
-            _shared_seed(script, owner, name, alias)
-            for owner, name, generator, alias in SETTERS
-            if not (generator == "torch" and name.startswith("seed"))  # a seed by chance: `_setting` derives it
-        ),
         *_made_by_chance(lambda: script.seeding, in_chunk=lambda: script.in_chunk),
     ]
-
-
-def _shared_seed(script: SharedScript, owner: Any, name: str, *aliases: str) -> Patch:
-    """A function that sets a generator to a seed or a state: those of rank 0."""
-    original: Callable[..., Any] = getattr(owner, name)
-
-    @functools.wraps(original)
-    def replacement(*args: Any, **kwargs: Any) -> Any:
-        if not script.may_meet():
-            return original(*args, **kwargs)
-        if origin(sys._getframe(2))[0] is Caller.SCRIPT:  # frame 1 is that of `_setting`
-            args, kwargs = script.share(f"a call of {name}", (args, kwargs))
-        result = original(*args, **kwargs)
-        if owner in (torch, torch.cuda):
-            state = next(iter((*args, *kwargs.values())), None) if name == "set_rng_state" else None
-            script.num_since_reseed = getattr(state, "num_forwards", 0)
-        return result
-
-    return Patch(owner, name, replacement, aliases=aliases)
 
 
 def _made_by_chance(seeds: Callable[[], Seeds | None], in_chunk: Callable[[], bool]) -> list[Patch]:
@@ -248,7 +258,7 @@ def _made_by_chance(seeds: Callable[[], Seeds | None], in_chunk: Callable[[], bo
             if current is not None and current.may_draw():
                 current.find_chance(sys._getframe(2))
             return given
-        if current is None or origin(sys._getframe(2))[0] is not Caller.SCRIPT:
+        if current is None or caller_of(sys._getframe(2)) is not Caller.SCRIPT:
             return None
         if current.may_draw():
             return current.derived("generators of its own")

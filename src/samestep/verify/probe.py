@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.amp.autocast_mode import autocast
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from samestep.data.batch import Batch, checksum
+from samestep.data.batch import Batch
+from samestep.data.checksums import checksum
 from samestep.data.nested import leaves
 from samestep.engine.observer import StepObserver, observed_by
 from samestep.engine.portable_kernels import portable_form
@@ -31,10 +32,11 @@ from samestep.errors import UsageError
 from samestep.logical.ranks import run_logical
 from samestep.patch import applied, exits_raised
 from samestep.scripts import data_parallel
-from samestep.scripts.shared_script import SharedScript
+from samestep.scripts.script_state import ScriptState
 from samestep.scripts.single_process import run_single_process
 from samestep.scripts.spawning import run_multi_process
-from samestep.scripts.split_forward import forward
+from samestep.scripts.split_forward import driver, forward
+from samestep.scripts.workers import flags, serve
 from samestep.verify.causes.table import CAUSES, FactRecorder
 from samestep.verify.recording import JsonlWriter
 from samestep.verify.summaries import bits
@@ -53,15 +55,14 @@ class WatchedEnough(BaseException):
 class EndBarrier:
     """Ends this rank once all ranks are there: an earlier end would break an exchange that is still under way."""
 
-    def __init__(self, folder: str, rank: int, world_size: int, finish: Callable[[str], None]) -> None:
-        self._marks = [str(Path(folder) / f"rank-{other}.done") for other in range(world_size)]
-        self._rank = rank
+    def __init__(self, folder: str, rank: int, others: Sequence[int], finish: Callable[[str], None]) -> None:
+        self._own, *self._marks = (str(Path(folder) / f"rank-{each}.done") for each in (rank, *others))
         self._finish = finish
         self._num_tries = 0
 
     def mark(self) -> None:
         """Leaves a file that shows the other ranks that this one needs no more exchanges."""
-        _close(_open(self._marks[self._rank], os.O_CREAT | os.O_WRONLY, 0o600))
+        _close(_open(self._own, os.O_CREAT | os.O_WRONLY, 0o600))
 
     def end(self) -> None:
         """Waits for the others, then ends the program; the process, if the program caught that twice and went on."""
@@ -98,12 +99,19 @@ def run_probed(
     recorder = FactRecorder()
     writer = JsonlWriter(str(Path(folder) / f"rank-{rank}.jsonl"))
 
+    # The driver of a single-process script has its workers end; of them the chunks are known, and no steps.
+    has_workers = single_process is not None
+    is_worker = has_workers and rank > 0
+
     def finish(reason: str) -> None:
-        watch.write_rest()
+        if is_worker:
+            writer.write("microbatches", found=watch.microbatches)
+        else:
+            watch.write_rest()
         writer.write("end", step=watch.number, reason=reason, family=watcher.family, portable=portable_form())
         writer.close()
 
-    end_barrier = EndBarrier(folder, rank, world_size, finish)
+    end_barrier = EndBarrier(folder, rank, () if has_workers else range(world_size), finish)
     modules = ModuleRecorder(writer, in_microbatches=single_process is not None, world_size=world_size)
     watch = StepRecorder(
         writer, Batches(), Metrics(), modules, recorder.facts, end_barrier.end, steps, detail=detail, nudge=nudge
@@ -117,11 +125,11 @@ def run_probed(
     with ExitStack() as stack:
         stack.enter_context(_one_of_many_runs(number))
         stack.enter_context(exits_raised())
-        stack.enter_context(_watched(watch, hang_seconds))
+        stack.enter_context(_watched(watch, None if is_worker else hang_seconds))
         stack.enter_context(observed_by(watcher))
         stack.enter_context(applied(recorder.patches()))
         for cause in CAUSES:
-            if cause.key in neutral:
+            if cause.key in neutral and cause.neutralise is not None:
                 stack.enter_context(cause.neutralise())
         try:
             if single_process is not None:
@@ -161,26 +169,36 @@ def _one_of_many_runs(number: int) -> Iterator[None]:
 
 
 @contextmanager
-def _watched(watch: StepRecorder, hang_seconds: float) -> Iterator[None]:
-    """A context in which everything but `samestep.Run`'s steps is hooked in; between steps it kills a hung process."""
+def _watched(watch: StepRecorder, hang_seconds: float | None) -> Iterator[None]:
+    """A context in which everything but `samestep.Run`'s steps is hooked in; between steps it kills a hung process.
+
+    Without `hang_seconds` that is left to the driver, which then waits for this worker in vain.
+    """
+
+    def watch_hang() -> None:
+        if hang_seconds is not None:
+            faulthandler.dump_traceback_later(hang_seconds, exit=True)
 
     def after(optimizer: Any, *_: Any) -> None:
-        faulthandler.dump_traceback_later(hang_seconds, exit=True)
+        watch_hang()
         watch.after(optimizer)
 
     with ExitStack() as stack:
         stack.callback(register_optimizer_step_pre_hook(with_gradients(watch.before)).remove)
         stack.callback(register_optimizer_step_post_hook(after).remove)
-        stack.enter_context(applied(patches_for([*_wraps(watch), *watch.batches.wraps(), *watch.metrics.wraps()])))
-        if watch.detail is not None:
-            stack.enter_context(watch.modules.watching())
-        faulthandler.dump_traceback_later(hang_seconds, exit=True)
+        wraps = [*_wraps(watch), *watch.batches.wraps(), *watch.metrics.wraps()]
+        wraps += [] if watch.detail is None else [watch.modules.wrap()]
+        stack.enter_context(applied(patches_for(wraps)))
+        watch_hang()
         stack.callback(faulthandler.cancel_dump_traceback_later)
         yield
 
 
 def _wraps(watch: StepRecorder) -> list[Wrap]:
-    """Wraps that record losses, the coarsest type, and the chunks and inputs of wrapped forwards."""
+    """Wraps that record losses, the coarsest type, and the chunks and inputs of wrapped forwards.
+
+    The workers of a single-process script learn from its driver's flags which step is recorded in detail.
+    """
     in_backward = False
 
     def backward(inner: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
@@ -204,16 +222,28 @@ def _wraps(watch: StepRecorder) -> list[Wrap]:
         return inner(this)
 
     @contextmanager
-    def chunk(inner: Any, script: SharedScript, number: int) -> Iterator[None]:
+    def chunk(inner: Any, script: ScriptState, number: int) -> Iterator[None]:
         watch.microbatches.append([script.num_forwards, number])
-        watch.modules.microbatch = number
-        try:
-            with inner(script, number):
-                yield
-        finally:
-            watch.modules.microbatch = -1
+        with watch.modules.in_chunk(number), inner(script, number):
+            yield
 
-    def chunked_forward(inner: Any, script: SharedScript, module: Any, args: Any, kwargs: Any, **options: Any) -> Any:
+    def check_again(inner: Any, *args: Any) -> None:
+        # What the driver computes a second time is no part of the run.
+        before = watch.microbatches, watch.modules.step
+        watch.microbatches, watch.modules.step = [], None
+        try:
+            inner(*args)
+        finally:
+            watch.microbatches, watch.modules.step = before
+
+    def flags_now(inner: Any, *args: Any) -> dict[str, Any]:
+        return {**inner(*args), "detail": watch.modules.step}
+
+    def set_flags(inner: Any, values: dict[str, Any], *args: Any) -> None:
+        watch.modules.step = values["detail"]
+        inner(values, *args)
+
+    def chunked_forward(inner: Any, script: ScriptState, module: Any, args: Any, kwargs: Any, **options: Any) -> Any:
         if not script.in_chunk and torch.is_grad_enabled():
             with torch._C.DisableTorchFunction(), torch.no_grad():
                 tensors = [leaf for leaf in leaves([*args, *kwargs.values()]) if isinstance(leaf, Tensor)]
@@ -225,8 +255,11 @@ def _wraps(watch: StepRecorder) -> list[Wrap]:
     return [
         Wrap(torch.autograd, "backward", backward),
         Wrap(autocast, "__enter__", enter),
-        Wrap(SharedScript, "chunk", chunk),
+        Wrap(ScriptState, "chunk", chunk),
         Wrap(forward, "chunked_forward", chunked_forward, (data_parallel.__name__,)),
+        Wrap(driver, "_check_again", check_again),
+        Wrap(flags, "flags_now", flags_now, (driver.__name__,)),
+        Wrap(flags, "set_flags", set_flags, (serve.__name__,)),
     ]
 
 

@@ -8,6 +8,7 @@ Each rank appends lines to `rank-N.jsonl` in the recording's folder:
     {"kind": "fact", "step": 1, "name": "…", …}    an observation of `causes.table.FactRecorder` before this step
     {"kind": "module", "step": 3, …}               a module's forward or backward, in the step of `RunSpec.detail`
     {"kind": "metric", "step": 3, …}               a few numbers that the program reduced over ranks before this step
+    {"kind": "microbatches", "found": […]}         those that a worker of a single-process script ran; it has no steps
     {"kind": "end", "step": 20, "reason": "steps"} "steps": as many as were asked for; "program": it ended before
 
 A step's line holds `ids` and `rows` (sample ids, and a checksum of each sample's content, or null), `num_samples`,
@@ -23,6 +24,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -76,8 +78,21 @@ class Recording:
 
     @cached_property
     def steps(self) -> tuple[tuple[Line, ...], ...]:
-        """The step lines of each rank, by step."""
-        return tuple(tuple(self.lines("step", rank)) for rank in range(self.world_size))
+        """The step lines of each rank, by step; of a single-process script of its driver, with all microbatches."""
+        ranks = range(self.world_size)
+        by_worker = [[line["found"] for line in self.lines("microbatches", rank)] for rank in ranks]
+        by_forward: dict[int, list[tuple[int, int]]] = {}
+        for forward, number in chain(*chain(*by_worker)):
+            by_forward.setdefault(forward, []).append((forward, number))
+        return tuple(
+            tuple(
+                {**line, "microbatches": [*own, *chain(*(by_forward.get(forward, ()) for forward in dict(own)))]}
+                for line in self.lines("step", rank)
+                for own in [line["microbatches"]]
+            )
+            for rank in ranks
+            if not by_worker[rank]
+        )
 
     @property
     def num_steps(self) -> int:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from samestep.data.batch import flattened, position_weights, tensor_checksum
+from samestep.data.checksums import flattened, position_weights, tensor_checksum
 from samestep.data.nested import leaves
 
 WIDTH = 16

@@ -8,6 +8,7 @@ they do not?     name the first step, quantity and module that differ
                  run again with all suspects neutralised: the runs must agree now
                  give one suspect after another its effect back: those without which the runs agree are ruled out
                  the others are confirmed: with them neutralised the runs agree, with any one left they do not
+                 they agree but for rounding? then that is a cause, and the others are confirmed up to it
 """
 
 import math
@@ -22,6 +23,7 @@ from samestep.verify.causes.datasets import OWN_GENERATORS
 from samestep.verify.causes.evidence import Cause, Evidence
 from samestep.verify.causes.frameworks import advice_on
 from samestep.verify.causes.machine import HASH_ORDER, UNSEEDED
+from samestep.verify.causes.rounding import ROUNDING
 from samestep.verify.causes.table import CAUSES
 from samestep.verify.comparison import (
     ORDER,
@@ -140,7 +142,7 @@ def _not_shared(recording: Recording) -> Iterator[str]:
             yield f"on {name} microbatch {microbatch} of step {step + 1} was computed {count} times"
             return
     if not any(counts):
-        yield f"on {name} no work was shared out: every rank computed everything (--wrap names what to share out)"
+        yield f"on {name} no work was shared out: one device computed everything (--wrap names what to share out)"
 
 
 @dataclass(frozen=True)
@@ -272,39 +274,52 @@ class _Investigation:
         """Confirms causes until the two runs agree with all of them neutralised, or no suspect is left."""
         # A round for each first difference that is left without the causes that are confirmed. Its suspects lose their
         # effect; what differs still has further ones, until the runs agree or nothing new is suspected.
-        while (left := self.compare(current := self._without(pair, (), self.steps))) is not None:
+        tier = self.required
+        while (left := self.compare(current := self._without(pair, (), self.steps), tier)) is not None:
             # No further than this difference: what differs later may have other causes, which the next round finds.
             steps, shown, suspects, gone = min(self.steps, left.step), evidence, dict[Cause, NamedCause](), ""
-            while left is not None and (fresh := self._suspects(shown, current, suspects)):
+            while left is not None and (fresh := self._suspects(shown, suspects)):
                 suspects.update({cause: replace(one, evidence=one.evidence + gone) for cause, one in fresh.items()})
                 names = ", ".join(cause.key for cause in suspects)
                 self.report(f"running without the effect of {names}")
-                left = self.compare(current := self._without(pair, list(suspects), steps))
+                left = self.compare(current := self._without(pair, list(suspects), steps), tier)
                 shown, gone = Evidence(tuple(map(self.runner.record, current))), f" (without the effect of {names})"
+            if left is not None and tier == "bitwise" and (rounding := self._rounding(evidence, current)) is not None:
+                # No antidote gives bits, so the other causes are those by which runs differ by more than rounding.
+                if rounding not in self.named:  # as of another pair of runs
+                    self.named.append(rounding)
+                tier = "allclose"
+                continue
             if left is not None:
                 if self.unexplained is None:
                     self.unexplained = left
                     self.unexplained_place = self.place(current, left) if current[0].neutral else None
                 self.suspects += [named for named in suspects.values() if named not in self.suspects]
                 return
-            confirmed = self._needed(pair, [cause for cause in CAUSES if cause in suspects], steps)
+            confirmed = self._needed(pair, [cause for cause in CAUSES if cause in suspects], steps, tier)
             self.named += [suspects[cause] for cause in confirmed]
             self.base += tuple(confirmed)
 
-    def _suspects(self, evidence: Evidence, current: Pair, known: Container[Cause]) -> dict[Cause, NamedCause]:
-        """The further causes that something points to; those of rounding alone only if nothing else is left."""
+    def _suspects(self, evidence: Evidence, known: Container[Cause]) -> dict[Cause, NamedCause]:
+        """The further causes that something points to and that have an antidote."""
         if any(run.failure for run in evidence.runs):
             return {}
-        only_rounding = self.required == "bitwise" and self.compare(current, "allclose") is None
         found = {}
         for cause in CAUSES:
-            if cause not in self.base and cause not in known and (only_rounding or not cause.bits_only):
+            if cause.neutralise is not None and cause not in self.base and cause not in known:
                 sign = cause.suspect(evidence)
                 if sign is not None:
                     found[cause] = NamedCause(cause.key, cause.title, sign, advice_on(cause, evidence))
         return found
 
-    def _needed(self, pair: Pair, suspects: list[Cause], steps: int) -> list[Cause]:
+    def _rounding(self, evidence: Evidence, pair: Pair) -> NamedCause | None:
+        """Rounding as a cause, if runs on other devices agree but for it, and have a sign of it."""
+        sign = ROUNDING.suspect(evidence)
+        if sign is None or pair[0].devices == pair[1].devices or self.compare(pair, "allclose") is not None:
+            return None
+        return NamedCause(ROUNDING.key, ROUNDING.title, sign, advice_on(ROUNDING, evidence))
+
+    def _needed(self, pair: Pair, suspects: list[Cause], steps: int, tier: Tier) -> list[Cause]:
         """Of suspects without which the two runs agree for some steps those that are needed for it."""
         # From the end of the table: a later cause often follows from an earlier one, and is not to be named for it.
         needed = suspects
@@ -313,7 +328,7 @@ class _Investigation:
             if not rest:
                 break
             self.report(f"giving {cause.key} its effect back")
-            if self.compare(self._without(pair, rest, steps)) is None:
+            if self.compare(self._without(pair, rest, steps), tier) is None:
                 needed = rest
         return needed
 

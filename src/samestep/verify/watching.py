@@ -8,14 +8,13 @@ row of an output is summarized, and identified by the content of its row of the 
 import gc
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as hooks
 from torch.optim import Optimizer
 
 from samestep.comm.communicator import Communicator
@@ -34,7 +33,7 @@ from samestep.verify.summaries import (
     unsharded,
 )
 from samestep.verify.trained_batches import Batches, Metrics
-from samestep.verify.wraps import unwrapped
+from samestep.verify.wraps import Wrap, unwrapped
 
 MAX_ROWS = 64
 MAX_CALLS = 2_000
@@ -63,19 +62,36 @@ class ModuleRecorder:
     _root: RootCall | None = None
     _num_lines: int = 0
 
+    def wrap(self) -> Wrap:
+        """The wrap of all modules' calls: no hook, which a single-process script's driver would send to its workers."""
+
+        def call(inner: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling() or not self._is_on() or not torch.is_grad_enabled():
+                return inner(module, *args, **kwargs)
+            self._enter(module, args)
+            output = None
+            try:
+                output = inner(module, *args, **kwargs)
+            finally:
+                self._leave(module, output)
+            return output
+
+        return Wrap(nn.Module, "__call__", call)
+
     @contextmanager
-    def watching(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            stack.callback(hooks.register_module_forward_pre_hook(self._enter).remove)
-            stack.callback(hooks.register_module_forward_hook(self._leave, always_call=True).remove)
+    def in_chunk(self, number: int) -> Iterator[None]:
+        """For a block that runs a microbatch, whose outermost module is a root: in a worker nothing is around it."""
+        before = self.microbatch, self._stack, self._root
+        self.microbatch, self._stack, self._root = number, [], None
+        try:
             yield
+        finally:
+            self.microbatch, self._stack, self._root = before
 
     def _is_on(self) -> bool:
         return self.step is not None and self._num_lines < MAX_CALLS
 
     def _enter(self, module: nn.Module, args: Any) -> None:
-        if not self._is_on() or not torch.is_grad_enabled():
-            return
         if not self._stack or self._root is None:
             model = unwrapped(module)
             names = {id(part): name for name, part in model.named_modules()}
@@ -85,14 +101,11 @@ class ModuleRecorder:
             self._root = RootCall(names, type(model).__name__, rows)
         self._stack.append(module)
 
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _leave(self, module: nn.Module, output: Any) -> None:
         """A module returned, or raised."""
-        if module not in self._stack or self._root is None:
-            return
-        # Those within it that raised, which its forward caught.
-        while self._stack.pop() is not module:
-            continue
+        self._stack.pop()
         root = self._root
+        assert root is not None, "a module that was entered has a root"
         name = root.names.get(id(module))
         if output is None or name is None or not self._is_on() or not torch.is_grad_enabled():
             return
@@ -102,6 +115,7 @@ class ModuleRecorder:
             "root": root.type,
             "call": root.num_calls,
             "training": module.training,
+            **({"microbatch": self.microbatch} if self.in_microbatches else {}),
         }
         root.num_calls += 1
         with torch._C.DisableTorchFunction():
@@ -123,7 +137,7 @@ class ModuleRecorder:
         found: dict[str, Any]
         if self.in_microbatches:
             checksums = [bits(tensor) for tensor in tensors]
-            found = {"microbatch": self.microbatch, "bits": checksums, "norm": norm(tensors[0])}
+            found = {"bits": checksums, "norm": norm(tensors[0])}
         else:
             found = self._rows_of(tensors, root.rows or [])
         self._num_lines += 1

@@ -1,4 +1,4 @@
-"""A folder and seeds from the clock and the process: files written there are read back on all ranks."""
+"""A folder and seeds from the clock and the process, and files that are written there and read back."""
 
 import os
 import time

@@ -26,7 +26,7 @@ from samestep.comm.communicator import DTYPES, Communicator
 from samestep.comm.group import GroupTransport
 from samestep.comm.mesh_groups import connect_lines, nccl_tried_by_all
 from samestep.core.mesh import Mesh
-from samestep.data.batch import span_size
+from samestep.data.checksums import span_size
 from samestep.data.randomness import Generators
 from samestep.engine.pipelining.stages import as_tensors
 from samestep.errors import PeerLostError, UsageError

@@ -14,7 +14,6 @@ from samestep.comm.communicator import Communicator
 from samestep.comm.membership import Membership
 from samestep.core.seeds import microbatch_seed
 from samestep.data.batch import Batch
-from samestep.engine.config import Pipeline
 from samestep.engine.forward_backward import check_differentiable, graph_nodes
 from samestep.engine.losses import MicrobatchLoss, wide_dtype
 from samestep.engine.observer import Observers
@@ -25,6 +24,7 @@ from samestep.engine.pipelining.stage_model import PipelinedGradientSum, Pipelin
 from samestep.engine.pipelining.stages import as_tensors, like
 from samestep.engine.sharded_state import reads_itself
 from samestep.engine.strategy import ExchangeOptions, StepParts, Strategy
+from samestep.engine.strategy_options import Pipeline
 from samestep.errors import LossError, UsageError
 
 CHECKED_STEPS = 2  # in which a loss is searched for parameters of other stages: slow, and the loss stays the same

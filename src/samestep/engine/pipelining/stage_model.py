@@ -9,10 +9,9 @@ from torch.optim import Optimizer
 
 from samestep.comm.membership import Membership
 from samestep.core.tree import Block
-from samestep.data.batch import flattened
+from samestep.data.checksums import flattened
 from samestep.data.randomness import Generators
 from samestep.engine.buffers import BufferMerge, is_mean_buffer
-from samestep.engine.config import Pipeline
 from samestep.engine.gradients import GradientSum
 from samestep.engine.norms import ShardedNorm
 from samestep.engine.observer import Observers
@@ -21,6 +20,7 @@ from samestep.engine.pipelining.p2p import PIPE, PointToPoint, connect_stages, p
 from samestep.engine.pipelining.stages import Stage, cut, parts_of
 from samestep.engine.sharded_state import ShardedState, Sharding, check_contiguous, check_dimension, check_elementwise
 from samestep.engine.strategy import StepBuffers, StepGradients
+from samestep.engine.strategy_options import Pipeline
 
 
 class PipelinedModel:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from samestep.comm.communicator import Communicator
 from samestep.comm.exceptions import on_main
 from samestep.data.randomness import Generators
-from samestep.engine.config import Pipeline
+from samestep.engine.strategy_options import Pipeline
 from samestep.errors import UsageError
 
 TRIALS = 3

@@ -23,7 +23,7 @@ from torch.utils import _device as default_device
 from samestep.callsite import is_script_file
 from samestep.errors import UsageError
 from samestep.patch import Patch
-from samestep.scripts.shared_script import MAX_DEVICES
+from samestep.scripts.script_state import MAX_DEVICES
 
 TAG = "_samestep_device"
 """The attribute of a tensor or storage that holds the index of its simulated device; absent on the host."""

@@ -24,7 +24,7 @@ from torch.utils.data import dataloader
 
 from samestep.callsite import is_script_file
 from samestep.patch import Patch, applied, late_patches
-from samestep.scripts.shared_script import MAX_DEVICES
+from samestep.scripts.script_state import MAX_DEVICES
 from samestep.scripts.simulated import cuda
 from samestep.scripts.simulated.cuda import CPU, HOST, TAG, DeviceRegistry, SimulatedMode, mark, marked_like
 from samestep.scripts.simulated.handlers import handlers
@@ -109,6 +109,7 @@ def _autograd(registry: DeviceRegistry, mode: TorchFunctionMode) -> list[Patch]:
     def on_the_host(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Saved tensors come from C++: both hooks see them on the host, so that their records agree."""
 
+        @functools.wraps(hook)
         def hook_with_mode(saved: Any) -> Any:
             before, registry.thread.unmarked = registry.thread.unmarked, HOST
             try:
@@ -266,6 +267,23 @@ def _compiler(registry: DeviceRegistry) -> Patch:
         return (lambda function: function) if model is None else model
 
     return Patch(torch, "compile", compile_nothing)
+
+
+COMPILED = "_samestep_compiled"
+"""The attribute that holds with which options `torch.compile` has made a function or module: others make it again."""
+
+
+def noted_compiler() -> Patch:
+    """`torch.compile` notes its options on what it makes."""
+    original = torch.compile
+
+    def compile_noted(model: Any = None, **options: Any) -> Any:
+        made: Any = original(model, **options)
+        if made is not model:
+            vars(made)[COMPILED] = options
+        return made
+
+    return Patch(torch, "compile", compile_noted)
 
 
 def _torchscript() -> list[Patch]:
@@ -449,6 +467,7 @@ def _real_patches(count: Callable[[], int], device: torch.device, read: Callable
         _restore_location(device.type, lambda storage, name, restore: restore(storage, str(read(name)))),
         Patch(torch.accelerator, "device_count", count),
         Patch(torch.accelerator, "set_device_index", set_device),
+        noted_compiler(),
         *scattering(),  # by C++ a chunk would go to a GPU of another rank
     ]
     if device.type == "cuda":
@@ -477,11 +496,17 @@ def _cuda_patches(
             return asked
         return index_of(read(asked), optional, allow_cpu)
 
+    def properties(asked: Any = None) -> Any:
+        # torch's own refuses an index beyond the number of devices, and the script may see fewer than there are.
+        torch.cuda._lazy_init()
+        return vars(torch.cuda)["_get_device_properties"](own_index(asked, True))
+
     return [
         Patch(torch.cuda._utils, "_get_device_index", own_index, ("torch.cuda", "torch.cuda.memory")),
         Patch(distributed, "_get_device_index", lambda asked, *rest: index_in_ddp(read(asked), *rest)),
         Patch(torch.cuda, "_parse_visible_devices", lambda: own),
         Patch(torch.cuda, "device_count", count),
+        Patch(torch.cuda, "get_device_properties", properties),
         Patch(torch.cuda, "is_available", lambda: count() > 0),
         Patch(torch.cuda, "set_device", set_device),
         Patch(torch.cuda, "get_rng_state", lambda asked="cuda": get_state(read(asked))),

@@ -1,17 +1,16 @@
 """Compares a module's results on a whole batch with those on its microbatches, before its forward is cut.
 
-Both run without gradients (with them if the forward differentiates), once for each form of the arguments, on every rank
-alike. Random draws and BatchNorm are neutral meanwhile: they depend on the microbatch by design. What remains equal can
-be joined, each tensor by a rule that the comparison finds: rows one after another, or a mean or a sum over the
-microbatches, as of a loss.
+Both run without gradients (with them if the forward differentiates), once for each form of the arguments. Random draws
+and BatchNorm are neutral meanwhile: they depend on the microbatch by design. What remains equal can be joined, each
+tensor by a rule that the comparison finds: rows one after another, or a mean or a sum over the microbatches, as of a
+loss.
 """
 
-import io
 import itertools
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -26,15 +25,16 @@ from samestep.data.nested import leaves as entries_of
 from samestep.engine.forward_backward import without_gradients
 from samestep.patch import Patch, applied
 from samestep.scripts import output
-from samestep.scripts.shared_script import SharedScript
+from samestep.scripts.script_state import ScriptState
 from samestep.scripts.split_forward.chunks import Chunks, advice, is_tensor, put_together, take_apart
-from samestep.scripts.split_forward.regions import describe, without_dim
+from samestep.scripts.split_forward.pieces import describe, without_dim
 from samestep.scripts.split_forward.replicas import ModuleState, OwnGenerators
 
 IGNORED = (-100, -1, 0)  # labels that losses leave out: of transformers, of nanoGPT, and of padding or a mask
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 TF32_TOLERANCE = 1e-2
 NEAREST = 4  # how many times the error of the best rule another one may have
+NOISE = 0.5
 COUNTED_DIMS = 2  # of labels and masks
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 OBJECT_DEPTH = 3
@@ -152,32 +152,43 @@ def holds_tensors(value: Any, depth: int = OBJECT_DEPTH) -> bool:
     )
 
 
-def compare(script: SharedScript, module: nn.Module, chunks: Chunks, dim: int) -> JoinRules:
+def compare(script: ScriptState, module: nn.Module, chunks: Chunks, dim: int) -> JoinRules:
     """Finds the rules by which a module's results are joined; raises `NotSplittable` if there are none.
 
     Where memory does not hold the results of the whole batch, its first and last microbatch stand for it.
     """
-    numbers = range(chunks.num_chunks)
     with _isolated(script, module) as run:
-        try:
-            whole, written = run(*_arguments(chunks, numbers))
-        except torch.OutOfMemoryError:
-            numbers = range(0, chunks.num_chunks, chunks.num_chunks - 1)
-            whole, written = run(*_arguments(chunks, numbers))
-        _check_written(module, written, {})
-        parts = []
-        try:
-            for number in numbers:
-                part, by_part = run(*_arguments(chunks, [number]))
-                _check_written(module, written, by_part)
-                parts.append(part)
-        except WritesState:
-            raise
-        except Exception as error:
-            hint = advice(chunks.leaves, chunks.template, dim)
-            raise NotSplittable(
-                f"on a microbatch it raises {type(error).__name__}: {error}{hint and '. '}{hint}"
-            ) from error
+        found = _found(run, module, chunks, dim)
+    if torch.is_grad_enabled() and not found.is_clear(chunks):
+        # Where a last layer of zeros makes the losses of all microbatches alike, the rules that are left give the same
+        # loss, and other gradients.
+        with suppress(Exception), _shaken(module), _isolated(script, module) as run:  # a forward may fail with noise
+            found.narrow(_found(run, module, chunks, dim))
+    return found
+
+
+def _found(run: Callable[..., Any], module: nn.Module, chunks: Chunks, dim: int) -> JoinRules:
+    """The rules that hold with the parameters as they are."""
+    numbers = range(chunks.num_chunks)
+    try:
+        whole, written = run(*_arguments(chunks, numbers))
+    except torch.OutOfMemoryError:
+        numbers = range(0, chunks.num_chunks, chunks.num_chunks - 1)
+        whole, written = run(*_arguments(chunks, numbers))
+    _check_written(module, written, {})
+    parts = []
+    try:
+        for number in numbers:
+            part, by_part = run(*_arguments(chunks, [number]))
+            _check_written(module, written, by_part)
+            parts.append(part)
+    except WritesState:
+        raise
+    except Exception as error:
+        hint = advice(chunks.leaves, chunks.template, dim)
+        raise NotSplittable(
+            f"on a microbatch it raises {type(error).__name__}: {error}{hint and '. '}{hint}"
+        ) from error
     wholes, template = take_apart(whole, is_tensor, dataclasses=True)
     columns: list[list[Tensor]] = [[] for _ in wholes]
     for each in parts:
@@ -196,6 +207,24 @@ def compare(script: SharedScript, module: nn.Module, chunks: Chunks, dim: int) -
         pairs = zip(wholes, columns, strict=True)
         rules = [_rules(leaf, column, candidates, weights, dim) for leaf, column in pairs]
     return JoinRules(rules, [leaf.ndim for leaf in wholes])
+
+
+@contextmanager
+def _shaken(module: nn.Module) -> Iterator[None]:
+    """Runs a block with noise on the parameters, of the size of usual weights."""
+    draws = torch.Generator().manual_seed(0)
+    parameters = [parameter for parameter in module.parameters() if parameter.is_floating_point()]
+    kept = [parameter.detach().clone() for parameter in parameters]
+    try:
+        with torch._C.DisableTorchFunction():  # simulated devices do not matter here
+            for parameter in parameters:
+                noise = torch.randn(parameter.shape, generator=draws, device="cpu")
+                parameter.data.add_(noise.to(parameter) * NOISE / math.sqrt(math.prod(parameter.shape[1:])))
+        yield
+    finally:
+        with torch._C.DisableTorchFunction():
+            for parameter, before in zip(parameters, kept, strict=True):
+                parameter.data.copy_(before)
 
 
 def _arguments(chunks: Chunks, numbers: Sequence[int]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -301,7 +330,7 @@ def _weighted(stacked: Tensor, weights: Sequence[int], rule: Rule) -> Tensor:
 
 
 @contextmanager
-def _isolated(script: SharedScript, module: nn.Module) -> Iterator[Callable[..., Any]]:
+def _isolated(script: ScriptState, module: nn.Module) -> Iterator[Callable[..., Any]]:
     """Gives a function that calls the module and leaves no trace: neither attributes, buffers, output nor draws."""
     inner = module._modules.get("_orig_mod") if type(module).__name__ == "OptimizedModule" else None
     model = module if inner is None else inner
@@ -335,10 +364,7 @@ def _isolated(script: SharedScript, module: nn.Module) -> Iterator[Callable[...,
         stack.enter_context(OwnGenerators(model).preserved())
         stack.enter_context(script.generators.preserved())
         stack.enter_context(applied([Patch(nn.Module, "__call__", torch_call)]))
-        stack.enter_context(output.captured())
-        stack.enter_context(redirect_stdout(io.StringIO()))
-        stack.enter_context(redirect_stderr(io.StringIO()))
-        stack.enter_context(output.without_warnings())
+        stack.enter_context(output.silenced())
         stack.enter_context(_Neutral())  # type: ignore[no-untyped-call]
         yield run
 

@@ -6,7 +6,7 @@ run on another rank, must not see them.
 """
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import is_
 from types import FrameType
@@ -17,13 +17,13 @@ from torch import Tensor, nn
 
 from samestep.comm.reduction import fold
 from samestep.core.tree import Block, TreeSum
-from samestep.data.batch import flattened, tensor_checksum, version_of
+from samestep.data.checksums import flattened, tensor_checksum, version_of
 from samestep.data.randomness import seed_each
 from samestep.engine.buffers import BufferPlace, is_mean_buffer
 from samestep.engine.losses import wide_dtype
 from samestep.engine.side_effects import Watch, plain_attributes, reachable
 from samestep.errors import BufferMergeError, DeterminismError, UsageError
-from samestep.scripts.shared_script import SharedScript
+from samestep.scripts.script_state import ScriptState
 
 SMALL_BYTES = 2**20
 ACCUMULATE = "torch::autograd::AccumulateGrad"
@@ -92,14 +92,9 @@ class Buffers:
 
         return shield
 
-    @property
-    def touched(self) -> list[int]:
-        """For the header: whether running statistics, and whether other buffers, may have changed."""
-        return [int(bool(self._sum.blocks)), len(self._ends)]
-
     @contextmanager
     def copied(
-        self, script: SharedScript, chunk: int, device_id: int, num_rows: int, all_of_them: bool
+        self, script: ScriptState, chunk: int, device_id: int, num_rows: int, all_of_them: bool
     ) -> Iterator[None]:
         """Runs a chunk with copies in the places of the buffers."""
         means = [place for place in self._means if place.module.training and place.get() is not None]
@@ -114,7 +109,8 @@ class Buffers:
         try:
             yield
             if means:
-                wide = [flat.to(wide_dtype(flat.device)) for place in means if (flat := _flat(place)) is not None]
+                device = script.communicator.device
+                wide = [flat.to(device, wide_dtype(device)) for place in means if (flat := _flat(place)) is not None]
                 self._sum.push(Block(chunk, 1), torch.cat(wide) * num_rows)
             for index, place in enumerate(self._others):
                 if place in originals:
@@ -123,21 +119,36 @@ class Buffers:
             for place, buffer in originals.items():
                 place.put(buffer)
 
-    def merge(
-        self, script: SharedScript, rows: Sequence[Sequence[int]], blocks_by_rank: Sequence[Sequence[Block]]
-    ) -> None:
-        """Merges the buffers of all chunks into the module."""
-        if any(row[0] for row in rows) and rows[0][2]:  # an empty batch has no statistics
-            self._merge_means(script, rows[0][2], blocks_by_rank)
-        if rows[0][1]:  # the first chunk is rank 0's
-            ends = script.share("the buffers of a wrapped forward", self._ends if script.rank == 0 else None, 0)
-            for index, end in ends.items():
-                place = self._others[index]
-                target = place.get()
-                if target is None or target.shape != end.shape or target.dtype != end.dtype:
-                    place.put(end.to(script.communicator.device))
-                else:
-                    target.data.copy_(end)
+    @property
+    def sums(self) -> list[Tensor]:
+        """The sums of the running statistics of this process's chunks, a vector a block."""
+        return list(self._sum.sums)
+
+    @property
+    def ends(self) -> dict[int, Tensor]:
+        """The other buffers that the first chunk has changed, by the numbers of their places."""
+        return self._ends
+
+    def put_ends(self, ends: Mapping[int, Tensor], device: torch.device) -> None:
+        """Writes the first chunk's values of other buffers."""
+        for index, end in ends.items():
+            place = self._others[index]
+            target = place.get()
+            if target is None or target.shape != end.shape or target.dtype != end.dtype:
+                place.put(end.to(device))
+            else:
+                target.data.copy_(end)
+
+    def put_means(self, sums: Sequence[Tensor], blocks: Sequence[Block], num_rows: int) -> None:
+        """Writes the mean over all rows of the running statistics, of which each block has a sum."""
+        merged, offset = fold(blocks, list(sums)) / num_rows, 0
+        for place in self._means:
+            target = place.get() if place.module.training else None
+            if target is None:
+                continue
+            value = merged[offset : offset + target.numel()].view(target.shape)
+            offset += target.numel()
+            target.data.copy_(value if target.is_floating_point() else value.round())
 
     def _keep_first(
         self, index: int, place: BufferPlace, original: Tensor, copy: Tensor | None, version: int, chunk: int
@@ -159,23 +170,6 @@ class Buffers:
         self._changing.add(place.name)
         if chunk == 0 and end is not None:
             self._ends[index] = end.detach().clone()
-
-    def _merge_means(self, script: SharedScript, num_rows: int, blocks_by_rank: Sequence[Sequence[Block]]) -> None:
-        """Writes the weighted mean of the running statistics."""
-        places = [place for place in self._means if place.module.training]
-        width = sum(flat.numel() for place in places if (flat := _flat(place)) is not None)
-        communicator = script.communicator
-        wide = wide_dtype(communicator.device)
-        ours = torch.stack(self._sum.sums) if self._sum.sums else torch.empty(0, width, dtype=wide)
-        gathered = communicator.gather_rows(ours.to(communicator.device), [len(blocks) for blocks in blocks_by_rank])
-        merged, offset = fold([block for blocks in blocks_by_rank for block in blocks], list(gathered)) / num_rows, 0
-        for place in places:
-            target = place.get()
-            if target is None:
-                continue
-            value = merged[offset : offset + target.numel()].view(target.shape)
-            offset += target.numel()
-            target.data.copy_(value if target.is_floating_point() else value.round())
 
 
 def _flat(place: BufferPlace) -> Tensor | None:
@@ -235,16 +229,28 @@ class Replicas:
         """Runs a chunk with stand-ins, by the parameter's number; adds names of attributes that it wrote to `lost`."""
         children = [child for _, child in self.modules]
         before = [ModuleState(child) for child in children]
-        # Recurrent layers keep their weights in a list as well, in the order of the kernel's arguments.
-        recurrent = [child for child in children if isinstance(child, nn.RNNBase)]
-        weights = [list(child._flat_weights) for child in recurrent]
         for number, stand_in in stand_ins.items():
             # A copy that the forward makes of a module has parameters of its own: autograd copies no result.
             stand_in.__dict__.update(_is_param=True, __deepcopy__=self.parameters[number].__deepcopy__)
+        try:
+            with self.placed(children, stand_ins):
+                yield
+        finally:
+            for prefix, child, attributes in zip(self._prefixes, children, before, strict=True):
+                lost |= attributes.put_back(child, prefix)
+
+    @contextmanager
+    def placed(self, children: Sequence[nn.Module], stand_ins: dict[int, Tensor]) -> Iterator[None]:
+        """Runs a block with stand-ins in the places of these children's parameters."""
+        # Recurrent layers keep their weights in a list as well, in the order of the kernel's arguments.
+        recurrent = [child for child in children if isinstance(child, nn.RNNBase)]
+        weights = [list(child._flat_weights) for child in recurrent]
         by_id = {id(self.parameters[number]): stand_in for number, stand_in in stand_ins.items()}
-        for index, key, number in self._slots:
+        places = [(children[index]._parameters, key, number) for index, key, number in self._slots]
+        kept = [table.get(key) for table, key, _ in places]
+        for table, key, number in places:
             if number in stand_ins:
-                children[index]._parameters[key] = stand_ins[number]  # type: ignore[assignment]
+                table[key] = stand_ins[number]  # type: ignore[assignment]
         for layer, originals in zip(recurrent, weights, strict=True):
             layer._flat_weights = [by_id.get(id(weight), weight) for weight in originals]
         placed = [layer._flat_weights for layer in recurrent]
@@ -254,10 +260,8 @@ class Replicas:
             for layer, originals, ours in zip(recurrent, weights, placed, strict=True):
                 if layer._flat_weights is ours:
                     layer._flat_weights = originals
-            for prefix, child, attributes in zip(self._prefixes, children, before, strict=True):
-                lost |= attributes.put_back(child, prefix)
-            for index, key, number in self._slots:
-                children[index]._parameters[key] = self.parameters[number]
+            for (table, key, _), parameter in zip(places, kept, strict=True):
+                table[key] = parameter
 
     def states(self, at_length: bool) -> list[tuple[int, ...]]:
         """The version and address of each parameter, which a write changes; at length, its checksum too."""
@@ -275,11 +279,13 @@ class Replicas:
                     "would not see it. Write it outside: after optimizer.step(), or in the training loop"
                 )
 
-    def check_graph(self, outputs: Sequence[Tensor], token: Tensor | None, oldest: int) -> None:
-        """Raises if a gradient would leave a chunk by another way than its stand-ins and inputs."""
+    def check_graph(
+        self, outputs: Sequence[Tensor], token: Tensor | None, oldest: int, leaves: Collection[int] = ()
+    ) -> None:
+        """Raises if a gradient would leave a chunk by another way than its stand-ins and inputs, `leaves` by id."""
         entrance = None if token is None else token.grad_fn
         names = {id(parameter): name for parameter, name in zip(self.parameters, self.names, strict=True)}
-        waiting = [output.grad_fn for output in outputs if output.grad_fn is not None]
+        waiting: list[Any] = [output.grad_fn for output in outputs if output.grad_fn is not None]
         seen: set[Any] = set()
         while waiting:
             node = waiting.pop()
@@ -288,7 +294,8 @@ class Replicas:
             seen.add(node)
             name = node.name()
             if name == ACCUMULATE:
-                self._check_leaf(node, names, outputs)
+                if id(node.variable) not in leaves:
+                    self._check_leaf(node, names, outputs)
             elif name == REENTRANT:
                 raise DeterminismError(
                     "activation checkpointing inside the wrapped forward uses the reentrant form, which computes "
@@ -339,6 +346,7 @@ class ModuleState:
         self._entries = dict(child.__dict__)
         self._children = dict(child._modules)
         self._tensors = (set(child._parameters), set(child._buffers))
+        self._not_saved = set(child._non_persistent_buffers_set)
 
     def assigned(self, child: nn.Module) -> list[tuple[str, Any, Any]]:
         """The attributes that were assigned or made since, with their values before and now; not of torch's modules."""
@@ -367,6 +375,9 @@ class ModuleState:
                 written |= made
                 for key in made:
                     del table[key]
+        if child._non_persistent_buffers_set != self._not_saved:
+            child._non_persistent_buffers_set.clear()
+            child._non_persistent_buffers_set.update(self._not_saved)
         return {f"{prefix}.{key}" if prefix else key for key in written}
 
 
@@ -423,10 +434,11 @@ def uninitialized(module: nn.Module) -> bool:
 
 
 class OwnGenerators:
-    """Generators of NumPy, Python and torch in a module's attributes: seeded for each chunk, restored afterwards."""
+    """Generators of a module's attributes, and further ones: seeded for each chunk, restored afterwards."""
 
-    def __init__(self, module: torch.nn.Module) -> None:
-        self._generators: Sequence[Any] = reachable([module])
+    def __init__(self, module: torch.nn.Module, further: Sequence[Any] = ()) -> None:
+        found = {id(each): each for each in (*reachable([module]), *further)}
+        self._generators: Sequence[Any] = list(found.values())
 
     def seed(self, seed: int) -> None:
         seed_each(self._generators, seed)

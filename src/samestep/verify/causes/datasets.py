@@ -24,7 +24,7 @@ from torch.utils.data._utils.fetch import _IterableDatasetFetcher, _MapDatasetFe
 from samestep.callsite import script_frames
 from samestep.comm.environment import read_environment
 from samestep.core.seeds import derive_seed
-from samestep.data.batch import checksum
+from samestep.data.checksums import checksum
 from samestep.data.fetch import SeededSamples
 from samestep.data.randomness import Generators, seed_each
 from samestep.data.streams import StreamReader

@@ -147,18 +147,15 @@ class Cause:
     The antidote is entered in the worker on every rank, in all runs that are compared, before the program is imported.
     Its hooks before updates come before those of the probe, which so records the gradients that the optimizer uses.
 
-    A cause with `bits_only` changes nothing but the rounding of sums, and is suspected only if runs agree up to
-    rounding and more is required. With all of these neutralised, the program computes in float64 and every gradient is
-    rounded to float32 before the update, so that gradients and states are equal to the bit. (Losses are not: a mean
-    over ranks is a sum too.)
+    One cause has no antidote, rounding: whatever runs compute in another order. It is found by elimination, if runs
+    agree up to rounding and more is required, and no antidote makes them agree to the bit.
     """
 
     key: str
     title: str  # a clause
     advice: str  # the remedy, in one or two sentences
     suspect: Callable[[Evidence], str | None]  # the sign: a sentence with names and numbers if the evidence shows it
-    neutralise: Callable[[], AbstractContextManager[None]]  # the antidote: a context in which the cause has no effect
-    bits_only: bool = False
+    neutralise: Callable[[], AbstractContextManager[None]] | None = None  # the antidote: in it the cause has no effect
 
 
 def by_step(run: Recording, name: str, value: Callable[[Line], T]) -> dict[int, list[list[T]]]:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.backends import cudnn
 from torch.optim import Optimizer
 
-from samestep.data.batch import checksum
+from samestep.data.checksums import checksum
 from samestep.data.randomness import seed_process
 from samestep.engine.deterministic_kernels import register_kernels
 from samestep.engine.kernel_flags import CPU, CUDA, float32_precisions

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from samestep.callsite import script_line
-from samestep.data.batch import version_of
+from samestep.data.checksums import version_of
 from samestep.text import listed
 from samestep.verify.causes.evidence import Cause, Evidence, Facts, by_step, first_rows, on_devices
 from samestep.verify.summaries import bits

@@ -40,10 +40,7 @@ CAUSES: tuple[Cause, ...] = (  # in the order in which they are suspected, and g
     updates.LEFT_OUT,
     updates.UNUSED,
     updates.ALONE,
-    rounding.NATIVE,
-    rounding.KERNELS,
-    rounding.ACCUMULATION,
-    rounding.EXCHANGE,
+    rounding.ROUNDING,
 )
 
 
