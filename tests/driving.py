@@ -24,7 +24,7 @@ ABSENT = object()
 def driving(script, cwd="."):
     """Yields the state of the driver; in a worker None, when the driver has ended. This process lives on."""
     from samestep.scripts import single_process
-    from samestep.scripts.split_forward import driver
+    from samestep.scripts.split_forward import driver, shared_forward
 
     if script.rank > 0:
         with _worker_put_back(cwd), redirect_stdout(io.StringIO()) as said:
@@ -35,7 +35,7 @@ def driving(script, cwd="."):
     own = single_process._driver(script, read_environment())
     atexit.unregister(driver.end)
     try:
-        with applied([Patch(driver, "_again", partial(_uncounted, driver._again))]):
+        with applied([Patch(shared_forward, "_again", partial(_uncounted, shared_forward._again))]):
             yield own
     finally:
         driver.end(own.driver)

@@ -19,7 +19,7 @@ from samestep.engine.forward_backward import backward_on_this_thread
 from samestep.errors import SamestepError
 from samestep.patch import Patch, applied
 from samestep.scripts.script_state import ScriptState
-from samestep.scripts.split_forward import calls, driver, pieces
+from samestep.scripts.split_forward import calls, derivatives, pieces, shared_forward
 from samestep.scripts.split_forward.calls import make_sums
 from samestep.scripts.split_forward.forward import chunked_forward
 from samestep.scripts.workers import serve
@@ -154,8 +154,8 @@ def own_join(data):
 def breakers():
     """Ways to break what the processes exchange."""
     return {
-        "own sum": [Patch(driver, "make_sums", own_sums), Patch(serve, "make_sums", own_sums)],
-        "own join": [Patch(driver, "decode", own_join)],
+        "own sum": [Patch(derivatives, "make_sums", own_sums), Patch(serve, "make_sums", own_sums)],
+        "own join": [Patch(shared_forward, "decode", own_join)],
         "right sum": [Patch(pieces, "UnorderedTreeSum", RightSum), Patch(pieces, "rank_blocks", a_block_a_rank)],
         "small buckets": [Patch(pieces, "BUCKET_BYTES", 64), Patch(calls, "BUCKET_BYTES", 64)],
     }

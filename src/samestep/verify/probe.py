@@ -35,7 +35,7 @@ from samestep.scripts import data_parallel
 from samestep.scripts.script_state import ScriptState
 from samestep.scripts.single_process import run_single_process
 from samestep.scripts.spawning import run_multi_process
-from samestep.scripts.split_forward import driver, forward
+from samestep.scripts.split_forward import driver, forward, shared_forward
 from samestep.scripts.workers import flags, serve
 from samestep.verify.causes.table import CAUSES, FactRecorder
 from samestep.verify.recording import JsonlWriter
@@ -257,7 +257,7 @@ def _wraps(watch: StepRecorder) -> list[Wrap]:
         Wrap(autocast, "__enter__", enter),
         Wrap(ScriptState, "chunk", chunk),
         Wrap(forward, "chunked_forward", chunked_forward, (data_parallel.__name__,)),
-        Wrap(driver, "_check_again", check_again),
+        Wrap(shared_forward, "_check_again", check_again),
         Wrap(flags, "flags_now", flags_now, (driver.__name__,)),
         Wrap(flags, "set_flags", set_flags, (serve.__name__,)),
     ]

@@ -31,7 +31,7 @@ def chunked_forward(
         return module(*args, **kwargs)
     with torch._C.DisableTorchFunction():  # simulated devices do not matter here
         chunks = cut(args, kwargs, num_microbatches, dim, scatter)
-    return _driver(script).forward(script, module, chunks, dim, device_ids, [output_device], scatter == "batch")
+    return _shared(script, module, chunks, dim, device_ids, [output_device], scatter == "batch")
 
 
 def given_forward(
@@ -43,22 +43,22 @@ def given_forward(
     """Runs a module's forward on chunks that the script cut itself, split over the processes. Tier `bitwise`."""
     if not script.may_meet():
         return [module(*args, **kwargs) for args, kwargs in calls]
-    results: list[Any] = _driver(script).forward(
-        script, module, already_cut(calls), None, device_ids, device_ids, False
-    )
+    results: list[Any] = _shared(script, module, already_cut(calls), None, device_ids, device_ids, False)
     return results
 
 
-def _driver(script: ScriptState) -> Any:
-    """The driver; outside of `samestep run` one without workers, if this process is the only one."""
+def _shared(script: ScriptState, *args: Any) -> Any:
+    """`shared_forward`; outside of `samestep run` without workers, if this process is the only one."""
+    from samestep.scripts.split_forward.shared_forward import shared_forward  # with cloudpickle
+
     if script.driver is None:
         if script.world_size > 1:
             raise UsageError(
                 f"this process is one of {script.world_size} that all run the script (torchrun, --multi-process), and "
                 "a forward is shared out by a script that runs once: start it by samestep run --devices …"
             )
-        from samestep.scripts.split_forward.driver import Driver  # with cloudpickle
+        from samestep.scripts.split_forward.driver import Driver
         from samestep.scripts.workers.link import Link
 
         script.driver = Driver(Link(script.communicator))
-    return script.driver
+    return shared_forward(script, *args)
