@@ -2,8 +2,11 @@
 
 import gc
 import re
+import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 from types import ModuleType, SimpleNamespace, TracebackType
 
 import group_programs
@@ -291,6 +294,85 @@ def test_twin_errors_that_are_kept_as_they_are_have_one(monkeypatch):
         monkeypatch.setattr(module, "packed", lambda error: error)
         monkeypatch.setattr(module, "unpacked", lambda error: error)
     assert TracebackType in map(type, kept_by_failed_groups())
+
+
+def out_of_step(group, rank, kept):
+    works = [group.allreduce([torch.ones(3 + rank)], dist.AllreduceOptions()) for _ in range(2)]
+    kept += [*works, *(work.get_future() for work in works), *(raised(work.wait) for work in works)]
+
+
+def with_another_length_in_a_callback(group, rank, kept):
+    work = group.allreduce([torch.ones(3)], dist.AllreduceOptions())
+    after = work.get_future().then(lambda _: kept.append(group.allreduce([torch.ones(3 + rank)])))
+    kept += [work, after, raised(work.wait), raised(after.wait)]
+
+
+def alone(group, rank, kept):
+    if rank == 0:
+        works = [group.allreduce([torch.ones(3)], dist.AllreduceOptions()) for _ in range(2)]
+        kept += [*works, *(work.get_future() for work in works)]
+
+
+def interrupted(group, rank, kept):
+    operation = SimpleNamespace(name="SUM", prepared=lambda ours: ours, fold=lambda *_: raising(KeyboardInterrupt))
+    group.backend._operation = lambda *_: operation
+    options = dist.AllreduceOptions()
+    options.asyncOp = False
+    kept.append(raised(lambda: group.allreduce([torch.ones(3)], options)))
+    assert type(kept[-1]) is KeyboardInterrupt
+    del group.backend._operation
+    kept.append(raised(lambda: group.allreduce([torch.ones(3)], options)))
+    assert "was interrupted by KeyboardInterrupt(): this rank is behind the others" in str(kept[-1])
+
+
+def raising(kind):
+    raise kind
+
+
+def raised(action):
+    """What an action raises, with its traceback."""
+    try:
+        return action()
+    except BaseException as error:
+        return error
+
+
+def mapped():
+    """The memory that groups have mapped, and their threads."""
+    gc.collect()
+    lines = [line for line in Path("/proc/self/maps").read_text().splitlines() if "/memfd:samestep" in line]
+    return lines + [thread.name for thread in threading.enumerate() if thread.name == "samestep of threads"]
+
+
+@pytest.mark.parametrize("program", [out_of_step, with_another_length_in_a_callback, alone, interrupted])
+def test_a_destroyed_group_holds_nothing_while_it_is_kept_and_is_gone_when_it_is_not(program):
+    store, limit, meet = dist.HashStore(), timedelta(seconds=PATIENCE_SECONDS), threading.Barrier(2)
+
+    def rank_main(rank):
+        ends = connect_process_group(store, rank, (0, 1), limit)
+        group = OrderedProcessGroup(*ends, SimpleNamespace(timeout=limit, group_id="of threads"), (0, 1))
+        kept = [group, group.backend]
+        program(group, rank, kept)
+        meet.wait(PATIENCE_SECONDS)
+        group.abort()
+        return kept
+
+    before = mapped()
+    with ThreadPoolExecutor(2) as pool:
+        kept = list(pool.map(rank_main, range(2)))
+    assert mapped() == before
+    references = [weakref.ref(each) for by_rank in kept for each in by_rank[:2]]
+    del kept
+    gc.collect()
+    assert [reference() for reference in references] == [None] * 4, "C++ refers to it, which Python's collector misses"
+
+
+def test_an_operation_that_was_interrupted_is_done_for_all_that_wait_for_it(monkeypatch):
+    monkeypatch.setattr(work_queue.WorkQueue, "_start", lambda _: None)  # who waits runs it
+    work = work_queue.WorkQueue("").submit(lambda: raising(KeyboardInterrupt), [], [], is_async=True)
+    future = work.get_future()
+    assert [type(raised(work.wait)) for _ in range(2)] == [KeyboardInterrupt, dist.DistBackendError]
+    assert "interrupted by KeyboardInterrupt()" in str(raised(future.wait))
 
 
 def test_an_error_that_nobody_foresaw_says_where_it_arose(monkeypatch):

@@ -472,6 +472,9 @@ class OrderedBackend(_Backend):  # type: ignore[misc]  # a class of torch's stub
             error.add_note(traceback.format_exc())  # one that nobody foresaw: a packed error has no traceback
             self._failure = packed(error)
             raise
+        except BaseException as stop:  # Ctrl-C: the other ranks are further
+            self._failure = packed(GroupError(f"{said}, was interrupted by {stop!r}: this rank is behind the others"))
+            raise
 
     def _transport_of(self, name: str, written: Sequence[Tensor], tensors: Sequence[Tensor]) -> Transport:
         """The transport of an operation on these tensors, of which each rank has some."""

@@ -95,7 +95,7 @@ class QueuedWork(dist.Work):
         return future
 
     def execute(self) -> None:
-        """Runs the operation; its turn has come."""
+        """Runs the operation, whose turn has come, and publishes what came of it."""
         try:
             with torch._C.DisableTorchFunction(), ExitStack() as context:
                 for kind in ("cpu", "cuda"):  # the caller's autocast is for its model: `cat` refuses dtypes under it
@@ -108,7 +108,13 @@ class QueuedWork(dist.Work):
                 self._after = [torch.cuda.current_stream(device).record_event() for device in self._devices]
         except Exception as error:
             self._error = packed(error)
-        self._is_done = True
+        except BaseException as stop:
+            # Whoever keeps it must not keep, with the frames that it has passed, what the transport has mapped there.
+            self._error, stop.__context__ = packed(dist.DistBackendError(f"interrupted by {stop!r}")), None
+            raise stop.with_traceback(None) from None
+        finally:  # also of one that was interrupted: others wait for it
+            self._is_done = True
+            self.publish()
 
     def publish(self) -> None:
         """Completes the future, whose callbacks may call further operations; ends the turn."""
@@ -173,7 +179,6 @@ class WorkQueue:
             work.fail(self._closed)
         elif self._in_turn == threading.get_ident():
             work.execute()  # called by a callback
-            work.publish()
         else:
             self._waiting.append(work)
         if not is_async:
@@ -233,7 +238,6 @@ class WorkQueue:
             outer, self._in_turn = self._in_turn, threading.get_ident()
             try:
                 work.execute()
-                work.publish()
             finally:
                 self._in_turn = outer
 
