@@ -1,12 +1,16 @@
 """Models and options that cannot be sharded are refused by name with a cure; and the units that are gathered as one."""
 
+from datetime import timedelta
+
 import pytest
 import torch
 from sharded_programs import Chain, classify, frozen_later, refused, sentence, table
 from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from worlds import cpu_only, in_turns
 
 import samestep
+from samestep.comm.default_group import mesh_of_all
 from samestep.engine.sharded_model import check_parameters, choose_modules
 from samestep.engine.strategy_options import Replicate, Sharded, as_strategy
 from samestep.errors import UsageError
@@ -214,6 +218,21 @@ def test_a_loss_that_reads_parameters_by_itself_is_refused(worlds, world_size):
     sentences = worlds(world_size).run(penalized)
     assert any(s.startswith("LossError: the loss reads parameter") and "weight_decay" in s for s in sentences)
     assert all(isinstance(said, str) for said in sentences)
+
+
+def divided_before(communicator, strategy):
+    """The sentence with which a model that PyTorch has divided is refused."""
+    run = samestep.Run(32, 8, communicator=communicator)
+    model = nn.Sequential(nn.Linear(5, 8), nn.Linear(8, 2))
+    parallelize_module(model, mesh_of_all(communicator, timedelta(seconds=60)), {"0": ColwiseParallel()})
+    return sentence(lambda: run.train_step(model, torch.optim.SGD(model.parameters()), classify, strategy=strategy))
+
+
+@pytest.mark.parametrize("strategy", ["replicate", "sharded"])
+def test_a_model_that_pytorch_has_divided_is_refused(worlds, strategy):
+    for said in worlds(2).run(divided_before, strategy):
+        assert said.startswith("UsageError: parameter 0.weight is a DTensor (of parallelize_module, ")
+        assert "--logical-devices" in said
 
 
 def recomputed_statistics(communicator):

@@ -2,12 +2,12 @@
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import torch
 
 from samestep.core.seeds import microbatch_seed
 from samestep.data.batch import Batch
+from samestep.engine.audit import Audit
 from samestep.engine.buffers import BufferMerge
 from samestep.engine.forward_backward import ForwardBackward
 from samestep.engine.losses import GlobalCounts, MicrobatchLoss
@@ -27,7 +27,7 @@ class StepParts:
     counts: GlobalCounts | None
     stats: StepStats
     traces: Traces | None  # in the first steps
-    audit: Any = None  # `audit.Audit`, which imports this module; None in a step that is not audited
+    audit: Audit | None = None  # of a step that is audited
 
 
 class MicrobatchRunner:
