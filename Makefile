@@ -8,7 +8,7 @@ export NO_MKDOCS_2_WARNING := 1
 # names of tests. Three where many tests wait for others to end or for a time to pass.
 PYTEST := PYTHONHASHSEED=0 $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder
 ON_GPUS := SAMESTEP_TEST_DEVICE=cuda FAKE_CUDA_DEVICES=8 PYTHONPATH=$(CURDIR)/tests/fake_cuda/dist-packages
-WITH_DEVICES := $(addprefix tests/,checkpoint comm data engine pipelining run runs scripts sharding tensor_parallel)
+WITH_DEVICES := $(addprefix tests/,checkpoint comm data engine run runs scripts sharding)
 USABLE := .venv/.usable
 READY := .venv/.ready
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt

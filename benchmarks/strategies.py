@@ -1,4 +1,4 @@
-"""What do strategies cost? samestep's, against FSDP2, DTensor and DDP as their tutorials write them, two processes.
+"""What do strategies cost? samestep's, against FSDP2 and DDP as their tutorials write them, two processes.
 
     python benchmarks/strategies.py [--rounds 9] [--quick] [--output benchmarks/results]
 
@@ -24,21 +24,17 @@ from workloads import WORKLOADS
 
 WORKLOAD, PROCESSES = "W3", 2
 TWO = ("--num-microbatches", "2")
-DIVIDED = ("--tensor", "2")
 SHARDED, ZERO1 = ("--strategy", "sharded"), ("--shard-optimizer",)
 ENTRANTS = (
     BY_NAME[LIMIT],
     BY_NAME[PLAIN],
     Entrant("fsdp", "PyTorch tutorial (FSDP2)", "fsdp", torchrun, counts=(2,)),
-    Entrant("dtensor", "PyTorch tutorial (DTensor)", "dtensor", torchrun, counts=(2,)),
-    ours("samestep-v1-tensor", "samestep, 1 microbatch, tensor", (2,), "--num-microbatches", "1", *DIVIDED),
     BY_NAME["samestep-v2"],
     ours("samestep-v2-zero1", "samestep, 2 microbatches, shard_optimizer", (2,), *TWO, *ZERO1),
     ours("samestep-v2-sharded", "samestep, 2 microbatches, sharded", (2,), *TWO, *SHARDED),
     BY_NAME[DEFAULT],
     ours("samestep-zero1", "samestep, 8 microbatches, shard_optimizer", (2,), *ZERO1),
     ours("samestep-sharded", "samestep, 8 microbatches, sharded", (2,), *SHARDED),
-    ours("samestep-tensor", "samestep, 8 microbatches, tensor", (2,), *DIVIDED),
 )
 
 

@@ -1,13 +1,10 @@
-"""Different parts of a model on different devices, the same batch: by hand, and by a strategy.
+"""Different parts of a model on different devices, the same batch.
 
-By hand the layers are put on two GPUs, and the forward moves what one part returns to where the next one is. Then one
-GPU waits while the other computes. With --pipeline samestep cuts the same model, each part has a process of its
-own, and a batch goes through in slices, so that both work. The pictures are scanned digits from scikit-learn.
+The layers are put on two GPUs, and the forward moves what one part returns to where the next one is. Then one GPU waits
+while the other computes. The pictures are scanned digits from scikit-learn.
 
     python examples/model_parallel.py
-    samestep run --devices cpu:2 examples/model_parallel.py --pipeline
-
-The loop by hand needs one process, which python starts.
+    samestep run --devices cpu:2 --logical-devices 2 examples/model_parallel.py
 """
 
 import argparse
@@ -17,8 +14,6 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
-
-import samestep
 
 SECOND_PART = 6  # the layer at which it begins
 
@@ -54,7 +49,7 @@ class TwoDevices(nn.Module):
         return self.back(self.front(x.to(self.first)).to(self.second))
 
 
-def by_hand(dataset, args):
+def train(dataset, args):
     """Trains; yields each epoch's loss."""
     devices = ["cuda:0", "cuda:1"] if torch.cuda.device_count() > 1 else ["cpu", "cpu"]
     model = TwoDevices(make_model(), *devices)
@@ -70,30 +65,12 @@ def by_hand(dataset, args):
         yield total / len(dataset)
 
 
-def by_pipeline(dataset, args):
-    """Trains; yields each epoch's loss. On one device all of the model is there."""
-    run = samestep.Run(args.batch_size, args.num_microbatches, mesh={"data": -1, "pipe": 2})
-    model = make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
-
-    def loss_fn(model, batch):
-        return F.cross_entropy(model(batch[0]), batch[1])
-
-    step = run.train_step(model, optimizer, loss_fn, strategy="pipeline")
-    loader = run.loader(dataset)
-    for _ in range(args.epochs):
-        results = [step(batch) for batch in loader]
-        yield sum(result.total for result in results) / len(dataset)
-
-
 def main():
     """Trains, and prints a line an epoch."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pipeline", action="store_true", help="let samestep cut the model")
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--samples", type=int, help="train on this many pictures only")
-    parser.add_argument("--num-microbatches", type=int, default=8, help="slices of a batch that follow each other")
     parser.add_argument("--lr", type=float, default=0.05)
     parser.add_argument("--save", metavar="FILE", help="save the losses to this file")
     args = parser.parse_args()
@@ -102,7 +79,7 @@ def main():
     images = torch.as_tensor(digits.images / 16, dtype=torch.float32).unsqueeze(1)[: args.samples]
     dataset = TensorDataset(images, torch.as_tensor(digits.target)[: args.samples])
     losses = []
-    for epoch, loss in enumerate((by_pipeline if args.pipeline else by_hand)(dataset, args), 1):
+    for epoch, loss in enumerate(train(dataset, args), 1):
         print(f"epoch {epoch}: loss {loss:.4f}")
         losses.append(loss)
     if args.save:

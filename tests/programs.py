@@ -168,7 +168,7 @@ def masked_loss(model, batch):
 
 def whole_state(step):
     """Parameters, buffers and optimizer state, unsharded, by name, in NumPy."""
-    over = step.state_communicator
+    over = step.communicator
     return {name: torch.as_tensor(unsharded(value, over)).numpy(force=True).copy() for name, value in named_state(step)}
 
 

@@ -57,10 +57,6 @@ SMOKE_ON_GPUS = {  # on fake GPUs these too: the sums over NCCL, and each strate
     "comm/test_reduction.py::test_real_processes_give_the_bits_of_the_plain_tree_sum[2-scatter and gather]",
     "comm/test_reduction.py::test_real_processes_give_the_bits_of_the_plain_tree_sum[4-scatter and gather]",
     "comm/test_hierarchy.py::test_training_on_two_nodes_ends_in_the_digest_of_one_process[many]",
-    "pipelining/test_p2p.py::test_tensors_arrive_in_order_with_their_strides_and_their_place_on_memory_borders[auto]",
-    "pipelining/test_pipeline.py::test_stages_on_several_ranks_give_the_bits_of_one_device[1f1b]",
-    "pipelining/test_pipeline.py::test_stages_on_several_ranks_give_the_bits_of_one_device[three ranks]",
-    "pipelining/test_pipeline.py::test_stages_on_several_ranks_give_the_bits_of_one_device[grid]",
     "sharding/test_sharded_bits.py::test_a_sharded_state_has_the_bits_of_one_device[sharded-1-{}]",
     "sharding/test_sharded_bits.py::test_a_sharded_state_has_the_bits_of_one_device[sharded-2-{}]",
     "sharding/test_sharded_bits.py::test_a_sharded_state_has_the_bits_of_one_device[sharded-3-{}]",
@@ -68,7 +64,6 @@ SMOKE_ON_GPUS = {  # on fake GPUs these too: the sums over NCCL, and each strate
     "sharding/test_sharded_bits.py::test_a_sharded_state_has_the_bits_of_one_device[zero1-3-{}]",
     "sharding/test_state_checkpoints.py::"
     "test_a_run_resumed_in_mid_epoch_ends_as_the_one_that_was_not[sharded 2 - sharded 3]",
-    "tensor_parallel/test_tensor_bits.py::test_more_ranks_along_data_give_the_same_bits[heads and features]",
 }
 LONG_FILES = {  # whose tests take ten times as long as others: they come first, so that none of them is waited for
     "cli/test_commands_on_gpus.py",
@@ -116,7 +111,6 @@ SLOW = {  # more than ten seconds each, of a kind that a shorter one of the gate
     "[tutorials.md:samestep run --devices cpu:2 --logical-devices 4 examples/simple_gpu.py --epochs 3]",
     "docs/test_documentation.py::"
     "test_a_command_prints_what_its_page_shows"
-    "[tutorials.md:samestep run --devices cpu:2 examples/model_parallel.py --pipeline --epochs 2]",
     "docs/test_documentation.py::"
     "test_a_command_prints_what_its_page_shows"
     "[tutorials.md:samestep run --devices cpu:2 examples/vgg_parts.py --samples 200 --epochs 2]",
@@ -128,7 +122,6 @@ SLOW = {  # more than ten seconds each, of a kind that a shorter one of the gate
     "engine/test_gpu_memory.py::test_a_step_holds_the_sums_of_the_tree_and_its_update_one_gradient[2-{}-2.4-1.1-1.3]",
     "engine/test_gpu_steps.py::test_a_run_that_may_not_heal_asks_no_event_whether_the_exchange_is_there",
     "examples/test_examples_on_devices.py::test_a_transformer_divided_over_two_devices_learns_to_the_same_bits_on_four",
-    "healing/test_sharded_hangs.py::test_of_two_ranks_that_share_a_model_the_one_that_hangs_is_named[tensor]",
     "launcher/test_hangs.py::"
     "test_a_process_that_stops_or_hangs_is_found_from_its_start_on"
     "[restarted-134-rank 1 on CPU worker 1 showed no sign of life for]",
@@ -157,7 +150,6 @@ SLOW = {  # more than ten seconds each, of a kind that a shorter one of the gate
     "nodes/test_torchrun.py::test_the_first_machine_says_what_it_waits_for_and_goes_on_when_the_second_is_there[True]",
     "replay/test_auditing.py::test_a_run_on_several_devices_is_audited_by_several_workers",
     "replay/test_auditing.py::"
-    "test_a_run_with_a_model_over_several_ranks_is_audited_where_its_bits_are_the_same[tensor-good0]",
     "replay/test_script_audit.py::test_a_plain_script_is_audited_too_and_names_what_was_there_before",
     "replay/test_script_audit.py::test_a_script_that_went_on_is_audited_from_its_beginning_by_the_code_of_each_start",
     "run/test_evaluation.py::test_a_loader_with_workers_is_measured_so_too[False]",

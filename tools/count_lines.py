@@ -28,7 +28,7 @@ LIMITS = ROOT / "tools" / "limits.json"
 KINDS = ("code", "docstrings", "comments", "blank")
 BESIDE = "beside code"  # comments at the end of a line of code, which are no lines of their own
 HEART = "core, comm, engine*"  # * without the strategies
-STRATEGIES = ("pipelining/", "sharding/", "sharded_state.py", "tensor_parallel.py", "whole_weights.py", "zero1.py")
+STRATEGIES = ("sharded_model.py", "sharded_state.py", "sharded_strategy.py", "zero1.py")
 FIRST_STEP = """
 import os, sys, torch
 from samestep.cli.main import main

@@ -24,13 +24,12 @@ from xml.etree import ElementTree
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "installation.md"
 HEAD = "| Python | PyTorch | tests | passed | skipped | failed | on |\n|---|---|---|---|---|---|---|\n"
-# With the smoke tests: what depends most on the insides of Python and torch, stages and shards over processes too.
+# With the smoke tests: what depends most on the insides of Python and torch, shards over processes too.
 SHORT = [
     "checkpoint/test_contract.py",
     "engine/test_deterministic_kernels.py",
     "engine/test_invariance.py",
     "engine/test_portable_kernels.py",
-    "pipelining/test_pipeline.py::test_stages_on_several_ranks_give_the_bits_of_one_device[1f1b]",
     "scripts/test_simulated_tensors.py",
     "sharding/test_sharded_bits.py::test_a_sharded_state_has_the_bits_of_one_device[sharded-3-{}]",
     "test_interface.py",

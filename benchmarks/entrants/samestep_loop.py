@@ -20,7 +20,6 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-microbatches", type=int)
     parser.add_argument("--strategy", default="replicate")
     parser.add_argument("--shard-optimizer", action="store_true")
-    parser.add_argument("--tensor", type=int, default=1, help="ranks that share the feed-forward networks")
     parser.add_argument("--portable", action="store_true", help="kernels that are alike on all CPUs")
     parser.add_argument("--map-style", action="store_true", help="read a dataset sample by sample, instead of tensors")
 
@@ -29,18 +28,10 @@ told = task(options)
 run = samestep.Run(
     told.workload.global_batch_size,
     told.options.num_microbatches,
-    mesh={"data": -1, "tensor": told.options.tensor},
     num_threads=told.options.num_threads,
 )
 assert run.world_size == told.num_processes
 model = told.workload.make_model()
-if told.options.tensor > 1:
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-    from workloads import Block
-
-    for part in model.modules():
-        if isinstance(part, Block):
-            parallelize_module(part, run.mesh["tensor"], {"feed.0": ColwiseParallel(), "feed.2": RowwiseParallel()})
 optimizer = told.workload.make_optimizer(model.parameters())
 step = run.train_step(
     model,

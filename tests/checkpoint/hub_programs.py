@@ -3,11 +3,10 @@
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional
 
 from samestep.engine.losses import Mean
-from samestep.engine.strategy_options import Pipeline, Replicate, Sharded
+from samestep.engine.strategy_options import Replicate, Sharded
 from samestep.run.run import Run
 from samestep.run.trainer import Trainer
 
@@ -17,10 +16,7 @@ STRATEGIES = {
     "replicate": Replicate(),
     "zero1": Replicate(shard_optimizer=True),
     "sharded": Sharded(),
-    "pipeline": Pipeline(),
-    "tensor": Replicate(),
 }
-AXES = {"pipeline": "pipe", "tensor": "tensor"}
 TOKENS = torch.randint(16, (24, 6), generator=torch.Generator().manual_seed(0))
 
 
@@ -37,9 +33,6 @@ class Staged(transformers.PreTrainedModel):
         super().__init__(config)
         self.layers = nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 8), nn.Dropout(0.1), nn.Linear(8, 16))
         self.post_init()
-
-    def pipeline_stages(self):
-        return [(f"layers.{name}", module) for name, module in self.layers.named_children()]
 
     def forward(self, input_ids):
         return self.layers(input_ids)
@@ -63,17 +56,13 @@ def next_token(model, batch, call=lambda model, tokens: model(tokens)):
 
 def finetune(communicator, net, strategy, folder, source=None):
     """The digest after two epochs, and the weights of one device; from a folder or weights, if these are given."""
-    mesh = {AXES[strategy]: communicator.world_size} if strategy in AXES else None
-    run = Run(8, 4, 0, communicator=communicator, mesh=mesh)
+    run = Run(8, 4, 0, communicator=communicator)
     torch.manual_seed(0)
     model = NETS[net](CONFIGS[net]())
     if isinstance(source, dict):
         model.load_state_dict(source)
     elif source is not None:
         model = NETS[net].from_pretrained(source)
-    if strategy == "tensor":
-        plan = {"layers.1": ColwiseParallel(), "layers.3": RowwiseParallel()}
-        parallelize_module(model, run.mesh["tensor"], plan)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     options = {"strategy": STRATEGIES[strategy], "run_dir": folder, "checkpoint_minutes": None}
     with Trainer(run, model, optimizer, next_token, max_grad_norm=1.0, **options) as trainer:

@@ -75,7 +75,7 @@ def offered(capsys, monkeypatch, *words):
         (("tr",), ["train"]),
         (("train", ""), list(NAMES)),
         (("train", "lenet", "--optimizer", "a"), ["adam", "adamw"]),
-        (("train", "lenet", "--strategy", ""), ["replicate", "sharded", "pipeline"]),
+        (("train", "lenet", "--strategy", ""), ["replicate", "sharded"]),
         (("train", "lenet", "--data", "m"), ["mnist"]),
         (("train", "--resume", ""), ["auto", "runs/a"]),
         (("train", "--resume", "runs/a/checkpoints/"), ["runs/a/checkpoints/step-7"]),

@@ -102,9 +102,9 @@ def test_a_script_whose_steps_are_its_own_cannot_be_audited(refused, tmp_path):
 
 
 def test_messages_quote_no_more_than_can_be_read_and_nothing_that_moves_the_cursor(refused):
-    said = refused("train", "mlp", "--mesh", "x" * 10_000, "--devices", "cpu:1")
+    said = refused("train", "mlp", "--shares", "x" * 10_000, "--devices", "cpu:1")
     assert len(said) < MAX_WORD + 200
-    assert said.endswith("such as data=2,pipe=4\n")
+    assert said.endswith("such as 3,1\n")
     assert str(UsageError("a\x1b[2J\tb\udcff\nc")) == "a�[2J   b�\nc"
     assert str(RunFolderError("y " * 9000)) == readable("y " * 9000)
     assert len(readable("y " * 9000)) == MAX_LINE

@@ -160,27 +160,6 @@ def test_a_rank_that_fails_while_others_owe_it_an_exchange_ends_at_once():
             process.communicate()
 
 
-AXES = """
-    import torch
-    import samestep
-
-    run = samestep.Run(16, 4, device="cuda", mesh={"data": 2, "pipe": 2})
-    for axis in ("data", "pipe"):
-        along = run.membership.along(axis)
-        on_gpu = along.transport.gather(torch.tensor([run.communicator.rank], device=run.device)).wait()
-        on_host = along.control.gather(torch.tensor([run.communicator.rank])).wait()
-        print(axis, along.transport.stream is not None, on_gpu.tolist(), on_host.tolist())
-    run.communicator.barrier()
-"""
-
-
-def test_the_axes_of_a_mesh_are_connected_on_gpus_and_on_the_host():
-    outputs = run_processes(AXES, *places(4), devices=4)
-    lines = {"data": [[0, 2], [1, 3], [0, 2], [1, 3]], "pipe": [[0, 1], [0, 1], [2, 3], [2, 3]]}
-    for rank, (out, _) in enumerate(outputs):
-        assert out.splitlines() == [f"{axis} True {own[rank]} {own[rank]}" for axis, own in lines.items()]
-
-
 ORDERED = """
     import hashlib
     import samestep

@@ -12,7 +12,7 @@ from worlds import in_turns
 from samestep import Mean
 from samestep.data import streams as streams_module
 from samestep.data.streams import Stream, StreamState
-from samestep.errors import CheckpointError, DataError, DeterminismError, UsageError
+from samestep.errors import CheckpointError, DataError, UsageError
 from samestep.run.run import Run
 from samestep.run.trainer import Trainer
 
@@ -312,15 +312,6 @@ def test_a_stream_that_has_become_shorter_is_named():
     state = in_turns(1, stop_and_save, 5, numbers)[0][1]
     with pytest.raises(DataError, match="stream 0 ends after 3 samples, but 8 of it were consumed before"):
         in_turns(1, go_on, state, lambda index, count: Numbers(index, min(3, LENGTHS[index])))
-
-
-def test_ranks_that_share_a_microbatch_must_read_alike():
-    def program(communicator):
-        run = Run(16, 8, communicator=communicator, mesh={"data": 1, "tensor": 2})
-        return list(run.loader(streams=lambda index, count: Numbers(index, 3 + communicator.rank)))
-
-    with pytest.raises(DeterminismError, match="samples to ranks that share its microbatch"):
-        in_turns(2, program)
 
 
 def test_what_a_stream_and_its_first_sample_draw_differs():

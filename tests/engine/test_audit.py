@@ -341,7 +341,6 @@ def test_only_the_auditor_runs_a_microbatch_twice_and_only_in_every_kth_step():
         ({"audit": True}, "got audit=True"),
         ({"audit": 2, "audit_action": "ask"}, "got audit_action='ask'; it is one of warn, exclude, stop"),
         ({"audit": 2, "strategy": "sharded"}, "got audit=2 with strategy='sharded', where a device has a part"),
-        ({"audit": 2, "strategy": "pipeline"}, "got audit=2 with strategy='pipeline', where a device has a part"),
     ],
 )
 def test_what_cannot_be_audited_is_refused_at_the_start(options, text):

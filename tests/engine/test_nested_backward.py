@@ -8,7 +8,6 @@ from torch.utils.checkpoint import checkpoint
 from worlds import DEVICE
 
 from samestep.engine.forward_backward import ForwardBackward
-from samestep.engine.strategy_options import Pipeline
 from samestep.errors import DeterminismError
 from samestep.run.run import Run
 
@@ -72,8 +71,6 @@ OPTIONS = {
     "replicate": {},
     "without overlap": {"overlap": False},
     "zero1": {"shard_optimizer": True},
-    "pipeline": {"strategy": "pipeline"},
-    "gpipe": {"strategy": Pipeline(schedule="gpipe")},
     "sharded": {"strategy": "sharded"},
 }
 
@@ -86,8 +83,7 @@ def fresh(kind, form):
 
 def train(communicator, kind, form, name="replicate", num_microbatches=4, steps=4):
     """The digest after a few steps, and whether every trained parameter has moved."""
-    mesh = {"mesh": {"data": 1, "pipe": -1}} if "strategy" in OPTIONS[name] and name != "sharded" else {}
-    run = Run(24, num_microbatches, communicator=communicator, **mesh)
+    run = Run(24, num_microbatches, communicator=communicator)
     model, optimizer = fresh(kind, form)
     before = bits(model, optimizer)
     options = OPTIONS[name] | ({} if "strategy" in OPTIONS[name] else {"bucket_bytes": 64})
@@ -119,11 +115,10 @@ def test_hidden_layers_are_trained_as_visible_ones_are(kind, name, form):
 
 
 @pytest.mark.parametrize("form", SAME)
-@pytest.mark.parametrize("name", ["pipeline", "gpipe", "sharded"])
-def test_hidden_layers_are_trained_where_the_state_is_divided(worlds, name, form):
+def test_hidden_layers_are_trained_where_the_state_is_divided(worlds, form):
     reference = in_turns(1, train, "hidden", SAME[form])
     for world_size in (1, 2):
-        assert worlds(world_size).run(train, "hidden", form, name) == reference * world_size
+        assert worlds(world_size).run(train, "hidden", form, "sharded") == reference * world_size
 
 
 def others_after(communicator, name):

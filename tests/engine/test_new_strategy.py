@@ -11,13 +11,12 @@ from samestep.comm.buckets import make_buckets
 from samestep.comm.reduction import tree_sum_rows
 from samestep.engine import step as step_module
 from samestep.engine.buffers import BufferMerge
-from samestep.engine.microbatch_runner import MicrobatchRunner
 from samestep.engine.norms import block_norm
 from samestep.engine.parameters import check_same_model, move_model
-from samestep.engine.strategy import MicrobatchGradients, Strategy
+from samestep.engine.strategy import StepGradients, Strategy
 
 
-class GatheredGradients(MicrobatchGradients):
+class GatheredGradients(StepGradients):
     """Sends the gradient of every microbatch to every rank, which adds them by itself: simple, and V times as much."""
 
     def __init__(self, parameters, communicator, add):
@@ -89,11 +88,9 @@ class GatheredStrategy(Strategy):
         membership.perform(lambda: check_same_model(model, membership.communicator))
 
     def lay_out(self, trainable, optimizers, observers):
-        self.gradients = GatheredGradients(trainable.values(), self.communicator, self.add)
-        self.buffers = BufferMerge(self.forward, self._membership.data)
-
-    def run(self, batch, step):
-        MicrobatchRunner(batch, step, self.gradients, self.buffers).run()
+        communicator = self._membership.communicator
+        self.gradients = GatheredGradients(trainable.values(), communicator, self.add)
+        self.buffers = BufferMerge(self._model, communicator)
 
 
 class InOrder(GatheredStrategy):
@@ -115,7 +112,7 @@ def train(communicator):
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])
-def test_a_strategy_of_two_methods_trains_to_the_bits_of_one_device(world_size, monkeypatch):
+def test_a_strategy_of_one_method_trains_to_the_bits_of_one_device(world_size, monkeypatch):
     ((_, *reference),) = in_turns(1, train)
     monkeypatch.setattr(step_module, "make_strategy", GatheredStrategy)
     assert in_turns(world_size, train) == [(GatheredStrategy, *reference)] * world_size

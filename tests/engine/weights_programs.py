@@ -4,17 +4,14 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from samestep.checkpoint.digest import state_digest
 from samestep.errors import UsageError
 from samestep.recipes.gpt import Gpt
 from samestep.run.run import Run
 
-MESHES = {"replicate": None, "sharded": None, "tensor": "tensor", "pipeline": "pipe"}
 LENGTH = 8
 QUERIES = "blocks.0.queries_keys_values.weight"
-PLAN = {"blocks.*.feed_in": ColwiseParallel(), "blocks.*.feed_out": RowwiseParallel()}
 
 
 def texts(count=16):
@@ -37,13 +34,8 @@ def make_model():
 
 
 def make_step(communicator, strategy):
-    size = communicator.world_size
-    axis = MESHES[strategy]
-    run = Run(8, 4, 5, communicator=communicator, mesh=None if axis is None or size == 1 else {axis: size})
+    run = Run(8, 4, 5, communicator=communicator)
     model = make_model()
-    if strategy == "tensor":
-        parallelize_module(model, run.mesh["tensor"], PLAN)
-        strategy = "replicate"
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     return run.train_step(model, optimizer, loss, strategy=strategy), run.loader(texts(), shuffle=True)
 

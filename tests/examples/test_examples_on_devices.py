@@ -103,25 +103,3 @@ def test_the_command_shares_a_batch_out_over_three_devices(tmp_path):
     assert "sharing the batches out over 3 devices\n" + slices + "outside: input torch.Size([30, 5])" in said
     assert said.count("inside the model") == 3 * 3 + 3
     assert said.count("outside") == 4
-
-
-@pytest.mark.slow
-def test_the_parts_of_a_model_on_several_devices_give_the_losses_of_one(tmp_path):
-    arguments = [FOLDER / "model_parallel.py", "--epochs", 2, "--samples", 200, "--pipeline", "--save"]
-    by_count = []
-    for count in (1, 2, 4):
-        command(tmp_path, "run", "--devices", f"cpu:{count}", *arguments, f"{count}.pt")
-        by_count.append(torch.load(tmp_path / f"{count}.pt"))
-    assert by_count[0] == by_count[1] == by_count[2]
-    by_hand = command(tmp_path, "run", "--devices", "cpu:1", *arguments[:-2])
-    assert re.findall(r"loss ([\d.]+)", by_hand) == [f"{loss:.4f}" for loss in by_count[0]]
-
-
-def test_a_transformer_divided_over_two_devices_learns_to_the_same_bits_on_four(tmp_path):
-    arguments = [FOLDER / "tensor_parallel.py", "--epochs", 2, "--samples", 300, "--save"]
-    said = [command(tmp_path, "run", "--devices", f"cpu:{n}", *arguments, f"{n}.pt") for n in (2, 4)]
-    assert said[0] == said[1]
-    losses = torch.load(tmp_path / "2.pt")
-    assert losses == torch.load(tmp_path / "4.pt")
-    assert losses[1] < losses[0]
-    assert f"epoch 2: loss {losses[1]:.4f}\naccuracy" in said[0]

@@ -145,17 +145,9 @@ MUTANTS = {  # name: (file, text, its replacement), …, the file of the test an
         ("comm/group.py", "if own := nccl_failure(str(error), self.ranks[self.rank]):", "if own := None:"),
         "comm/test_nccl_errors.py -k later_exchange",
     ),
-    "an axis that NCCL has not tried when the ranks connect": (
-        ("comm/mesh_groups.py", "exchange_a_byte(transport, communicator.device)", "pass"),
-        "comm/test_nccl_errors.py -k some_ranks and data",
-    ),
     "nodes that NCCL has not tried when the ranks connect": (
         ("comm/hierarchical_reduction.py", "exchange_a_byte(between, device)", "pass"),
         "comm/test_nccl_errors.py -k some_ranks and between and nodes",
-    ),
-    "stages that NCCL has not tried when the ranks connect": (
-        ("engine/pipelining/p2p.py", "stages.send_a_byte_each_way()", "pass"),
-        "comm/test_nccl_errors.py -k some_ranks and stages",
     ),
     "a rank that waits with its error for ranks that NCCL holds back until it ends": (
         ("comm/group.py", "control.limit_waits(min(timeout, timedelta(seconds=FAILURE_SECONDS)))", "pass"),

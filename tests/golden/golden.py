@@ -75,13 +75,13 @@ def pieces_of(names, cases):
 
 def run_piece(world, names, seed):
     """Runs some cases in one world: names to digests by label. What fails has its error in the place of digests."""
-    import golden_words
     import torch
     from golden_cases import CASES, digest, on_ranks
+    from golden_worlds import open_world
 
     torch.set_num_threads(THREADS)
     found = {}
-    with tempfile.TemporaryDirectory(prefix="golden-") as folder, golden_words.open_world(world) as ranks:
+    with tempfile.TemporaryDirectory(prefix="golden-") as folder, open_world(world) as ranks:
         for number, name in enumerate(names):
             case, own = CASES[name], Path(folder) / str(number)
             try:

@@ -7,18 +7,41 @@ world "here" it has none and returns contents by label, and in "verify" `ranks` 
 import hashlib
 import json
 import math
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
-import golden_words as words
 import torch
+from golden_worlds import ROOT, TESTS, in_turns
 from torch import nn
 from torch.nn import functional
 
 import samestep
 
+BREAKERS = TESTS / "verify" / "breakers"
+OTHER_NAMES = {"api_stream": "stream", "learning_rate_scaled": "learning_rate"}  # of pages
+NUM_CHUNKS = ("--logical-devices", "4")  # of an existing script, on any number of devices
+WRAP = ("--wrap", "model")
+LEDGER_FIELDS = ("step", "epoch", "position", "num_samples", "ids", "loss", "grad_norm", "lr", "skipped")
+STRATEGIES = {
+    "replicate": {"strategy": "replicate"},
+    "zero-1": {"strategy": "replicate", "shard_optimizer": True},
+    "sharded": {"strategy": "sharded"},
+}
+"""By name: the options of `Run.train_step`."""
+RECIPES = {
+    "lenet": {},
+    "mlp": {},
+    "simplenet": {},
+    "vgg": {"width": 0.0625},
+    "gpt": {"layers": 2, "width": 16, "heads": 2, "context": 8, "tied": False},
+}
+"""Their own options."""
 TURNS, REAL = ("1", "2", "3"), ("1 processes", "2 processes", "3 processes")
 TWO, TWO_AND_THREE = REAL[1:2], REAL[1:]
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")
@@ -26,7 +49,7 @@ PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")
 
 @dataclass(frozen=True)
 class Case:
-    """An entry: a program that gives the same in all its worlds (see `words.open_world`), as do others of its group."""
+    """An entry: a program with equal results in all its worlds (`golden_worlds.open_world`), as others of its group."""
 
     program: Callable
     arguments: tuple = ()
@@ -42,6 +65,35 @@ OPTIMIZERS = {
 }
 
 
+def whole_state(step):
+    """Parameters, buffers and optimizer state of a step in their order, each whole; all ranks call it."""
+    from samestep.checkpoint.digest import named_state
+    from samestep.checkpoint.local_shards import unsharded
+
+    return [unsharded(value, step.communicator) for _, value in named_state(step)]
+
+
+@cache
+def recipe_data(name, num_train, num_test):
+    """A recipe, its data, and tensors of some of its training and test samples; nothing is drawn."""
+    from samestep.recipes.catalog import load
+    from samestep.recipes.recipe import DataOptions
+
+    text = str(ROOT / "LICENSE") if name == "gpt" else None  # the embedded one is a part of this Python
+    content = load(name).data(DataOptions(data=text, seed=0, options=RECIPES[name]))
+    parts = []
+    for dataset, count in ((content.train, num_train), (content.eval, num_test)):
+        columns = zip(*(dataset[index] for index in range(count)), strict=True)
+        parts.append(tuple(torch.stack([torch.as_tensor(value) for value in column]) for column in columns))
+    return load(name), content, *parts
+
+
+def drawn_recipe(name, num_train, num_test):
+    """A recipe's model, newly drawn, its loss and metrics, training and test data."""
+    found, content, train, test = recipe_data(name, num_train, num_test)
+    return found.model(content), found.loss, found.metrics, train, test
+
+
 def take_steps(step, batches):
     """Loss, gradient norm and size of each step."""
     results = [step(batch) for batch in batches]
@@ -50,17 +102,14 @@ def take_steps(step, batches):
 
 def recipe(communicator, seed, folder, name, precision, optimizer, strategy):
     """Three steps of a recipe, the last one ragged, and its evaluation."""
-    options, mesh = words.STRATEGIES[strategy](communicator.world_size)
-    run = samestep.Run(8, 4, seed, communicator=communicator, mesh=mesh)
-    model, loss, metrics, train, test = words.recipe(name, 21, 9)
-    if strategy == "tensor":
-        words.parallelize(run, model)
+    run = samestep.Run(8, 4, seed, communicator=communicator)
+    model, loss, metrics, train, test = drawn_recipe(name, 21, 9)
     optimizer = OPTIMIZERS[optimizer](model.parameters())
-    step = run.train_step(model, optimizer, loss, precision=precision, max_grad_norm=1.0, **options)
+    step = run.train_step(model, optimizer, loss, precision=precision, max_grad_norm=1.0, **STRATEGIES[strategy])
     loader = run.loader(train, shuffle=True)
     epochs = 6 if name in ("mlp", "gpt") and precision == "16-mixed" else 1  # they overflow until they are scaled down
     steps = [take_steps(step, loader) for _ in range(epochs)]
-    return steps, run.evaluate(model, test, metrics), words.whole_state(step)
+    return steps, run.evaluate(model, test, metrics), whole_state(step)
 
 
 class Small(nn.Sequential):
@@ -111,17 +160,12 @@ def ones(batch):
     return {"ones": 1 + (batch[1] == 1).sum()}
 
 
-def pipeline(name):
-    return {"strategy": samestep.Pipeline(schedule=name), "pipe": True}
-
-
 RECOMPUTED, HALF = samestep.Sharded(activation_checkpointing=True), samestep.Sharded(param_dtype="bf16")
 KEPT = samestep.Sharded(reshard_after_forward=False)
 FEATURES = {
     "plain": ({}, (*TURNS, "5", "3 gloo", "3 nodes", "4 processes"), "plain"),
     "small buckets": ({"bucket_bytes": 256, "overlap": False}, TURNS, "plain"),
     "sharded, kept": ({"strategy": KEPT}, TWO, "plain"),
-    **{f"pipeline {name}": (pipeline(name), TWO, "plain") for name in ("gpipe", "1f1b")},
     "no norm": ({"norm": False}, TURNS, "no norm"),
     "no norm, recomputed": ({"norm": False, "strategy": RECOMPUTED}, TWO_AND_THREE, "no norm"),
     "no norm, half parameters": ({"norm": False, "strategy": HALF}, TWO_AND_THREE, ""),
@@ -145,12 +189,10 @@ FEATURES = {
 
 def feature(communicator, seed, folder, name):
     """Two epochs of the small model; evaluation and prediction."""
-    options, size = dict(FEATURES[name][0]), communicator.world_size
+    options = dict(FEATURES[name][0])
     take = options.pop
-    shares = [5, 1, 2][:size] if take("shares", False) else None
-    mesh = {"pipe": size} if take("pipe", False) else None
-    place = {"communicator": communicator, "shares": shares, "mesh": mesh}
-    run = samestep.Run(take("batch", 32), take("cuts", 8), seed, **place)
+    shares = [5, 1, 2][: communicator.world_size] if take("shares", False) else None
+    run = samestep.Run(take("batch", 32), take("cuts", 8), seed, communicator=communicator, shares=shares)
     model, own, draws = Small(take("norm", True)), take("own", False), take("draws", False)
     optimizer = OPTIMIZERS["sgd"](model.parameters())
     if "gamma" in options:
@@ -164,7 +206,7 @@ def feature(communicator, seed, folder, name):
     x, y = images(23)
     scores = run.evaluate(model, (x, y), {"accuracy": samestep.metrics.accuracy, "2": samestep.metrics.top_k(2)})
     drawn = torch.rand(2) if draws else None
-    return steps, scores, run.predict(model, x), drawn, words.whole_state(step)
+    return steps, scores, run.predict(model, x), drawn, whole_state(step)
 
 
 def adversaries(communicator, seed, folder):
@@ -183,7 +225,7 @@ def adversaries(communicator, seed, folder):
     first = run.train_step(judge, OPTIMIZERS["adam"](judge.parameters()), judged)
     second = run.train_step(maker, OPTIMIZERS["adam"](maker.parameters()), made)
     steps = [take_steps(first, [batch]) + take_steps(second, [batch]) for batch in loader]
-    return steps, words.whole_state(first), words.whole_state(second)
+    return steps, whole_state(first), whole_state(second)
 
 
 def own_loop(communicator, seed, folder, leave_at=None, on_loss=lambda run, step: None):
@@ -204,21 +246,41 @@ def own_loop(communicator, seed, folder, leave_at=None, on_loss=lambda run, step
             if len(steps) == leave_at:
                 run.save_checkpoint(folder, step, loader, {"steps": steps})
                 return None
-    return steps, words.whole_state(step)
+    return steps, whole_state(step)
 
 
 def resumed(_, seed, folder):
     """A loop on one device, and one that stops on three and goes on on two."""
-    (whole,) = words.turns(1, own_loop, seed, folder / "a")
-    words.turns(3, own_loop, seed, folder / "b", 3)
-    return {"1": whole, "3, then 2": words.turns(2, own_loop, seed, folder / "b")[1]}
+    (whole,) = in_turns(1, own_loop, seed, folder / "a")
+    in_turns(3, own_loop, seed, folder / "b", 3)
+    return {"1": whole, "3, then 2": in_turns(2, own_loop, seed, folder / "b")[1]}
+
+
+def call(folder, *words):
+    """Runs `samestep WORDS` in a folder; what it printed on stdout."""
+    folder.mkdir(exist_ok=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "samestep", *map(str, words)],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src"), "MPLBACKEND": "Agg"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, f"samestep {words[0]} ended with {done.returncode}: {done.stderr[-300:]}"
+    return done.stdout
+
+
+def run_words(devices, script, *arguments, options=()):
+    """The words that run a script on CPU workers."""
+    return "run", "--devices", f"cpu:{devices}", *options, script, *arguments
 
 
 def healed(_, seed, folder):
     """A loop of which one of three workers is killed, and the same one undisturbed."""
-    words.command(folder, *words.run_words(3, Path(__file__).with_name("killed_worker.py"), folder, seed))
+    call(folder, *run_words(3, Path(__file__).with_name("killed_worker.py"), folder, seed))
     assert (folder / "killed").exists(), "no worker was killed"
-    return {"1": words.turns(1, own_loop, seed, folder / "1")[0], "3": saved(folder / "result.pt")}
+    return {"1": in_turns(1, own_loop, seed, folder / "1")[0], "3": saved(folder / "result.pt")}
 
 
 def by_trainer(communicator, seed, folder, resume=None):
@@ -231,27 +293,46 @@ def by_trainer(communicator, seed, folder, resume=None):
         metrics = {"accuracy": samestep.metrics.accuracy}
         trainer.fit(images(70), 2, eval_data=images(23), metrics=metrics, resume=resume)
         history = [(record.train_loss, record.eval["accuracy"]) for record in trainer.history]
-        return history, words.whole_state(trainer.step)
+        return history, whole_state(trainer.step)
 
 
 def trained(_, seed, folder):
     """A run by the Trainer on one and three devices, and on two from the middle of its first epoch."""
-    found = {size: words.turns(int(size), by_trainer, seed, folder / size)[0] for size in ("1", "3")}
-    middle = folder / "3" / words.CHECKPOINTS / "step-00000002"
-    return found | {"3, then 2": words.turns(2, by_trainer, seed, folder / "2", middle)[0]}
+    found = {size: in_turns(int(size), by_trainer, seed, folder / size)[0] for size in ("1", "3")}
+    middle = folder / "3" / "checkpoints" / "step-00000002"
+    return found | {"3, then 2": in_turns(2, by_trainer, seed, folder / "2", middle)[0]}
+
+
+def ledger_lines(run):
+    """The steps of a run's ledger without times and devices, and apart from them the checksums of the state."""
+    lines = [json.loads(line) for line in (run / "ledger.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "event" not in line]
+    for line in steps:
+        line["step"] -= 1  # the recorded digests count from 0
+    return [[line[name] for name in LEDGER_FIELDS] for line in steps], [line.get("digest") for line in steps]
 
 
 def ledger(_, seed, folder, part):
     """What the ledgers of runs on one to three devices say of each step (0), or their checksums of the state (1)."""
     for size in TURNS:
-        words.turns(int(size), by_trainer, seed, folder / size)
-    return {size: words.ledger_lines(folder / size)[part] for size in TURNS}
+        in_turns(int(size), by_trainer, seed, folder / size)
+    return {size: ledger_lines(folder / size)[part] for size in TURNS}
+
+
+def replayed(run, step, program):
+    """What the replay of a step shows of it: whether it was the recorded one, its samples and numbers."""
+    from samestep.replay.replaying import replay
+
+    found = replay(run, step + 1, program=program)
+    view = found.view
+    parts = [[part.loss, part.grad_norm, list(part.samples)] for part in view.microbatches]
+    return found.holds, found.check.same_bits, view.loss, view.grad_norm, list(view.samples), parts
 
 
 def replay(_, seed, folder):
     """A step of a run on three devices, taken again on one."""
-    words.turns(3, by_trainer, seed, folder / "run")
-    return {"step 7": words.replayed(folder / "run", 7, lambda: by_trainer(None, seed, folder / "run"))}
+    in_turns(3, by_trainer, seed, folder / "run")
+    return {"step 7": replayed(folder / "run", 7, lambda: by_trainer(None, seed, folder / "run"))}
 
 
 def saved(path):
@@ -263,16 +344,20 @@ EXAMPLES = {
     "house_prices": (["--epochs", 3, "--out", "curves"], ()),
     "vgg_parts": (["--epochs", 1, "--samples", 42, "--batch-size", 16, "--workers", 0], ()),
     "from_scratch": (["--epochs", 2, "--samples", 45, "--batch-size", 23, "--num-devices", 4], ()),
-    "simple_gpu": (["--epochs", 2, "--samples", 100], words.WRAP),
+    "simple_gpu": (["--epochs", 2, "--samples", 100], WRAP),
     "detection": (["--epochs", 2, "--samples", 12, "--batch-size", 7], ()),
 }
 
 
 def example(communicator, seed, folder, name):
     """An example as an existing script: what it prints, without devices and times, and what it saves."""
+    from example_programs import run_example
+
     folder.mkdir(exist_ok=True)
     arguments, wrap = EXAMPLES[name]
-    said = words.example(communicator, name, [*arguments, "--save", "saved.pt"], folder, wrap)
+    said = run_example(
+        communicator, name, [*arguments, "--save", "saved.pt"], folder, int(NUM_CHUNKS[1]), *wrap[1:] or [None]
+    )[0]
     return None if communicator.rank else (numbers_of(said), saved(folder / "saved.pt"))
 
 
@@ -283,9 +368,21 @@ def numbers_of(text):
 
 def commanded(_, seed, folder, devices, name, arguments, options):
     """An example by the command line."""
-    path = words.EXAMPLES / f"{name}.py"
-    said = words.command(folder, *words.run_words(devices, path, *arguments, "--save", "saved.pt", options=options))
+    path = ROOT / "examples" / f"{name}.py"
+    said = call(folder, *run_words(devices, path, *arguments, "--save", "saved.pt", options=options))
     return {str(devices): (numbers_of(said), saved(folder / "saved.pt"))}
+
+
+def train_words(devices, folder, recipe, *options):
+    """The words that train a recipe on CPU workers, and print JSON at the end."""
+    return "train", recipe, "--devices", f"cpu:{devices}", "--run-dir", folder, "--json", *options
+
+
+def weights(run):
+    """The tensors of the weights that a run left."""
+    from safetensors.torch import load_file
+
+    return load_file(run / "weights.safetensors")
 
 
 def train_command(_, seed, folder, all_devices, *arguments):
@@ -293,9 +390,9 @@ def train_command(_, seed, folder, all_devices, *arguments):
     found = {}
     for devices in all_devices:
         run = folder / str(devices)
-        said = json.loads(words.command(folder, *words.train_words(devices, run, *arguments, "--seed", seed)))
+        said = json.loads(call(folder, *train_words(devices, run, *arguments, "--seed", seed)))
         epochs = [(epoch["train_loss"], epoch["eval"]) for epoch in said["epochs"]]
-        found[str(devices)] = epochs, words.ledger_lines(run)[0], words.weights(run)
+        found[str(devices)] = epochs, ledger_lines(run)[0], weights(run)
     return found
 
 
@@ -312,9 +409,20 @@ VERDICTS = {
 """Devices, steps and tier by breaker."""
 
 
+def breaker(name, folder):
+    """The script with a cause: one of the tests, or else that of the documentation, written into the folder."""
+    from cause_pages import section
+
+    if (BREAKERS / f"{name}.py").exists():
+        return BREAKERS / f"{name}.py"
+    script = folder / f"{name}.py"
+    script.write_text(section(OTHER_NAMES.get(name, name))[0], encoding="utf-8")
+    return script
+
+
 def verdict(judge, seed, folder, name):
-    """The causes of a breaker, and the first step at fault, in words."""
-    causes, step = judge(words.breaker(name, folder), *VERDICTS[name])
+    """The causes of a breaker, and the first step at fault, in"""
+    causes, step = judge(breaker(name, folder), *VERDICTS[name])
     if name in causes and name == "nondeterministic":
         return {"verify": name}  # the rest is left to chance
     return {"verify": f"{', '.join(causes) or 'none'}; step {step}"}
@@ -327,18 +435,15 @@ def worlds_of(precision, optimizer, strategy):
         return (*TURNS, *TWO) if once else TURNS
     if strategy == "zero-1":
         return TURNS[1:]
-    if strategy == "tensor":
-        return (*TWO, "4 processes") if once else TWO
     return TWO_AND_THREE if once else TWO
 
 
 def all_cases():
     """The matrix, by name."""
     cases = {}
-    for key in ((r, p, o, s) for r in words.RECIPES for p in PRECISIONS for o in OPTIMIZERS for s in words.STRATEGIES):
+    for key in ((r, p, o, s) for r in RECIPES for p in PRECISIONS for o in OPTIMIZERS for s in STRATEGIES):
         if key[2:] != ("fused", "sharded"):  # refused: parts of a tensor would be rounded otherwise
-            group = "" if key[3] == "tensor" else " ".join(key[:3])
-            cases[" ".join(("recipe", *key))] = Case(recipe, key, worlds_of(*key[1:]), group)
+            cases[" ".join(("recipe", *key))] = Case(recipe, key, worlds_of(*key[1:]), " ".join(key[:3]))
     cases |= {f"feature {name}": Case(feature, (name,), *rest) for name, (_, *rest) in FEATURES.items()}
     cases |= {f"example {name}": Case(example, (name,), REAL) for name in EXAMPLES}
     cases |= {f"verify {name}": Case(verdict, (name,), ("verify",)) for name in VERDICTS}
@@ -350,8 +455,8 @@ def all_cases():
         "ledger steps": (ledger, 0),
         "ledger checksums": (ledger, 1),
         "replay": (replay,),
-        "command house_prices": (commanded, 3, "house_prices", EXAMPLES["house_prices"][0], words.NUM_CHUNKS),
-        "command wrap": (commanded, 2, "simple_gpu", *EXAMPLES["simple_gpu"][:1], words.NUM_CHUNKS + words.WRAP),
+        "command house_prices": (commanded, 3, "house_prices", EXAMPLES["house_prices"][0], NUM_CHUNKS),
+        "command wrap": (commanded, 2, "simple_gpu", *EXAMPLES["simple_gpu"][:1], NUM_CHUNKS + WRAP),
         "command ddp": (commanded, 2, "ddp", ["--epochs", 2, "--samples", 200], ()),
         "command train lenet": (train_command, (1, 3), "lenet", "--epochs", 1, "--global-batch-size", 256),
         "command train mlp": (train_command, (2,), "mlp", *MLP_OPTIONS),

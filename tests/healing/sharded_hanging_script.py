@@ -1,20 +1,15 @@
 """Trains a model that is sharded over two ranks, the second of which hangs in the forward of its third microbatch."""
 
-import sys
 import time
 
 import torch
 from torch import nn
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional
 
 import samestep
 
-is_tensor = sys.argv[1] == "tensor"
-run = samestep.Run(global_batch_size=8, num_microbatches=8, seed=1, mesh={"tensor": 2} if is_tensor else None)
+run = samestep.Run(global_batch_size=8, num_microbatches=8, seed=1)
 model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
-if is_tensor:
-    parallelize_module(model, run.mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
 microbatches = []
 
 
@@ -30,6 +25,6 @@ step = run.train_step(
     model,
     torch.optim.SGD(model.parameters(), lr=0.1),
     lambda model, batch: functional.cross_entropy(model(batch[0]), batch[1]),
-    strategy="replicate" if is_tensor else sys.argv[1],
+    strategy="sharded",
 )
 step((torch.randn(8, 8), torch.randint(0, 2, (8,))))

@@ -8,13 +8,10 @@ import pytest
 import torch
 
 from samestep.engine.config import AuditAction
-from samestep.engine.pipelining.stages import parts_of
 from samestep.engine.precision import PRECISIONS
 from samestep.engine.strategy_options import STRATEGIES
 from samestep.errors import UsageError
-from samestep.recipes.catalog import load
-from samestep.recipes.recipe import DataOptions
-from samestep.recipes.settings import JobConfig, check_stages, own_options, read_file
+from samestep.recipes.settings import JobConfig, read_file
 from samestep.recipes.training import OPTIMIZERS, make_scheduler
 
 RATES = {  # of a run of 6 steps, the first two of which warm up, in parts of the learning rate
@@ -51,14 +48,14 @@ def test_a_warmup_as_long_as_the_run_is_refused_and_without_options_there_is_no_
 def test_a_file_gives_options_by_name(tmp_path):
     toml, other = tmp_path / "a.toml", tmp_path / "b.json"
     toml.write_text(
-        'recipe = "gpt"\nlr = 1\nnum-microbatches = 4\ncompile = true\nmesh = "data=2,pipe=1"\nshares = [3, 1]\n'
+        'recipe = "gpt"\nlr = 1\nnum-microbatches = 4\ncompile = true\nshares = [3, 1]\n'
         "[options]\nlayers = 2\ntied = false\n"
     )
-    expected = {"recipe": "gpt", "lr": 1, "num_microbatches": 4, "compile": True, "mesh": {"data": 2, "pipe": 1}}
+    expected = {"recipe": "gpt", "lr": 1, "num_microbatches": 4, "compile": True}
     expected |= {"shares": [3, 1], "options": {"layers": "2", "tied": "False"}}
     assert read_file(str(toml)) == expected
-    other.write_text('{"max_steps": 3, "mesh": {"data": 2}}')
-    assert read_file(str(other)) == {"max_steps": 3, "mesh": {"data": 2}}
+    other.write_text('{"max_steps": 3}')
+    assert read_file(str(other)) == {"max_steps": 3}
 
 
 @pytest.mark.parametrize(
@@ -72,7 +69,7 @@ def test_a_file_gives_options_by_name(tmp_path):
         ("shares = 3", "needed: a list of numbers"),
         ("options = 3", "needed: a table of names and values"),
         ("best = 3", "needed: a text"),
-        ('mesh = "x"', "needed: devices along each axis"),
+        ('shares = ["x"]', "needed: a list of numbers"),
         ("epochs 3", "cannot be read as TOML or .json"),
     ],
 )
@@ -96,22 +93,3 @@ def test_the_choices_at_the_door_are_those_inside():
     inside["audit_action"] = get_args(AuditAction)
     at_the_door = {each.name: each.metadata["choices"] for each in fields(JobConfig) if each.metadata.get("choices")}
     assert at_the_door == inside
-
-
-@pytest.mark.parametrize(
-    ("recipe", "options"),
-    [("lenet", {}), ("mlp", {}), ("simplenet", {}), ("vgg", {"width": 0.1}), ("gpt", {"layers": 2, "tied": False})],
-)
-def test_what_the_door_knows_of_a_model_is_what_the_model_says(recipe, options):
-    chosen = load(recipe)
-    content = chosen.data(DataOptions(options=options))
-    model = chosen.model(content)
-    parts = len(parts_of(model))
-    check_stages(recipe, content.options, parts)
-    with pytest.raises(UsageError, match=f"{recipe} has {parts} parts for {parts + 1} stages"):
-        check_stages(recipe, content.options, parts + 1)
-
-
-def test_stages_cannot_share_the_weights_of_gpt():
-    with pytest.raises(UsageError, match="add -o tied=false"):
-        check_stages("gpt", own_options("gpt", {}), 2)

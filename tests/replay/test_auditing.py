@@ -528,47 +528,6 @@ def test_a_run_on_several_devices_is_audited_by_several_workers(tmp_path):
     assert "no: step 3: loss" in done.stdout
 
 
-MESH = """
-import sys
-import torch
-from torch import nn
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.nn import functional
-import samestep
-
-axis = sys.argv[1]
-run = samestep.Run(24, 4, seed=3, mesh={"data": -1, axis: 2})
-x = torch.randn(48, 6, generator=torch.Generator().manual_seed(1))
-model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2), nn.Dropout(0.2))
-if axis == "tensor":
-    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
-    model = parallelize_module(model.to(run.device), run.mesh["tensor"], plan)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-loss_fn = lambda model, batch: functional.cross_entropy(model(batch[0]), batch[1])
-options = {"strategy": "pipeline"} if axis == "pipe" else {}
-with samestep.Trainer(run, model, optimizer, loss_fn, run_dir="runs/a", digest_every=1, **options) as trainer:
-    trainer.fit((x, (x[:, 0] > 0).long()), 2)
-"""
-
-
-@pytest.mark.parametrize(("axis", "good"), [("tensor", ("cpu:2", "cpu:4")), ("pipe", ("cpu:1", "cpu:2"))])
-def test_a_run_with_a_model_over_several_ranks_is_audited_where_its_bits_are_the_same(tmp_path, axis, good):
-    (tmp_path / "train.py").write_text(MESH)
-    done = samestep("run", "--devices", "cpu:2", "train.py", axis, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    for devices in good:
-        done = samestep("audit", "runs/a", "--all", "--devices", devices, "--json", cwd=tmp_path)
-        assert done.returncode == 0, done.stdout + done.stderr
-    if axis == "tensor":
-        done = samestep("audit", "runs/a", "--all", cwd=tmp_path)
-        assert done.returncode == 2
-        assert 'cannot be audited on 1 device: the bits depend on its number of ranks along "tensor", 2;' in done.stderr
-    alter(tmp_path / "runs/a", 2, lambda line: line.update(loss=next_up(line["loss"])))
-    done = samestep("audit", "runs/a", "--all", "--devices", "cpu:2", "--json", cwd=tmp_path)
-    assert done.returncode == 1, done.stderr
-    assert json.loads(done.stdout)["segments"][-1]["difference"].startswith("step 2: loss")
-
-
 def test_an_attestation_is_a_statement_of_in_toto_that_fits_the_folder_and_no_other(run, tmp_path):
     folder = copied(run, tmp_path)
     assert any("there is no attestation" in note for note in audited(folder, 1).notes)

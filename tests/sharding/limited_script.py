@@ -12,7 +12,6 @@ import torch
 import torch.distributed.fsdp  # what it takes to load these is not what is measured
 import torch.optim.adamw
 from torch import nn
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional
 
 import samestep
@@ -32,16 +31,12 @@ def loss(model, batch):
 
 
 strategy, limit = sys.argv[1], int(sys.argv[2])
-mesh = {"tensor": 2} if strategy == "tensor" else None
-run = samestep.Run(global_batch_size=16, num_microbatches=8, seed=1, mesh=mesh)
+run = samestep.Run(global_batch_size=16, num_microbatches=8, seed=1)
 if limit:
     resource.setrlimit(resource.RLIMIT_DATA, (data_bytes() + (limit << 20), resource.RLIM_INFINITY))
 begin, peak = data_bytes(), []
 model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(12)))
-options = {"zero1": {"shard_optimizer": True}, "tensor": {}}.get(strategy, {"strategy": strategy})
-if strategy == "tensor":
-    styles = (ColwiseParallel(), RowwiseParallel())
-    parallelize_module(model, run.mesh["tensor"], {f"{k}.0": styles[k % 2] for k in range(12)})
+options = {"shard_optimizer": True} if strategy == "zero1" else {"strategy": strategy}
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 step = run.train_step(model, optimizer, loss, **options)
 if strategy in ("replicate", "zero1"):  # at the end of a backward, before its gradient is summed

@@ -9,7 +9,7 @@ from torch import nn
 
 from samestep.checkpoint.digest import as_hex, state_checksum, state_digest
 from samestep.checkpoint.state import capture
-from samestep.engine.strategy_options import Pipeline, Replicate, Sharded
+from samestep.engine.strategy_options import Replicate, Sharded
 from samestep.metrics import accuracy, cross_entropy
 from samestep.run.hooks import EMA
 from samestep.run.run import Run
@@ -60,10 +60,7 @@ STRATEGIES = {
     "sharded": Sharded(),
     "kept": Sharded(reshard_after_forward=False),
     "zero1": Replicate(shard_optimizer=True),
-    "pipeline": Pipeline(split=["norm"]),
-    "four stages": Pipeline(split=["norm", "last", "gain"], schedule="gpipe"),
 }
-MESHES = {"pipeline": {"data": -1, "pipe": 2}, "four stages": {"pipe": 4}}
 OPTIMIZERS = {
     "adam": lambda model: torch.optim.Adam(trained(model), lr=0.01),
     "sgd": lambda model: torch.optim.SGD(trained(model), lr=0.02),
@@ -82,7 +79,7 @@ def trained(model):
 
 def make_step(communicator, strategy, optimizer="adam"):
     """A run, its model, and the step over it."""
-    run = Run(BATCH, NUM_MICROBATCHES, SEED, communicator=communicator, mesh=MESHES.get(strategy))
+    run = Run(BATCH, NUM_MICROBATCHES, SEED, communicator=communicator)
     model = odd()
     made = OPTIMIZERS[optimizer](model)
     return run, model, run.train_step(model, made, classification, strategy=STRATEGIES[strategy])
@@ -90,7 +87,7 @@ def make_step(communicator, strategy, optimizer="adam"):
 
 def train(communicator, strategy, optimizer="adam", run_dir=None, resume=None, options=None):
     """Trains by a `Trainer`; the digest, the losses of the epochs, the number of steps."""
-    run = Run(BATCH, NUM_MICROBATCHES, SEED, communicator=communicator, mesh=MESHES.get(strategy))
+    run = Run(BATCH, NUM_MICROBATCHES, SEED, communicator=communicator)
     model = odd()
     made = OPTIMIZERS[optimizer](model)
     chosen = {"checkpoint_steps": 2, "checkpoint_minutes": None, "keep": 100, "digest_every": 1, **(options or {})}

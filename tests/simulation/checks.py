@@ -4,7 +4,6 @@ import contextlib
 import gc
 import io
 import linecache
-import math
 import multiprocessing.util
 import os
 import sys
@@ -54,10 +53,8 @@ def over_processes(program, check, strategies=("replicate",) * 2, ranks=(0, 0), 
     program = program if check == "launchers" else saved(grammar.placed(program, first, second))
     given, total = [], []
     for name, number in zip((first, second), ranks, strict=True):
-        strategy, mesh = grammar.STRATEGIES[name]
-        inner = math.prod(mesh.values())
-        total.append(inner * (1 + number % min(program.microbatches, max(1, 4 // inner))))
-        given.append(f"strategy={strategy}" + (f", mesh={ {'data': -1, **mesh} }" if mesh else ""))
+        total.append(1 + number % min(program.microbatches, 4))
+        given.append(f"strategy={grammar.STRATEGIES[name]}")
     if spares and first == "replicate" and check != "launchers" and total[0] < 4:
         total[0], given[0] = total[0] + 1, f"{given[0]}, spares=1"
     if "worker" in more and not EXCUSES["workers"](program):
@@ -70,7 +67,7 @@ def over_processes(program, check, strategies=("replicate",) * 2, ranks=(0, 0), 
         "second": f"dict({given[1]})",
         "ranks_first": total[0],
         "ranks_second": total[1],
-        "inner": inner if first in grammar.OF_TIERS else 0,
+        "has_own_bits": first in grammar.OF_TIERS,
         "faults": [*faults],
         "heals": heals,
         "policy": {"replace": True, "max_restarts": len(faults)} if heals and "replaces" in more else {},

@@ -200,7 +200,7 @@ NAMED = table("""
 """)  # a block, dataset, hook or scheduler whose bits another number of ranks or a resume may change: the line
 # Further arguments of calls; one thread a rank, since OpenMP has a number of its own in each rank's thread.
 OPTIONS = """
-    Run: num_threads=1; timeout_seconds=60.0; mesh={"data": -1};
+    Run: num_threads=1; timeout_seconds=60.0;
         spares=int(communicator is not None and communicator.world_size > 1)
     train_step: late_check=False; overlap=False; bucket_bytes=64; on_nonfinite="raise"; strategy="replicate";
         strategy=samestep.Replicate(shard_optimizer=False); observers=[Watching()]; audit=2; audit=1;
@@ -215,21 +215,16 @@ OPTIONS = """
     load_state_dict: allow_contract_change=True
 """
 OPTIONS = [f"{call}: {each}" for call, options in table(OPTIONS).items() for each in options.split("; ")]
-STRATEGIES = {  # by which a step may be placed on the ranks, and the axes of the mesh within "data"
-    "replicate": ("samestep.Replicate()", {}),
-    "zero1": ("samestep.Replicate(shard_optimizer=True)", {}),
-    "sharded": ("samestep.Sharded()", {}),
-    "kept": ("samestep.Sharded(wrap=1, reshard_after_forward=False)", {}),
-    "wrapped": ("samestep.Sharded(wrap=lambda module: isinstance(module, nn.Linear), cpu_offload=True)", {}),
-    "recomputing": ("samestep.Sharded(activation_checkpointing=True)", {}),
-    "sharded halves": ('samestep.Sharded(param_dtype="bf16")', {}),
-    "pipeline": ("samestep.Pipeline(example=torch.ones(2, 6))", {"pipe": 2}),
-    "gpipe": ('samestep.Pipeline(schedule="gpipe")', {"pipe": 3}),
-    "1f1b": ('samestep.Pipeline(split=["1"], schedule="1f1b")', {"pipe": 2}),
-    "tensor": ('"replicate"', {"tensor": 2}),  # which `divide` divides
-    "tensor 3": ('"replicate"', {"tensor": 3}),
+STRATEGIES = {  # by which a step may be placed on the ranks
+    "replicate": "samestep.Replicate()",
+    "zero1": "samestep.Replicate(shard_optimizer=True)",
+    "sharded": "samestep.Sharded()",
+    "kept": "samestep.Sharded(wrap=1, reshard_after_forward=False)",
+    "wrapped": "samestep.Sharded(wrap=lambda module: isinstance(module, nn.Linear), cpu_offload=True)",
+    "recomputing": "samestep.Sharded(activation_checkpointing=True)",
+    "sharded halves": 'samestep.Sharded(param_dtype="bf16")',
 }
-OF_TIERS = {"sharded halves", "tensor", "tensor 3"}  # with bits of their own, on all numbers of ranks along "data"
+OF_TIERS = {"sharded halves"}  # with bits of their own, on all numbers of ranks
 
 RARE = [False, False, False, True]
 CHOICES = {  # of each field of a program; the first one is the simplest, to which hypothesis shrinks
@@ -377,19 +372,12 @@ def placed(p, *strategies):
     refused = {"sometimes"}
     if {*strategies} - {"replicate", "zero1"}:
         p.hooks = ()  # no rank has all parameters
-    texts = " ".join(STRATEGIES[name][0] for name in strategies)
-    if "Sharded" in texts:
+        p.options = tuple(each for each in p.options if "audit=" not in each)
         refused |= {"double", "bfloat16", "complex"}
         p.optimizer = "adam" if p.optimizer == "adam fused" else p.optimizer
     if {"recomputing", "sharded halves"} & {*strategies}:
         refused |= NORMALISED
     p.blocks = tuple(name for name in p.blocks if name not in refused)
-    if {*strategies} - {"replicate", "zero1"}:
-        p.options = tuple(each for each in p.options if "audit=" not in each)
-    if "Pipeline" in texts:
-        p.loss = "mean" if p.loss == "scalars" else p.loss
-        p.data = "noisy" if p.data == "streams" else p.data  # of which one may have no samples left
-        p.blocks += ("tanh",) * (2 - len(p.blocks))
     return allowed(p)
 
 

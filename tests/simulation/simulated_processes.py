@@ -17,8 +17,6 @@ from pathlib import Path
 
 import psutil
 from simulated_ranks import check_same, checkpoints_in
-from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import samestep
 from samestep.devices.selection import select
@@ -134,16 +132,8 @@ def ledger(folder):
     }
 
 
-def divide(run, model, placing):
-    """Divides the first and the last layer along an axis "tensor", which no strategy of a step does."""
-    if "tensor" in placing.get("mesh", ()):
-        last = str(len(model) - 1)
-        plan = {"0": ColwiseParallel(output_layouts=Replicate()), last: RowwiseParallel(input_layouts=Replicate())}
-        parallelize_module(model, run.mesh["tensor"], plan)
-
-
 def check_strategies(train, one, folder, n):
-    one = in_processes(n.inner, train, **n.first)[0][0] if n.inner else one
+    one = in_processes(1, train, **n.first)[0][0] if n.has_own_bits else one
     for found in in_processes(n.ranks_first, train, folder / "run", **n.first)[0]:
         check_same(found, one, but=("weights",))
     places = checkpoints_in(folder / "run")
@@ -154,7 +144,7 @@ def check_strategies(train, one, folder, n):
 
 
 def check_struck(train, one, folder, n):
-    one = in_processes(n.inner, train, **n.first)[0][0] if n.inner else one
+    one = in_processes(1, train, **n.first)[0][0] if n.has_own_bits else one
     whole, calls, _ = in_processes(n.ranks_first, train, folder / "whole", **n.first)
     for found in whole:
         check_same(found, one, but=("weights",))

@@ -35,11 +35,10 @@ REASONS = {  # why no program has something, and what belongs to it
     "is for samestep itself": """
         Batch.bounds Batch.checksum Batch.describe_microbatch Batch.num_leaves Batch.renew Batch.sizes Batch.stand_in
         Batch.version Batch.without_samples EMA.contract EMA.on_fit_start EMA.on_step_end Loader.num_samples
-        Loader.state_before Loader.whole_epoch Replicate.axis Replicate.name Replicate.shard_optimizer
+        Loader.state_before Loader.whole_epoch Replicate.name Replicate.shard_optimizer
         StepObserver.reads_gradients StepResult.is_good StepResult.is_there StepResult.scalar_sums TensorData.gather
         TensorData.part TensorData.rows
-        TrainStep.audit_findings TrainStep.communicator TrainStep.sharded_state TrainStep.state_communicator
-        metrics.StateMetric
+        TrainStep.audit_findings TrainStep.communicator TrainStep.sharded_state metrics.StateMetric
         metrics.as_metric metrics.result metrics.sums metrics.target_of
     """,
     "is output alone": "__version__ metrics.Metric(name)",
@@ -47,8 +46,7 @@ REASONS = {  # why no program has something, and what belongs to it
     "is for scripts, which have a grammar of their own": "DataParallel data_parallel register_backend tutorial",
     "looks at the machine before a run": "discover select",
     "needs processes": """
-        Pipeline Sharded Run.mesh Run(mesh=pipe) Run(mesh=pipeline) Run(mesh=tensor) Run.train_step(strategy=pipeline)
-        Run.train_step(strategy=sharded) Run.train_step(strategy=tensor) launch
+        Sharded Run.train_step(strategy=sharded) launch
     """,
     "is a word of the docstring, no value": "Trainer(epoch_line=accuracy) Run.train_step(shard_optimizer=replicate)",
     "takes a compiler seconds for each shape": "Run.train_step(compile)",

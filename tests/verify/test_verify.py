@@ -100,20 +100,11 @@ def test_modules_of_a_single_process_script_are_recorded_in_its_workers_as_in_on
         assert f"microbatch {line['microbatch']}" in place.text
 
 
-@pytest.mark.parametrize(
-    ("kind", "tier", "devices"),
-    [
-        ("pipeline", "bitwise", ("cpu:1", "cpu:2")),
-        ("tensor", "allclose", ("cpu:1", "cpu:2")),
-        pytest.param("tensor", "bitwise", ("cpu:2", "cpu:4"), marks=pytest.mark.slow),
-        ("sharded", "bitwise", ("cpu:1", "cpu:2")),
-        ("zero1", "bitwise", ("cpu:1", "cpu:2")),
-    ],
-)
-def test_of_sharded_state_the_unsharded_tensors_are_compared(verdict_on, kind, tier, devices):
-    verdict = verdict_on(BREAKERS / "api_strategies.py", kind, devices=devices, tier=tier)
+@pytest.mark.parametrize("kind", ["sharded", "zero1"])
+def test_of_sharded_state_the_unsharded_tensors_are_compared(verdict_on, kind):
+    verdict = verdict_on(BREAKERS / "api_strategies.py", kind, devices=("cpu:1", "cpu:2"), tier="bitwise")
     assert verdict.agrees
-    assert (verdict.family, verdict.reached) == ("api", tier)
+    assert (verdict.family, verdict.reached) == ("api", "bitwise")
     assert (verdict.compared.steps, verdict.compared.parameters, verdict.compared.samples) == (4, 4, 48)
     assert (verdict.compared.microbatches, verdict.compared.nonzero_gradients) == (16, 16)
 
@@ -203,12 +194,6 @@ def test_parameters_that_ranks_begin_alike_and_do_not_exchange_are_named(verdict
     verdict = verdict_on(script(PARTS), logical=2, steps=3, tier="bitwise")
     assert "is not the same on all ranks of cpu:1" in verdict.difference.text
     assert verdict.difference.quantity == "ranks"
-
-
-def test_twin_features_that_a_softmax_reads_in_parts_are_not_equal_even_up_to_rounding(verdict_on):
-    verdict = verdict_on(BREAKERS / "api_strategies.py", "wrong", devices=("cpu:1", "cpu:2"), tier="allclose")
-    assert not verdict.agrees
-    assert verdict.reached == "sample-exact"
 
 
 def test_batch_norm_is_found_named_confirmed_and_told(verdict_on, script, capsys):

@@ -171,23 +171,20 @@ def _form(tensor: Tensor) -> tuple[Any, ...]:
 
 
 @torch.no_grad()
-def with_rows(state: Snapshot, over: Communicator, is_writer: bool) -> Snapshot:
+def with_rows(state: Snapshot, communicator: Communicator) -> Snapshot:
     """A state whose local shards are rows (slices of dim 0), which files of shards hold; else without local shards.
 
-    Columns are exchanged for rows. If they begin within rows (ZeRO-1), all tensors are gathered, one at a time, in
-    the host memory of the rank that writes. A collective call of the ranks that share the state.
+    If they begin within rows (ZeRO-1), all tensors are gathered, one at a time, in the host memory of rank 0, which
+    writes. A collective call.
     """
-    files: dict[str, dict[str, Any]] = {
-        file: {name: t.in_order(over) if isinstance(t, LocalShard) else t for name, t in tensors.items()}
-        for file, tensors in state.files.items()
-    }
-    if all(_has_rows(shard) for of_file in split_files(files)[1].values() for shard in of_file.values()):
-        return replace(state, files=files)
+    if all(_has_rows(shard) for of_file in split_files(state.files)[1].values() for shard in of_file.values()):
+        return state
+    files: dict[str, dict[str, Any]] = {file: dict(tensors) for file, tensors in state.files.items()}
     for tensors in files.values():
         for name, value in list(tensors.items()):
             # A collective call: also on ranks that do not keep it.
-            whole = unsharded(value, over)
-            if is_writer:
+            whole = unsharded(value, communicator)
+            if communicator.rank == 0:
                 tensors[name] = whole.cpu() if isinstance(value, LocalShard) else whole
             else:
                 del tensors[name]
@@ -200,22 +197,17 @@ def has_local_shards(state: Snapshot) -> bool:
 
 
 def write_sharded(
-    communicator: Communicator,
-    over: Communicator,
-    folder: Path,
-    state: Snapshot,
-    keep: int = 3,
-    replaces: bool = False,
+    communicator: Communicator, folder: Path, state: Snapshot, keep: int = 3, replaces: bool = False
 ) -> Path:
     """Writes a checkpoint in a collective call, which returns when it is complete."""
-    state = with_rows(state, over, communicator.rank == 0)
+    state = with_rows(state, communicator)
     whole, shards = split_files(state.files)
     # Every rank has to know the temporary folder. None if a good checkpoint of this step is kept: no rank writes then.
     with ExitStack() as until:
         begun = on_main(communicator, lambda: begin_checkpoint(until, folder, state.step, replaces))
         name = json.loads(communicator.share_text(json.dumps(begun and str(begun.relative_to(folder)))))
         temporary = None if name is None else folder / name
-        parts = {} if temporary is None else _write_parts(communicator, over, temporary, shards)
+        parts = {} if temporary is None else _write_parts(communicator, temporary, shards)
         snapshot = replace(state, files=whole)
         path = on_main(
             communicator, lambda: str(complete_checkpoint(folder, snapshot, temporary, parts, keep, replaces))
@@ -225,27 +217,25 @@ def write_sharded(
 
 @torch.no_grad()
 def _write_parts(
-    communicator: Communicator, over: Communicator, temporary: Path, shards: Mapping[str, Mapping[str, LocalShard]]
+    communicator: Communicator, temporary: Path, shards: Mapping[str, Mapping[str, LocalShard]]
 ) -> dict[str, Written]:
     """Writes this rank's files of shards; the files of all ranks by name."""
-    rank, ranks = over.rank, over.world_size
-    writes = communicator.rank < ranks  # ranks of the first group are the first ones
+    rank, ranks = communicator.rank, communicator.world_size
     mine, error = [], None
     try:
-        if writes and not temporary.is_dir():
+        if not temporary.is_dir():
             raise RunFolderError(
-                f"rank {communicator.rank} does not see {temporary}, which rank 0 has made: every rank writes its part "
+                f"rank {rank} does not see {temporary}, which rank 0 has made: every rank writes its part "
                 "of the state there; give a folder on a file system that all of them share, by run_dir (--run-dir)"
             )
         with writing(temporary):
-            for file, own in shards.items() if writes else ():
+            for file, own in shards.items():
                 mine.append(write_part(temporary / part_name(file, rank, ranks), own, rank))
     except RunFolderError as failure:
         error = failure
     # Before the exchange: a rank without its file has no checksum to send.
     raise_together(communicator, error)
-    words = [word for written in mine for word in _as_words(written)] if writes else [0] * _WORDS * len(shards)
-    rows = communicator.gather_words(words)[:ranks]
+    rows = communicator.gather_words([word for written in mine for word in _as_words(written)])
     return {
         part_name(file, other, ranks): _from_words(row[_WORDS * number : _WORDS * (number + 1)])
         for other, row in enumerate(rows)
@@ -256,7 +246,7 @@ def _write_parts(
 def _has_rows(shard: LocalShard) -> bool:
     """Whether every rank has whole rows."""
     row = max(1, shard.shape[1:].numel())
-    return shard.sharding.blocks == 1 and all(cut % row == 0 for cut in shard.sharding.cuts)
+    return all(cut % row == 0 for cut in shard.sharding.cuts)
 
 
 def _as_words(written: Written) -> list[int]:

@@ -34,7 +34,6 @@ BREAKING: Final[Mapping[str, str]] = {
     "state": "what else is trained along",
     "precision": "the rounding",
     "param_dtype": "the rounding",
-    "tensor": "where sums within a layer are cut, and so the rounding",
     "compile": "which kernels run, and how they round",
     "device_kind": "the kernels",
     "gpu": "the kernels, and how they split their sums",

@@ -79,7 +79,7 @@ def state_digest(model: nn.Module | TrainStep, optimizers: Optimizer | Sequence[
             )
     hasher = hashlib.sha256()
     for name, value in named_state(model, optimizers):
-        whole = unsharded(value, model.state_communicator) if isinstance(model, TrainStep) else value
+        whole = unsharded(value, model.communicator) if isinstance(model, TrainStep) else value
         if isinstance(whole, Tensor):
             hasher.update(f"{name} {whole.dtype} {list(whole.shape)}\n".encode())
             hasher.update(_bytes(whole.cpu()).numpy().tobytes())
@@ -96,7 +96,7 @@ def named_state(
     world_size = 1
     extra: Mapping[str, Any] = {}
     if isinstance(model, TrainStep):
-        state, world_size, optimizers = model.sharded_state, model.state_communicator.world_size, model.optimizers
+        state, world_size, optimizers = model.sharded_state, model.communicator.world_size, model.optimizers
         extra = model.extra_state
         model = model.model
     named = chain(model.named_parameters(), () if state is None else state.parts.items())
@@ -125,12 +125,11 @@ def state_checksum(model: nn.Module | TrainStep, optimizers: Sequence[Optimizer]
     elements and of tensors counts, as do names, dtypes, shapes and every bit (-0.0 is not 0.0); strides and alignment
     do not. If the state is sharded give the step, and call it on all ranks. Tier `bitwise`.
     """
-    over = model.state_communicator if isinstance(model, TrainStep) else None
+    over = model.communicator if isinstance(model, TrainStep) else None
     tensors, plain = [], []
     is_sharded = False
     for name, value in named_state(model, optimizers):
-        if isinstance(value, LocalShard) and over is not None:
-            value, is_sharded = value.in_order(over), True
+        is_sharded |= isinstance(value, LocalShard)
         if isinstance(value, Tensor | LocalShard):
             tensors.append((name, value))
         else:
@@ -139,18 +138,19 @@ def state_checksum(model: nn.Module | TrainStep, optimizers: Sequence[Optimizer]
 
 
 @torch.no_grad()
-def local_checksums(step: TrainStep) -> list[Tensor]:
-    """Checksums of the tensors that each rank has whole and, if the state is sharded, of this rank's local shards."""
-    whole, sharded, plain = [], [], []
-    for name, value in named_state(step):
-        if isinstance(value, LocalShard):
-            sharded.append((name, value.local))
-        elif isinstance(value, Tensor):
+def common_checksum(step: TrainStep) -> Tensor:
+    """The checksum of what each rank has whole, and alike: all but the local shards."""
+    whole, plain = [], []
+    for name, value in _common_state(step):
+        if isinstance(value, Tensor):
             whole.append((name, value))
         else:
             plain.append((name, value))
-    checksums = [_checksum(whole, plain, None)]
-    return checksums if step.sharded_state is None else [*checksums, _checksum(sharded, [], None)]
+    return _checksum(whole, plain, None)
+
+
+def _common_state(step: TrainStep) -> Iterator[tuple[str, Any]]:
+    return ((name, value) for name, value in named_state(step) if not isinstance(value, LocalShard))
 
 
 def as_hex(value: int) -> str:
@@ -260,7 +260,7 @@ def _hash(text: str) -> int:
 
 
 class Drift:
-    """Compares the state that several ranks hold alike, by 8 bytes a rank (16 if it is sharded)."""
+    """Compares the state that several ranks hold alike, by 8 bytes a rank."""
 
     def __init__(self, membership: Membership, steps: Sequence[TrainStep]) -> None:
         self._membership = membership
@@ -275,32 +275,16 @@ class Drift:
         at = [step.num_steps for step in self._steps]
         if self._membership.world_size == 1 or at == self._equal_at:
             return
-        tensors = [digest] if digest is not None else [part for step in self._steps for part in local_checksums(step)]
-        words = [int(tensor) for tensor in tensors]
+        words = [int(each) for each in ([digest] if digest is not None else map(common_checksum, self._steps))]
         self._membership.perform(lambda: self._compare(words))
         self._equal_at = at
 
     def _compare(self, words: Sequence[int]) -> None:
-        """Gathers the checksums; those of the local shards are the second of each step."""
-        columns = list(zip(*self._membership.communicator.gather_words(words), strict=True))
-        for step in self._steps:
-            for is_shard in (False,) if step.sharded_state is None else (False, True):
-                if self._odd_one(columns.pop(0), step, is_shard) is not None:
-                    self._explain(step)
-
-    def _odd_one(self, values: Sequence[int], step: TrainStep, is_shard: bool) -> tuple[int, int] | None:
-        """A rank whose value differs from that of most ranks, and one of those; None if all agree.
-
-        Local shards should be equal on ranks at equal places of several groups only.
-        """
-        # What most ranks have is taken for right; of two ranks, what rank 0 has.
-        stride = step.state_communicator.world_size if is_shard else 1
-        for first in range(stride):
-            ranks = range(first, len(values), stride)
-            common = Counter(values[rank] for rank in ranks).most_common(1)[0][0]
-            if odd := [rank for rank in ranks if values[rank] != common]:
-                return odd[0], next(rank for rank in ranks if values[rank] == common)
-        return None
+        """Gathers the checksums, one a step."""
+        columns = zip(*self._membership.communicator.gather_words(words), strict=True)
+        for step, column in zip(self._steps, columns, strict=False):
+            if _odd_one(column) is not None:
+                self._explain(step)
 
     def _explain(self, step: TrainStep) -> None:
         """Finds the first entry that differs, and raises a `DeterminismError` on all ranks."""
@@ -308,12 +292,12 @@ class Drift:
         draws = checksum(list(leaves(generator_states(membership.communicator.device))))
         rows = membership.communicator.gather_words([len(entries), draws])
         most = max(count for count, _ in rows)  # one rank may have an entry more
-        own = [total for _, total, _ in entries] + [0] * (most - len(entries))
+        own = [total for _, total in entries] + [0] * (most - len(entries))
         columns = zip(*membership.communicator.gather_words(own), strict=True)
         found = []
         for number, column in enumerate(columns):
-            name, _, is_shard = entries[number] if number < len(entries) else ("the number of entries", 0, False)
-            if (pair := self._odd_one(column, step, is_shard)) is not None:
+            name = entries[number][0] if number < len(entries) else "the number of entries"
+            if (pair := _odd_one(column)) is not None:
                 found.append((name, pair))
         name, (rank, other) = found[0] if found else ("the state", (1, 0))
         before = None if self._equal_at is None else self._equal_at[self._steps.index(step)]
@@ -327,8 +311,16 @@ class Drift:
         )
 
 
-def _entries(step: TrainStep) -> Iterator[tuple[str, int, bool]]:
-    """The entries of a step's state: names, checksums, and whether it is this rank's local shard.
+def _odd_one(values: Sequence[int]) -> tuple[int, int] | None:
+    """A rank whose value differs from that of most ranks, and one of those; None if all agree."""
+    # What most ranks have is taken for right; of two ranks, what rank 0 has.
+    common = Counter(values).most_common(1)[0][0]
+    odd = [rank for rank, value in enumerate(values) if value != common]
+    return (odd[0], values.index(common)) if odd else None
+
+
+def _entries(step: TrainStep) -> Iterator[tuple[str, int]]:
+    """The entries of a step's state that every rank has: names and checksums.
 
     Settings of the optimizers, such as learning rates, come first: if they differ, all else differs because of them.
     """
@@ -336,9 +328,7 @@ def _entries(step: TrainStep) -> Iterator[tuple[str, int, bool]]:
         for index, group in enumerate(optimizer.param_groups):
             for key, value in group.items():
                 if key != "params" and isinstance(value, Tensor | int | float | str | bool | tuple):
-                    yield f"optimizer {number}: {key} of parameter group {index}", checksum([key, value]), False
-    for name, value in named_state(step):
-        is_shard = isinstance(value, LocalShard)
-        held = value.local if isinstance(value, LocalShard) else value
-        form = f"{name} {held.dtype} {list(held.shape)}" if isinstance(held, Tensor) else name
-        yield name, checksum([form, held]), is_shard
+                    yield f"optimizer {number}: {key} of parameter group {index}", checksum([key, value])
+    for name, value in _common_state(step):
+        form = f"{name} {value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else name
+        yield name, checksum([form, value])

@@ -213,15 +213,15 @@ def write_weights(path: Path, step: TrainStep) -> None:
 
     If they are sharded it is a collective call, and all ranks raise a `RunFolderError` if the file cannot be written.
     """
-    communicator, over, state = step.communicator, step.state_communicator, step.sharded_state
+    communicator, state = step.communicator, step.sharded_state
     is_sharded = state is not None and not state.has_whole_parameters
     if not is_sharded and communicator.rank > 0:
         return
     left_out = set(not_persistent(step.model))
     weights = {}
-    for name, value in model_tensors(step.model, state, over.world_size).items():
+    for name, value in model_tensors(step.model, state, communicator.world_size).items():
         if name not in left_out:
-            whole = unsharded(value, over)
+            whole = unsharded(value, communicator)
             if communicator.rank == 0:
                 weights[name] = whole.cpu()
 

@@ -165,9 +165,7 @@ class _Packer:
         if isinstance(value, LocalShard):
             sharding = value.sharding
             if plain.ndim > held.ndim:  # complex numbers as pairs
-                sharding = Sharding(
-                    torch.Size([*value.shape, 2]), tuple(2 * cut for cut in sharding.cuts), sharding.blocks
-                )
+                sharding = Sharding(torch.Size([*value.shape, 2]), tuple(2 * cut for cut in sharding.cuts))
             stored = LocalShard(plain, sharding)
         return {"$tensor": self._store(stored, path), **entry}
 

@@ -111,12 +111,12 @@ def weights_applied(
         )
 
     def write(tensors: Mapping[str, Stored]) -> None:
-        load_model(step.model, tensors, step.sharded_state, step.state_communicator.rank)
+        load_model(step.model, tensors, step.sharded_state, step.communicator.rank)
         step.strategy.after_load()
 
     best = receive_state(membership, step, find)
     assert best is not None, "a checkpoint that is not there raises an error"
-    held = model_tensors(step.model, step.sharded_state, step.state_communicator.world_size)
+    held = model_tensors(step.model, step.sharded_state, step.communicator.world_size)
     own = {
         name: replace(t, local=t.local.clone()) if isinstance(t, LocalShard) else t.clone() for name, t in held.items()
     }

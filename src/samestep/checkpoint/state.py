@@ -60,7 +60,7 @@ def capture(step: Steps, rest: Mapping[str, Any]) -> Snapshot:
     """
     check_storable(step)
     parts = _parts(step)
-    world_size = parts.steps[0].state_communicator.world_size
+    world_size = parts.steps[0].communicator.world_size
     packed = [
         pack(optimizer_state_dict(optimizer, sharded, world_size), f"optimizer.{number}")
         for number, (optimizer, sharded) in enumerate(parts.optimizers)
@@ -116,7 +116,7 @@ def shard_spec_of(step: Steps) -> ShardSpec:
     for optimizer, sharded in parts.optimizers:
         of = {} if sharded is None else {id(part): sharded.shardings.get(name) for name, part in sharded.parts.items()}
         optimizers.append([of.get(id(parameter)) for parameter in held_by(optimizer)])
-    return ShardSpec(models, optimizers, parts.steps[0].state_communicator.rank)
+    return ShardSpec(models, optimizers, parts.steps[0].communicator.rank)
 
 
 def rest_of(state: Snapshot) -> dict[str, Any]:
@@ -204,7 +204,7 @@ def restore(step: Steps, state: Snapshot) -> dict[str, Any]:
 def _restore(parts: _Parts, others: Mapping[str, Any], state: Snapshot) -> dict[str, Any]:
     # Values before what is kept beside them: extra states may refer to parameters. Generators last: what is loaded
     # before them may draw. Parameters that a forward has left unsharded hold the values from before (`after_load`).
-    rank = parts.steps[0].state_communicator.rank
+    rank = parts.steps[0].communicator.rank
     for name, (model, sharded) in parts.models.items():
         load_model(model, state.files[name], sharded, rank)
     _restore_extras(parts, others, state)

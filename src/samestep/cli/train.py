@@ -6,7 +6,6 @@ import sys
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -29,7 +28,6 @@ from samestep.recipes.settings import COMPARED, JobConfig, checked_options, read
 from samestep.text import json_text, notify
 
 if TYPE_CHECKING:
-    from samestep.core.mesh import Mesh
     from samestep.launcher.os_processes import EarlyServer
 
 
@@ -128,7 +126,7 @@ def _resumed(
         )
     dropped: tuple[str, ...] = ("run_dir", "resume", "allow_contract_change")
     if "strategy" in asked:
-        dropped += ("mesh", "shard_optimizer")  # which belong to the strategy that the run had
+        dropped += ("shard_optimizer",)  # which belongs to the strategy that the run had
     if (workers.devices or workers.nproc_per_node) is not None:
         dropped += ("shares", "spares")  # which belong to its devices
     return {**{name: value for name, value in own.items() if name not in dropped}, **asked}, source
@@ -218,59 +216,26 @@ def _train_by_workers(
 
 
 def _cpu_workers(config: JobConfig, num_nodes: int) -> int:
-    """The CPU workers of "auto" on each machine: as shares and a mesh say, else one a core with microbatches."""
-    from samestep.core.mesh import REST
-    from samestep.devices.selection import AUTO_CPU_WORKERS, cpu_workers_for
+    """The CPU workers of "auto" on each machine: as shares say, else one a core with microbatches."""
+    from samestep.devices.selection import cpu_workers_for
     from samestep.recipes.settings import num_microbatches_of
 
     if config.shares is not None:
         return max(1, (len(config.shares) + config.spares) // num_nodes)
-    sizes = dict(config.mesh or {"data": REST})
-    inner = prod(AUTO_CPU_WORKERS if size == REST else max(1, size) for axis, size in sizes.items() if axis != "data")
-    if (data := sizes.get("data", 1)) != REST:
-        return max(1, inner * data // num_nodes)
     num_microbatches = num_microbatches_of(config.recipe, config.num_microbatches, config.global_batch_size)
-    return max(1, cpu_workers_for(num_microbatches * inner + config.spares, num_nodes) // inner) * inner
+    return cpu_workers_for(num_microbatches + config.spares, num_nodes)
 
 
 def _check_division(config: JobConfig, count: int) -> None:
     """Checks that so many devices can share the work."""
-    from samestep.core.mesh import make_mesh
     from samestep.core.microbatches import active_shares, microbatch_ranges
     from samestep.recipes.settings import num_microbatches_of
 
     num_microbatches = num_microbatches_of(config.recipe, config.num_microbatches, config.global_batch_size)
-    grid = make_mesh(config.mesh, count)
-    _check_strategy(config, grid)
-    num_groups, spares = count // grid.num_inner, config.spares
-    if num_groups - spares < 1:
-        raise UsageError(f"got --spares {spares} of {count} devices; one at least must work")
-    microbatch_ranges(num_microbatches, num_groups - spares, active_shares(config.shares, num_groups, spares))
-
-
-def _check_strategy(config: JobConfig, grid: "Mesh") -> None:
-    """Checks that a recipe's model can be laid out on a mesh by the strategy."""
-    from samestep.recipes.settings import check_stages, own_options
-
-    strategy, size = config.strategy, grid.sizes["pipe"]
-    if grid.sizes["tensor"] > 1:
-        raise UsageError(
-            f'got --mesh tensor={grid.sizes["tensor"]}; recipes are not divided along "tensor": leave it out, or '
-            'divide a model of your own by parallelize_module(model, run.mesh["tensor"], plan) (see docs/tensor.md)'
-        )
-    if size > 1 and strategy != "pipeline":
-        raise UsageError(
-            f'got --mesh pipe={size} with --strategy {strategy}; the axis "pipe" is for --strategy pipeline: add that, '
-            "or leave --mesh pipe=… out"
-        )
-    if strategy != "pipeline" or grid.world_size == 1:
-        return
-    if size == 1:
-        raise UsageError(
-            "--strategy pipeline needs to know how many devices share one model, for example: --strategy pipeline "
-            f"--mesh pipe={grid.world_size}"
-        )
-    check_stages(config.recipe, own_options(config.recipe, config.options or {}), size)
+    if count - config.spares < 1:
+        raise UsageError(f"got --spares {config.spares} of {count} devices; one at least must work")
+    shares = active_shares(config.shares, count, config.spares)
+    microbatch_ranges(num_microbatches, count - config.spares, shares)
 
 
 def train_as_rank(as_json: bool, **job: Any) -> None:

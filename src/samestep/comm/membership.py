@@ -39,8 +39,7 @@ from samestep.comm.communicator import Communicator
 from samestep.comm.heartbeat import HEALS, READY_TO_JOIN, SHOWS_LIFE, Heartbeat, Quorum
 from samestep.comm.rendezvous import RankReport, all_admit, roll_call
 from samestep.comm.transport import STUCK, Connection, LocalTransport, returns, wait_until
-from samestep.core.mesh import Mesh
-from samestep.core.microbatches import dealt_ranges, microbatch_ranges, num_rounds, ranges_of_slots
+from samestep.core.microbatches import dealt_ranges, num_rounds, ranges_of_slots
 from samestep.errors import PeerLostError, UsageError
 from samestep.text import notify
 
@@ -70,7 +69,6 @@ class Membership:
         heartbeat: posts the phase of this rank.
         timeout_seconds: of an exchange with other ranks.
         healing_store: the store of the run, for a worker that was started late; else None.
-        mesh: how the ranks divide the work; along "data" alone if None.
     """
 
     def __init__(
@@ -84,11 +82,9 @@ class Membership:
         heartbeat: Heartbeat | None = None,
         timeout_seconds: float = 600.0,
         healing_store: dist.Store | None = None,
-        mesh: Mesh | None = None,
     ) -> None:
         self.communicator = communicator  # another one after a loss
         self.num_microbatches = num_microbatches
-        self.mesh = mesh if mesh is not None and mesh.num_inner > 1 else None
         self.heartbeat = Heartbeat() if heartbeat is None else heartbeat
         self.timeout = timedelta(seconds=timeout_seconds)
         self.version = 0  # grows whenever the ranks change
@@ -118,14 +114,6 @@ class Membership:
         self._shares = None if shares is None else list(shares)
         connection = communicator.transport if isinstance(communicator.transport, Connection) else None
         self._healing_store = healing_store if connection is None else connection.healing_store
-        self._axes: dict[str, Communicator] | None = None
-        if self.mesh is not None:
-            from samestep.comm.mesh_groups import connect_axes  # not before: it loads half of torch.distributed
-
-            # Before the axes connect: along an axis no supervisor names the missing ranks.
-            self.rely_on_all()
-            self._axes = connect_axes(communicator, self.mesh, self.timeout)
-        # Microbatches that several ranks execute together are the first one's, which reports their losses.
         self.ranges = self._divide()
         if self.can_heal and connection is not None:
             self._let_name_missing(False)
@@ -141,30 +129,8 @@ class Membership:
 
     @property
     def mine(self) -> range:
-        """The microbatches that this rank executes and reports."""
+        """The microbatches that this rank executes."""
         return self.ranges[self.rank]
-
-    @property
-    def data(self) -> Communicator:
-        """The communicator among the ranks that execute different microbatches and sum their gradients."""
-        return self.communicator if self._axes is None else self._axes["data"]
-
-    @property
-    def data_ranges(self) -> tuple[range, ...]:
-        """The microbatches of every rank of `data`."""
-        return self.ranges if self.mesh is None else self.ranges[:: self.mesh.num_inner]
-
-    @property
-    def executed(self) -> range:
-        """The microbatches that this rank executes, by itself or together with others."""
-        return self.data_ranges[self.data.rank]
-
-    def along(self, axis: str) -> Communicator:
-        """The communicator among the ranks along an axis of the mesh."""
-        if self._axes is None:
-            alone = LocalTransport()
-            return self.communicator if axis == "data" else replace(self.communicator, transport=alone, control=alone)
-        return self._axes[axis]
 
     def rely_on_all(self) -> None:
         """Turns healing off: each rank has state that no other has. Hung ranks are still found."""
@@ -181,10 +147,6 @@ class Membership:
     def deal_in_turn(self) -> None:
         """Deals the microbatches to the ranks in turn from now on, for good."""
         self.rely_on_all()
-        if self.mesh is not None:
-            raise UsageError(
-                "strategy='sharded' shards the model along \"data\" alone: leave the mesh's other axes out"
-            )
         if self._shares is not None:
             raise UsageError("strategy='sharded' gives every device equally much to do: leave shares (--shares) out")
         if not self.is_dealt:
@@ -203,7 +165,7 @@ class Membership:
         """
         if self.fetched is not None:
             return range(self.fetched, self.fetched + 1)
-        mine = self.executed
+        mine = self.mine
         if self.is_dealt and mine.start >= num_leaves:
             return range(1)
         return range(mine.start, min(mine.stop, num_leaves), mine.step)
@@ -491,10 +453,6 @@ class Membership:
         """The microbatches of each rank: all on the first ranks, none on the spares after them."""
         if self.is_dealt:
             return dealt_ranges(self.num_microbatches, len(self._slots))
-        if self.mesh is not None:
-            by_data = microbatch_ranges(self.num_microbatches, self.mesh.sizes["data"], self._shares)
-            silent = self.mesh.num_inner - 1
-            return tuple(r for mine in by_data for r in (mine, *[range(mine.stop, mine.stop)] * silent))
         return ranges_of_slots(self.num_microbatches, self._slots, self._num_active, self._shares)
 
 

@@ -283,7 +283,7 @@ class Loader:
     def _most_rows(self) -> int:
         """The largest number of samples that this rank has of a batch."""
         cut = microbatch_bounds(self.global_batch_size, self._num_microbatches)
-        return max(1, sum(cut[microbatch + 1] - cut[microbatch] for microbatch in self.membership.executed))
+        return max(1, sum(cut[microbatch + 1] - cut[microbatch] for microbatch in self.membership.mine))
 
     def _one_by_one(self) -> Iterator[Batch]:
         epoch, first = self.cursor.epoch, self.cursor.position

@@ -24,7 +24,7 @@ from samestep.data.batch import Batch, place_aligned
 from samestep.data.checksums import checksum
 from samestep.data.fetch import MICROBATCH_STREAM
 from samestep.data.randomness import Generators
-from samestep.errors import DataError, DeterminismError, UsageError
+from samestep.errors import DataError, UsageError
 from samestep.text import notify
 
 MakeStream = Callable[[int, int], Any]  # of its number and that of all streams
@@ -227,7 +227,7 @@ class Streams:
         starts, sizes, membership = self._places[position], self._sizes[position], self._membership
         with self._generators.preserved():
             microbatches = {}
-            for index in membership.executed:
+            for index in membership.mine:
                 if sizes[index]:
                     samples = self._read(epoch, position, index)
                     microbatches[index] = self._collated(samples, epoch, index, starts[index])
@@ -314,7 +314,7 @@ class Streams:
     def _exchange(self, epoch: int, position: int) -> tuple[tuple[int, ...], list[StreamState]]:
         """The sizes of all microbatches of a batch; and the states of all streams, new ones if they are due."""
         membership = self._membership
-        mine, period = membership.executed, BATCHES_A_STATE * self._global_batch_size
+        mine, period = membership.mine, BATCHES_A_STATE * self._global_batch_size
         is_due = self._exact_states and position % period >= period - self._global_batch_size
         states: dict[int, StreamState] = {}
         row = [0] * self.num_streams
@@ -323,17 +323,9 @@ class Streams:
                 if is_due:
                     states[index] = self._stream(epoch, position, index).save()
                 row[index] = 1 + len(self._read(epoch, position, index))
-        # Each rank knows the sizes of its own microbatches (plus one, as 0 is "not mine"); a column of the rows of all
-        # ranks has one size, or several equal ones where ranks share a microbatch.
+        # Each rank knows the sizes of its own microbatches (plus one, as 0 is "not mine").
         before = membership.heartbeat.enter("exchange")  # a rank that waits for the samples of another does not hang
         rows = membership.communicator.gather_words(row)
-        sizes = [{entry for entry in column if entry} for column in zip(*rows, strict=True)]
-        for index, found in enumerate(sizes):
-            if len(found) > 1:
-                raise DeterminismError(
-                    f"stream {index} gave {' and '.join(str(size - 1) for size in sorted(found))} samples to ranks "
-                    "that share its microbatch; it must not depend on the rank: only on (index, count)"
-                )
         saved = self._saved
         if is_due:
             ours = json.dumps({index: asdict(state) for index, state in states.items()})
@@ -341,7 +333,7 @@ class Streams:
             by_index = {key: state for part in gathered for key, state in json.loads(part).items()}
             saved = [StreamState(**by_index[str(index)]) for index in range(self.num_streams)]
         membership.heartbeat.enter(before)
-        return tuple(found.pop() - 1 for found in sizes), saved
+        return tuple(sum(column) - 1 for column in zip(*rows, strict=True)), saved
 
     def _read(self, epoch: int, position: int, index: int) -> list[Any]:
         """The samples of one microbatch, which are kept for as long as they may be asked for again."""

@@ -20,8 +20,8 @@ from torch.optim import Optimizer
 
 from samestep.checkpoint.digest import Drift, as_hex, state_checksum, state_digest
 from samestep.comm.communicator import Communicator
+from samestep.comm.default_group import join_group
 from samestep.comm.environment import read_environment
-from samestep.comm.mesh_groups import join_group
 from samestep.comm.sequential import SequentialTransport, SequentialWorld
 from samestep.comm.transport import wait_until
 from samestep.data.loader import Loader
@@ -68,7 +68,7 @@ def make_lenet() -> nn.Module:
 
 
 def make_gpt(width: int = 64, layers: int = 2, context: int = CONTEXT) -> nn.Module:
-    """The recipe's GPT, with dropout; not tied, since stages of a pipeline cannot share the embedding."""
+    """The recipe's GPT, with dropout, and an output with weights of its own."""
     return gpt.Gpt(layers, width, heads=4, context=context, dropout=0.1, tied=False)
 
 
@@ -173,14 +173,13 @@ def trainings(
     num_microbatches: int,
     epochs: int,
     repeats: int = 1,
-    mesh: Mapping[str, int] | None = None,
     **more: Any,
 ) -> Facts:
     """Several trainings one after another, each some times, over the same connections."""
     over = Run(BATCH, num_microbatches, SEED).communicator
     found: Facts = {}
     for name in names:
-        runs = (Run(BATCH, num_microbatches, SEED, communicator=over, mesh=mesh) for _ in range(repeats))
+        runs = (Run(BATCH, num_microbatches, SEED, communicator=over) for _ in range(repeats))
         found[name] = [train(name, run, epochs, **more) for run in runs]
     return found
 

@@ -26,10 +26,11 @@ from samestep.comm.membership import Membership
 from samestep.core.seeds import derive_seed, microbatch_seed
 from samestep.data.checksums import flattened, lacks_bytes, position_weights
 from samestep.data.nested import leaves
+from samestep.engine.buffers import BufferMerge
 from samestep.engine.forward_backward import ForwardBackward, backward_on_this_thread
 from samestep.engine.losses import MicrobatchLoss
 from samestep.engine.parameters import PurityCheck
-from samestep.engine.strategy import MicrobatchGradients, StepBuffers, Strategy
+from samestep.engine.strategy import StepGradients, Strategy
 from samestep.errors import AuditError, PeerLostError
 from samestep.text import listed, notify
 
@@ -111,7 +112,7 @@ class Audit:
         if self._membership.rank == self._auditor:
             self._computed[AUDITOR] = self._run()
 
-    def begin_own(self, microbatch: int, value: Any, gradients: MicrobatchGradients) -> None:
+    def begin_own(self, microbatch: int, value: Any, gradients: StepGradients) -> None:
         """On the owner: before its own computation of the microbatch, which may write to its samples."""
         gradients.keeps = microbatch == self.microbatch
         if gradients.keeps:
@@ -150,10 +151,8 @@ class Audit:
         parts = [samples, self._sum_of(numbers), self._sum_of(self._model.buffers())]
         return _Computed(self._sum_of([*parts, *(one for one in gradients if one is not None)]), parts, gradients)
 
-    def _sums(self) -> tuple[MicrobatchGradients, StepBuffers]:
-        gradients = self._strategy.gradients
-        assert isinstance(gradients, MicrobatchGradients), "others are refused"
-        return gradients, self._strategy.buffers
+    def _sums(self) -> tuple[StepGradients, BufferMerge]:
+        return self._strategy.gradients, self._strategy.buffers
 
     # The comparison.
 

@@ -14,7 +14,6 @@ from samestep.comm.reduction import fold
 from samestep.core.tree import Block, TreeSum
 from samestep.data.checksums import tensor_checksum, versions_of
 from samestep.engine.losses import wide_dtype
-from samestep.engine.strategy import StepBuffers
 from samestep.errors import BufferMergeError, UsageError
 
 COMPARED_ELEMENTS = 2**16  # up to which buffers in host memory are compared after each microbatch
@@ -57,8 +56,11 @@ def is_mean_buffer(module: nn.Module, key: str) -> bool:
     return isinstance(module, _NormBase) and key in MEAN_BUFFERS
 
 
-class BufferMerge(StepBuffers):
-    """Restores the buffers before each microbatch and merges what the microbatches left of them."""
+class BufferMerge:
+    """Restores the buffers before each microbatch and merges what the microbatches left of them.
+
+    `exchange` only receives and `write` only writes, so a rank that is lost in between leaves the model as it was.
+    """
 
     # A forward writes to buffers, and the next microbatch of this rank would read what it wrote; on other ranks other
     # microbatches come before. So `begin` copies the buffers, and every microbatch starts from that copy: `collect`
@@ -136,18 +138,8 @@ class BufferMerge(StepBuffers):
                 self._save_end(index, now[index])
         self._restore(now, changed)
 
-    def check_start(self) -> None:
-        """Checks in the first steps, and now and then, that a microbatch finds the buffers of the step's start."""
-        for index, place in enumerate(self._places if self._compare_all else ()):
-            tensor, start = place.get(), self._starts[index]
-            if tensor is not None and start is not None and tensor_checksum(tensor) != tensor_checksum(start):
-                raise BufferMergeError(
-                    f"buffer {place.name} was written to in a backward (recomputing a BatchNorm's forward does so), "
-                    "while other microbatches were on their way; keep it out of activation checkpointing, or use "
-                    "GroupNorm"
-                )
-
     def abandon(self) -> None:
+        """Restores the buffers from the start of the step."""
         now = self._now()
         self._restore(now, self._find_changed(now))
 
@@ -157,6 +149,7 @@ class BufferMerge(StepBuffers):
         return [self.touched_means, self.touched_others]
 
     def exchange(self, touched: Sequence[bool], blocks_by_rank: Sequence[Sequence[Block]], num_samples: int) -> None:
+        """Merges over the ranks, with what any of them has `touched`; nothing is written to the model yet."""
         touched_means, touched_others = touched
         if touched_means:
             self._merged_means = self._sum_means(blocks_by_rank) / num_samples
@@ -164,6 +157,7 @@ class BufferMerge(StepBuffers):
             self._check_others(blocks_by_rank)
 
     def write(self, ok: Tensor | None) -> None:
+        """Writes the merged values to the model, if `ok` (a bool on the device; None if the host has decided)."""
         if self._merged_means is not None:
             self._write_means(self._merged_means, ok)
         for index, end in self._ends.items():

@@ -84,14 +84,17 @@ class ForwardBackward:
         """
         self.observers.on_phase("forward")
         try:
-            with self.autocast():
-                loss = self.forward(self.model, value, num_samples, counts)
-            check_differentiable(loss)
+            with self._autocast():
+                loss = self._forward(value, num_samples, counts)
+            if not loss.value.requires_grad:
+                raise LossError(
+                    "the loss does not depend on any trainable parameter: check detach(), no_grad, requires_grad"
+                )
             # Not for a run that does not count: observers would see the microbatch twice.
             if microbatch is not None:
                 self.observers.on_loss(microbatch, loss)
             self.observers.on_phase("backward")
-            initial, others = self.initial_gradient(loss, is_only), self.keep_others([loss.value], inputs)
+            initial, others = self._initial_gradient(loss, is_only), self.keep_others([loss.value], inputs)
             with others or _PLAIN:
                 # Looked up in its module, so that a replacement by the script or a library is called.
                 torch.autograd.backward(loss.value, initial, inputs=None if others else inputs)
@@ -110,7 +113,7 @@ class ForwardBackward:
         """Keeps the gradients of other leaves in a backward that must not be told its `inputs`; None for others."""
         # The backward of a Function may call backward itself, as reentrant checkpointing and reversible layers do. Told
         # its inputs, autograd leaves such a node out if it sees no path from it to one of them.
-        nodes = graph_nodes(roots)
+        nodes = _graph_nodes(roots)
         if not [node for node in nodes if isinstance(node, BackwardCFunction)]:
             return None
         if self._alive is None:  # what a nested backward reaches is in no graph yet
@@ -120,11 +123,11 @@ class ForwardBackward:
         found = [*(reference() for reference in self._alive), *(getattr(node, "variable", None) for node in nodes)]
         return _gradients_kept({id(leaf): leaf for leaf in found if leaf is not None and id(leaf) not in ours}.values())
 
-    def forward(self, model: Any, value: Any, num_samples: int, counts: Any) -> MicrobatchLoss:
-        """The loss of a microbatch, by the model or a proxy of it."""
+    def _forward(self, value: Any, num_samples: int, counts: Any) -> MicrobatchLoss:
+        """The loss of a microbatch."""
         if counts is None:
-            return read_loss(self.loss_fn(model, value), num_samples)
-        loss = self.loss_fn(model, value, counts)
+            return read_loss(self.loss_fn(self.model, value), num_samples)
+        loss = self.loss_fn(self.model, value, counts)
         share, *scalars = loss if isinstance(loss, tuple) and len(loss) == 2 else (loss,)
         if not (isinstance(share, Tensor) and share.ndim == 0):
             raise LossError("with counts_fn the loss function must return a 0-d tensor: its share of the loss")
@@ -134,7 +137,7 @@ class ForwardBackward:
             found.names, found.scalars = beside.names, beside.scalars
         return found
 
-    def autocast(self) -> AbstractContextManager[Any]:
+    def _autocast(self) -> AbstractContextManager[Any]:
         """The context of a forward."""
         # In full precision a script's own autocast around the step must be switched off; mostly there is none.
         if self._dtype is None and not torch.is_autocast_enabled(self._device.type):
@@ -145,7 +148,7 @@ class ForwardBackward:
         """Whether the batch is one microbatch: then the mean itself is differentiated, to the bits of a plain loop."""
         return batch.num_leaves(self.membership.num_microbatches) == 1
 
-    def initial_gradient(self, loss: MicrobatchLoss, is_only: bool) -> Tensor:
+    def _initial_gradient(self, loss: MicrobatchLoss, is_only: bool) -> Tensor:
         """The scaled gradient that a backward begins with: for the microbatch's sum, or the mean if it `is_only`."""
         weight = loss.weight
         if is_only and self.config.counts_fn is None:
@@ -183,7 +186,7 @@ class ForwardBackward:
             raise explained from None
 
 
-def graph_nodes(roots: Iterable[Tensor]) -> list[Any]:
+def _graph_nodes(roots: Iterable[Tensor]) -> list[Any]:
     """The nodes of the graph of some tensors, each once."""
     # Without recursion: a graph may be deeper than Python's stack.
     found: list[Any] = list(dict.fromkeys(root.grad_fn for root in roots if root.grad_fn))
@@ -207,12 +210,6 @@ def _gradients_kept(leaves: Collection[Tensor]) -> Iterator[None]:
     finally:
         for leaf, gradient in zip(leaves, gradients, strict=True):
             leaf.grad = gradient
-
-
-def check_differentiable(loss: MicrobatchLoss) -> None:
-    """Raises a `LossError` if a loss cannot be differentiated."""
-    if not loss.value.requires_grad:
-        raise LossError("the loss does not depend on any trainable parameter: check detach(), no_grad, requires_grad")
 
 
 def compile_loss(loss_fn: LossFn) -> LossFn:

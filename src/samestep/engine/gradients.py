@@ -19,7 +19,7 @@ from samestep.comm.reduction import Reduction, finish_all
 from samestep.core.tree import Block, TreeSum
 from samestep.engine.norms import NORM_ELEMENTS, block_norm, block_norms, finite_sum, join_norms
 from samestep.engine.observer import Observers
-from samestep.engine.strategy import MicrobatchGradients
+from samestep.engine.strategy import StepGradients
 from samestep.engine.zero1 import Zero1Parts
 from samestep.errors import DeterminismError
 
@@ -34,7 +34,7 @@ class FlatSum(NamedTuple):
     views: list[Tensor]
 
 
-class GradientSum(MicrobatchGradients):
+class GradientSum(StepGradients):
     """Sums the gradients of all microbatches of a step over all ranks: of parameters that every rank has.
 
     With `shard_optimizer`, `zero1` are this rank's local shards; else it is None.

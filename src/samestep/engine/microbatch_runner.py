@@ -1,34 +1,50 @@
 """The microbatches of a rank, one after another: forward, backward, and the merging of each one's results."""
 
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 
 from samestep.core.seeds import microbatch_seed
 from samestep.data.batch import Batch
+from samestep.engine.audit import Audit
 from samestep.engine.buffers import BufferMerge
-from samestep.engine.losses import MicrobatchLoss
-from samestep.engine.strategy import MicrobatchGradients, StepParts
+from samestep.engine.forward_backward import ForwardBackward
+from samestep.engine.losses import GlobalCounts, MicrobatchLoss
+from samestep.engine.parameters import PurityCheck
+from samestep.engine.result import StepStats
+from samestep.engine.side_effects import Traces
+from samestep.engine.strategy import StepGradients
+
+
+@dataclass(frozen=True, slots=True)
+class StepParts:
+    """What running the microbatches of one step needs besides the batch and its sums."""
+
+    number: int
+    compute: ForwardBackward
+    purity: PurityCheck
+    counts: GlobalCounts | None
+    stats: StepStats
+    traces: Traces | None  # in the first steps
+    audit: Audit | None = None  # of a step that is audited
 
 
 class MicrobatchRunner:
     """Runs this rank's microbatches of one global batch, each through the whole model."""
 
-    def __init__(self, batch: Batch, step: StepParts, gradients: MicrobatchGradients, buffers: BufferMerge) -> None:
+    def __init__(self, batch: Batch, step: StepParts, gradients: StepGradients, buffers: BufferMerge) -> None:
         self._batch, self._step, self._gradients, self._buffers = batch, step, gradients, buffers
         self._compute, self._membership = step.compute, step.compute.membership
         self._sizes = [stop - start for start, stop in pairwise(batch.bounds(self._membership.num_microbatches))]
-        self._counts = (
-            None if step.counts is None else step.counts.sum(batch, self._membership.data_ranges, step.number)
-        )
+        self._counts = None if step.counts is None else step.counts.sum(batch, self._membership.ranges, step.number)
         self._is_only = self._compute.is_only(batch)
-        self._records = bool(self._membership.mine)  # else another rank, which executes the same ones, records them
 
     def run(self) -> None:
         """Forward and backward of each microbatch; leaves the script's random generators as they were."""
         batch, step, membership = self._batch, self._step, self._membership
         generators, purity, traces = self._compute.generators, step.purity, step.traces
-        mine = sorted(batch.microbatches) if batch.sizes is None else list(membership.executed)
+        mine = sorted(batch.microbatches) if batch.sizes is None else list(membership.mine)
         if membership.is_dealt:  # the batch may hold one that this rank only runs along with the others
             mine = [microbatch for microbatch in mine if microbatch in membership.mine]
         purity.begin(step.number)
@@ -67,8 +83,7 @@ class MicrobatchRunner:
             if step.audit is not None:
                 step.audit.keep_own(microbatch, loss)
             gradient_sum = gradients.push(microbatch, loss.value)
-            if self._records:
-                step.stats.record(microbatch, loss, gradient_sum)
+            step.stats.record(microbatch, loss, gradient_sum)
             self._buffers.collect(microbatch, num_samples)
             if step.traces is not None:
                 step.traces.compare()
@@ -86,8 +101,7 @@ class MicrobatchRunner:
             self._run_stand_in(microbatch)
         nothing = torch.zeros((), device=membership.communicator.device)
         gradient_sum = self._gradients.push(microbatch, nothing)
-        if self._records:
-            self._step.stats.record_empty(microbatch, nothing, gradient_sum)
+        self._step.stats.record_empty(microbatch, nothing, gradient_sum)
         self._buffers.collect(microbatch, 0)
 
     def _run_along(self, mine: list[int]) -> None:

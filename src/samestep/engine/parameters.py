@@ -27,11 +27,6 @@ def is_dtensor(tensor: Tensor) -> bool:
     return hasattr(tensor, "device_mesh")
 
 
-def is_tensor_parallel(model: nn.Module) -> bool:
-    """Whether `parallelize_module` has made DTensors of some parameters."""
-    return any(is_dtensor(parameter) for parameter in model.parameters())
-
-
 def held_by(optimizer: Optimizer) -> list[Tensor]:
     """The parameters of an optimizer, in the order in which its state counts them."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -55,11 +50,9 @@ def named_parameters(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[
         raise UsageError(f"parameter {lazy[0]} has no shape yet; run the model once on a batch before train_step")
     strangers = held - {id(p) for p in named.values()}
     if strangers or not named:
-        advice = "pass the model that holds them all, for example torch.nn.ModuleList([generator, discriminator])"
-        if any(is_dtensor(parameter) for parameter in model.parameters()):
-            advice = "make the optimizer after parallelize_module, which replaces parameters"
         raise UsageError(
-            f"the optimizer holds {len(held)} parameters, {len(strangers)} of which are not in the model; {advice}"
+            f"the optimizer holds {len(held)} parameters, {len(strangers)} of which are not in the model; pass the "
+            "model that holds them all, for example torch.nn.ModuleList([generator, discriminator])"
         )
     return named
 
@@ -167,8 +160,6 @@ class PurityCheck:
 def _sum_of_words(tensor: Tensor) -> Tensor:
     """The sum of a tensor's memory as 64-bit words, modulo 2^64; the same if words change places."""
     # Not `tensor_checksum`, which takes a hundred times as long: this is done after each microbatch of two steps.
-    if is_dtensor(tensor):
-        tensor = tensor.to_local()  # type: ignore[attr-defined]  # a DTensor has it
     # Of memory as it is: words of fewer bits would be widened first, to a copy of twice the size or more.
     is_plain = dense_strides(tensor) == tensor.stride() and not tensor.is_conj()
     flat = tensor.as_strided((tensor.numel(),), (1,)) if is_plain else flattened(tensor)
@@ -246,13 +237,8 @@ def _own_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def check_same_model(model: nn.Module, communicator: Communicator) -> None:
-    """Raises a `DeterminismError` unless every rank holds the same parameters and buffers."""
+    """Raises a `DeterminismError` that names the first parameter or buffer that differs between the ranks."""
     named = {name: tensor for name, tensor in _own_tensors(model).items() if not isinstance(tensor, UNINITIALIZED)}
-    check_same_tensors(named, communicator)
-
-
-def check_same_tensors(named: Mapping[str, Tensor], communicator: Communicator) -> None:
-    """Raises a `DeterminismError` that names the first tensor that differs between the ranks."""
     if communicator.world_size == 1:
         return
     # Checksums, not values: a start compares gigabytes, and only the name of a difference is needed.

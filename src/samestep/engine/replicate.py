@@ -6,15 +6,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from samestep.comm.membership import Membership
-from samestep.data.batch import Batch
 from samestep.engine.buffers import BufferMerge
 from samestep.engine.gradients import GradientSum
-from samestep.engine.microbatch_runner import MicrobatchRunner
 from samestep.engine.observer import Observers
 from samestep.engine.parameters import Homes, check_same_model, move_model
 from samestep.engine.sharded_state import check_elementwise
-from samestep.engine.strategy import ExchangeOptions, StepParts, Strategy
-from samestep.engine.strategy_options import Replicate, StrategyOptions
+from samestep.engine.strategy import ExchangeOptions, Strategy
+from samestep.engine.strategy_options import Replicate
 from samestep.errors import UsageError
 
 
@@ -22,19 +20,18 @@ class ReplicateStrategy(Strategy):
     """Every rank runs its microbatches through the whole model."""
 
     gradients: GradientSum
-    buffers: BufferMerge
 
     def __init__(
         self,
         membership: Membership,
         model: nn.Module,
         optimizers: Sequence[Optimizer],
-        options: StrategyOptions,
+        options: Replicate,
         exchange: ExchangeOptions,
     ) -> None:
         super().__init__(membership, model)
         self._exchange = exchange
-        self._shards_optimizer = isinstance(options, Replicate) and options.shard_optimizer
+        self._shards_optimizer = options.shard_optimizer
         self._homes: Homes | None = None
         device = membership.communicator.device
         if self._shards_optimizer:
@@ -69,11 +66,8 @@ class ReplicateStrategy(Strategy):
             names = {id(parameter): name for name, parameter in self.held(optimizers).items()}
             self.state = gradients.zero1.state
             self.state.hand_over(optimizers, names, membership.rank)
-        self._homes = Homes(self.forward, trainable)
-        self.gradients, self.buffers = gradients, BufferMerge(self.forward, membership.data)
-
-    def run(self, batch: Batch, step: StepParts) -> None:
-        MicrobatchRunner(batch, step, self.gradients, self.buffers).run()
+        self._homes = Homes(self._model, trainable)
+        self.gradients, self.buffers = gradients, BufferMerge(self._model, membership.communicator)
 
     def check_in_use(self) -> None:
         """Raises a `UsageError` if a parameter that is trained was replaced in the model."""

@@ -146,10 +146,7 @@ class StepStats:
         """The rows of this rank's microbatches, on the device."""
         if not self._on_device:
             return torch.zeros(len(self._mine), COLUMNS, dtype=self._dtype, device=self._device)
-        # In the order of the microbatches, those with samples first: a pipeline's may end in another one.
-        values, weights, counts, gradients = zip(
-            *(self._on_device[index] for index in sorted(self._on_device)), strict=True
-        )
+        values, weights, counts, gradients = zip(*self._on_device.values(), strict=True)
         factors = self._column(weights)
         are_means = not any(isinstance(count, Tensor) for count in counts) and counts == weights
         divisors = factors if are_means else self._column(counts)

@@ -16,14 +16,14 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
 
+from samestep.comm.default_group import mesh_of_all
 from samestep.comm.membership import Membership
-from samestep.comm.mesh_groups import data_mesh
 from samestep.engine.parameters import named_parameters
 from samestep.engine.sharded_state import (
     ShardedState,
+    accept_whole_weights,
     by_rows,
     check_contiguous,
-    check_dimension,
     check_elementwise,
     refuse_reading,
 )
@@ -188,7 +188,8 @@ def check_parameters(model: nn.Module) -> None:
     """Raises a `UsageError` that names the first parameter which FSDP2 cannot shard."""
     kinds: dict[torch.dtype, str] = {}
     for name, parameter in model.named_parameters():
-        check_dimension(name, parameter, "sharded")
+        if parameter.ndim == 0:  # its optimizer state would look like a count of steps
+            raise UsageError(f"parameter {name} has no dimension to divide; make it of shape [1] (strategy='sharded')")
         check_contiguous(name, parameter, "keep the whole model on each device (strategy='replicate')")
         has_hooks = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
         if has_hooks or type(parameter) is not nn.Parameter:
@@ -299,7 +300,7 @@ class ShardedModel:
         # By the parameters that the optimizers hold now: FSDP2 replaces them by DTensors.
         given = dict(model.named_parameters())
         names = {id(parameter): name for name, parameter in given.items()}
-        modules = shard_modules(model, inner, data_mesh(communicator, membership.timeout), options)
+        modules = shard_modules(model, inner, mesh_of_all(communicator, membership.timeout), options)
         self.model = model
         self._dtensors = dict(model.named_parameters())
         for module in modules:  # FSDP2 moves a shard at its first unsharding, and never again
@@ -319,6 +320,7 @@ class ShardedModel:
             has_whole_parameters=False,
         )
         self.state.hand_over(optimizers, names, communicator.rank)
+        accept_whole_weights(model, self.state, communicator.rank)
 
     def check_trained(self) -> None:
         """Raises a `UsageError` if a parameter was frozen or unfrozen: the layout of gradients is fixed."""

@@ -2,8 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import islice, pairwise
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -28,38 +27,20 @@ ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adamax", "Adagrad", "Adadelta", "RMSprop
 class Sharding:
     """The sharding of a tensor over D ranks.
 
-    Its elements, in the order of their indices, are one block, or several of equal length, each of which is cut alike:
-    slices of dim 0 are one block, slices of dim 1 as many as there are rows.
+    Each has adjacent elements, in the order of their indices.
     """
 
     shape: torch.Size  # of the unsharded tensor
-    cuts: tuple[int, ...]  # rank r has the elements cuts[r] … cuts[r + 1] - 1 of each block; D + 1 numbers
-    blocks: int = 1  # their number
+    cuts: tuple[int, ...]  # rank r has the elements cuts[r] … cuts[r + 1] - 1; D + 1 numbers
 
     @property
     def sizes(self) -> list[int]:
         """The number of elements of each rank."""
-        return [self.blocks * (stop - start) for start, stop in pairwise(self.cuts)]
+        return [stop - start for start, stop in pairwise(self.cuts)]
 
     def part(self, whole: Tensor, rank: int) -> Tensor:
-        """A rank's elements of the unsharded tensor, flat; a view if there is one block."""
-        start, stop = self.cuts[rank : rank + 2]
-        if self.blocks == 1:
-            return whole.reshape(-1)[start:stop]
-        return whole.reshape(self.blocks, -1)[:, start:stop].reshape(-1)
-
-    def whole(self, parts: Sequence[Tensor]) -> Tensor:
-        """The unsharded tensor, in memory of its own."""
-        # Side by side within each block: the inverse of `part`.
-        return torch.cat([part.view(self.blocks, -1) for part in parts], 1).view(self.shape)
-
-    @property
-    def by_blocks(self) -> "Sharding":
-        """Another sharding of such a tensor over as many ranks: each has adjacent blocks, whole ones."""
-        length, ranks = self.shape.numel() // self.blocks, len(self.cuts) - 1
-        # As `torch.chunk` divides: the last ranks may get fewer blocks, or none.
-        share = -(-self.blocks // ranks)
-        return Sharding(self.shape, tuple(length * min(rank * share, self.blocks) for rank in range(ranks + 1)))
+        """A rank's elements of the unsharded tensor, flat; a view."""
+        return whole.reshape(-1)[self.cuts[rank] : self.cuts[rank + 1]]
 
     @property
     def holder(self) -> int | None:
@@ -72,7 +53,7 @@ class Sharding:
 class LocalShard:
     """This rank's shard of a tensor."""
 
-    local: Tensor  # its elements, of any shape, contiguous; those of several blocks concatenated
+    local: Tensor  # its elements, of any shape, contiguous
     sharding: Sharding  # the sharding
 
     @property
@@ -90,29 +71,8 @@ class LocalShard:
         # Parts have different sizes, even none; an all-gather of equal sizes would need padding.
         flat = self.local.detach().reshape(-1)
         if communicator.world_size > 1:
-            sizes = self.sharding.sizes
-            return self.sharding.whole(gather_parts(communicator.carrier(flat), flat, sizes).wait().split(sizes))
+            return gather_parts(communicator.carrier(flat), flat, self.sharding.sizes).wait().view(self.shape)
         return flat.clone().view(self.shape)
-
-    def in_order(self, communicator: Communicator) -> "LocalShard":
-        """A shard of the same tensor resharded to one block, of adjacent elements; all ranks call it.
-
-        Without communication if it has one block already. Every rank has whole blocks then.
-        """
-        sharding, target = self.sharding, self.sharding.by_blocks
-        if sharding.blocks == 1:
-            return self
-        length = sharding.shape.numel() // sharding.blocks
-        counts = [size // length for size in target.sizes]
-        own, widths = counts[communicator.rank], [stop - start for start, stop in pairwise(sharding.cuts)]
-        flat = self.local.detach().reshape(-1)
-        # Each rank sends every other rank its columns of that rank's blocks: an all-to-all.
-        sent = [count * widths[communicator.rank] for count in counts]
-        received = [own * width for width in widths]
-        arrived = communicator.carrier(flat).exchange(flat, sent, received).wait().split(received)
-        return LocalShard(
-            torch.cat([part.view(own, width) for part, width in zip(arrived, widths, strict=True)], 1), target
-        )
 
 
 def by_rows(shape: torch.Size, world_size: int) -> Sharding:
@@ -187,15 +147,13 @@ class ShardedState:
 
     Attributes:
         parts: the local shard of every parameter, by name, in the model's order: what the optimizers hold.
-        shardings: the shardings of the parameters, by name; parameters without one are replicated.
+        shardings: their shardings, by name.
         has_whole_parameters: whether every rank has all parameters, and only the optimizers' state is sharded.
-        communicator: among the ranks of the shardings; None for all ranks of the run.
     """
 
     parts: Mapping[str, nn.Parameter]
     shardings: Mapping[str, Sharding]
     has_whole_parameters: bool
-    communicator: Communicator | None = None
 
     def held(self, optimizers: Sequence[Optimizer]) -> dict[str, nn.Parameter]:
         """The local shards that some optimizers update, by name, in the model's order."""
@@ -240,11 +198,10 @@ class ShardedState:
             for key, value in state.items()
         }
 
-    def parameters(self) -> Iterator[tuple[str, Tensor | LocalShard]]:
-        """The local shard of every parameter by name; a replicated one itself."""
+    def parameters(self) -> Iterator[tuple[str, LocalShard]]:
+        """The local shard of every parameter by name."""
         for name, part in self.parts.items():
-            own = part.detach()
-            yield name, LocalShard(own, self.shardings[name]) if name in self.shardings else own
+            yield name, LocalShard(part.detach(), self.shardings[name])
 
     def state_of(self, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
         """An optimizer's state, by the names of parameters; tensors of a shard's shape as local shards."""
@@ -252,7 +209,7 @@ class ShardedState:
         def shard(name: str, value: Any) -> Any:
             # Momentum has the parameter's shape; a 0-d count of steps is the same on all ranks.
             is_shard = isinstance(value, Tensor) and value.shape == self.parts[name].shape and value.ndim > 0
-            return LocalShard(value, self.shardings[name]) if is_shard and name in self.shardings else value
+            return LocalShard(value, self.shardings[name]) if is_shard else value
 
         return {
             name: {key: shard(name, value) for key, value in sorted(optimizer.state[part].items())}
@@ -295,12 +252,7 @@ def is_divided(optimizer: Optimizer) -> bool:
 
 def divided_parameters(model: nn.Module) -> list[str]:
     """The names of parameters of which this rank may have a part alone."""
-    names = [name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)]
-    for path, module in model.named_modules():
-        hooks = module._state_dict_pre_hooks.values()
-        keys = [hook.args[1] for hook in hooks if isinstance(hook, partial) and hook.func is _note_part]
-        names += [f"{path}.{key}" if path else key for key in keys]
-    return names
+    return [name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)]
 
 
 def check_contiguous(name: str, parameter: Tensor, otherwise: str) -> None:
@@ -312,25 +264,14 @@ def check_contiguous(name: str, parameter: Tensor, otherwise: str) -> None:
         )
 
 
-def check_dimension(name: str, parameter: Tensor, strategy: str) -> None:
-    """Raises a `UsageError` for a 0-d parameter: its optimizer state would look like a count of steps."""
-    if parameter.ndim == 0:
-        raise UsageError(f"parameter {name} has no dimension to divide; make it of shape [1] (strategy={strategy!r})")
-
-
-def reads_itself(name: str) -> str:
-    """The message for a loss that reads a parameter outside the forward of its module."""
-    return (
-        f"the loss reads parameter {name} by itself, of which this rank has only a part, or nothing: leave that to the "
-        "optimizer (weight_decay), do it in the forward of its module, or use strategy='replicate'"
-    )
-
-
 def refuse_reading(name: str, parameter: Tensor) -> RemovableHandle:
     """Lets the backward of a loss raise a `LossError` if the loss has read a sharded parameter."""
 
     def on_gradient(_: Tensor) -> None:
-        raise LossError(reads_itself(name))
+        raise LossError(
+            f"the loss reads parameter {name} by itself, of which this rank has only a part: leave that to the "
+            "optimizer (weight_decay), do it in the forward of its module, or use strategy='replicate'"
+        )
 
     handle: RemovableHandle = parameter.register_hook(on_gradient)
     return handle
@@ -357,62 +298,38 @@ def check_elementwise(optimizers: Sequence[Optimizer], device: torch.device, by_
 
 @dataclass(frozen=True)
 class ParameterPlacement:
-    """The placement of a module's parameter in memory and on the ranks, without a reference to it."""
+    """The placement of a module's DTensor in memory and on the ranks, without a reference to it."""
 
     shape: torch.Size  # of the local shard
-    sharding: Sharding | None  # None if every rank has the whole
-    communicator: Communicator
-    mesh: DeviceMesh | None = None  # of a DTensor; else None
-    placements: tuple[Placement, ...] = ()
-    stride: tuple[int, ...] = ()
-
-    @property
-    def is_part(self) -> bool:
-        """Whether this rank has not all of it."""
-        return self.sharding is not None and self.shape != self.sharding.shape
+    sharding: Sharding
+    rank: int
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    stride: tuple[int, ...]
 
     def local_shard(self, given: Any) -> Any:
         """The local shard of an unsharded tensor; other values as they are."""
-        whole_shape = self.shape if self.sharding is None else self.sharding.shape
+        whole_shape = self.sharding.shape
         if not isinstance(given, Tensor) or isinstance(given, DTensor) or given.shape != whole_shape:
             return given
-        if self.sharding is not None:
-            given = self.sharding.part(given, self.communicator.rank).view(self.shape)
-        if self.mesh is None:
-            return given
+        local = self.sharding.part(given, self.rank).view(self.shape)
         return DTensor.from_local(
-            given, self.mesh, self.placements, run_check=False, shape=whole_shape, stride=self.stride
+            local, self.mesh, self.placements, run_check=False, shape=whole_shape, stride=self.stride
         )
 
 
-def accept_whole_weights(model: nn.Module, state: ShardedState, communicator: Communicator) -> None:
-    """Lets `load_state_dict` of a sharded model take unsharded tensors."""
+def accept_whole_weights(model: nn.Module, state: ShardedState, rank: int) -> None:
+    """Lets `load_state_dict` of a model of DTensors take unsharded tensors."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    noted = [] if communicator.rank == 0 else ["by rank 0"]
+
+    def placement(leaf: Any) -> ParameterPlacement:
+        name, place = names[id(leaf)], (leaf.device_mesh, leaf.placements, leaf.stride())
+        return ParameterPlacement(state.parts[name].shape, state.shardings[name], rank, *place)
+
     for module in model.modules():
-        placements_by_key = {}
-        for key, leaf in module._parameters.items():
-            if leaf is not None:
-                name = names[id(leaf)]
-                of_dtensor = (leaf.device_mesh, leaf.placements, leaf.stride()) if isinstance(leaf, DTensor) else ()
-                placements_by_key[key] = ParameterPlacement(
-                    state.parts[name].shape, state.shardings.get(name), communicator, *of_dtensor
-                )
-        if placements_by_key:
-            _hook(module, placements_by_key)
-        lacking = (key for key, each in placements_by_key.items() if each.mesh is None and each.is_part)
-        for key in islice(lacking, 1):
-            module.register_state_dict_pre_hook(partial(_note_part, noted, key))
-
-
-def _note_part(noted: list[str], key: str, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    """A hook of `state_dict()`, which has no elements of the parameters of other ranks: says so once on rank 0."""
-    if not noted:
-        noted.append(prefix + key)
-        notify(
-            f"state_dict() has this rank's part of the weights alone, and of {prefix}{key} nothing; save them by "
-            "run.save_checkpoint or Trainer(run_dir=…), on all ranks, and in other formats by samestep export"
-        )
+        own = {key: placement(leaf) for key, leaf in module._parameters.items() if leaf is not None}
+        if own:
+            _hook(module, own)
 
 
 def _hook(module: nn.Module, placements_by_key: dict[str, ParameterPlacement]) -> None:

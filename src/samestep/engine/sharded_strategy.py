@@ -29,15 +29,13 @@ from samestep.comm.communicator import Communicator
 from samestep.comm.membership import Membership
 from samestep.comm.reduction import merge_blocks, merge_received
 from samestep.core.tree import Block, TreeSum
-from samestep.data.batch import Batch
 from samestep.engine.buffers import BufferMerge
-from samestep.engine.microbatch_runner import MicrobatchRunner
 from samestep.engine.norms import ShardedNorm, finite_sum
 from samestep.engine.observer import Observers
 from samestep.engine.parameters import check_same_model, move_model
 from samestep.engine.sharded_model import Group, ShardedModel, groups_in_forward
 from samestep.engine.sharded_state import MIXED
-from samestep.engine.strategy import MicrobatchGradients, StepParts, Strategy
+from samestep.engine.strategy import StepGradients, Strategy
 from samestep.engine.strategy_options import Sharded
 from samestep.errors import DeterminismError, UsageError
 
@@ -103,7 +101,7 @@ class UnsummedReduceScatter(ReduceScatter):
         self._receive(input_tensor, received)
 
 
-class ShardedGradientSum(MicrobatchGradients):
+class ShardedGradientSum(StepGradients):
     """Sums the gradients of all microbatches of a step, each rank its part."""
 
     def __init__(
@@ -332,7 +330,6 @@ class ShardedStrategy(Strategy):
     """Parameters, gradients and optimizer state are sharded over all ranks, by FSDP2."""
 
     gradients: ShardedGradientSum
-    buffers: BufferMerge
     memory_advice = "more devices, smaller `wrap`, or Sharded(activation_checkpointing=True)"
 
     def __init__(
@@ -351,11 +348,8 @@ class ShardedStrategy(Strategy):
         self, trainable: dict[str, nn.Parameter], optimizers: Sequence[Optimizer], observers: Observers
     ) -> None:
         gradients = ShardedGradientSum(self._sharded, trainable, self._membership, observers)
-        self.buffers = BufferMerge(self._sharded.model, self._membership.data)
+        self.buffers = BufferMerge(self._model, self._membership.communicator)
         self.gradients = gradients
-
-    def run(self, batch: Batch, step: StepParts) -> None:
-        MicrobatchRunner(batch, step, self.gradients, self.buffers).run()
 
     def sync_trainable(self) -> None:
         """Raises a `UsageError` if parameters were frozen or unfrozen since."""

@@ -27,17 +27,18 @@ from samestep.data.batch import Batch, split_batch
 from samestep.engine.audit import Audit, AuditFinding, RepeatStepError
 from samestep.engine.buffers import refuse_sync_batchnorm
 from samestep.engine.config import StepConfig, default_bucket_bytes
-from samestep.engine.factory import check_mesh, make_strategy
+from samestep.engine.factory import make_strategy
 from samestep.engine.forward_backward import ForwardBackward, backward_on_this_thread, compiling_alike
 from samestep.engine.gradients import divide, scale
 from samestep.engine.kernel_flags import check_flags, enough_memory, kernel_flags
 from samestep.engine.losses import GlobalCounts, wide_dtype
+from samestep.engine.microbatch_runner import MicrobatchRunner, StepParts
 from samestep.engine.observer import HeartbeatObserver, Observers, StepObserver, observers_in_scope
 from samestep.engine.optimizer_settings import settings_of
 from samestep.engine.parameters import (
     PurityCheck,
     held_by,
-    is_tensor_parallel,
+    is_dtensor,
     keep_numbers,
     move_states,
     named_parameters,
@@ -46,7 +47,7 @@ from samestep.engine.precision import FiniteCheck, LossScale, divisor, left_out_
 from samestep.engine.result import ADVICE, Agreed, StepResult, StepStats, read_headers, write_header
 from samestep.engine.sharded_state import ShardedState
 from samestep.engine.side_effects import MOST_NAMES, WATCHED_STEPS, Traces
-from samestep.engine.strategy import ExchangeOptions, StepParts
+from samestep.engine.strategy import ExchangeOptions
 from samestep.engine.strategy_options import Replicate, Sharded
 from samestep.errors import DataError, DeterminismError, NonFiniteError, OutOfMemoryError, PeerLostError, UsageError
 
@@ -108,8 +109,12 @@ class TrainStep:
             raise UsageError(
                 f"the model has a {found[0]}; a step shares its microbatches out itself: pass the module in it"
             )
-        is_replicated = not is_tensor_parallel(model) and isinstance(config.strategy, Replicate)
-        check_mesh(membership, model, config.strategy, config.compile)
+        if divided := [name for name, parameter in model.named_parameters() if is_dtensor(parameter)]:
+            raise UsageError(
+                f"parameter {divided[0]} is a DTensor (of parallelize_module, fully_shard or another training step), "
+                "and a step divides a model itself: leave that out, or train in a loop of your own under `samestep run "
+                "--logical-devices` (see docs/parallel-layouts.md)"
+            )
         is_mean = membership.num_microbatches == 1 or config.counts_fn is not None
         num_summed = 1 if is_mean else config.global_batch_size
         self._scale = LossScale(device, config.precision == "16-mixed", num_summed)
@@ -137,16 +142,11 @@ class TrainStep:
             raise OutOfMemoryError(describe_model_shortage(model, membership.rank, device)) from error
         explain, memory_advice = self.strategy.explain, self.strategy.memory_advice
         self.compute = ForwardBackward(membership, model, config, self._scale, self.observers, explain, memory_advice)
-        is_watched = is_replicated and membership.num_microbatches > 1
+        is_watched = isinstance(config.strategy, Replicate) and membership.num_microbatches > 1
         self._traces = Traces(membership, model, config.loss_fn) if is_watched else None
         self.compiling = compiling_alike if "torch._dynamo" in sys.modules else nullcontext
         self._audit = None
         if config.audit is not None:
-            if is_tensor_parallel(model):
-                raise UsageError(
-                    f"got audit={config.audit} with a model that parallelize_module has divided: what a device "
-                    "computes there depends on others; leave audit (--audit) out"
-                )
             self._audit = Audit(self)
         self._lay_out()
         self.observers.on_made(self)
@@ -176,11 +176,6 @@ class TrainStep:
     def sharded_state(self) -> ShardedState | None:
         """The sharded state; None if each rank has all of it."""
         return self.strategy.state
-
-    @property
-    def state_communicator(self) -> Communicator:
-        """Over the ranks among which the state is sharded; several groups of ranks may have the same."""
-        return self.strategy.communicator
 
     def __call__(self, batch: Any) -> StepResult:
         """Takes one optimizer step on a global batch.
@@ -217,9 +212,9 @@ class TrainStep:
         batch = self._local_microbatches(value)
         self.observers.on_batch(batch)
         self._adapt()
-        strategy, gradients, buffers = self.strategy, self.strategy.gradients, self.strategy.buffers
+        gradients, buffers = self.strategy.gradients, self.strategy.buffers
         num_leaves = batch.num_leaves(membership.num_microbatches)  # those with samples: V, or fewer
-        blocks_by_rank = rank_blocks(membership.data_ranges, num_leaves)
+        blocks_by_rank = rank_blocks(membership.ranges, num_leaves)
         audit = self._audit
         if audit is not None and batch.sizes is not None:
             raise UsageError(
@@ -240,7 +235,7 @@ class TrainStep:
         parts = StepParts(self.num_steps, self.compute, self._purity, self._counts, self._stats, traces, audit)
         try:
             with enough, backward_on_this_thread(device), self.compiling():
-                strategy.run(batch, parts)
+                MicrobatchRunner(batch, parts, gradients, buffers).run()
         except BaseException as error:
             self._abandon()
             # The script's own exception is refused on one rank as on several; Ctrl-C in a notebook is no failure.
@@ -457,7 +452,7 @@ class TrainStep:
         # Local shards are what microbatches could write to, unless each rank has the parameters whole (ZeRO-1).
         parts = None if state is None or state.has_whole_parameters else state.parts
         self._purity = PurityCheck(self.model, parts)
-        self._counts = None if counts_fn is None else GlobalCounts(counts_fn, self.membership.data, seeds)
+        self._counts = None if counts_fn is None else GlobalCounts(counts_fn, self.communicator, seeds)
         self._trained = self._what_is_trained()
 
     def _what_is_trained(self) -> tuple[Any, ...]:

@@ -2,8 +2,6 @@
 
 replicate     every rank has everything               engine.replicate; with `shard_optimizer` engine.zero1
 sharded       every rank has 1/D                      engine.sharded_strategy
-pipeline      every rank has some layers              engine.pipelining.pipeline_strategy
-tensor        DTensors over the axis "tensor"         engine.tensor_parallel
 
 The user passes options (`engine.config`), of which `engine.factory` makes a strategy. This module imports neither.
 CONTRIBUTING has a page on writing another one.
@@ -17,25 +15,27 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from samestep.comm.communicator import Communicator
 from samestep.comm.membership import Membership
 from samestep.core.tree import Block
-from samestep.data.batch import Batch
-from samestep.engine.forward_backward import ForwardBackward
-from samestep.engine.losses import GlobalCounts
+from samestep.engine.buffers import BufferMerge
 from samestep.engine.observer import Observers
-from samestep.engine.parameters import PurityCheck, named_parameters
-from samestep.engine.result import StepStats
+from samestep.engine.parameters import named_parameters
 from samestep.engine.sharded_state import ShardedState
-from samestep.engine.side_effects import Traces
 
 
 class StepGradients(ABC):
     """Sums the gradients of all microbatches of a step along the tree, over all ranks.
 
-    A step calls `begin`, lets the strategy run its microbatches, then `start`, `finish`, `norm` and `assign`; after a
-    failure `abandon` instead of what is left of these.
+    A step calls `begin`; for each microbatch `expect`, its forward and backward, `push`; then `start`, `finish`, `norm`
+    and `assign`; after a failure `abandon` instead of what is left of these.
     """
+
+    keeps = False  # whether `.grad` stays whole until `push`, for an audit of the microbatch under way
+
+    @property
+    @abstractmethod
+    def inputs(self) -> tuple[Tensor, ...]:
+        """The leaves whose gradients autograd computes; those of others stay what they were."""
 
     @property
     @abstractmethod
@@ -50,6 +50,16 @@ class StepGradients(ABC):
     @abstractmethod
     def begin(self, blocks_by_rank: Sequence[Sequence[Block]]) -> None:
         """Starts a step in which each rank ships these blocks, from `core.tree.rank_blocks`."""
+
+    def expect(self, microbatch: int, is_last: bool, is_empty: bool = False) -> None:
+        """Announces the microbatch whose forward and backward come next; one without samples counts as zero."""
+
+    @abstractmethod
+    def push(self, microbatch: int, loss: Tensor) -> Tensor:
+        """Adds the gradients that the backward of a microbatch left in `.grad`, and drops these.
+
+        Returns a 0-d sum that is not finite if one of their elements is not.
+        """
 
     @abstractmethod
     def start(self) -> None:
@@ -75,79 +85,12 @@ class StepGradients(ABC):
         """Removes the hooks from the parameters, before others take the place of these sums."""
 
 
-class MicrobatchGradients(StepGradients):
-    """Gradients that arrive one whole microbatch after another, as `microbatch_runner` runs them.
-
-    For each microbatch: `expect`, its forward and backward, `push`.
-    """
-
-    keeps = False  # whether `.grad` stays whole until `push`, for an audit of the microbatch under way
-
-    @property
-    @abstractmethod
-    def inputs(self) -> tuple[Tensor, ...]:
-        """The leaves whose gradients autograd computes; those of others stay what they were."""
-
-    def expect(self, microbatch: int, is_last: bool, is_empty: bool = False) -> None:
-        """Announces the microbatch whose forward and backward come next; one without samples counts as zero."""
-
-    @abstractmethod
-    def push(self, microbatch: int, loss: Tensor) -> Tensor:
-        """Adds the gradients that the backward of a microbatch left in `.grad`, and drops these.
-
-        Returns a 0-d sum that is not finite if one of their elements is not.
-        """
-
-
-class StepBuffers(ABC):
-    """Merges the module buffers over the microbatches of a step.
-
-    `exchange` only receives and `write` only writes, so a rank that is lost in between leaves the model as it was;
-    if the strategy relies on all ranks, `write` may need them.
-    """
-
-    @property
-    @abstractmethod
-    def touched(self) -> Sequence[bool]:
-        """Flags for what this rank's microbatches changed; `exchange` takes those of all ranks together."""
-
-    @abstractmethod
-    def begin(self, step: int) -> None:
-        """Remembers the buffers at the start of a step."""
-
-    @abstractmethod
-    def exchange(self, touched: Sequence[bool], blocks_by_rank: Sequence[Sequence[Block]], num_samples: int) -> None:
-        """Merges over the ranks; nothing is written to the model yet."""
-
-    @abstractmethod
-    def write(self, ok: Tensor | None) -> None:
-        """Writes the merged values to the model, if `ok` (a bool on the device; None if the host has decided)."""
-
-    @abstractmethod
-    def abandon(self) -> None:
-        """Restores the buffers from the start of the step."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepParts:
-    """What running the microbatches of one step needs besides the batch and the strategy's own sums."""
-
-    number: int
-    compute: ForwardBackward
-    purity: PurityCheck
-    counts: GlobalCounts | None
-    stats: StepStats
-    traces: Traces | None  # in the first steps
-    audit: Any = None  # `audit.Audit`, which imports this module; None in a step that is not audited
-
-
 class Strategy(ABC):
-    """Places the state of a step on the ranks and runs its microbatches; made once, as the model is.
+    """Places the state of a step on the ranks; made once, as the model is.
 
     The defaults are those of a model whose parameters and optimizer state every rank has.
 
     Attributes:
-        forward: the model for evaluation.
         state: the sharded state; None if each rank has all of it.
         contract: the options that decide the bits.
         gradients: their sums, made by `lay_out`.
@@ -157,18 +100,12 @@ class Strategy(ABC):
 
     state: ShardedState | None = None
     gradients: StepGradients
-    buffers: StepBuffers
+    buffers: BufferMerge
     memory_advice = ""
 
-    def __init__(self, membership: Membership, forward: nn.Module) -> None:
-        self._membership = membership
-        self.forward = forward
+    def __init__(self, membership: Membership, model: nn.Module) -> None:
+        self._membership, self._model = membership, model
         self.contract: dict[str, Any] = {}
-
-    @property
-    def communicator(self) -> Communicator:
-        """Over the ranks among which the state is sharded; all ranks if it is not."""
-        return self._membership.communicator
 
     def held(self, optimizers: Sequence[Optimizer]) -> dict[str, nn.Parameter]:
         """The parameters that the optimizers hold, by name; of sharded ones the local shards.
@@ -176,7 +113,7 @@ class Strategy(ABC):
         Raises:
             UsageError: they hold something else.
         """
-        return named_parameters(self.forward, optimizers) if self.state is None else self.state.held(optimizers)
+        return named_parameters(self._model, optimizers) if self.state is None else self.state.held(optimizers)
 
     @abstractmethod
     def lay_out(
@@ -186,10 +123,6 @@ class Strategy(ABC):
 
         Again if ranks are lost, or if others become trainable; if it raises, both stay those from before.
         """
-
-    @abstractmethod
-    def run(self, batch: Batch, step: StepParts) -> None:
-        """Runs forward and backward of this rank's microbatches of a global batch."""
 
     def sync_trainable(self) -> None:
         """Before each step: freezes the local shards of parameters that were frozen in the model, or refuses it."""

@@ -74,34 +74,6 @@ class DecoderBlock(nn.Module):
         return mixed.transpose(1, 2).reshape(samples, length, -1)
 
 
-class Input(nn.Module):
-    """Embeds bytes, the input of the first block: `[N, T]` -> `[N, T, width]`."""
-
-    def __init__(self, bytes_of: nn.Embedding, places: nn.Embedding, dropout: nn.Dropout) -> None:
-        super().__init__()
-        self.byte_embedding = bytes_of
-        self.position_embedding = places
-        self.dropout = dropout
-
-    def forward(self, x: Tensor) -> Tensor:
-        """int64 `[N, T]` -> `[N, T, width]`."""
-        hidden: Tensor = self.dropout(self.byte_embedding(x) + self.position_embedding.weight[: x.shape[1]])
-        return hidden
-
-
-class Output(nn.Module):
-    """Scores from the output of the last block: `[N, T, width]` -> `[N, T, 256]`."""
-
-    def __init__(self, norm: nn.LayerNorm, weights: nn.Embedding | nn.Linear) -> None:
-        super().__init__()
-        self.norm = norm
-        self.weights = weights
-
-    def forward(self, x: Tensor) -> Tensor:
-        """`[N, T, width]` -> `[N, T, 256]`."""
-        return _scores(self.norm(x), self.weights)
-
-
 class Gpt(nn.Module):
     """Bytes `[N, T]`, T up to `context`, to scores of each next byte `[N, T, 256]`.
 
@@ -111,7 +83,7 @@ class Gpt(nn.Module):
         heads: of the attention; a divisor of `width`.
         context: the most bytes of a window.
         dropout: the probability of an entry to be dropped.
-        tied: whether the output shares the byte embedding's weights, which stages of a pipeline cannot.
+        tied: whether the output shares the byte embedding's weights.
     """
 
     def __init__(self, layers: int, width: int, heads: int, context: int, dropout: float, *, tied: bool = True) -> None:
@@ -134,12 +106,6 @@ class Gpt(nn.Module):
         places = self.position_embedding.weight[: x.shape[1]]
         hidden: Tensor = self.norm(self.blocks(self.dropout(self.byte_embedding(x) + places)))
         return _scores(hidden, self._output_weights())
-
-    def pipeline_stages(self) -> list[tuple[str, nn.Module]]:
-        """The modules that the forward applies one after another."""
-        blocks = [(f"blocks.{name}", block) for name, block in self.blocks.named_children()]
-        first = Input(self.byte_embedding, self.position_embedding, self.dropout)
-        return [("input", first), *blocks, ("output", Output(self.norm, self._output_weights()))]
 
     def _output_weights(self) -> nn.Embedding | nn.Linear:
         return self.byte_embedding if self.head is None else self.head

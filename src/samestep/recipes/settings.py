@@ -26,9 +26,6 @@ OWN_OPTIONS: Mapping[str, Mapping[str, Option]] = {
 ONE_FILE: Mapping[str, str] = {"mlp": "one CSV file, by --data FILE.csv", "gpt": "one text file, by --data FILE"}
 """The recipes that read a file of the user's; the others read a folder, by --data-dir."""
 
-NUM_PARTS: Mapping[str, int] = {"lenet": 10, "mlp": 5, "simplenet": 4, "vgg": 38}
-"""The number of modules, one after another, of a recipe's model."""
-
 NUM_MICROBATCHES: Mapping[str, int] = {"mlp": 4}
 """The default number of microbatches of recipes whose steps are too short for 8: it is also their most devices."""
 
@@ -48,17 +45,6 @@ def num_microbatches_of(recipe: str, given: int | None, global_batch_size: int |
     default = check_num_microbatches(None, global_batch_size)
     own = min(default, NUM_MICROBATCHES.get(recipe, default))
     return check_num_microbatches(own if given is None else given, global_batch_size)
-
-
-def check_stages(recipe: str, options: Mapping[str, Any], stages: int) -> None:
-    """Raises a `UsageError` if a recipe's model has too few parts for the stages of a pipeline."""
-    parts = options["layers"] + 2 if recipe == "gpt" else NUM_PARTS[recipe]
-    if stages > parts:
-        raise UsageError(f"{recipe} has {parts} parts for {stages} stages: use --mesh pipe={parts} or less")
-    if recipe == "gpt" and options["tied"]:
-        raise UsageError(
-            "gpt's output has the weights of the embedding, which stages of a pipeline cannot share: add -o tied=false"
-        )
 
 
 def check_source(recipe: str, data_dir: str | None) -> None:
@@ -126,14 +112,6 @@ OPTIMIZATION = "Batch, optimizer and length"
 DEVICES = "Devices and workers"
 LAYOUT = "Strategy and precision"
 RUN_FOLDER = "Run folder, checkpoints and resuming"
-
-
-def mesh_sizes(text: str) -> dict[str, int]:
-    """`data=2,pipe=4` as sizes by axis."""
-    try:
-        return {axis.strip(): int(size) for axis, size in (part.split("=") for part in text.split(","))}
-    except ValueError:
-        raise UsageError(f"got --mesh {text!r}; needed: devices along each axis, such as data=2,pipe=4") from None
 
 
 def _numbers(text: str) -> list[float]:
@@ -250,18 +228,11 @@ class JobConfig:
         "Clip the gradient's norm to this.", above=0, compared=True, panel=OPTIMIZATION, metavar="X"
     )
     strategy: str = _option(
-        "How the state lies on the devices: replicate (the default), sharded (1/D of it on each) or pipeline (some "
-        "layers on each; needs --mesh): the same bits.",
+        "How the state lies on the devices: replicate (the default) or sharded (1/D of it on each): the same bits.",
         "replicate",
-        choices=("replicate", "sharded", "pipeline"),
+        choices=("replicate", "sharded"),
         panel=LAYOUT,
         metavar="NAME",
-    )
-    mesh: Mapping[str, int] | None = _option(
-        "Devices along each axis, data=2,pipe=4 or data=-1,pipe=2; -1: the remaining devices.",
-        parse=mesh_sizes,
-        panel=LAYOUT,
-        metavar="AXIS=N,…",
     )
     shard_optimizer: bool = _option(
         "Under replicate: each device has 1/D of the optimizer's state.", False, panel=LAYOUT

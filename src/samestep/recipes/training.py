@@ -45,7 +45,6 @@ def train(**options: Any) -> dict[str, Any]:
         config.seed,
         shares=config.shares,
         spares=config.spares,
-        mesh=config.mesh,
         num_threads=config.num_threads,
     )
     content = recipe.data(DataOptions(config.data, config.data_dir, config.seed, config.options or {}))

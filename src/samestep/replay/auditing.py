@@ -308,13 +308,6 @@ def audit_segments(
             check_code(record, folder, trust)
         program = own.run
     environment = read_environment()
-    tensor = record.get("tensor")
-    ranks = tensor.get("ranks") if isinstance(tensor, dict) else None
-    if isinstance(ranks, int) and (ranks < 1 or environment.world_size % ranks):
-        raise UsageError(
-            f"{folder} cannot be audited on {counted(environment.world_size, 'device')}: the bits depend on its number "
-            f'of ranks along "tensor", {ranks}; audit it on as many or a multiple of them, as by --devices cpu:{ranks}'
-        )
     device = own_device("cpu" if record.get("device_kind") == "cpu" else None, environment)
     total, before = sum(each.last - each.first + 1 for each in segments), 0
     for segment in segments:
@@ -436,7 +429,7 @@ class SegmentRerun(ProgramRerun):
                 found = f"the final digest: {end}, now {now}"
         if state.step != self.step:
             return
-        state = replace(state, files=gathered(state.files, trainer.step.state_communicator))
+        state = replace(state, files=gathered(state.files, trainer.step.communicator))
         if target is not None:
             found = first_difference(target, state) or found
             batches = (rest_of(each)["epoch"]["num_batches"] for each in (target, state))

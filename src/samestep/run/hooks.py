@@ -248,7 +248,7 @@ class EMA(Hook):
     The first update copies the parameters, each later one is `average = decay * average + (1 - decay) * parameter` by
     torch's own `get_ema_multi_avg_fn`: the bits are those of `torch.optim.swa_utils.AveragedModel` after every step.
     Buffers are not averaged. The average is part of checkpoints and of `Trainer.digest`. With `strategy="sharded"`,
-    `"pipeline"` and tensor parallelism, where no rank has all parameters, `fit` refuses it.
+    where no rank has all parameters, `fit` refuses it.
 
     In a loop of your own call `ema.update(model)` after each step, on every rank.
 

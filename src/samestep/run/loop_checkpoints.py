@@ -71,8 +71,7 @@ def save(
         if not is_sharded(steps):
             return communicator.share_text(on_main(communicator, write) or "")
         on_main(communicator, check_ours)
-        state, over = capture(steps, values), steps[0].state_communicator
-        written = partial(write_sharded, communicator, over, folder, state, keep, replaces=True)
+        written = partial(write_sharded, communicator, folder, capture(steps, values), keep, replaces=True)
         return membership.heartbeat.call("files", lambda: attempts(written)).name
 
     Drift(membership, steps).check()
@@ -83,7 +82,7 @@ def captured(contract: Mapping[str, Any], step: Steps, loader: Loader | None, re
     """The state that `save` would write, whole on all ranks, without what is said of the program."""
     steps = _listed(step)
     state = capture(steps, _values(contract, steps, loader, rest))
-    return replace(state, files=gathered(state.files, steps[0].state_communicator))
+    return replace(state, files=gathered(state.files, steps[0].communicator))
 
 
 def _values(contract: Mapping[str, Any], steps: list[TrainStep], loader: Loader | None, rest: Any) -> dict[str, Any]:

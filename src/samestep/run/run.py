@@ -7,7 +7,7 @@ from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import finalize
 
 import torch
@@ -23,7 +23,6 @@ from samestep.comm.environment import Environment, chosen_audit, read_environmen
 from samestep.comm.heartbeat import LEAVES_EARLY, READY_TO_JOIN, Heartbeat, HeartbeatPage
 from samestep.comm.membership import Membership
 from samestep.comm.transport import Connection, close_at_exit
-from samestep.core.mesh import make_mesh
 from samestep.core.microbatches import active_shares, microbatch_ranges
 from samestep.data.loader import Loader
 from samestep.data.randomness import seed_process
@@ -50,9 +49,6 @@ from samestep.run.arguments import answers_unknown
 from samestep.run.rerun import current_rerun
 from samestep.run.signals import stopping_on_request
 from samestep.text import counted, show
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 DEFAULT_TIMEOUT_SECONDS = 600.0
 MAX_TIMEOUT_SECONDS = 366 * 86_400.0
@@ -82,11 +78,6 @@ class Run:
         timeout_seconds: time to wait for other ranks before an error names the missing ones; while rank 0 alone works
             (`main_first`, files) they wait for as long as it lives.
         communicator: this rank's communicator, instead of one from the environment; for tests and special transports.
-        mesh: sizes of the axes of devices: `{"data": 2, "pipe": 4}` trains two copies of a model in four stages each
-            (`strategy="pipeline"`), `{"data": 2, "tensor": 2}` two copies with each matrix on two devices (by torch's
-            `parallelize_module` over `run.mesh["tensor"]`). One size may be -1: the remaining devices. By default all
-            are on "data"; `shares` and `num_microbatches` refer to "data". On one device it is ignored. The bits do not
-            depend on "data" and "pipe"; they do on "tensor": see docs/tensor.md.
 
     Raises:
         UsageError: an invalid argument, or more devices than microbatches.
@@ -106,12 +97,10 @@ class Run:
         num_threads: int | None = None,
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
         communicator: Communicator | None = None,
-        mesh: Mapping[str, int] | None = None,
     ) -> None:
         if (rerun := current_rerun()) is not None:
             device, shares, spares, communicator = rerun.device, None, 0, None
             num_threads = rerun.num_threads if num_threads is None else num_threads
-            mesh = mesh if mesh is not None and "tensor" in mesh else None  # the bits depend on no other axis
         count = check_contract(global_batch_size, num_microbatches, seed)
         if num_threads is not None:
             check_number("num_threads", num_threads, 1)
@@ -120,14 +109,7 @@ class Run:
         environment = read_environment() if communicator is None else Environment()
         world_size = environment.world_size if communicator is None else communicator.world_size
         _check_spares(spares, world_size)
-        grid = make_mesh(mesh, world_size)
-        if spares and grid.num_inner > 1:
-            raise UsageError(
-                f"got spares={spares} with mesh={dict(mesh or {})}: if each rank has another part of the model, none "
-                "can replace another; leave spares (--spares) out"
-            )
-        num_data = world_size if grid.num_inner == 1 else grid.sizes["data"]
-        microbatch_ranges(count, num_data - spares, active_shares(shares, num_data, spares))
+        microbatch_ranges(count, world_size - spares, active_shares(shares, world_size, spares))
         self.device = own_device(device, environment) if communicator is None else communicator.device
         make_current(self.device)
         threads = num_threads or environment.num_threads or 1
@@ -165,11 +147,8 @@ class Run:
             heartbeat=heartbeat,
             timeout_seconds=timeout_seconds,
             healing_store=healing_store,
-            mesh=grid,
         )
         self._close = close_at_exit(self.membership.close)
-        self._grid, self._timeout = grid, timeout
-        self._device_mesh: DeviceMesh | None = None
         self._give_signals_back: Callable[[], object] | None = None
         self._num_streams = 0
         self._sharded: dict[nn.Module, Strategy] = {}  # the strategies of models with sharded parameters
@@ -187,23 +166,6 @@ class Run:
     def communicator(self) -> Communicator:
         """This rank's communicator; another one after a rank was lost."""
         return self.membership.communicator
-
-    @property
-    def mesh(self) -> "DeviceMesh":
-        """The devices of the run as torch's DeviceMesh with the axes "data", "pipe" and "tensor".
-
-        `parallelize_module(model, run.mesh["tensor"], plan)` divides a model over the ranks that share it; on one
-        device the mesh has one rank. The first access is a collective call: it connects the ranks.
-
-        Raises:
-            UsageError: the ranks have no way to form a process group.
-        """
-        if self._device_mesh is None:
-            # Loads half of torch.distributed.
-            from samestep.comm.mesh_groups import device_mesh
-
-            self._device_mesh = device_mesh(self.communicator, self._grid, self._timeout)
-        return self._device_mesh
 
     @property
     def ranges(self) -> tuple[range, ...]:
@@ -374,11 +336,9 @@ class Run:
             bucket_bytes: size of a message; 32 MiB on CUDA devices, else 8 MiB. The bits depend on neither.
             compile: run forward and loss through `torch.compile`, with deterministic settings. The bits are equal on
                 all numbers of devices, and differ from those without it.
-            strategy: the placement of the state on the ranks: "replicate" (each has all of it), "sharded" (each has
-                1/D), or "pipeline" (each has some layers; needs `mesh`), or one of `samestep.Replicate`,
-                `samestep.Sharded` and `samestep.Pipeline` with options. Equal bits; see docs/strategies.md. A model
-                that torch's `parallelize_module` has divided over `run.mesh["tensor"]` takes "replicate"; see
-                docs/tensor.md.
+            strategy: the placement of the state on the ranks: "replicate" (each has all of it) or "sharded" (each has
+                1/D), or one of `samestep.Replicate` and `samestep.Sharded` with options. Equal bits; see
+                docs/strategies.md.
             shard_optimizer: with "replicate", shard the optimizer's state over the ranks (ZeRO-1).
             audit: in every so many steps another device computes one microbatch again, and the ranks compare their
                 states, which finds devices that compute wrong bits; see docs/wrong-bits.md. It costs
@@ -579,7 +539,7 @@ class Run:
             yield model
             return
         try:
-            yield strategy.forward
+            yield model
         except SamestepError:
             raise
         except RuntimeError as error:

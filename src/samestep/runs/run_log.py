@@ -393,7 +393,7 @@ class RunLog:
         if collective:
             from samestep.checkpoint.async_save import has_local_shards, with_rows
 
-            state = with_rows(state, self._step.state_communicator, self._membership.rank == 0)
+            state = with_rows(state, self._membership.communicator)
             if is_written := has_local_shards(state):
                 self._write_sharded(folder, state)
         if not is_written and self._recorder is not None:
@@ -454,8 +454,7 @@ class RunLog:
         from samestep.checkpoint.async_save import SavedCheckpoint, write_sharded
 
         start = time.perf_counter()
-        over = self._step.state_communicator
-        write = partial(write_sharded, self._membership.communicator, over, folder, state, self._keep, replaces=True)
+        write = partial(write_sharded, self._membership.communicator, folder, state, self._keep, replaces=True)
         path = retrying(write, self._retries, self.display.line)
         seconds = time.perf_counter() - start
         if self._recorder is not None:

@@ -270,7 +270,6 @@ class StepWatcher(StepObserver):
         self.family = family
         self._watch = watch
         self._stream = 0
-        self._is_noted = True
         self._samples: dict[str, Any] = {}
 
     def on_step(self, step: TrainStep, batch: Any) -> None:
@@ -278,11 +277,6 @@ class StepWatcher(StepObserver):
         watch = self._watch
         self.family, watch.modules.in_microbatches, watch.in_train_step = "api", True, True
         self._stream, watch.sharded = step.config.stream, ShardedParameters.of(step)
-        # Modules give a part of the output there, or run on some ranks only.
-        if step.membership.mesh is not None:
-            watch.modules.step = None
-            # Of ranks that compute a microbatch together one records it.
-            self._is_noted = bool(step.membership.mine)
         watch.end_if_done()
         with torch._C.DisableTorchFunction():
             self._samples = describe([])
@@ -293,8 +287,7 @@ class StepWatcher(StepObserver):
 
     def on_microbatch(self, step: int, index: int, value: Any) -> None:
         """Records which microbatches this rank runs."""
-        if self._is_noted:
-            self._watch.microbatches.append([self._stream, index])
+        self._watch.microbatches.append([self._stream, index])
         self._watch.modules.microbatch = index
 
     def on_update(self, step: TrainStep, result: StepResult) -> None:
@@ -310,7 +303,7 @@ class StepWatcher(StepObserver):
         self._end()
 
     def _end(self) -> None:
-        self._watch.in_train_step, self._is_noted, self._watch.sharded = False, True, None
+        self._watch.in_train_step, self._watch.sharded = False, None
         self._watch.modules.microbatch = -1
 
 

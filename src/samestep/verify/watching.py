@@ -172,7 +172,7 @@ class ShardedParameters:
         state = step.sharded_state
         if state is None:
             return None
-        return cls(state, step.state_communicator, {id(shard): name for name, shard in state.parts.items()})
+        return cls(state, step.communicator, {id(shard): name for name, shard in state.parts.items()})
 
     def numel(self, parameter: Tensor) -> int:
         """The elements of an unsharded parameter."""
