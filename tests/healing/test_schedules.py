@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 from worlds import cpu_only
 
-from samestep.comm import membership
+from samestep.comm import membership, quorums
 from samestep.comm.membership import Membership
+from samestep.comm.requests import Requests
 from samestep.comm.shared_memory import SharedTransport
+from samestep.core import microbatches
 from samestep.core.microbatches import ranges_of_slots
 from samestep.launcher.healing import Healing
 from samestep.launcher.worker_states import Workers
@@ -51,7 +53,7 @@ def test_a_late_worker_that_was_not_counted_in_begins_another_quorum_with_its_fi
     def pause(reports, real=membership.all_admit):
         admits = real(reports)
         if not admits and sys._getframe(1).f_code.co_name == "join":
-            membership.time.sleep(0.5)  # in which another rank is lost
+            quorums.time.sleep(0.5)  # in which another rank is lost
         return admits
 
     monkeypatch.setattr(membership, "all_admit", pause)
@@ -60,19 +62,28 @@ def test_a_late_worker_that_was_not_counted_in_begins_another_quorum_with_its_fi
     check_schedule(Schedule(3, faults, order=2, steps=3, microbatches=3, replacements=1))
 
 
-class LaterStop:
-    """`Membership.stop`, which rank 1 reads a step later."""
+class LaterRequests(Requests):
+    """Requests to stop are read a step later."""
+
+    stop = property(
+        lambda self: vars(self).get("stops", (0, 0))[0],
+        lambda self, stop: vars(self).update(stops=(vars(self).get("stops", (0, 0))[1], stop)),
+    )
+
+
+class RequestsOfRanks:
+    """`Membership.requests`, those of rank 1 `LaterRequests`."""
 
     def __get__(self, member, _):
-        return vars(member).get("stops", (0, 0))[member.rank != 1]
+        return vars(member)["requests"]
 
-    def __set__(self, member, stop):
-        vars(member)["stops"] = (vars(member).get("stops", (0, 0))[1], stop)
+    def __set__(self, member, requests):
+        vars(member)["requests"] = LaterRequests() if member.rank == 1 else requests
 
 
-def heal_uncounted(self, attempt, real=Membership._heal):
+def heal_uncounted(self, attempt, failure, real=Membership._heal):
     """An operation that was repeated among the ranks behind is not counted."""
-    before, values = self.num_operations, real(self, attempt)
+    before, values = self.num_operations, real(self, attempt, failure)
     self.num_operations = before
     return values
 
@@ -88,8 +99,13 @@ TWINS = {
         *(Membership, "_heal", heal_uncounted),
         ENDED_OTHERWISE["a checkpoint is agreed by a rank that repeats the step without the one that asked"],
     ),
-    "one rank stops a step later": (Membership, "stop", LaterStop(), Schedule(3, (Fault("ends", 0, 1),), steps=9)),
-    "a spare is in the wrong place": (membership, "ranges_of_slots", spares_first, replace(KILLED, spares=1)),
+    "one rank stops a step later": (
+        Membership,
+        "requests",
+        RequestsOfRanks(),
+        Schedule(3, (Fault("ends", 0, 1),), steps=9),
+    ),
+    "a spare is in the wrong place": (microbatches, "ranges_of_slots", spares_first, replace(KILLED, spares=1)),
     "a place is used again before it is read": (SharedTransport, "_is_read", lambda *_: True, Schedule(3)),
 }
 

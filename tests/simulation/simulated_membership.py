@@ -30,7 +30,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from samestep.comm import connecting, membership, rendezvous, segment, shared_memory
+from samestep.comm import connecting, membership, quorums, rendezvous, segment, shared_memory
 from samestep.comm import heartbeat as heartbeat_page
 from samestep.comm.communicator import Communicator
 from samestep.comm.environment import Environment
@@ -38,6 +38,7 @@ from samestep.comm.events import Channel
 from samestep.comm.heartbeat import Heartbeat, HeartbeatPage
 from samestep.comm.membership import Membership
 from samestep.comm.rendezvous import Rendezvous
+from samestep.comm.requests import END_OF_FIT
 from samestep.comm.transport import LocalTransport
 from samestep.engine.result import Agreed, read_headers, write_header
 from samestep.errors import PeerLostError
@@ -47,7 +48,7 @@ from samestep.launcher.worker_pool import Group, WorkerEvent
 from samestep.launcher.worker_states import WORKING, Restarts, report_exception
 from samestep.run.signals import stopping_on_request
 
-TIMED = (membership, rendezvous, heartbeat_page, shared_memory, healing, monitor)
+TIMED = (membership, quorums, rendezvous, heartbeat_page, shared_memory, healing, monitor)
 HANG_SECONDS, TIMEOUT_SECONDS, MOST_SECONDS, STEPS_AN_EPOCH = 5.0, 30.0, 500.0, 3
 HARMS = ("killed", "hangs", "fails", "given up", "exits")
 KINDS = (*HARMS, "breaks", "pauses", "stops", "ends")
@@ -242,7 +243,7 @@ class Rank:
                 os.write(self.ranks.requests[1], b"" if self.ranks.stops else bytes([signal.SIGTERM]))
                 self.ranks.stops = True
             elif fault.kind == "ends":
-                self.member.asks_end = True
+                self.member.requests.asks_end = True
             else:
                 self.ranks.turns.sleep(HANG_SECONDS / 2 if fault.kind == "pauses" else 10 * MOST_SECONDS)
 
@@ -275,18 +276,18 @@ class Rank:
                 self.state = pickle.loads(bytes(member.join(lambda group, source: group.share(None, source)).tolist()))
             run_loop(member, self.state, schedule, self.note)
             member.close()
-        if member.stop > 0 and member.stop != membership.END_OF_FIT:
-            raise SystemExit(128 + member.stop)
+        if member.requests.stop not in (0, END_OF_FIT):
+            raise SystemExit(128 + member.requests.stop)
 
     def note(self):
         """Notes that this rank carries out an operation, and with which."""
         member = self.member
-        self.ranks.done[member.num_operations].append((member._slots, member.ranges, self.slot))
+        self.ranks.done[member.num_operations].append((member.plan.slots, member.ranges, self.slot))
 
 
 def run_loop(member, state, schedule, note=lambda: None):
     """Steps, of which each changes the state and writes it in the end; evaluations, and checkpoints if all agree."""
-    log, heart = state["log"], member.heartbeat
+    log, heart, requests = state["log"], member.heartbeat, member.requests
 
     def rows(factor, phase):
         heart.enter(phase)
@@ -298,12 +299,12 @@ def run_loop(member, state, schedule, note=lambda: None):
     def step():
         heart.step = len(log)
         ours = rows(0.3, "forward")
-        asked = Agreed(membership.END_OF_FIT if member.asks_end else heart.stop_asked, member.asks_checkpoint, [])
+        asked = Agreed(END_OF_FIT if requests.asks_end else heart.stop_asked, requests.asks_checkpoint, [])
         batch = SimpleNamespace(length=8, epoch=0, position=len(log), checksum=1)
         counts = list(map(len, member.ranges))
         _, headers = member.communicator.gather_header(ours, counts, write_header(batch, len(log), asked))
         agreed = read_headers(headers, 0)
-        member.stop, member.checkpoint_agreed = agreed.stop, agreed.checkpoint
+        requests.stop, requests.checkpoint = agreed.stop, agreed.checkpoint
         total = member.communicator.sum_rows(ours, member.ranges).item()
         member.await_exchange()
         heart.enter("update")
@@ -325,18 +326,18 @@ def run_loop(member, state, schedule, note=lambda: None):
 
     kept = 0
     heart.enter("script")
-    while steps() < schedule.steps and not member.stop:
+    while steps() < schedule.steps and not requests.stop:
         member.send_state = give if member.can_heal else None
         member.perform(step, "script")
         member.send_state = None
         number = steps()
         is_old = any(kept < asked <= number for asked in schedule.checkpoints)
-        member.asks_checkpoint = is_old and member.rank == 0
-        if member.checkpoint_agreed:
-            kept, member.asks_checkpoint = number, False
+        requests.asks_checkpoint = is_old and member.rank == 0
+        if requests.checkpoint:
+            kept, requests.asks_checkpoint = number, False
             log.append(("checkpoint", number))
             member.perform(lambda: member.communicator.meet())
-        if number % STEPS_AN_EPOCH == 0 and not member.stop:
+        if number % STEPS_AN_EPOCH == 0 and not requests.stop:
             member.perform(evaluate, "evaluate")
             member.agree_on_end()
     member.perform(lambda: member.communicator.barrier())
@@ -433,9 +434,11 @@ def check_run(ranks, outcome, whole, said):
             for others, theirs, _ in entries:
                 assert set(slots) & set(others), ("two quorums", operation, slots, others)
                 assert slots != others or ranges == theirs, ("other microbatches", operation, slots, ranges, theirs)
-    ends = {(rank.code, tuple(rank.state["log"]), rank.member.stop, rank.member.num_operations) for rank in alive}
+    ends = {
+        (rank.code, tuple(rank.state["log"]), rank.member.requests.stop, rank.member.num_operations) for rank in alive
+    }
     assert len(ends) <= 1, ("other ends", ends)
-    last = {(rank.member.heartbeat.quorum, rank.member._slots) for rank in alive}
+    last = {(rank.member.heartbeat.quorum, rank.member.plan.slots) for rank in alive}
     assert len({number for number, _ in last}) == len(last), ("other members", last)
     unharmed = {*range(schedule.ranks)} - {fault.slot for fault in schedule.faults if fault.kind in HARMS}
     # A request while a rank fails may reach one that does not stop by itself any more: then all are ended.

@@ -21,7 +21,7 @@ from grammar import Program, table  # noqa: F401 (of the table)
 from run import Search
 from simulated_collectives import Call  # noqa: F401 (of the table)
 
-from samestep.comm.membership import END_OF_FIT
+from samestep.comm.requests import END_OF_FIT
 from samestep.engine.norms import block_norm  # noqa: F401 (of the table)
 from samestep.errors import SamestepError
 
@@ -47,7 +47,7 @@ def without_scale(load):
 def stopped_alone(exchanged, step):
     """What an exchange returns, without the stop on which the ranks agree."""
     agreed, *others = exchanged
-    return replace(agreed, stop=END_OF_FIT if step.membership.asks_end else 0), *others
+    return replace(agreed, stop=END_OF_FIT if step.membership.requests.asks_end else 0), *others
 
 
 def folding(operation, order):
@@ -158,7 +158,7 @@ TWINS = table("""
         has_called=self.call("on_step_end", result)))
         | struck | Program(microbatches=2, epochs=3, hooks=("drawing",)) | ranks=(1, 0), faults=((0, 1, "SIGKILL"),)
     going on after a loss draws from the generators of the program:
-        comm.membership.Membership._heal = lambda self, attempt: (real(self, attempt), torch.rand(()))[0]
+        comm.membership.Membership._heal = lambda self, *arguments: (real(self, *arguments), torch.rand(()))[0]
         | struck | Program(microbatches=2, epochs=3, hooks=("drawing",)) | ranks=(1, 0), faults=((0, 1, "SIGKILL"),)
     what a module uses several times is added up before the rest: engine.sharded_model._hide_activations = nothing
         | strategies | Program(blocks=("attention",), optimizer="adam") | strategies=("kept", "replicate")

@@ -13,9 +13,7 @@ same operation, or some (the advanced) are in the one after it. They then
 An operation changes nothing before its last exchange has arrived, and its results are the same bits on any number of
 ranks: so the ranks that are behind need no state, and none is torn.
 
-A quorum is a list of workers, by slot, that the supervisor announces on the heartbeat page; it alone can see which
-processes are alive, so ranks never vote. The place of a worker in the list is its rank, which changes; its slot stays.
-A rank that is lost while the others connect leads to the next quorum, and they begin again at 1.
+A rank that is lost while the others connect leads to the next quorum (`comm.quorums`), and they begin again at 1.
 
 A spare is a rank without microbatches. It takes part in every exchange, so it has the same state as the others; when
 one of them is lost, dividing the microbatches anew (5) gives it some.
@@ -25,36 +23,27 @@ for which another rank can send the state (`send_state`), receives it, and takes
 """
 
 import gc
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from samestep.comm.communicator import Communicator
-from samestep.comm.heartbeat import HEALS, READY_TO_JOIN, SHOWS_LIFE, Heartbeat, Quorum
-from samestep.comm.rendezvous import RankReport, all_admit, roll_call
+from samestep.comm.heartbeat import Heartbeat, Quorum
+from samestep.comm.quorums import NewQuorumError, Quorums
+from samestep.comm.rendezvous import RankReport, all_admit
+from samestep.comm.requests import END_OF_FIT, Requests
 from samestep.comm.transport import STUCK, Connection, LocalTransport, returns, wait_until
-from samestep.core.microbatches import dealt_ranges, num_rounds, ranges_of_slots
+from samestep.core.microbatches import WorkPlan
 from samestep.errors import PeerLostError, UsageError
 from samestep.text import notify
 
 T = TypeVar("T")
-
-QUORUM_POLL_SECONDS = 0.005
-QUORUM_SECONDS = 60.0
-NOTICE_SECONDS = 10.0  # without a new quorum, before a rank says why it waits
-CHECK_SECONDS = 0.05  # between checks whether a rank has ended
-END_OF_FIT = 256  # as `Membership.stop`: above all signals, which are asked for once more by the next step
-ENDED_SECONDS = 1.0  # after which a transfer with it does not arrive any more
-
-
-class NewQuorumError(PeerLostError):
-    """The supervisor has announced another quorum than the one that this rank works in."""
 
 
 class Membership:
@@ -83,41 +72,31 @@ class Membership:
         timeout_seconds: float = 600.0,
         healing_store: dist.Store | None = None,
     ) -> None:
+        connection = communicator.transport if isinstance(communicator.transport, Connection) else None
+        store = healing_store if connection is None else connection.healing_store
+        slots = tuple(range(communicator.world_size) if slots is None else slots)
         self.communicator = communicator  # another one after a loss
-        self.num_microbatches = num_microbatches
         self.heartbeat = Heartbeat() if heartbeat is None else heartbeat
         self.timeout = timedelta(seconds=timeout_seconds)
+        self.plan = WorkPlan(
+            *(num_microbatches, slots, len(slots) if num_active is None else num_active),
+            shares=None if shares is None else tuple(shares),
+        )
         self.version = 0  # grows whenever the ranks change
+        self.requests = Requests()
         self.num_operations = 0  # carried out so far
-        self._is_performing = False
         self.healed: list[tuple[Quorum, float]] = []  # with the seconds that it took, oldest first
         # Sends the state of a source rank to ranks that join; None while none can join.
         self.send_state: Callable[[Communicator, int], None] | None = None
-        self.is_late = healing_store is not None  # whether this worker still waits to join
-        self.is_dealt = False  # whether microbatches are dealt to the ranks in turn
-        self.fetched: int | None = None  # the microbatch whose samples are fetched in place of this rank's own ones
-        self.needs_all = False  # whether each rank has state that no other has
-        # The signal by which the run is to stop, or `END_OF_FIT`, once all ranks have agreed on it after a step.
-        self.stop = 0
-        self.asks_end = False  # whether this rank asks for the end of the fit after the next step
-        self.asks_checkpoint = False  # whether this rank asks for a checkpoint after the next step
-        self.checkpoint_agreed = False  # whether a rank asked for one before the last step; the same on all ranks
         # Called with the name by which the script asks for its rank; None while it may.
         self.on_rank_asked: Callable[[str], None] | None = None
+        self._quorums = Quorums(self.heartbeat, store, self.timeout, healing_store is not None)
+        self._is_performing = False
         self._noticed: set[str] = set()
         self._was_nccl = False  # whether connections over NCCL have been dropped
-        self._round = 0  # in which a quorum is taken up
-        self._one_waits = False  # a late worker is in the quorum, and was not counted in yet
-        self._checked_at, self._ended_at = 0.0, math.inf  # when a rank was first seen to have ended
-        self._slots = tuple(range(communicator.world_size) if slots is None else slots)
-        self._num_active = len(self._slots) if num_active is None else num_active
-        self._shares = None if shares is None else list(shares)
-        connection = communicator.transport if isinstance(communicator.transport, Connection) else None
-        self._healing_store = healing_store if connection is None else connection.healing_store
-        self.ranges = self._divide()
         if self.can_heal and connection is not None:
             self._let_name_missing(False)
-            self.heartbeat.set_flags(self.heartbeat.flags | HEALS)
+            self._quorums.heal_from_now()
 
     @property
     def rank(self) -> int:
@@ -128,52 +107,57 @@ class Membership:
         return self.communicator.world_size
 
     @property
+    def num_microbatches(self) -> int:
+        """V."""
+        return self.plan.num_microbatches
+
+    @property
+    def ranges(self) -> tuple[range, ...]:
+        """The microbatches that each rank executes."""
+        return self.plan.ranges
+
+    @property
     def mine(self) -> range:
         """The microbatches that this rank executes."""
-        return self.ranges[self.rank]
+        return self.plan.ranges[self.rank]
+
+    @property
+    def is_late(self) -> bool:
+        """Whether this worker still waits to join."""
+        return self._quorums.is_late
+
+    @property
+    def can_heal(self) -> bool:
+        """Whether a supervisor announces quorums, and there is a store at which the ranks can connect again."""
+        return self._quorums.can_heal
+
+    @property
+    def needs_all(self) -> bool:
+        """Whether each rank has state that no other has."""
+        return self._quorums.needs_all
 
     def rely_on_all(self) -> None:
         """Turns healing off: each rank has state that no other has. Hung ranks are still found."""
-        if self._num_active < self.world_size:
+        if self.plan.num_active < self.world_size:
             raise UsageError(
                 "where the state is sharded over the ranks none can take another's place: leave spares (--spares) "
                 "out, or keep the whole state on each by strategy='replicate' (--strategy replicate)"
             )
-        self.needs_all = True
-        shows_life = SHOWS_LIFE if self.world_size > 1 else 0
-        self.heartbeat.set_flags(self.heartbeat.flags & ~HEALS | shows_life)
+        self._quorums.rely_on_all(self.world_size > 1)
         self._let_name_missing(True)
 
     def deal_in_turn(self) -> None:
         """Deals the microbatches to the ranks in turn from now on, for good."""
         self.rely_on_all()
-        if self._shares is not None:
+        if self.plan.shares is not None:
             raise UsageError("strategy='sharded' gives every device equally much to do: leave shares (--shares) out")
-        if not self.is_dealt:
-            self.is_dealt = True
-            self.ranges = self._divide()
+        if not self.plan.is_dealt:
+            self.plan = replace(self.plan, is_dealt=True)
             self.version += 1
 
-    def num_rounds(self, num_samples: int) -> int:
-        """How often each rank runs the model for a batch, if all of them must do so equally often; else 0."""
-        return num_rounds(min(num_samples, self.num_microbatches), self.world_size) if self.is_dealt else 0
-
     def to_fetch(self, num_leaves: int) -> range:
-        """The microbatches whose samples this rank needs, of so many that hold samples.
-
-        They are its own; if it has none and they are dealt in turn, the first: FSDP2 needs every rank in every round.
-        """
-        if self.fetched is not None:
-            return range(self.fetched, self.fetched + 1)
-        mine = self.mine
-        if self.is_dealt and mine.start >= num_leaves:
-            return range(1)
-        return range(mine.start, min(mine.stop, num_leaves), mine.step)
-
-    @property
-    def can_heal(self) -> bool:
-        """Whether a supervisor announces quorums, and there is a store at which the ranks can connect again."""
-        return self.heartbeat.page is not None and self._healing_store is not None and not self.needs_all
+        """The microbatches whose samples this rank needs, of so many that hold samples."""
+        return self.plan.to_fetch(self.rank, num_leaves)
 
     def perform(self, attempt: Callable[[], T], phase: str = "exchange") -> T:
         """Carries out an operation of all ranks, in a phase of the heartbeat; again after each loss of a rank.
@@ -192,7 +176,7 @@ class Membership:
         while True:
             try:
                 # A new quorum may exclude this rank, or wait for it: an exchange would only wait for the timeout.
-                self._check_quorum()
+                self._quorums.check(self.send_state is not None)
                 value = attempt()
             except PeerLostError as error:
                 if not self.can_heal:
@@ -231,22 +215,12 @@ class Membership:
 
     def join(self, receive: Callable[[Communicator, int], T]) -> T:
         """Waits until the others count this late worker in, and receives their state."""
-        self.heartbeat.enter("regroup")
-        # Only now: the supervisor announces a quorum with this worker, and the others then wait for it.
-        self.heartbeat.set_flags(self.heartbeat.flags | READY_TO_JOIN)
-        page, slot = self.heartbeat.page, self.heartbeat.slot
-        assert page is not None, "only a supervised run takes in late workers"
-        number = taken_up = -1
+        number = -1
         # Again with every quorum, until one is formed in which no rank is lost meanwhile.
         while True:
-            while page.number == number or slot not in page.quorum().slots:
-                self.heartbeat.enter("regroup")
-                time.sleep(QUORUM_POLL_SECONDS)
-            quorum = page.quorum()
-            self._round = self._round + 1 if quorum.number == taken_up else 0  # as in `_heal`
-            taken_up = quorum.number
+            quorum = self._quorums.take_up_first(number)
             try:
-                reports = self._exchange_reports(quorum, RankReport(-1))
+                reports = self._quorums.reports(quorum, RankReport(-1))
                 if not all_admit(reports):
                     continue
                 self._connect("all", quorum, quorum.slots)
@@ -257,8 +231,7 @@ class Membership:
                 self._drop_connections()
                 continue
             self.num_operations = max(report.operations for report in reports.values())
-            self.is_late = False
-            self.heartbeat.set_flags((self.heartbeat.flags | HEALS) & ~READY_TO_JOIN)
+            self._quorums.heal_from_now()
             return value
 
     def agree_on_end(self) -> None:
@@ -266,8 +239,8 @@ class Membership:
 
         def agree() -> None:
             # In the operation: what the advanced ranks have agreed on takes the place of what is repeated.
-            if any(asks for (asks,) in self.communicator.gather_words([int(self.asks_end)])):
-                self.stop = END_OF_FIT
+            if any(asks for (asks,) in self.communicator.gather_words([int(self.requests.asks_end)])):
+                self.requests.stop = END_OF_FIT
 
         self.perform(agree)
 
@@ -275,30 +248,6 @@ class Membership:
         """Closes connections, and posts the end of this rank."""
         self.heartbeat.enter("end")
         self.communicator.close()
-
-    def _check_quorum(self) -> None:
-        """Raises if there is another quorum than this one, or a late worker that can be counted in now."""
-        page = self.heartbeat.page
-        if page is None or not self.can_heal or self.is_late:
-            return
-        if self._one_waits and self.send_state is not None:
-            raise NewQuorumError("a late worker is to be counted in")
-        if page.number != self.heartbeat.quorum:
-            raise NewQuorumError("the supervisor has announced another quorum")
-
-    def _check_lost(self) -> None:
-        """Raises if there is another quorum than this one, or a rank has ended: a transfer may never arrive then."""
-        page, control, now = self.heartbeat.page, self.communicator.control, time.monotonic()
-        assert page is not None, "only a supervised run heals"
-        if page.number != self.heartbeat.quorum:
-            raise NewQuorumError("the supervisor has announced another quorum")
-        # A worker that ends early, but with success, is left out by the supervisor once the others connect anew.
-        if now - self._checked_at >= CHECK_SECONDS:
-            self._checked_at = now
-            has_ended = isinstance(control, Connection) and control.has_lost()
-            self._ended_at = min(self._ended_at, now) if has_ended else math.inf
-        if now - self._ended_at >= ENDED_SECONDS:
-            raise PeerLostError("another rank has ended, or has left the exchange")
 
     def _heal(self, attempt: Callable[[], T], failure: str) -> list[T]:
         """Goes on with the ranks that are left and those that join; the value of the operation if it was behind.
@@ -312,15 +261,12 @@ class Membership:
         while True:
             self.heartbeat.enter("regroup")  # again too: an operation that was repeated has entered other phases
             self._drop_connections()
-            quorum = self._next_quorum(number, failure)
-            # A quorum is taken up again for a late worker that could not be counted in: under keys of its own.
-            self._round = self._round + 1 if quorum.number == self.heartbeat.quorum else 0
+            quorum = self._quorums.take_up_next(number, failure, self.rank)
             number, self.heartbeat.quorum = quorum.number, quorum.number
-            self._one_waits = False
             try:
-                admits, checkpoint = int(self.send_state is not None), int(self.checkpoint_agreed)
-                own = RankReport(self.num_operations, admits, self.stop, checkpoint)
-                reports = self._exchange_reports(quorum, own)
+                agreed, admits = self.requests, int(self.send_state is not None)
+                own = RankReport(self.num_operations, admits, agreed.stop, int(agreed.checkpoint))
+                reports = self._quorums.reports(quorum, own)
                 present = {slot: report for slot, report in reports.items() if report.operations >= 0}
                 most = max(present.values())
                 behind = tuple(slot for slot, report in present.items() if report.operations < most.operations)
@@ -331,14 +277,14 @@ class Membership:
                     self.num_operations += 1
                     # As the advanced have agreed: a request that came later is for the next operation, and who asked
                     # for a checkpoint may be among them.
-                    self.stop, self.checkpoint_agreed = most.stop, bool(most.checkpoint)
+                    agreed.stop, agreed.checkpoint = most.stop, bool(most.checkpoint)
                     self.heartbeat.enter("regroup")
                     self._drop_connections()
                 members = quorum.slots if all_admit(reports) else tuple(present)
                 self._connect("all", quorum, members)
                 if len(members) > len(present) and self.send_state is not None:
                     self.send_state(self.communicator, _source(quorum, reports))
-                self._one_waits = len(members) < len(quorum.slots)
+                self._quorums.one_waits = len(members) < len(quorum.slots)
                 break
             except (PeerLostError, dist.DistError):
                 continue  # another rank was lost meanwhile: wait for the next quorum
@@ -375,72 +321,24 @@ class Membership:
         if not self.is_late:
             self.heartbeat.enter(self.heartbeat.phase)  # all this may take a second
 
-    def _next_quorum(self, number: int, failure: str) -> Quorum:
-        """Waits for the supervisor to announce another quorum than `number`."""
-        page = self.heartbeat.page
-        assert page is not None, "only a supervised run heals"
-        began, is_told = time.monotonic(), False
-        limit = max(QUORUM_SECONDS, self.timeout.total_seconds())
-        while page.number == number and not self._one_waits:
-            waited = time.monotonic() - began
-            if waited > NOTICE_SECONDS and not is_told:  # the supervisor shows what rank 0 prints
-                is_told = True
-                notify(f"rank {self.rank} waits to hear which rank was lost, for {limit:g} s at most: {failure}")
-            if waited > limit:
-                raise PeerLostError(
-                    "the exchange with the other ranks failed, but none of them is known to be lost; if a rank needs "
-                    f"more than {self.timeout.total_seconds():g} s for its microbatches, raise timeout_seconds. It "
-                    f"failed by this: {failure}"
-                )
-            self.heartbeat.enter("regroup")  # it is alive, unlike one that is blocked in a connection
-            time.sleep(QUORUM_POLL_SECONDS)  # a page of memory has no wake-up; the supervisor needs longer than this
-        quorum = page.quorum()
-        if not quorum.slots:
-            raise PeerLostError("another rank failed, and the run ends" + (f" ({failure})" if failure else ""))
-        # A rank that was stopped for too long (a debugger, swapping) finds that the others have replaced it.
-        if self.heartbeat.slot not in quorum.slots:
-            raise PeerLostError("this rank was taken for lost, and the others have gone on without it")
-        return quorum
-
-    def _exchange_reports(self, quorum: Quorum, own: RankReport) -> dict[int, RankReport]:
-        store = self._call_roll(quorum, f"words {self._round}", quorum.slots, " ".join(map(str, own)))
-        return {slot: RankReport(*map(int, store.get(str(rank)).split())) for rank, slot in enumerate(quorum.slots)}
-
     def _connect(self, name: str, quorum: Quorum, slots: tuple[int, ...]) -> None:
         """Connects some of the slots, in their order, and divides the microbatches among them."""
-        self._slots = slots
         transport: Any = LocalTransport()
         control = transport
         if len(slots) > 1:
             from samestep.comm.connecting import reconnect  # with all transports between processes
 
-            store = self._call_roll(quorum, f"{name} {self._round}", slots, "here")
+            store = self._quorums.call_roll(quorum, name, slots)
             rank = slots.index(self.heartbeat.slot)
-            device, check = self.communicator.device, lambda: self._check_same_quorum(quorum)
+            device, check = self.communicator.device, partial(self._quorums.check_same, quorum)
             transport, control = reconnect(store, rank, len(slots), device, self.timeout, check)
         self.communicator = replace(self.communicator, transport=transport, control=control)
         self._let_name_missing(False)
         if self._was_nccl and len(slots) > 1 and transport.stream is None:
             self.notice(f"{STUCK} on a rank; all go on through host memory, slower: restart to use NCCL again")
-        self._ended_at = math.inf
-        self.ranges = self._divide()
+        self._quorums.forget_ended()
+        self.plan = replace(self.plan, slots=slots)
         self.version += 1
-
-    def _call_roll(self, quorum: Quorum, name: str, slots: tuple[int, ...], word: str) -> dist.Store:
-        """Waits until all of some slots have written a word to the store, under their place among them."""
-        assert self._healing_store is not None, "only a run with a store heals"
-        store = dist.PrefixStore(f"quorum {quorum.number}/{name}", self._healing_store)
-        # Without a time limit: the supervisor announces another quorum if one of them is lost, and `check` raises then.
-        calls, check = dist.PrefixStore("words", store), lambda: self._check_same_quorum(quorum)
-        missing = roll_call(calls, slots.index(self.heartbeat.slot), len(slots), 1e9, None, word, check)
-        assert not missing, "it waits until all are there, or the quorum changes"
-        return calls
-
-    def _check_same_quorum(self, quorum: Quorum) -> None:
-        """Posts a beat; raises if there is another quorum by now, in which case some of this one may not come."""
-        self.heartbeat.enter("regroup")
-        if self.heartbeat.page is not None and self.heartbeat.page.number != quorum.number:
-            raise NewQuorumError("another rank was lost meanwhile")
 
     def _let_name_missing(self, names: bool) -> None:
         """Whether failed transfers look for the missing ranks (seconds); not if the supervisor knows them."""
@@ -449,11 +347,8 @@ class Membership:
                 transport.names_missing = names
                 transport.check_lost = None if names or transport.stream is None else self._check_lost
 
-    def _divide(self) -> tuple[range, ...]:
-        """The microbatches of each rank: all on the first ranks, none on the spares after them."""
-        if self.is_dealt:
-            return dealt_ranges(self.num_microbatches, len(self._slots))
-        return ranges_of_slots(self.num_microbatches, self._slots, self._num_active, self._shares)
+    def _check_lost(self) -> None:
+        self._quorums.check_lost(self.communicator.control)
 
 
 def _source(quorum: Quorum, reports: dict[int, RankReport]) -> int:

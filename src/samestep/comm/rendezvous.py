@@ -36,8 +36,8 @@ class RankReport(NamedTuple):
 
     operations: int  # carried out so far; -1 for a rank that joins, which has no state yet
     admits: int = 0  # whether a rank may join before the next operation
-    stop: int = 0  # as `Membership.stop`
-    checkpoint: int = 0  # as `Membership.checkpoint_agreed`
+    stop: int = 0  # as `Requests.stop`
+    checkpoint: int = 0  # as `Requests.checkpoint`
 
 
 class AbsentError(PeerLostError):

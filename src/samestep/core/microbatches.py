@@ -1,11 +1,53 @@
 """Microbatches: how a global batch is cut, and which rank executes which microbatches."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 from samestep.errors import UsageError
 
 DEFAULT_NUM_MICROBATCHES = 8
+
+
+@dataclass(frozen=True)
+class WorkPlan:
+    """Who computes what: the microbatches of each rank.
+
+    Args:
+        num_microbatches: V.
+        slots: of the workers, by rank.
+        num_active: so many workers execute microbatches, the first ones; the others are spares.
+        shares: relative work of each slot from 0 on; equal if None.
+        is_dealt: whether microbatches are dealt to the ranks in turn.
+    """
+
+    num_microbatches: int
+    slots: tuple[int, ...]
+    num_active: int
+    shares: tuple[float, ...] | None = None
+    is_dealt: bool = False
+
+    @cached_property
+    def ranges(self) -> tuple[range, ...]:
+        """The microbatches of each rank: all on the first ranks, none on the spares after them."""
+        if self.is_dealt:
+            return dealt_ranges(self.num_microbatches, len(self.slots))
+        return ranges_of_slots(self.num_microbatches, self.slots, self.num_active, self.shares)
+
+    def num_rounds(self, num_samples: int) -> int:
+        """How often each rank runs the model for a batch, if all of them must do so equally often; else 0."""
+        return -(-min(num_samples, self.num_microbatches) // len(self.slots)) if self.is_dealt else 0
+
+    def to_fetch(self, rank: int, num_leaves: int) -> range:
+        """The microbatches whose samples a rank needs, of so many that hold samples.
+
+        They are its own; if it has none and they are dealt in turn, the first: FSDP2 needs every rank in every round.
+        """
+        mine = self.ranges[rank]
+        if self.is_dealt and mine.start >= num_leaves:
+            return range(1)
+        return range(mine.start, min(mine.stop, num_leaves), mine.step)
 
 
 def check_num_microbatches(num_microbatches: int | None, global_batch_size: int | None) -> int:
@@ -70,11 +112,6 @@ def dealt_ranges(num_microbatches: int, world_size: int) -> tuple[range, ...]:
     # In round k the ranks execute the adjacent microbatches kD … kD + D - 1, so the rank that receives the gradients of
     # all of them can push these on the tree at once.
     return tuple(range(rank, num_microbatches, world_size) for rank in range(world_size))
-
-
-def num_rounds(num_leaves: int, world_size: int) -> int:
-    """The most microbatches with samples that one rank executes if they are dealt in turn."""
-    return -(-num_leaves // world_size)
 
 
 def in_microbatch_order(ranges: Sequence[range]) -> list[int] | None:

@@ -38,7 +38,8 @@ class Batch:
             number of samples of its epoch, which decides their order; of a stream's first batches: the negative
             checksum of all samples; of streams: that of their places, below 0.
         version: the version of the membership by which the microbatches were chosen.
-        renew: fetches the same global batch for the present ranks; None if the caller must do that.
+        renew: fetches the same global batch for the present ranks, or one microbatch of it that is given; None if the
+            caller must do that.
         sizes: samples of each microbatch, if they come from streams of their own, of which some may be at their end;
             None if the length decides them.
         stand_in: a value to run where a rank has nothing to run while others need its local shards, and its number of
@@ -52,7 +53,7 @@ class Batch:
     ids: Callable[[], np.ndarray] | None = field(default=None, repr=False)
     checksum: int = 0
     version: int = 0
-    renew: "Callable[[], Batch] | None" = field(default=None, repr=False)
+    renew: "Callable[..., Batch] | None" = field(default=None, repr=False)
     sizes: tuple[int, ...] | None = None
     stand_in: tuple[Any, int] | None = field(default=None, repr=False)
 

@@ -103,6 +103,7 @@ class Loader:
             self._streams = Streams(streams, membership, device, *options)
         self._left_early = False
         self._is_renewing = False  # fetching one batch alone
+        self._only: int | None = None  # the microbatch that is fetched in place of this rank's own ones
         if not self.is_stream and (held := {type(one).__name__ for one in held_generators(self.dataset)}):
             membership.notice(
                 f"the dataset keeps a generator of its own ({', '.join(sorted(held))}), which is not seeded: "
@@ -244,14 +245,22 @@ class Loader:
             return batches if draws_nothing else _quiet(batches, self._generators)
         return self._one_by_one()
 
-    def _renew(self, epoch: int, position: int) -> Batch:
-        """One batch, fetched in this process for the present ranks; the loader's position stays."""
+    def _renew(self, epoch: int, position: int, only: int | None = None) -> Batch:
+        """One batch, fetched in this process for the present ranks, or one microbatch; the loader's position stays."""
         cursor, num_workers = self.cursor, self._num_workers
         try:
             self.cursor, self._num_workers, self._is_renewing = Cursor(epoch, position), 0, True
+            self._only = only
             return next(self._batches())
         finally:
             self.cursor, self._num_workers, self._is_renewing = cursor, num_workers, False
+            self._only = None
+
+    def _to_fetch(self, num_samples: int) -> range:
+        """The microbatches to fetch of a batch."""
+        if self._only is not None:
+            return range(self._only, self._only + 1)
+        return self.membership.to_fetch(min(num_samples, self._num_microbatches))
 
     def _in_memory(self, dataset: InMemory) -> Iterator[Batch]:
         plan = self._plan(self.cursor.epoch, self.cursor.position)
@@ -320,7 +329,7 @@ class Loader:
                 position += length
             if not bounds:
                 return
-            wanted = [self.membership.to_fetch(min(length, self._num_microbatches)) for _, length, _ in bounds]
+            wanted = [self._to_fetch(length) for _, length, _ in bounds]
             spans = [
                 np.arange(start + cut[run.start], start + cut[run.stop], dtype=np.int64)
                 for (start, _, cut), microbatches in zip(bounds, wanted, strict=True)
@@ -352,19 +361,19 @@ class Loader:
                 "the iterable dataset gave no sample; needed: a new iterator from each call of its __iter__"
             )
 
-    def _stream_batch(self, samples: list[Any], epoch: int, position: int) -> Batch:
+    def _stream_batch(self, samples: list[Any], epoch: int, position: int, only: int | None = None) -> Batch:
         """A batch of a stream, collated for the present ranks."""
         cut = microbatch_bounds(len(samples), self._num_microbatches)
         microbatches = {}
-        for microbatch in self.membership.to_fetch(min(len(samples), self._num_microbatches)):
+        for microbatch in self._to_fetch(len(samples)) if only is None else [only]:
             self._seed(epoch, position + cut[microbatch])
             microbatches[microbatch] = place_aligned(
                 self._collate(samples[cut[microbatch] : cut[microbatch + 1]]), self._device
             )
 
-        def renew() -> Batch:
+        def renew(only: int | None = None) -> Batch:
             with self._generators.preserved():
-                return self._stream_batch(samples, epoch, position)
+                return self._stream_batch(samples, epoch, position, only)
 
         ids = partial(np.arange, position, position + len(samples), dtype=np.int64)
         # A stream that depends on the rank mostly differs from the beginning on.

@@ -231,9 +231,9 @@ class Streams:
                 if sizes[index]:
                     samples = self._read(epoch, position, index)
                     microbatches[index] = self._collated(samples, epoch, index, starts[index])
-                    if membership.is_dealt:
+                    if membership.plan.is_dealt:
                         self._stand_in = microbatches[index], len(samples)
-            stand_in = self._find_stand_in(epoch, position) if membership.is_dealt else None
+            stand_in = self._find_stand_in(epoch, position) if membership.plan.is_dealt else None
         return Batch(
             sum(sizes),
             microbatches,

@@ -45,7 +45,7 @@ class MicrobatchRunner:
         batch, step, membership = self._batch, self._step, self._membership
         generators, purity, traces = self._compute.generators, step.purity, step.traces
         mine = sorted(batch.microbatches) if batch.sizes is None else list(membership.mine)
-        if membership.is_dealt:  # the batch may hold one that this rank only runs along with the others
+        if membership.plan.is_dealt:  # the batch may hold one that this rank only runs along with the others
             mine = [microbatch for microbatch in mine if microbatch in membership.mine]
         purity.begin(step.number)
         saved = generators.save()  # the script's own draws must not depend on the microbatches of its rank
@@ -59,7 +59,7 @@ class MicrobatchRunner:
                     self._run_one(microbatch, microbatch == mine[-1])
                 else:
                     self._leave_out(microbatch, microbatch == mine[-1])
-            if membership.is_dealt:
+            if membership.plan.is_dealt:
                 self._run_along(mine)
         finally:
             generators.restore(saved)
@@ -96,7 +96,7 @@ class MicrobatchRunner:
         """Counts a microbatch without samples, of a stream at its end, as zero at its place in the sums."""
         membership = self._membership
         self._gradients.expect(microbatch, is_last, is_empty=True)
-        if membership.is_dealt and membership.world_size > 1:
+        if membership.plan.is_dealt and membership.world_size > 1:
             # The others gather this rank's local shards for the microbatches that they run meanwhile.
             self._run_stand_in(microbatch)
         nothing = torch.zeros((), device=membership.communicator.device)
@@ -107,7 +107,7 @@ class MicrobatchRunner:
     def _run_along(self, mine: list[int]) -> None:
         """Runs a microbatch once more if other ranks have one left: they gather this rank's local shards for it."""
         membership = self._membership
-        if len(mine) >= membership.num_rounds(self._batch.num_leaves(membership.num_microbatches)):
+        if len(mine) >= membership.plan.num_rounds(self._batch.num_leaves(membership.num_microbatches)):
             return
         # A number beyond the last microbatch: what it computes is left out of the sums.
         self._gradients.expect(len(mine) * membership.world_size + membership.rank, True)

@@ -21,7 +21,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from samestep.comm.buckets import pinned
 from samestep.comm.communicator import Communicator
-from samestep.comm.membership import END_OF_FIT, Membership
+from samestep.comm.membership import Membership
+from samestep.comm.requests import END_OF_FIT
 from samestep.core.tree import rank_blocks
 from samestep.data.batch import Batch, split_batch
 from samestep.engine.audit import Audit, AuditFinding, RepeatStepError
@@ -258,7 +259,7 @@ class TrainStep:
         except BaseException:
             self._abandon()
             raise
-        membership.stop, membership.checkpoint_agreed = agreed.stop, agreed.checkpoint
+        membership.requests.stop, membership.requests.checkpoint = agreed.stop, agreed.checkpoint
         if agreed.failed:
             # An earlier step, whose failure not every rank may have read: they raise it together, or some would wait.
             self._abandon()
@@ -296,16 +297,11 @@ class TrainStep:
 
     def _fetch(self, value: Any, microbatch: int) -> Any:
         """The samples of one microbatch of a global batch, anew and whichever rank executes it."""
-        membership = self.membership
-        count, device = membership.num_microbatches, membership.communicator.device
-        membership.fetched = microbatch
-        try:
-            if not isinstance(value, Batch):
-                return split_batch(value, count, membership.to_fetch, device, 0).microbatches[microbatch]
+        if isinstance(value, Batch):
             assert value.renew is not None, "batches of a loader can be fetched anew"
-            return value.renew().microbatches[microbatch]
-        finally:
-            membership.fetched = None
+            return value.renew(microbatch).microbatches[microbatch]
+        only, device = range(microbatch, microbatch + 1), self.communicator.device
+        return split_batch(value, self.membership.num_microbatches, lambda _: only, device, 0).microbatches[microbatch]
 
     def _exchange(self, batch: Batch, flags: list[bool], audit: Audit | None) -> tuple[Agreed, list[list[int]]]:
         """Exchanges the gradients, the statistics of all microbatches and the control messages of all ranks.
@@ -315,8 +311,9 @@ class TrainStep:
         membership = self.membership
         first = self._unread[0][0] if self._unread else None
         failed = first.step if first is not None and first.is_there and not first.is_good else 0
-        stop = END_OF_FIT if membership.asks_end else membership.heartbeat.stop_asked
-        agreed = Agreed(stop, membership.asks_checkpoint, flags, failed)
+        requests = membership.requests
+        stop = END_OF_FIT if requests.asks_end else membership.heartbeat.stop_asked
+        agreed = Agreed(stop, requests.asks_checkpoint, flags, failed)
         if membership.world_size > 1:
             self.strategy.gradients.start()
         words = [] if audit is None else audit.words()

@@ -302,7 +302,7 @@ def _forward_all(
         for number, batch in enumerate(loader):
             membership.heartbeat.enter("evaluate")
             bounds = batch.bounds(membership.num_microbatches)
-            rounds = membership.num_rounds(batch.num_leaves(membership.num_microbatches))
+            rounds = membership.plan.num_rounds(batch.num_leaves(membership.num_microbatches))
             value = None if batch.stand_in is None else batch.stand_in[0]
             # By batch and microbatch, never by rank: a metric that draws does so alike whichever rank measures.
             with generators.preserved():

@@ -184,7 +184,7 @@ class Run:
             until_end.enter_context(stopping_on_request(self.membership))
             # Before the interpreter drops its modules.
             self._give_signals_back = finalize(self, until_end.close)
-        if self.membership.stop == 0:
+        if self.membership.requests.stop == 0:
             return False
         self.membership.heartbeat.set_flags(self.membership.heartbeat.flags | LEAVES_EARLY)
         return True
@@ -380,7 +380,7 @@ class Run:
         check_flags(ENFORCED, self.device.type, "where samestep.Run needs")
         drawn = self._drawn_before.parameters(model)
         chosen = as_strategy(strategy, shard_optimizer)
-        if self._has_steps and isinstance(chosen, Sharded) != self.membership.is_dealt:
+        if self._has_steps and isinstance(chosen, Sharded) != self.membership.plan.is_dealt:
             raise UsageError(
                 "strategy='sharded' deals the microbatches to the ranks in turn, for all training steps of a run: give "
                 "it to all of them or to none"

@@ -16,7 +16,7 @@ from samestep.comm.membership import Membership
 
 @contextmanager
 def stopping_on_request(membership: Membership) -> Iterator[None]:
-    """Lets a request to stop wait for the end of the step; see `Membership.stop`.
+    """Lets a request to stop wait for the end of the step; see `Requests.stop`.
 
     Under a supervisor the request comes by its heartbeat page. Else it is a signal, in the main thread, unless the
     program handles that signal itself. Nested calls change nothing.

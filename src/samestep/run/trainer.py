@@ -19,7 +19,7 @@ from samestep.checkpoint.local_shards import is_sharded
 from samestep.checkpoint.run_folder import CHECKPOINT_FOLDER, WEIGHTS_FILE
 from samestep.comm.communicator import Communicator
 from samestep.comm.exceptions import on_main
-from samestep.comm.membership import END_OF_FIT
+from samestep.comm.requests import END_OF_FIT
 from samestep.data.loader import Loader
 from samestep.engine.losses import LossFn
 from samestep.errors import CheckpointError, UsageError
@@ -303,7 +303,7 @@ class Trainer:
         # A resumed program passes the number of the first one: epochs that the state has are among them.
         self._planned, self._max_steps = None if epochs is None else self._done_before + epochs, max_steps
         membership = self.run.membership
-        membership.asks_end = False
+        membership.requests.asks_end = False
         with stopping_on_request(membership):
             try:
                 if text := enter_training_mode(self.model):
@@ -338,8 +338,8 @@ class Trainer:
                 raise
             finally:
                 self._done_before = len(self.history)
-                if membership.stop == END_OF_FIT:
-                    membership.stop = 0
+                if membership.requests.stop == END_OF_FIT:
+                    membership.requests.stop = 0
         return self.history
 
     def stop(self) -> None:
@@ -348,7 +348,7 @@ class Trainer:
         The request of any rank is that of all. Made when an epoch ends, it ends the call with that epoch. Made after a
         step, it travels with the messages of the next step, and ends the call after that one.
         """
-        self.run.membership.asks_end = True
+        self.run.membership.requests.asks_end = True
 
     def evaluate(self, data: Any, metrics: Mapping[str, Any], **options: Any) -> dict[str, float]:
         """Measures the model; see `Run.evaluate`."""
@@ -437,7 +437,7 @@ class Trainer:
         if self._best_metric is not None and self._best_metric.is_given_up(self.history):
             return True
         is_planned = self._planned is not None and len(self.history) >= self._planned
-        return is_planned or self.run.membership.stop == END_OF_FIT
+        return is_planned or self.run.membership.requests.stop == END_OF_FIT
 
     def _say_over(self) -> None:
         """Says why a call of `fit` has nothing to do."""
@@ -506,7 +506,7 @@ class Trainer:
         log.record_audits()
         log.poll()
         self._offer_state(loader)
-        if self.run.membership.stop not in (0, END_OF_FIT):
+        if self.run.membership.requests.stop not in (0, END_OF_FIT):
             self._stop(loader)
         if log.is_checkpoint_due():
             self._take_checkpoint(loader)
@@ -562,7 +562,7 @@ class Trainer:
 
     def _stop(self, loader: Loader | DataLoader[Any]) -> NoReturn:
         """Exits after the checkpoint is complete on all ranks; otherwise a launcher would kill the rest."""
-        log, signum = self._log, self.run.membership.stop
+        log, signum = self._log, self.run.membership.requests.stop
         log.compare()
         if self._progress.can_save(loader):
             self._complete_checkpoint(loader)

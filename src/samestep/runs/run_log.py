@@ -358,8 +358,8 @@ class RunLog:
         if membership.world_size == 1:
             return is_old
         # Sent to the others with the next step.
-        membership.asks_checkpoint = is_old and membership.rank == 0
-        return membership.checkpoint_agreed and step != self._step.num_steps
+        membership.requests.asks_checkpoint = is_old and membership.rank == 0
+        return membership.requests.checkpoint and step != self._step.num_steps
 
     @property
     def has_checkpoint(self) -> bool:
@@ -370,7 +370,7 @@ class RunLog:
         """Counts the state of the last step as kept, from now on."""
         self.checkpoint_step = self._step.num_steps
         self._last_checkpoint = (self._step.num_steps, time.monotonic())
-        self._membership.asks_checkpoint = False
+        self._membership.requests.asks_checkpoint = False
 
     def checkpoint(self, epoch: EpochSoFar, capture: Callable[[], "Snapshot"]) -> None:
         """Has the state written on the rank that writes; if it is sharded, by all ranks in a collective call."""
