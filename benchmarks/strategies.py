@@ -24,16 +24,16 @@ from workloads import WORKLOADS
 
 WORKLOAD, PROCESSES = "W3", 2
 TWO = ("--num-microbatches", "2")
-SHARDED, ZERO1 = ("--strategy", "sharded"), ("--shard-optimizer",)
+SHARDED, ZERO1 = ("--strategy", "sharded"), ("--strategy", "zero1")
 ENTRANTS = (
     BY_NAME[LIMIT],
     BY_NAME[PLAIN],
     Entrant("fsdp", "PyTorch tutorial (FSDP2)", "fsdp", torchrun, counts=(2,)),
     BY_NAME["samestep-v2"],
-    ours("samestep-v2-zero1", "samestep, 2 microbatches, shard_optimizer", (2,), *TWO, *ZERO1),
+    ours("samestep-v2-zero1", "samestep, 2 microbatches, zero1", (2,), *TWO, *ZERO1),
     ours("samestep-v2-sharded", "samestep, 2 microbatches, sharded", (2,), *TWO, *SHARDED),
     BY_NAME[DEFAULT],
-    ours("samestep-zero1", "samestep, 8 microbatches, shard_optimizer", (2,), *ZERO1),
+    ours("samestep-zero1", "samestep, 8 microbatches, zero1", (2,), *ZERO1),
     ours("samestep-sharded", "samestep, 8 microbatches, sharded", (2,), *SHARDED),
 )
 

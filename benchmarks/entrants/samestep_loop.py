@@ -19,7 +19,6 @@ def options(parser: argparse.ArgumentParser) -> None:
     """What a run may be told."""
     parser.add_argument("--num-microbatches", type=int)
     parser.add_argument("--strategy", default="replicate")
-    parser.add_argument("--shard-optimizer", action="store_true")
     parser.add_argument("--portable", action="store_true", help="kernels that are alike on all CPUs")
     parser.add_argument("--map-style", action="store_true", help="read a dataset sample by sample, instead of tensors")
 
@@ -38,7 +37,6 @@ step = run.train_step(
     optimizer,
     told.workload.loss_of,
     strategy=told.options.strategy,
-    shard_optimizer=told.options.shard_optimizer,
 )
 loader = run.loader(told.dataset if told.options.map_style else (told.inputs, told.targets), shuffle=True)
 gate = Gate(told.gate, told.warm_up)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from samestep.engine.observer import StepObserver
     from samestep.engine.result import StepResult
     from samestep.engine.step import TrainStep
-    from samestep.engine.strategy_options import Replicate, Sharded
+    from samestep.engine.strategy_options import Sharded
     from samestep.errors import SamestepError
     from samestep.launcher.supervisor import launch
     from samestep.logical.process_group import register_backend
@@ -57,7 +57,6 @@ _HOMES = {
     "Hook": "samestep.run.hooks",
     "Loader": "samestep.data.loader",
     "Mean": "samestep.engine.losses",
-    "Replicate": "samestep.engine.strategy_options",
     "Run": "samestep.run.run",
     "SamestepError": "samestep.errors",
     "Sharded": "samestep.engine.strategy_options",
@@ -86,7 +85,6 @@ __all__ = [
     "Hook",
     "Loader",
     "Mean",
-    "Replicate",
     "Run",
     "SamestepError",
     "Sharded",

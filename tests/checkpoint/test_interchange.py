@@ -13,7 +13,6 @@ from worlds import alone, in_turns
 from samestep.checkpoint.digest import state_digest
 from samestep.checkpoint.export import export_weights
 from samestep.cli.main import main
-from samestep.engine.strategy_options import Replicate
 from samestep.errors import RunFolderError, UsageError
 from samestep.run.run import Run
 
@@ -199,7 +198,7 @@ def test_training_goes_on_from_what_torch_saved_alike_on_any_devices_and_with_di
     source = tmp_path / "last.pt"
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, source)
     ends = {digest for size in (1, 2, 3) for digest in in_turns(size, go_on, "replicate", source)}
-    ends |= set(in_turns(2, go_on, Replicate(shard_optimizer=True), source))
+    ends |= set(in_turns(2, go_on, "zero1", source))
     ends |= set(worlds(2).run(go_on, "sharded", source))
     assert len(ends) == 1
     assert ends != {alone(go_on, "replicate", None)}

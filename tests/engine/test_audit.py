@@ -68,7 +68,7 @@ def test_a_clean_audit_changes_no_bit_and_finds_nothing(undisturbed, world_size,
 @pytest.mark.parametrize(
     "options",
     [
-        {"shard_optimizer": True},
+        {"strategy": "zero1"},
         {"bucket_bytes": 64, "overlap": True},
         {"precision": "bf16-mixed"},
         {"precision": "16-mixed"},

@@ -73,7 +73,7 @@ def digest():
         (2, {}, 2.4, 1.1, 1.3),  # two sums of the tree, then the sum and what is under way
         (8, {}, 1.3, 1.1, 1.3),  # the sum, of which buckets leave as soon as they are made
         (2, {"overlap": False}, 3.2, 1.1, 1.3),  # two sums of the tree, and all of `.grad`
-        (4, {"shard_optimizer": True}, 1.6, 0.4, 1.3),  # the sum, then the gathered parameters and a quarter of the sum
+        (4, {"strategy": "zero1"}, 1.6, 0.4, 1.3),  # the sum, then the gathered parameters and a quarter of the sum
     ],
     ids=str,
 )

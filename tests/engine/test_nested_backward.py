@@ -70,7 +70,7 @@ KINDS = {"hidden": hidden, "tied": Tied}
 OPTIONS = {
     "replicate": {},
     "without overlap": {"overlap": False},
-    "zero1": {"shard_optimizer": True},
+    "zero1": {"strategy": "zero1"},
     "sharded": {"strategy": "sharded"},
 }
 

@@ -273,13 +273,13 @@ def test_a_forward_that_writes_to_a_parameter_behind_torchs_back_is_refused_by_n
         in_turns(world_size, lambda c: make_step(c, nn.Sequential(*make()))((features, torch.zeros(len(features), 1))))
 
 
-def train_changed(change, shard_optimizer=False):
+def train_changed(change, strategy="replicate"):
     """Trains two steps before and two after a change to the model; whether its parameters were trained after it."""
 
     def program(communicator):
         model = nn.Sequential(nn.Linear(5, 3), nn.Sequential(nn.Tanh(), nn.Linear(3, 1)))
         optimizer = sgd(model)
-        step = make_step(communicator, model, optimizer=optimizer, shard_optimizer=shard_optimizer)
+        step = make_step(communicator, model, optimizer=optimizer, strategy=strategy)
         step(table())
         change(model, optimizer)
         before = [parameter.detach().clone() for parameter in model.parameters()]
@@ -305,9 +305,9 @@ def put_other_weights(model, optimizer):
     ("change", "name"),
     [(put_another_parameter, "1.1.weight"), (put_another_layer, "1.1.weight"), (put_other_weights, "0.weight")],
 )
-@pytest.mark.parametrize(("world_size", "shard_optimizer"), [(1, False), (2, True)])
-def test_a_parameter_that_was_replaced_is_named(change, name, world_size, shard_optimizer):
-    said = refusal(train_changed(change, shard_optimizer), world_size)
+@pytest.mark.parametrize(("world_size", "strategy"), [(1, "replicate"), (2, "zero1")])
+def test_a_parameter_that_was_replaced_is_named(change, name, world_size, strategy):
+    said = refusal(train_changed(change, strategy), world_size)
     assert said.startswith(f"parameter {name} was replaced in the model")
 
 
@@ -334,7 +334,7 @@ def test_other_changes_to_a_model_go_on(change):
 @pytest.mark.parametrize(
     ("options", "frozen", "said"),
     [
-        ({"shard_optimizer": True}, lambda model: model[0], "with shard_optimizer=True what is trained stays"),
+        ({"strategy": "zero1"}, lambda model: model[0], "with strategy='zero1' what is trained stays"),
         ({}, lambda model: model, "no parameter of the optimizer is trainable"),
     ],
 )

@@ -30,7 +30,7 @@ WRAP = ("--wrap", "model")
 LEDGER_FIELDS = ("step", "epoch", "position", "num_samples", "ids", "loss", "grad_norm", "lr", "skipped")
 STRATEGIES = {
     "replicate": {"strategy": "replicate"},
-    "zero-1": {"strategy": "replicate", "shard_optimizer": True},
+    "zero-1": {"strategy": "zero1"},
     "sharded": {"strategy": "sharded"},
 }
 """By name: the options of `Run.train_step`."""

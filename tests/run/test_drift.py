@@ -181,7 +181,7 @@ def test_a_loop_of_ones_own_compares_when_it_saves_a_checkpoint(tmp_path):
     assert [path.name for path in tmp_path.glob("step-*")] == ["step-00000001"]
 
 
-ZERO1, SHARDED = {"shard_optimizer": True}, {"strategy": "sharded"}
+ZERO1, SHARDED = {"strategy": "zero1"}, {"strategy": "sharded"}
 
 
 @pytest.mark.parametrize(

@@ -393,15 +393,15 @@ def test_a_step_that_takes_up_a_state_forgets_what_was_bad_before(tmp_path):
     ],
     ids=["the whole model", "other groups"],
 )
-@pytest.mark.parametrize("shard_optimizer", [False, True])
+@pytest.mark.parametrize("strategy", ["replicate", "zero1"])
 def test_a_checkpoint_of_an_optimizer_over_other_parameters_changes_nothing(
-    tmp_path, of_groups, allow, sentence, shard_optimizer
+    tmp_path, of_groups, allow, sentence, strategy
 ):
     def make(communicator, groups):
         run = Run(BATCH, NUM_MICROBATCHES, SEED, communicator=communicator)
         model = plain()
         optimizer = torch.optim.Adam(groups(model), 0.02)
-        return run, model, run.train_step(model, optimizer, classification, shard_optimizer=shard_optimizer)
+        return run, model, run.train_step(model, optimizer, classification, strategy=strategy)
 
     def save(communicator):
         run, _, step = make(communicator, lambda m: m[-1].parameters())
@@ -476,7 +476,7 @@ def test_the_part_of_a_divided_optimizer_is_taken_up_by_the_same_rank_alone(capf
     text = (
         "Adam.state_dict() has this rank's part of the state alone, and cannot be resumed on others; save by run.save_"
     )
-    divided = {"shard_optimizer": True}
+    divided = {"strategy": "zero1"}
     state, *_ = in_turns(2, program, None, divided)
     assert capfd.readouterr().err.count(text) == 1
     first, second = in_turns(2, program, state, divided)

@@ -36,7 +36,7 @@ if limit:
     resource.setrlimit(resource.RLIMIT_DATA, (data_bytes() + (limit << 20), resource.RLIM_INFINITY))
 begin, peak = data_bytes(), []
 model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(12)))
-options = {"shard_optimizer": True} if strategy == "zero1" else {"strategy": strategy}
+options = {"strategy": "zero1"} if strategy == "zero1" else {"strategy": strategy}
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 step = run.train_step(model, optimizer, loss, **options)
 if strategy in ("replicate", "zero1"):  # at the end of a backward, before its gradient is summed

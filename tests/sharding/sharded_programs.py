@@ -9,7 +9,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from samestep.engine.observer import StepObserver
-from samestep.engine.strategy_options import Replicate, Sharded
+from samestep.engine.strategy_options import Sharded
 from samestep.errors import SamestepError
 from samestep.metrics import accuracy, cross_entropy
 from samestep.run.run import Run
@@ -212,7 +212,7 @@ MODELS = {
     "layer normed": layer_normed,
 }
 STRATEGIES = {
-    "replicate": Replicate(),
+    "replicate": "replicate",
     "sharded": Sharded(),
     "blocks": Sharded(wrap=lambda module: isinstance(module, nn.Sequential)),
     "tiny groups": Sharded(wrap=40),
@@ -221,7 +221,7 @@ STRATEGIES = {
     "recomputed": Sharded(activation_checkpointing=True, wrap=lambda module: isinstance(module, nn.Sequential)),
     "offloaded": Sharded(cpu_offload=True),
     "half": Sharded(param_dtype="bf16"),
-    "zero1": Replicate(shard_optimizer=True),
+    "zero1": "zero1",
 }
 OPTIMIZERS = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),

@@ -9,7 +9,7 @@ from torch import nn
 
 from samestep.checkpoint.digest import as_hex, state_checksum, state_digest
 from samestep.checkpoint.state import capture
-from samestep.engine.strategy_options import Replicate, Sharded
+from samestep.engine.strategy_options import Sharded
 from samestep.metrics import accuracy, cross_entropy
 from samestep.run.hooks import EMA
 from samestep.run.run import Run
@@ -56,10 +56,10 @@ def odd():
 
 
 STRATEGIES = {
-    "replicate": Replicate(),
+    "replicate": "replicate",
     "sharded": Sharded(),
     "kept": Sharded(reshard_after_forward=False),
-    "zero1": Replicate(shard_optimizer=True),
+    "zero1": "zero1",
 }
 OPTIMIZERS = {
     "adam": lambda model: torch.optim.Adam(trained(model), lr=0.01),

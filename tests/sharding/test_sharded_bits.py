@@ -1,4 +1,4 @@
-"""`strategy="sharded"` and `shard_optimizer`: the bits of strategy="replicate" on one device; with twins that fail."""
+"""`strategy="sharded"` and `"zero1"`: the bits of strategy="replicate" on one device; with twins that fail."""
 
 from collections import Counter
 from unittest import mock

@@ -12,7 +12,7 @@ from worlds import cpu_only, in_turns
 import samestep
 from samestep.comm.default_group import mesh_of_all
 from samestep.engine.sharded_model import check_parameters, choose_modules
-from samestep.engine.strategy_options import Replicate, Sharded, as_strategy
+from samestep.engine.strategy_options import Sharded, as_strategy
 from samestep.errors import UsageError
 
 
@@ -116,7 +116,7 @@ def test_owned_parameters_that_are_not_contiguous_are_named():
         run = samestep.Run(32, 8, communicator=communicator)
         model = nn.Sequential(nn.Conv2d(3, 4, 3)).to(memory_format=torch.channels_last)
         with pytest.raises(UsageError, match=r"0\.weight is not contiguous"):
-            run.train_step(model, torch.optim.SGD(model.parameters()), classify, shard_optimizer=True)
+            run.train_step(model, torch.optim.SGD(model.parameters()), classify, strategy="zero1")
 
     in_turns(2, program)
 
@@ -136,23 +136,18 @@ def test_a_run_that_shards_its_state_has_no_spares_and_no_shares():
         with pytest.raises(UsageError, match="--spares" if "spares" in options else "--shares"):
             run.train_step(model, optimizer, classify, strategy=strategy)
 
-    in_turns(3, program, Replicate(shard_optimizer=True), {"spares": 1})
+    in_turns(3, program, "zero1", {"spares": 1})
     in_turns(3, program, "sharded", {"spares": 1})
     in_turns(3, program, "sharded", {"shares": [1, 2, 1]})
 
 
 @pytest.mark.parametrize(
-    ("value", "option", "words"),
-    [
-        ("fsdp", False, "it is 'replicate', 'sharded', or one with options"),
-        (3, False, r"samestep\.Sharded"),
-        ("sharded", True, "leave shard_optimizer out"),
-        (Sharded(), True, "leave shard_optimizer out"),
-    ],
+    ("value", "words"),
+    [("fsdp", "it is 'replicate', 'zero1', 'sharded', or one with options"), (3, r"samestep\.Sharded")],
 )
-def test_strategies_that_do_not_exist_are_refused(value, option, words):
+def test_strategies_that_do_not_exist_are_refused(value, words):
     with pytest.raises(UsageError, match=words):
-        as_strategy(value, option)
+        as_strategy(value)
 
 
 @pytest.mark.parametrize("options", [{"wrap": 0}, {"wrap": True}, {"wrap": "Linear"}, {"param_dtype": "fp8"}])
@@ -163,7 +158,7 @@ def test_options_that_cannot_be_are_refused(options):
 
 def test_a_strategy_with_options_is_taken_as_it_is():
     assert as_strategy(Sharded(wrap=5)) == Sharded(wrap=5)
-    assert as_strategy("replicate", True) == Replicate(shard_optimizer=True)
+    assert as_strategy("zero1").name == "zero1"
 
 
 def named(model, wrap):

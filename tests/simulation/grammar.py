@@ -203,7 +203,7 @@ OPTIONS = """
     Run: num_threads=1; timeout_seconds=60.0;
         spares=int(communicator is not None and communicator.world_size > 1)
     train_step: late_check=False; overlap=False; bucket_bytes=64; on_nonfinite="raise"; strategy="replicate";
-        strategy=samestep.Replicate(shard_optimizer=False); observers=[Watching()]; audit=2; audit=1;
+        observers=[Watching()]; audit=2; audit=1;
         audit_action="warn"; audit_action="exclude"; audit_action="stop"
     loader: drop_last=True; collate_fn=collated; cache="device"; multiprocessing_context="fork"; exact_states=True
     Trainer: loggers=[Log()]; name="another"; contract={"note": 1}; epoch_line=("loss", "test loss");
@@ -216,8 +216,8 @@ OPTIONS = """
 """
 OPTIONS = [f"{call}: {each}" for call, options in table(OPTIONS).items() for each in options.split("; ")]
 STRATEGIES = {  # by which a step may be placed on the ranks
-    "replicate": "samestep.Replicate()",
-    "zero1": "samestep.Replicate(shard_optimizer=True)",
+    "replicate": '"replicate"',
+    "zero1": '"zero1"',
     "sharded": "samestep.Sharded()",
     "kept": "samestep.Sharded(wrap=1, reshard_after_forward=False)",
     "wrapped": "samestep.Sharded(wrap=lambda module: isinstance(module, nn.Linear), cpu_offload=True)",
@@ -425,7 +425,7 @@ def text(p, own="train", processes=False):
     optimizers = ", ".join(f"torch.optim.{each}" for each in optimizer)
     step = {"strategy": "strategy"} | ({"max_grad_norm": "0.3"} if p.clip else {}) | {"precision": f'"{p.precision}"'}
     step |= {"on_nonfinite": '"skip"'} if p.loss == "sometimes nan" else {}
-    step |= {"shard_optimizer": "True"} if p.zero1 else {}
+    step |= {"strategy": '"zero1"'} if p.zero1 else {}
     step |= {"scheduler": "scheduler"} if p.scheduler != "none" and p.scheduler not in BY_HOOK else {}
     step |= {"counts_fn": f'lambda batch: {{"all": len({target})}}'} if p.loss == "counts" else {}
     writing = {"checkpoint_steps": "every", "checkpoint_minutes": "None", "checkpoint_retries": "0", "keep": "1000"}

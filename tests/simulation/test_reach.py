@@ -35,7 +35,7 @@ REASONS = {  # why no program has something, and what belongs to it
     "is for samestep itself": """
         Batch.bounds Batch.checksum Batch.describe_microbatch Batch.num_leaves Batch.renew Batch.sizes Batch.stand_in
         Batch.version Batch.without_samples EMA.contract EMA.on_fit_start EMA.on_step_end Loader.num_samples
-        Loader.state_before Loader.whole_epoch Replicate.name Replicate.shard_optimizer
+        Loader.state_before Loader.whole_epoch
         StepObserver.reads_gradients StepResult.is_good StepResult.is_there StepResult.scalar_sums TensorData.gather
         TensorData.part TensorData.rows
         TrainStep.audit_findings TrainStep.communicator TrainStep.sharded_state metrics.StateMetric
@@ -48,7 +48,7 @@ REASONS = {  # why no program has something, and what belongs to it
     "needs processes": """
         Sharded Run.train_step(strategy=sharded) launch
     """,
-    "is a word of the docstring, no value": "Trainer(epoch_line=accuracy) Run.train_step(shard_optimizer=replicate)",
+    "is a word of the docstring, no value": "Trainer(epoch_line=accuracy)",
     "takes a compiler seconds for each shape": "Run.train_step(compile)",
     "closes what ranks in turns do not have": "Run.close",
     "is called by the end of a with block": "Trainer.close",

@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 from samestep.checks import check_choice, check_number
 from samestep.engine.losses import LossFn, describe
 from samestep.engine.precision import OnNonFinite, check_precision
-from samestep.engine.strategy_options import REPLICATE, Replicate, StrategyOptions
+from samestep.engine.strategy_options import REPLICATE, Sharded, StrategyOptions
 from samestep.errors import UsageError
 
 AuditAction = Literal["warn", "exclude", "stop"]
@@ -48,7 +48,7 @@ class StepConfig:
             raise UsageError(f"got on_nonfinite={self.on_nonfinite!r}; it is 'raise' or 'skip'")
         if self.audit is not None:
             check_number("audit", self.audit, 1)
-            if not isinstance(self.strategy, Replicate):
+            if isinstance(self.strategy, Sharded):
                 raise UsageError(
                     f"got audit={self.audit} with strategy='{self.strategy.name}', where a device has a part of the "
                     "model, and no other can compute its work again: leave audit (--audit) out, or use "

@@ -37,7 +37,7 @@ class FlatSum(NamedTuple):
 class GradientSum(StepGradients):
     """Sums the gradients of all microbatches of a step over all ranks: of parameters that every rank has.
 
-    With `shard_optimizer`, `zero1` are this rank's local shards; else it is None.
+    With the strategy "zero1", `zero1` are this rank's local shards; else it is None.
     """
 
     # The parameters are divided into buckets, flat tensors of a few MiB, and each bucket has a tree of its own. `push`
@@ -58,7 +58,7 @@ class GradientSum(StepGradients):
         bucket_bytes: int,
         overlap: bool = True,
         observers: Observers | None = None,
-        shard_optimizer: bool = False,
+        is_zero1: bool = False,
     ) -> None:
         self._observers = Observers() if observers is None else observers
         self.parameters = list(parameters)
@@ -66,7 +66,7 @@ class GradientSum(StepGradients):
         self._names = list(names)
         self._communicator = communicator
         self._buckets = make_buckets(self.parameters, bucket_bytes, communicator.world_size)
-        self.zero1 = Zero1Parts(self.parameters, names, self._buckets, communicator) if shard_optimizer else None
+        self.zero1 = Zero1Parts(self.parameters, names, self._buckets, communicator) if is_zero1 else None
         self._groups = _by_dtype(self._buckets)
         self._is_one_block = len(self._buckets) == 1 and self._buckets[0].length <= NORM_ELEMENTS
         self._bucket_of = {index: number for number, bucket in enumerate(self._buckets) for index in bucket.members}

@@ -1,4 +1,4 @@
-"""The strategy `replicate`: every rank has the whole state; with `shard_optimizer` (ZeRO-1) 1/D of the optimizer's."""
+"""The strategy `replicate`: every rank has the whole state; and `zero1`: 1/D of the optimizer's."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ from samestep.engine.observer import Observers
 from samestep.engine.parameters import Homes, check_same_model, move_model
 from samestep.engine.sharded_state import check_elementwise
 from samestep.engine.strategy import ExchangeOptions, Strategy
-from samestep.engine.strategy_options import Replicate
+from samestep.engine.strategy_options import Replicate, Zero1
 from samestep.errors import UsageError
 
 
@@ -26,12 +26,12 @@ class ReplicateStrategy(Strategy):
         membership: Membership,
         model: nn.Module,
         optimizers: Sequence[Optimizer],
-        options: Replicate,
+        options: Replicate | Zero1,
         exchange: ExchangeOptions,
     ) -> None:
         super().__init__(membership, model)
         self._exchange = exchange
-        self._shards_optimizer = options.shard_optimizer
+        self._shards_optimizer = isinstance(options, Zero1)
         self._homes: Homes | None = None
         device = membership.communicator.device
         if self._shards_optimizer:
@@ -41,16 +41,16 @@ class ReplicateStrategy(Strategy):
         membership.perform(lambda: check_same_model(model, membership.communicator))
 
     def held(self, optimizers: Sequence[Optimizer]) -> dict[str, nn.Parameter]:
-        """The parameters of the optimizers, by name; with `shard_optimizer` once, before these get local shards."""
+        """The parameters of the optimizers, by name; with `zero1` once, before these get local shards."""
         # These have fixed elements, which another set of parameters would cut elsewhere.
         if self._shards_optimizer and self._homes is not None:
-            raise UsageError("with shard_optimizer=True what is trained stays as it was when the step was made")
+            raise UsageError("with strategy='zero1' what is trained stays as it was when the step was made")
         return super().held(optimizers)
 
     def lay_out(
         self, trainable: dict[str, nn.Parameter], optimizers: Sequence[Optimizer], observers: Observers
     ) -> None:
-        """Makes the sums; with `shard_optimizer` the optimizers get this rank's local shards in place of parameters."""
+        """Makes the sums; with `zero1` the optimizers get this rank's local shards in place of parameters."""
         membership = self._membership
         gradients = GradientSum(
             list(trainable.values()),

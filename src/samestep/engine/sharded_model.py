@@ -196,7 +196,7 @@ def check_parameters(model: nn.Module) -> None:
             what = "has hooks on its gradient" if has_hooks else f"is of the class {type(parameter).__name__}"
             raise UsageError(
                 f"parameter {name} {what}, which strategy='sharded' would lose, since FSDP2 replaces it: do that in "
-                "the forward of its module, or use strategy='replicate' (with shard_optimizer=True to save memory)"
+                "the forward of its module, or use strategy='replicate' ('zero1' to save memory)"
             )
         if parameter.requires_grad:
             kinds.setdefault(parameter.dtype, name)

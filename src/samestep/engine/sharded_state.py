@@ -284,7 +284,7 @@ def check_elementwise(optimizers: Sequence[Optimizer], device: torch.device, by_
         if name not in ELEMENTWISE or type(optimizer).__module__.split(".")[:2] != ["torch", "optim"]:
             raise UsageError(
                 f"{name} may need the whole of a parameter, or depend on where it begins: if its state is sharded "
-                f"over the ranks use one of {', '.join(ELEMENTWISE)}, else strategy='replicate' without shard_optimizer"
+                f"over the ranks use one of {', '.join(ELEMENTWISE)}, else strategy='replicate'"
             )
         held = held_by(optimizer)
         is_fused = any(group.get("fused") for group in optimizer.param_groups)

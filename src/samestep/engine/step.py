@@ -49,7 +49,7 @@ from samestep.engine.result import ADVICE, Agreed, StepResult, StepStats, read_h
 from samestep.engine.sharded_state import ShardedState
 from samestep.engine.side_effects import MOST_NAMES, WATCHED_STEPS, Traces
 from samestep.engine.strategy import ExchangeOptions
-from samestep.engine.strategy_options import Replicate, Sharded
+from samestep.engine.strategy_options import Sharded
 from samestep.errors import DataError, DeterminismError, NonFiniteError, OutOfMemoryError, PeerLostError, UsageError
 
 FIRST_STEPS = 3  # after which parameters without a gradient are named
@@ -143,7 +143,7 @@ class TrainStep:
             raise OutOfMemoryError(describe_model_shortage(model, membership.rank, device)) from error
         explain, memory_advice = self.strategy.explain, self.strategy.memory_advice
         self.compute = ForwardBackward(membership, model, config, self._scale, self.observers, explain, memory_advice)
-        is_watched = isinstance(config.strategy, Replicate) and membership.num_microbatches > 1
+        is_watched = not isinstance(config.strategy, Sharded) and membership.num_microbatches > 1
         self._traces = Traces(membership, model, config.loss_fn) if is_watched else None
         self.compiling = compiling_alike if "torch._dynamo" in sys.modules else nullcontext
         self._audit = None

@@ -1,6 +1,6 @@
 """The seam between the step, which is the same for all strategies, and a strategy, which places its state.
 
-replicate     every rank has everything               engine.replicate; with `shard_optimizer` engine.zero1
+replicate     every rank has everything               engine.replicate; `zero1` is engine.zero1 beside it
 sharded       every rank has 1/D                      engine.sharded_strategy
 
 The user passes options (`engine.config`), of which `engine.factory` makes a strategy. This module imports neither.

@@ -13,15 +13,19 @@ PARAM_DTYPES = ("bf16", "fp16")
 
 @dataclass(frozen=True)
 class Replicate:
-    """Every rank holds the whole state. Tier `bitwise`.
-
-    Attributes:
-        shard_optimizer: ZeRO-1: each rank keeps and updates the optimizer's state of its part of the parameters only,
-            and the updated parts are gathered: 1/D of the optimizer's memory and time, with as many bytes sent.
-    """
+    """Every rank holds the whole state. Tier `bitwise`."""
 
     name: ClassVar[str] = "replicate"
-    shard_optimizer: bool = False
+
+
+@dataclass(frozen=True)
+class Zero1:
+    """Every rank holds the model, and keeps and updates the optimizer's state of its part of the parameters only.
+
+    The updated parts are gathered: 1/D of the optimizer's memory and time, with as many bytes sent. Tier `bitwise`.
+    """
+
+    name: ClassVar[str] = "zero1"
 
 
 @dataclass(frozen=True)
@@ -60,23 +64,16 @@ class Sharded:
             )
 
 
-StrategyOptions = Replicate | Sharded
+StrategyOptions = Replicate | Zero1 | Sharded
 REPLICATE = Replicate()
-STRATEGIES: dict[str, type[StrategyOptions]] = {each.name: each for each in (Replicate, Sharded)}
+STRATEGIES: dict[str, type[StrategyOptions]] = {each.name: each for each in (Replicate, Zero1, Sharded)}
 
 
-def as_strategy(value: str | StrategyOptions, shard_optimizer: bool = False) -> StrategyOptions:
+def as_strategy(value: str | StrategyOptions) -> StrategyOptions:
     """The options of a strategy given by its name; options as they are."""
-    if isinstance(value, str):
-        if value not in STRATEGIES:
-            names = ", ".join(map(repr, STRATEGIES))
-            raise UsageError(f"got strategy={value!r}; it is {names}, or one with options: samestep.Sharded(…)")
-        value = STRATEGIES[value]()
+    if isinstance(value, str) and value in STRATEGIES:
+        return STRATEGIES[value]()
     if not isinstance(value, StrategyOptions):
-        raise UsageError(f"got strategy={value!r}; it is a name, or samestep.Replicate(…) or samestep.Sharded(…)")
-    if shard_optimizer and not isinstance(value, Replicate):
-        raise UsageError(
-            f"shard_optimizer shards the optimizer's state, and strategy={value.name!r} does so already: leave "
-            "shard_optimizer out"
-        )
-    return Replicate(shard_optimizer=True) if shard_optimizer else value
+        names = ", ".join(map(repr, STRATEGIES))
+        raise UsageError(f"got strategy={value!r}; it is {names}, or one with options: samestep.Sharded(…)")
+    return value

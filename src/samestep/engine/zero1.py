@@ -29,7 +29,7 @@ class Zero1Parts:
         self._parameters, self._names, self._buckets = list(parameters), list(names), list(buckets)
         self._communicator = communicator
         for name, parameter in zip(names, parameters, strict=True):
-            check_contiguous(name, parameter, "leave shard_optimizer out")
+            check_contiguous(name, parameter, "use strategy='replicate'")
         shardings = {}
         # The shards are cut where the reduce-scatter cuts the bucket, so that no gradient moves again.
         for bucket in buckets:

@@ -258,7 +258,7 @@ class ProgramRerun(StepObserver, Rerun):
         """The step's options on one device."""
         self._folders[id(trainer)] = None if run_dir is None else Path(run_dir).resolve()
         if getattr(options.get("strategy"), "param_dtype", None) is None:  # other strategies have the same bits
-            return {**options, "strategy": "replicate", "shard_optimizer": False, "audit": None}
+            return {**options, "strategy": "replicate", "audit": None}
         return {**options, "audit": None}
 
     def checkpoint(self, trainer: Trainer) -> Path | None:

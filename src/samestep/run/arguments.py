@@ -31,7 +31,6 @@ class StepOptions(TypedDict, total=False):
     bucket_bytes: int | None
     compile: bool
     strategy: str | StrategyOptions
-    shard_optimizer: bool
     audit: int | None
     audit_action: AuditAction
     observers: Sequence[StepObserver]

@@ -237,8 +237,8 @@ def _checked_state(state: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 _NO_PARTS = (
-    "samestep.EMA averages whole parameters, of which each rank has only a part here: use strategy='replicate' (with "
-    "shard_optimizer=True to save memory), or leave it out"
+    "samestep.EMA averages whole parameters, of which each rank has only a part here: use strategy='replicate' or "
+    "'zero1', or leave it out"
 )
 
 

@@ -308,7 +308,6 @@ class Run:
         bucket_bytes: int | None = None,
         compile: bool = False,
         strategy: str | StrategyOptions = "replicate",
-        shard_optimizer: bool = False,
         audit: int | None = None,
         audit_action: AuditAction = "exclude",
         observers: Sequence[StepObserver] = (),
@@ -336,10 +335,9 @@ class Run:
             bucket_bytes: size of a message; 32 MiB on CUDA devices, else 8 MiB. The bits depend on neither.
             compile: run forward and loss through `torch.compile`, with deterministic settings. The bits are equal on
                 all numbers of devices, and differ from those without it.
-            strategy: the placement of the state on the ranks: "replicate" (each has all of it) or "sharded" (each has
-                1/D), or one of `samestep.Replicate` and `samestep.Sharded` with options. Equal bits; see
+            strategy: the placement of the state on the ranks: "replicate" (each has all of it), "zero1" (each has 1/D
+                of the optimizer's), "sharded" (each has 1/D), or `samestep.Sharded` with options. Equal bits; see
                 docs/strategies.md.
-            shard_optimizer: with "replicate", shard the optimizer's state over the ranks (ZeRO-1).
             audit: in every so many steps another device computes one microbatch again, and the ranks compare their
                 states, which finds devices that compute wrong bits; see docs/wrong-bits.md. It costs
                 1/(audit * num_microbatches) of a step. None for never.
@@ -379,7 +377,7 @@ class Run:
             )
         check_flags(ENFORCED, self.device.type, "where samestep.Run needs")
         drawn = self._drawn_before.parameters(model)
-        chosen = as_strategy(strategy, shard_optimizer)
+        chosen = as_strategy(strategy)
         if self._has_steps and isinstance(chosen, Sharded) != self.membership.plan.is_dealt:
             raise UsageError(
                 "strategy='sharded' deals the microbatches to the ranks in turn, for all training steps of a run: give "

@@ -10,7 +10,7 @@ import samestep
 
 run = samestep.Run(global_batch_size=12, num_microbatches=4, seed=1)
 model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
-options = {"shard_optimizer": True} if sys.argv[1] == "zero1" else {"strategy": sys.argv[1]}
+options = {"strategy": "zero1"} if sys.argv[1] == "zero1" else {"strategy": sys.argv[1]}
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 step = run.train_step(
     model, optimizer, lambda model, batch: functional.cross_entropy(model(batch[0]), batch[1]), **options
