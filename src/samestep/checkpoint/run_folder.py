@@ -29,7 +29,6 @@ SCRIPT_FILE = "script.json"  # in its place, of a script that keeps its own chec
 LEDGER_FILE = "ledger.jsonl"
 METRICS_FILE = "metrics.jsonl"
 LOGGERS_FILE = "loggers.json"
-RESULT_FILE = "result.json"
 ATTESTATION_FILE = "attestation.json"
 WEIGHTS_FILE = "weights.safetensors"
 PICTURE_FILE = "loss.png"
@@ -40,11 +39,11 @@ LOG_FOLDER = "logs"
 LOCK_FILE = ".lock"
 TENSORBOARD_FOLDER = "tensorboard"
 OWN_NAMES = (
-    *(CONTRACT_FILE, SCRIPT_FILE, LEDGER_FILE, METRICS_FILE, RESULT_FILE, WEIGHTS_FILE),
+    *(CONTRACT_FILE, SCRIPT_FILE, LEDGER_FILE, METRICS_FILE, WEIGHTS_FILE),
     *(LOGGERS_FILE, ATTESTATION_FILE, PICTURE_FILE, LOCK_FILE),
     *(CHECKPOINT_FOLDER, LOG_FOLDER, TENSORBOARD_FOLDER),
 )
-AUDITED_NAMES = (CONTRACT_FILE, LEDGER_FILE, RESULT_FILE, ATTESTATION_FILE, WEIGHTS_FILE, CHECKPOINT_FOLDER, LOCK_FILE)
+AUDITED_NAMES = (CONTRACT_FILE, LEDGER_FILE, ATTESTATION_FILE, WEIGHTS_FILE, CHECKPOINT_FOLDER, LOCK_FILE)
 RUNS_FOLDER = Path("runs")
 LOCK_SECONDS = 5.0  # a process that is being ended may need a moment
 POLL_SECONDS = 0.05
@@ -115,17 +114,6 @@ def script_of(folder: Path) -> dict[str, Any]:
 def _is_elsewhere(name: str) -> bool:
     """Whether a name may be of a file that is not below the folder to which it belongs."""
     return Path(name).is_absolute() or ".." in Path(name).parts
-
-
-def unfinished_run(recipe: str) -> Path | None:
-    """The newest run of a recipe below `runs` that has a checkpoint and did not end; None without one."""
-    found = []
-    for folder in RUNS_FOLDER.iterdir() if RUNS_FOLDER.is_dir() else ():
-        with suppress(UsageError, OSError):
-            is_ours = recorded(folder).get("recipe") == recipe and not (folder / RESULT_FILE).exists()
-            if is_ours and any((folder / CHECKPOINT_FOLDER).glob("step-*")):
-                found.append(((folder / CONTRACT_FILE).stat().st_mtime_ns, folder))
-    return max(found)[1] if found else None
 
 
 def run_of(path: Path) -> Path:

@@ -170,7 +170,7 @@ class Membership:
         """Turns healing off: each rank has state that no other has. Hung ranks are still found."""
         if self._num_active < self.world_size:
             raise UsageError(
-                "where the state is sharded over the ranks none can take another's place: leave spares (--spares) "
+                "where the state is sharded over the ranks none can take another's place: leave spares "
                 "out, or keep the whole state on each by strategy='replicate' (--strategy replicate)"
             )
         self.needs_all = True
@@ -186,7 +186,7 @@ class Membership:
                 "strategy='sharded' shards the model along \"data\" alone: leave the mesh's other axes out"
             )
         if self._shares is not None:
-            raise UsageError("strategy='sharded' gives every device equally much to do: leave shares (--shares) out")
+            raise UsageError("strategy='sharded' gives every device equally much to do: leave shares out")
         if not self.is_dealt:
             self.is_dealt = True
             self.ranges = self._divide()

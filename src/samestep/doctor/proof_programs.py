@@ -31,10 +31,7 @@ from samestep.engine.rank_device import own_device
 from samestep.engine.result import StepResult
 from samestep.engine.step import TrainStep
 from samestep.logical.collectives import Operation
-from samestep.recipes import gpt
-from samestep.recipes.catalog import load
-from samestep.recipes.images import classification_loss
-from samestep.recipes.recipe import RecipeData
+from samestep.recipes import gpt, lenet
 from samestep.run.run import Run
 from samestep.run.trainer import Trainer
 
@@ -62,14 +59,38 @@ def start(program: str, seconds: float, options: Mapping[str, Any]) -> Any:
 
 def make_lenet() -> nn.Module:
     """The recipe's LeNet, with BatchNorm after its convolutions and dropout before its last layer."""
-    layers = list(load("lenet").model(RecipeData([], [], "")).children())  # type: ignore[arg-type]  # no data is read
+    layers = list(lenet.make_model().children())
     convolutions = [layers[0], nn.BatchNorm2d(20), *layers[1:4], nn.BatchNorm2d(50)]
     return nn.Sequential(*convolutions, *layers[4:-1], nn.Dropout(0.2), layers[-1])
 
 
 def make_gpt(width: int = 64, layers: int = 2, context: int = CONTEXT) -> nn.Module:
     """The recipe's GPT, with dropout; not tied, since stages of a pipeline cannot share the embedding."""
-    return gpt.Gpt(layers, width, heads=4, context=context, dropout=0.1, tied=False)
+    return StagedGpt(layers, width, heads=4, context=context, dropout=0.1, tied=False)
+
+
+class StagedGpt(gpt.Gpt):
+    """The recipe's GPT, which is not tied, as stages of a pipeline."""
+
+    def pipeline_stages(self) -> list[tuple[str, nn.Module]]:
+        """The modules that the forward applies one after another."""
+        blocks = [(f"blocks.{name}", block) for name, block in self.blocks.named_children()]
+        first = Input(self.byte_embedding, self.position_embedding, self.dropout)
+        assert self.head is not None
+        return [("input", first), *blocks, ("output", nn.Sequential(self.norm, self.head))]
+
+
+class Input(nn.Module):
+    """Embeds bytes, the input of the first block: `[N, T]` -> `[N, T, width]`."""
+
+    def __init__(self, bytes_of: nn.Embedding, places: nn.Embedding, dropout: nn.Dropout) -> None:
+        super().__init__()
+        self.byte_embedding, self.position_embedding, self.dropout = bytes_of, places, dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        """int64 `[N, T]` -> `[N, T, width]`."""
+        hidden: Tensor = self.dropout(self.byte_embedding(x) + self.position_embedding.weight[: x.shape[1]])
+        return hidden
 
 
 def random_images(count: int) -> tuple[Tensor, Tensor]:
@@ -107,10 +128,10 @@ class Large(nn.Module):
 
 
 MODELS: Mapping[str, tuple[Callable[[], nn.Module], Callable[..., Any], Callable[[int], Any]]] = {
-    "lenet": (make_lenet, classification_loss, random_images),
-    "gpt": (make_gpt, gpt.loss, random_texts),
-    "large": (Large, classification_loss, random_images),
-    "attention": (make_attention, gpt.loss, lambda count: random_texts(count, PLACES)),
+    "lenet": (make_lenet, lenet.loss_fn, random_images),
+    "gpt": (make_gpt, gpt.loss_fn, random_texts),
+    "large": (Large, lenet.loss_fn, random_images),
+    "attention": (make_attention, gpt.loss_fn, lambda count: random_texts(count, PLACES)),
 }
 
 
@@ -355,7 +376,7 @@ def speed(num_microbatches: int, smaller: Mapping[str, int], **sizes: int) -> Fa
     for label, count in zip(labels, (num_microbatches, ranks), strict=True):
         run = Run(batch_size, count, SEED, communicator=over)
         model = make_gpt(width, layers, context)
-        step = run.train_step(model, make_optimizer("adamw", model, device), gpt.loss, precision=precision)
+        step = run.train_step(model, make_optimizer("adamw", model, device), gpt.loss_fn, precision=precision)
         calls[label] = _through(step, run.loader(texts, cache="device"))
     calls["plain"] = _plain_loop(first, make_gpt(width, layers, context), texts, batch_size // ranks, precision)
     best = dict.fromkeys(calls, float("inf"))
@@ -402,7 +423,7 @@ def _plain_loop(run: Run, model: nn.Module, texts: Any, size: int, precision: st
     def call() -> None:
         for batch in batches:
             with torch.autocast(device.type, torch.bfloat16, enabled=precision != "32-true"):
-                loss = gpt.loss(model, batch)
+                loss = gpt.loss_fn(model, batch)
             (loss.total / loss.count).backward()
             optimizer.step()
             optimizer.zero_grad()

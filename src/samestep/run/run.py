@@ -124,7 +124,7 @@ class Run:
         if spares and grid.num_inner > 1:
             raise UsageError(
                 f"got spares={spares} with mesh={dict(mesh or {})}: if each rank has another part of the model, none "
-                "can replace another; leave spares (--spares) out"
+                "can replace another; leave spares out"
             )
         num_data = world_size if grid.num_inner == 1 else grid.sizes["data"]
         microbatch_ranges(count, num_data - spares, active_shares(shares, num_data, spares))
@@ -697,7 +697,7 @@ def _check_spares(spares: int, world_size: int) -> None:
     """Raises a `UsageError` unless some devices remain that are not spare."""
     if isinstance(spares, bool) or not isinstance(spares, int) or not 0 <= spares < world_size:
         raise UsageError(
-            f"got spares={spares!r} for {counted(world_size, 'device')}; one at least must be left to work (--spares)"
+            f"got spares={spares!r} for {counted(world_size, 'device')}; one at least must be left to work"
         )
 
 
