@@ -7,8 +7,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from samestep.checkpoint.digest import state_digest
+from samestep.doctor.proof_programs import StagedGpt
 from samestep.errors import UsageError
-from samestep.recipes.gpt import Gpt
 from samestep.run.run import Run
 
 MESHES = {"replicate": None, "sharded": None, "tensor": "tensor", "pipeline": "pipe"}
@@ -33,7 +33,7 @@ def weights(seed=9):
 
 
 def make_model():
-    return Gpt(layers=2, width=16, heads=4, context=LENGTH, dropout=0.0, tied=False)
+    return StagedGpt(layers=2, width=16, heads=4, context=LENGTH, dropout=0.0, tied=False)
 
 
 def make_step(communicator, strategy):

@@ -5,7 +5,6 @@ world "here" it has none and returns contents by label, and in "verify" `ranks` 
 """
 
 import hashlib
-import json
 import math
 import re
 from collections.abc import Callable
@@ -293,9 +292,8 @@ def train_command(_, seed, folder, all_devices, *arguments):
     found = {}
     for devices in all_devices:
         run = folder / str(devices)
-        said = json.loads(words.command(folder, *words.train_words(devices, run, *arguments, "--seed", seed)))
-        epochs = [(epoch["train_loss"], epoch["eval"]) for epoch in said["epochs"]]
-        found[str(devices)] = epochs, words.ledger_lines(run)[0], words.weights(run)
+        words.command(folder, *words.train_words(devices, run, *arguments, "--seed", seed))
+        found[str(devices)] = words.epochs_of(run), words.ledger_lines(run)[0], words.weights(run)
     return found
 
 

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from samestep.doctor.proof_programs import StagedGpt
 from samestep.engine import gradients
 from samestep.engine.pipelining import p2p, pipeline_strategy
 from samestep.engine.pipelining.p2p import PointToPoint
@@ -20,7 +21,6 @@ from samestep.engine.pipelining.stages import parts_of
 from samestep.engine.strategy_options import Pipeline
 from samestep.errors import NonFiniteError, SamestepError
 from samestep.metrics import accuracy, cross_entropy
-from samestep.recipes.gpt import Gpt
 from samestep.run.run import Run
 
 NUM_CLASSES = 10
@@ -110,7 +110,7 @@ class Join(nn.Module):
 
 def gpt():
     """Four blocks, dropout, and output weights of its own."""
-    return Gpt(layers=4, width=16, heads=2, context=8, dropout=0.1, tied=False)
+    return StagedGpt(layers=4, width=16, heads=2, context=8, dropout=0.1, tied=False)
 
 
 class Masked(nn.Module):
@@ -390,7 +390,9 @@ def scaled():
 
 def tied_gpt():
     """Output weights that are the embedding's."""
-    return Gpt(layers=2, width=16, heads=2, context=8, dropout=0.0)
+    model = StagedGpt(layers=2, width=16, heads=2, context=8, dropout=0.0, tied=False)
+    model.head.weight = model.byte_embedding.weight
+    return model
 
 
 MODELS |= {"recurrent": Recurrent, "leftover": Leftover, "tied": tied_gpt, "recomputed": recomputed, "scaled": scaled}

@@ -13,8 +13,7 @@ from worlds import in_turns
 
 from samestep.engine.pipelining.stages import Stage, balanced_starts, cut, parts_of
 from samestep.engine.strategy_options import Pipeline
-from samestep.recipes.catalog import load
-from samestep.recipes.recipe import DataOptions
+from samestep.recipes.vgg import make_model
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=8), st.data())
@@ -50,8 +49,7 @@ def test_the_parts_one_after_another_are_the_model():
 
 
 def test_the_vgg_recipe_is_cut_as_it_is():
-    recipe = load("vgg")
-    model = recipe.model(recipe.data(DataOptions(seed=0, options={"width": 0.125})))
+    model = make_model(width=0.125)
     stages = in_turns(1, lambda communicator: cut(model, parts_of(model), Pipeline(), 4, communicator))[0]
     assert [len(stage) > 0 for stage in stages] == [True] * 4
 

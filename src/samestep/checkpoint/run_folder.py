@@ -35,13 +35,12 @@ PICTURE_FILE = "loss.png"
 CHECKPOINT_FOLDER = "checkpoints"
 FACTS_FILE = "state.json"
 MAX_FACTS_BYTES = 1 << 30  # its values take a multiple of its size in memory
-LOG_FOLDER = "logs"
 LOCK_FILE = ".lock"
 TENSORBOARD_FOLDER = "tensorboard"
 OWN_NAMES = (
     *(CONTRACT_FILE, SCRIPT_FILE, LEDGER_FILE, METRICS_FILE, WEIGHTS_FILE),
     *(LOGGERS_FILE, ATTESTATION_FILE, PICTURE_FILE, LOCK_FILE),
-    *(CHECKPOINT_FOLDER, LOG_FOLDER, TENSORBOARD_FOLDER),
+    *(CHECKPOINT_FOLDER, TENSORBOARD_FOLDER),
 )
 AUDITED_NAMES = (CONTRACT_FILE, LEDGER_FILE, ATTESTATION_FILE, WEIGHTS_FILE, CHECKPOINT_FOLDER, LOCK_FILE)
 RUNS_FOLDER = Path("runs")
@@ -206,22 +205,7 @@ def check_untaken(folder: Path) -> None:
 
 def _precedes_record(entry: Path) -> bool:
     """Whether an entry may be of a run that was killed before its record was whole."""
-    return entry.name.startswith(".tmp-") or entry.name in (LOG_FOLDER, LOCK_FILE)
-
-
-def remove_if_unused(folder: Path) -> None:
-    """Removes the folder of a run that did not begin: its logs, and itself (and `runs`) if nothing else is in it."""
-    # Another run may be about to begin there.
-    if (folder / CONTRACT_FILE).exists() or (folder / LOCK_FILE).exists():
-        return
-    logs = folder / LOG_FOLDER
-    with suppress(OSError):
-        for log in logs.glob("rank-*.log"):
-            log.unlink()
-        logs.rmdir()
-        folder.rmdir()
-        if folder.parent == RUNS_FOLDER:
-            RUNS_FOLDER.rmdir()  # if nothing else is in it
+    return entry.name.startswith(".tmp-") or entry.name == LOCK_FILE
 
 
 class FolderLock:

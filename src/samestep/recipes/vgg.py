@@ -61,8 +61,12 @@ def main() -> None:
     parser = make_parser(
         __doc__, data="digits, mnist, fashion-mnist or a folder of IDX files", epochs=10, batch=128, lr=0.05
     )
-    parser.add_argument("--width", type=number(above=0, whole=False), default=1.0, help="multiplies all widths")
-    parser.add_argument("--dropout", type=number(0, below=1, whole=False), default=0.5, help="of the head's layers")
+    parser.add_argument(
+        "--width", type=number(above=0, whole=False), default=1.0, help="multiplies all widths; %(default)s"
+    )
+    parser.add_argument(
+        "--dropout", type=number(0, below=1, whole=False), default=0.5, help="of the head's layers; %(default)s"
+    )
     args = parser.parse_args()
     run = samestep.Run(args.global_batch_size, args.num_microbatches, args.seed)  # first: it seeds every generator
     train, test, about = image_data(args.data, sides=range(1, SIDE + 1))

@@ -54,8 +54,6 @@ from samestep.runs.ledger import (
 from samestep.runs.recorder import file_sha256, is_own
 from samestep.text import one_line
 
-NOT_OF_A_REPLAY = ("--run-dir", "--resume")
-
 
 @dataclass(frozen=True)
 class ReplayedProgram:
@@ -151,19 +149,13 @@ def _reads_data(words: Sequence[str]) -> bool:
     return any(word.partition("=")[0] == "--data" for word in words)
 
 
-def _without(words: Sequence[str], options: Sequence[str]) -> tuple[str, ...]:
-    """Arguments without some options and their values, `--option value` or `--option=value`."""
-    pairs = zip(("", *words), words, strict=False)
-    return tuple(word for before, word in pairs if {before, word.partition("=")[0]}.isdisjoint(options))
-
-
 def program_of(record: Mapping[str, Any], run: Path) -> ReplayedProgram:
     """The program in a run's record: a recipe, or a command such as ["python", "train.py", "--lr", "1"]."""
     words = record.get("command")
     if isinstance(words, list) and words[:2] == ["python", "-m"] and len(words) > 2 and words[2] in MODULES:
         # By its function and, unless it reads data there, in this folder: `python -m` would import what lies in the
         # run's, which may be a stranger's.
-        own = _without([str(word) for word in words[3:]], NOT_OF_A_REPLAY)
+        own = tuple(map(str, words[3:]))
         place = _working_folder(record) if _reads_data(own) else None
         return ReplayedProgram(Job("function", f"{words[2]}:main", own), place)
     return command_of(record, run)
