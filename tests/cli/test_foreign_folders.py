@@ -47,7 +47,19 @@ COMMANDS = {
     "export": ("export", f"a/{CHECKPOINT}", "out.safetensors"),
     "latest": ("export", "a/checkpoints/latest", "latest.safetensors"),
 }
-RESUME = ("train", "mlp", "--data", "table.csv", "--resume", "a", "--devices", "cpu:2", "--epochs", "3", "--no-portable")
+RESUME = (
+    "train",
+    "mlp",
+    "--data",
+    "table.csv",
+    "--resume",
+    "a",
+    "--devices",
+    "cpu:2",
+    "--epochs",
+    "3",
+    "--no-portable",
+)
 
 
 @pytest.fixture(scope="module")
@@ -351,7 +363,16 @@ def test_a_stranger_s_recipe_reads_no_file_builds_no_large_model_and_is_a_senten
     (name, *words), called, why = RECIPES[case]
     record = json.loads((folder / "a" / "run.json").read_text())
     (folder / PRIVATE).write_text("a,b\n1,2\n3,4\n")
-    command = ["python", "-m", f"samestep.recipes.{name}", "--global-batch-size", "4", "--num-microbatches", "2", *words]
+    command = [
+        "python",
+        "-m",
+        f"samestep.recipes.{name}",
+        "--global-batch-size",
+        "4",
+        "--num-microbatches",
+        "2",
+        *words,
+    ]
     write_json(folder / "a" / "run.json", {**record, "command": command, "script_sha256": "0" * 64})
     code, text = said(called, monkeypatch, capsys)
     assert code in (1, 2)
