@@ -10,7 +10,7 @@ from textwrap import dedent
 
 import gpus
 import pytest
-from cli_commands import SAMESTEP, samestep, write_table
+from cli_commands import samestep, write_table
 
 pytestmark = gpus.needs_fake_gpus
 

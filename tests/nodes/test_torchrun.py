@@ -1,6 +1,5 @@
 """Several machines by torchrun, as agents on this one: the bits of one process, exit codes, stops and restarts."""
 
-import json
 import signal
 import socket
 import sys

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from samestep.errors import UsageError
-from samestep.recipes.arguments import make_parser, number
 from samestep.recipes.catalog import MODULES, NAMES, module_of
+from samestep.recipes.command_line import make_parser, number
 
 
 @pytest.mark.parametrize("name", NAMES)

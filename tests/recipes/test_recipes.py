@@ -5,15 +5,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from samestep.recipes.recipe import DataOptions
+from programs import RECIPES, recipe_data, recipe_model
 
 from samestep.data.named import image_data, text_data
 from samestep.data.readers import IGNORE_INDEX, mean_and_scale, read_csv
 from samestep.engine.losses import read_loss
 from samestep.errors import DataError, UsageError
 from samestep.metrics import sums
-from samestep.recipes import gpt, mlp
-from samestep.recipes.catalog import NAMES, load
+from samestep.recipes import mlp
+from samestep.recipes.catalog import NAMES
 
 SMALL = {
     "vgg": {"width": 0.0625, "dropout": 0},

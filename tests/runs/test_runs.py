@@ -81,24 +81,23 @@ RESUME, END = event("resume", 1, world_size=1), event("end", 2, digest="00")
 
 
 @pytest.mark.parametrize(
-    ("events", "result", "age", "state"),
+    ("events", "age", "state"),
     [
-        ([], True, 3600, "finished"),
-        ([START, END], False, 3600, "finished"),
-        ([START, STOP], False, 3600, "stopped"),
-        ([START, STOP], False, 0, "stopped"),
-        ([START], False, 3600, "crashed"),
-        ([START], False, 0, "crashed"),
-        ([START, STOP, RESUME], False, 3600, "crashed"),
-        ([START, STOP, RESUME], False, 0, "crashed"),
-        ([START, END, RESUME, STOP], True, 3600, "stopped"),
-        ([START, event("death", 1, rank=1), event("heal", 1, world_size=1), END], False, 3600, "finished"),
-        ([START, STOP, event("checkpoint", 1)], False, 3600, "stopped"),
-        ([], False, 3600, "crashed"),
+        ([START, END], 3600, "finished"),
+        ([START, STOP], 3600, "stopped"),
+        ([START, STOP], 0, "stopped"),
+        ([START], 3600, "crashed"),
+        ([START], 0, "crashed"),
+        ([START, STOP, RESUME], 3600, "crashed"),
+        ([START, STOP, RESUME], 0, "crashed"),
+        ([START, END, RESUME, STOP], 3600, "stopped"),
+        ([START, event("death", 1, rank=1), event("heal", 1, world_size=1), END], 3600, "finished"),
+        ([START, STOP, event("checkpoint", 1)], 3600, "stopped"),
+        ([], 3600, "crashed"),
     ],
 )
-def test_the_state_is_told_by_how_the_ledger_ends(tmp_path, events, result, age, state):
-    folder = make_run(tmp_path / "a", [step(1), *events], result=result, when=time.time() - age)
+def test_the_state_is_told_by_how_the_ledger_ends(tmp_path, events, age, state):
+    folder = make_run(tmp_path / "a", [step(1), *events], when=time.time() - age)
     assert run_status(folder).state == state
 
 

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 import samestep
 from samestep.data.named import text_data
-from samestep.recipes.arguments import make_parser, number, trainer_options
+from samestep.recipes.command_line import make_parser, number, trainer_options
 
 NUM_BYTES, INIT_STD = 256, 0.02
 METRICS = {"perplexity": samestep.metrics.perplexity, "loss": samestep.metrics.cross_entropy_with(class_dim=-1)}
@@ -73,10 +73,8 @@ def main() -> None:
     """Trains, and prints the digest of the final state: the same on any number of devices."""
     parser = make_parser(__doc__, data="a text file", epochs=3, batch=64, lr=2e-3)
     for name, default in {"layers": 4, "heads": 4, "head-width": 32, "context": 64}.items():
-        parser.add_argument(f"--{name}", type=number(1), default=default, help="of the model; %(default)s")
-    parser.add_argument(
-        "--dropout", type=number(0, below=1, whole=False), default=0.1, help="of the model; %(default)s"
-    )
+        parser.add_argument(f"--{name}", type=number(1), default=default, help="%(default)s")
+    parser.add_argument("--dropout", type=number(0, below=1, whole=False), default=0.1, help="%(default)s")
     args = parser.parse_args()
     run = samestep.Run(args.global_batch_size, args.num_microbatches, args.seed)  # first: it seeds every generator
     train, test, about = text_data(args.data, args.context)

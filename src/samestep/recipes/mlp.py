@@ -12,7 +12,7 @@ import samestep
 from samestep.data.named import diabetes
 from samestep.data.readers import mean_and_scale, read_csv, standardize
 from samestep.data.tensors import shuffled_split
-from samestep.recipes.arguments import make_parser, trainer_options
+from samestep.recipes.command_line import make_parser, trainer_options
 
 METRICS = {"rmse": samestep.metrics.root_mean_squared_error, "mae": samestep.metrics.mean_absolute_error}
 

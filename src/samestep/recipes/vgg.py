@@ -12,7 +12,7 @@ from torch.nn import functional
 
 import samestep
 from samestep.data.named import image_data
-from samestep.recipes.arguments import make_parser, number, trainer_options
+from samestep.recipes.command_line import make_parser, number, trainer_options
 
 SIDE = 32
 METRICS = {"accuracy": samestep.metrics.accuracy, "loss": samestep.metrics.cross_entropy}

@@ -1,4 +1,4 @@
-"""The arguments that all recipes have, and the folder of a run."""
+"""The command line of a recipe: the arguments that all have, and the folder of a run."""
 
 import argparse
 import math
