@@ -24,13 +24,21 @@ from rich.table import Table
 
 import samestep
 from samestep.checkpoint.digest import as_hex, state_checksum
-from samestep.recipes.catalog import load
-from samestep.recipes.recipe import DataOptions
-from samestep.recipes.training import make_optimizer, optimizer_settings
+from samestep.data.named import image_data, text_data
+from samestep.recipes import gpt, lenet, vgg
 from samestep.runs.ledger import LedgerWriter, learning_rates, ledger_entry
 
 DEFAULT_K = 100
 AIM = 1.01
+SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+RECIPES = {  # by name: data, model, loss and optimizer
+    "lenet": (partial(image_data, transform=lenet.standardize), lenet.make_model, lenet.loss_fn, SGD),
+    "vgg": (image_data, vgg.make_model, vgg.loss_fn, SGD),
+    "gpt": (
+        *(partial(text_data, None, 64), partial(gpt.Gpt, 4, 128, 4, 64, 0.1), gpt.loss_fn),
+        partial(torch.optim.AdamW, lr=2e-3, weight_decay=0.1),
+    ),
+}
 WARM_UP = 2
 
 
@@ -65,14 +73,13 @@ def batches(loader):
 
 def measure(name, num_steps, path):
     """The medians of one recipe, in seconds, and the bytes of its state."""
-    recipe = load(name)
-    run = samestep.Run(recipe.global_batch_size)
-    content = recipe.data(DataOptions())
-    model = recipe.model(content).to(run.device)
-    optimizer = make_optimizer(model, **optimizer_settings(recipe, None, None, None, None))
-    step = run.train_step(model, optimizer, recipe.loss, max_grad_norm=recipe.max_grad_norm)
+    run = samestep.Run(64 if name == "gpt" else 128)
+    data, make, loss_fn, make_optimizer = RECIPES[name]
+    model = make().to(run.device)
+    optimizer = make_optimizer(model.parameters())
+    step = run.train_step(model, optimizer, loss_fn, max_grad_norm=1.0 if name == "gpt" else None)
     times = {"without": [], "with": [], "line": [], "checksum": [], "floor": []}
-    drawn = batches(run.loader(content.train, shuffle=True, drop_last=True))
+    drawn = batches(run.loader(data()[0], shuffle=True, drop_last=True))
     with LedgerWriter(path) as ledger:
 
         def record(result, batch, digest):

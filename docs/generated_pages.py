@@ -156,21 +156,16 @@ def _commands(group: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def recipe_table() -> str:
-    """Every recipe with its defaults, as a Markdown table."""
-    from samestep.recipes.catalog import NAMES, load
-    from samestep.recipes.settings import OWN_OPTIONS
+    """Every recipe, as a Markdown table."""
+    from samestep.recipes.catalog import NAMES
 
-    rows = ["| recipe | what | optimizer | batch | epochs | own options |", "|---|---|---|---|---|---|"]
-    for recipe in map(load, NAMES):
-        optimizer = f"{recipe.optimizer}, lr {recipe.lr:g}"
-        optimizer += f", momentum {recipe.momentum:g}" if recipe.momentum else ""
-        optimizer += f", weight decay {recipe.weight_decay:g}" if recipe.weight_decay else ""
-        optimizer += f", clipped at {recipe.max_grad_norm:g}" if recipe.max_grad_norm else ""
-        own = OWN_OPTIONS.get(recipe.name, {})
-        options = ", ".join(f"`{name}={_shown(default)}`" for name, default in own.items()) or "none"
-        cells = (f"`{recipe.name}`", recipe.summary, optimizer, recipe.global_batch_size, recipe.epochs, options)
-        rows.append(f"| {' | '.join(map(str, cells))} |")
-    return "\n".join(rows)
+    return "\n".join(["| recipe | what |", "|---|---|", *(f"| `{name}` | {about} |" for name, about in NAMES.items())])
+
+
+def recipe_script() -> str:
+    """A recipe's script, whole."""
+    text = (ROOT / "src" / "samestep" / "recipes" / "lenet.py").read_text("utf-8")
+    return f'```python title="my_lenet.py"\n{text}```'
 
 
 def readme() -> str:
@@ -182,6 +177,7 @@ def readme() -> str:
 GENERATORS: Mapping[str, Callable[[], str]] = {
     "commands": command_reference,
     "recipes": recipe_table,
+    "recipe": recipe_script,
     "readme": readme,
 }
 
@@ -217,8 +213,3 @@ def _spelling(parameter: Any) -> str:
 def _escaped(text: str) -> str:
     """Text for a table's cell."""
     return text.replace("|", "\\|")
-
-
-def _shown(value: Any) -> str:
-    """A default as it is typed on the command line; empty text is shown as such."""
-    return str(value).lower() if isinstance(value, bool) else str(value) or "''"

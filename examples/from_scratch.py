@@ -87,7 +87,7 @@ def train(num_devices, batch_size, lr):
     devices = [torch.device(kind, index) for index in range(num_devices)]
     (train_x, train_y), (test_x, test_y) = (
         (part.tensors[0][: args.samples] / 127.5 - 1, part.tensors[1][: args.samples])
-        for part in image_data(data_dir=args.data)[:2]
+        for part in image_data(args.data)[:2]
     )
     loader = DataLoader(TensorDataset(train_x, train_y), batch_size, shuffle=True)
     params = replicate_params(new_params(), devices)

@@ -17,12 +17,11 @@ from samestep.checkpoint.digest import named_state, state_digest
 from samestep.checkpoint.local_shards import unsharded
 from samestep.core.microbatches import microbatch_ranges
 from samestep.core.tree import Block, TreeSum, rank_blocks
+from samestep.data.named import image_data, text_data
 from samestep.data.randomness import Generators
 from samestep.engine.losses import Mean
 from samestep.metrics import accuracy, cross_entropy
-from samestep.recipes.catalog import load
-from samestep.recipes.recipe import DataOptions
-from samestep.recipes.training import make_optimizer
+from samestep.recipes import gpt, lenet, mlp, simplenet, vgg
 from samestep.run.run import Run
 
 
@@ -88,9 +87,38 @@ def train_small(communicator, options):
     return state_digest(model, optimizer), steps, dict(ran), scores, draws
 
 
-RECIPE_OPTIONS = {"vgg": {"width": 0.125}, "gpt": {"width": 32, "layers": 2, "heads": 2, "context": 32}}
+RECIPES = {"lenet": lenet, "mlp": mlp, "simplenet": simplenet, "vgg": vgg, "gpt": gpt}
 RECIPE_SAMPLES = {"lenet": 300, "mlp": 300, "simplenet": 300, "vgg": 40, "gpt": 60}
 RECIPE_BATCH = {"lenet": 128, "mlp": 128, "simplenet": 64, "vgg": 16, "gpt": 16}
+SMALL = {"vgg": {"width": 0.125}, "gpt": {"layers": 2, "width": 32, "heads": 2, "context": 32, "dropout": 0.1}}
+LR = {"lenet": 0.05, "mlp": 0.01, "simplenet": 0.01, "vgg": 0.05, "gpt": 2e-3}
+OPTIMIZERS = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
+
+
+def make_optimizer(model, name, lr, momentum=0.0):
+    """An optimizer by its name; only that of "sgd" has momentum."""
+    return OPTIMIZERS[name](model.parameters(), lr=lr, **({"momentum": momentum} if name == "sgd" else {}))
+
+
+def recipe_data(name, source=None, seed=0, target=None, context=32):
+    """The data of a recipe, to train and to test, and a description."""
+    if name == "mlp":
+        return mlp.read_table(source, target, seed)
+    if name == "gpt":
+        return text_data(source, context)
+    if name == "vgg":
+        return image_data(source, sides=range(1, vgg.SIDE + 1))
+    return image_data(source, lenet.standardize, sides=range(28, 29))
+
+
+def recipe_model(name, train, **options):
+    """The model of a recipe for its data."""
+    return mlp.make_model(train.tensors[0].shape[1]) if name == "mlp" else model_maker(name)(**options)
+
+
+def model_maker(name):
+    """What makes the model of a recipe."""
+    return gpt.Gpt if name == "gpt" else RECIPES[name].make_model
 
 
 class FirstSamples(torch.utils.data.Dataset):
@@ -126,36 +154,23 @@ class OneByOne(torch.utils.data.Dataset):
         return x, y
 
 
-def recipe_step(communicator, name, options, make, **more):
-    """A run of a recipe, its embedded data, its model, and the training step over it."""
-    recipe = load(name)
-    run = Run(RECIPE_BATCH[name], options.get("num_microbatches", 8), 0, communicator=communicator)
-    content = recipe.data(DataOptions(seed=0, options=RECIPE_OPTIONS.get(name, {})))
-    model = recipe.model(content)
-    precision = options.get("precision", "32-true")
-    step = run.train_step(
-        model, make(model), recipe.loss, max_grad_norm=options.get("max_grad_norm"), precision=precision, **more
-    )
-    return run, content, model, step
-
-
 def train_recipe(communicator, name, options):
     """Trains a recipe on some of its embedded data; digest, losses, and the microbatches that each rank ran."""
-    recipe = load(name)
-    kind = options.get("optimizer", recipe.optimizer)
-    momentum = recipe.momentum if kind == "sgd" else 0.0
-    run, content, model, step = recipe_step(
-        communicator, name, options, lambda model: make_optimizer(model, kind, options.get("lr", recipe.lr), momentum)
-    )
+    run = Run(RECIPE_BATCH[name], options.get("num_microbatches", 8), 0, communicator=communicator)
+    train, test, _ = recipe_data(name)
+    model, kind = recipe_model(name, train, **SMALL.get(name, {})), options.get("optimizer", "sgd")
+    optimizer = make_optimizer(model, kind, options.get("lr", LR[name]), 0.9)
+    step_options = {key: options[key] for key in ("max_grad_norm", "precision") if key in options}
+    step = run.train_step(model, optimizer, RECIPES[name].loss_fn, **step_options)
     ran = Counter()
     model.register_forward_pre_hook(lambda module, args: ran.update([step.num_steps]) if module.training else None)
-    samples = FirstSamples(content.train, RECIPE_SAMPLES[name])
+    samples = FirstSamples(train, RECIPE_SAMPLES[name])
     data = OneByOne(samples) if options.get("one_by_one") else samples
     loader = run.loader(data, shuffle=True, num_workers=options.get("num_workers", 0))
     losses = []
     for _ in range(options.get("epochs", 1)):
         losses += [step(batch).loss.hex() for batch in loader]
-    scores = run.evaluate(model, FirstSamples(content.eval, 50), recipe.metrics)
+    scores = run.evaluate(model, FirstSamples(test, 50), RECIPES[name].METRICS)
     return state_digest(model, step.optimizers[0]), losses, dict(ran), scores
 
 

@@ -20,7 +20,6 @@ CONTRACT = {
     "versions": {"samestep": "0.1.0", "torch": "2.13.0", "python": "3.11.7", "platform": "linux-x86_64"},
     "flags": {"float32_matmul_precision": "highest", "deterministic_algorithms": True},
     "precision": "32-true",
-    "recipe": "lenet",
     "data": "digits: 1,797 scans, 28×28",
     "max_grad_norm": None,
     "optimizer": "sgd",
@@ -28,7 +27,7 @@ CONTRACT = {
     "momentum": 0.9,
     "options": {},
     "devices": ["cpu", "cpu", "cpu"],
-    "command": ["samestep", "train", "lenet"],
+    "command": ["python", "-m", "samestep.recipes.lenet"],
 }
 PHASES = {"data": 0.004, "compute": 0.021, "exchange": 0.007, "update": 0.002, "checkpoint": 0.0005}
 
@@ -101,7 +100,6 @@ def make_run(folder: Path, made: MadeRun = MadeRun()) -> Path:  # noqa: B008 - n
     if made.finished:
         digest = f"{made.seed:064x}"
         ledger.append(_event("end", made.steps, now, digest=digest))
-        (folder / "result.json").write_text(json.dumps({"digest": digest, "epochs": []}))
     (folder / "ledger.jsonl").write_text("".join(f"{line}\n" for line in ledger), encoding="utf-8")
     (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in metrics), encoding="utf-8")
     return folder

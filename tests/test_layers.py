@@ -35,6 +35,7 @@ LAYERS = (
     "doctor",
     "cli",
 )
+RECIPES = {f"samestep.recipes.{name}" for name in ("lenet", "mlp", "simplenet", "vgg", "gpt")}
 BOTTOM = {"callsite", "checks", "errors", "extras", "files", "patch", "text", "version"}
 HEAVY = ("torch", "numpy", "matplotlib", "tensorboard", "sklearn")
 FILES = {"errors", "metrics", "tutorial"}  # layers of one module
@@ -120,12 +121,12 @@ def module_of(name: str) -> str | None:
 
 
 def violations(own: str, source: str) -> list[str]:
-    """Imports of later layers; the package itself, which offers names of all of them, is none of a module's."""
+    """Imports of later layers; the package itself, which offers names of all of them, is for recipes, as for users."""
     found = [(line, name, module_of(name)) for line, name in imports(source)]
     return [
         f"line {line}: {name}"
         for line, name, module in found
-        if module and (module == "__init__" or layer_of(f"samestep.{module}") > layer_of(own))
+        if module and (own not in RECIPES if module == "__init__" else layer_of(f"samestep.{module}") > layer_of(own))
     ]
 
 

@@ -47,7 +47,7 @@ SMOKE = {
     "scripts/test_patterns.py::test_processes_do_not_change_the_bits_or_the_prints[draws-3]",
     "verify/test_verify.py::test_batch_norm_is_found_named_confirmed_and_told",
     # `samestep train`, torchrun, the README's example; the cost of an import.
-    "cli/test_train_command.py::test_torchrun_gives_the_digest_of_our_own_launcher",
+    "cli/test_train_command.py::test_the_command_is_samestep_run_of_the_script_whatever_starts_it",
     "docs/test_documentation.py::test_a_program_prints_the_same_on_one_device_and_on_three[README.md:train.py]",
     "launcher/test_run.py::test_the_parent_never_imports_torch",
     "test_layers.py::test_importing_samestep_imports_nothing_heavy",
@@ -138,7 +138,6 @@ SLOW = {  # more than ten seconds each, of a kind that a shorter one of the gate
     "launcher/test_notebook.py::test_a_function_of_the_main_program_is_called_with_its_arguments[spawn]",
     "launcher/test_portable.py::test_a_recipe_is_portable_by_its_option_and_stays_so",
     "launcher/test_portable.py::test_a_run_is_not_resumed_in_the_other_mode_and_is_replayed_in_its_own",
-    "launcher/test_portable.py::test_a_run_without_portable_kernels_goes_on_without_them_unless_they_are_asked_for",
     "launcher/test_preloading.py::"
     "test_a_single_process_script_has_the_same_bits_whenever_torch_dynamo_is_imported[cpu:2]",
     "launcher/test_run.py::test_a_script_sees_what_python_would_show_it[spawn]",

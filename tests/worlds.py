@@ -26,7 +26,7 @@ PRELOADED = [
         "torch._dynamo",
         "torch.distributed.tensor.parallel",
         "samestep.run.trainer",
-        "samestep.recipes.training",
+        "samestep.recipes.lenet",
         "samestep.scripts.single_process",
     ),
     *("sklearn.datasets", "matplotlib.pyplot", "torch.utils.tensorboard"),

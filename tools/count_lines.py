@@ -2,7 +2,7 @@
 
 python tools/count_lines.py                     src and tests, a row for each folder
 python tools/count_lines.py --against main      the same, before and after
-python tools/count_lines.py --imports           samestep's own modules that `samestep train` loads before its first step
+python tools/count_lines.py --imports           samestep's own modules that a recipe loads before its first step
 python tools/count_lines.py --limits            fails for a count above its limit in tools/limits.json
 python tools/count_lines.py --lower             lowers the limits to today's counts
 
@@ -30,15 +30,14 @@ BESIDE = "beside code"  # comments at the end of a line of code, which are no li
 HEART = "core, comm, engine*"  # * without the strategies
 STRATEGIES = ("sharded_model.py", "sharded_state.py", "sharded_strategy.py", "zero1.py")
 FIRST_STEP = """
-import os, sys, torch
-from samestep.cli.main import main
+import os, runpy, sys, torch
 def stop(module, args):
     names = sorted(name for name in sys.modules if name.partition(".")[0] == "samestep")
     print(*names, sep="\\n", file=sys.__stdout__, flush=True)
     os._exit(0)
 torch.nn.modules.module.register_module_forward_pre_hook(stop)
-sys.argv = ["samestep", "train", "mlp", "--data", "table.csv", "--epochs", "1"]
-main()
+sys.argv = ["mlp", "--data", "table.csv", "--epochs", "1"]
+runpy.run_module("samestep.recipes.mlp", run_name="__main__")
 """
 
 
@@ -153,7 +152,7 @@ def hold_to_limits(lower: bool) -> None:
 
 
 def modules_before_the_first_step() -> list[str]:
-    """samestep's own modules that one worker of `samestep train` has loaded when its model first runs."""
+    """samestep's own modules that one worker of a recipe has loaded when its model first runs."""
     with tempfile.TemporaryDirectory() as folder:
         rows = "".join(f"{i % 7},{i % 11},{3 * i % 5}\n" for i in range(64))
         (Path(folder) / "table.csv").write_text("a,b,target\n" + rows)

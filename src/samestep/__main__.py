@@ -14,7 +14,7 @@ from samestep.errors import UsageError
 from samestep.launcher.os_processes import EarlyServer, held_signals, open_standard_streams, server_variables
 
 WITH_WORKERS = ("run", "train")
-WITHOUT_SERVER = ("--help", "--nnodes", "--num-threads", "--rdzv", "--start-method")
+WITHOUT_SERVER = ("--help", "--list", "--nnodes", "--num-threads", "--rdzv", "--start-method")
 """Options of runs that have no fork server, or one with other variables."""
 
 
@@ -45,7 +45,7 @@ def _is_portable(words: Sequence[str]) -> bool:
     asked = False if "--no-portable" in words else True if "--portable" in words else None
     on_cpus = "cpu" in " ".join(words) or not any(Path("/dev").glob("nvidia[0-9]*"))
     with suppress(UsageError):
-        by_default = words[0] == "train" and on_cpus and "--compile" not in words
+        by_default = on_cpus and (words[0] == "train" or "samestep.recipes." in " ".join(words))
         return bool(chosen_portable("cpu", asked, by_default)) and why_not_portable("cpu") is None
     return False
 

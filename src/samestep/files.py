@@ -96,7 +96,7 @@ def retrying(attempt: Callable[[], T], retries: int, tell: Callable[[str], None]
             seconds = min(2.0 ** min(number, 9), MAX_WAIT_SECONDS)
             tell(
                 f"{error}; until then the checkpoint before is the newest: trying again in {seconds:.0f} s "
-                f"(retry {number + 1} of {retries}: checkpoint_retries, --checkpoint-retries)"
+                f"(retry {number + 1} of {retries}: checkpoint_retries)"
             )
             time.sleep(seconds)
     return attempt()

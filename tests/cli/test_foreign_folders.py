@@ -24,21 +24,19 @@ from samestep.runs.recorder import file_sha256
 from samestep.text import one_line
 
 CHECKPOINT = "checkpoints/step-00000004"
-WRITTEN = ("run.json", "result.json", "ledger.jsonl", "metrics.jsonl", ".lock", "logs/rank-1.log")
+WRITTEN = ("run.json", "ledger.jsonl", "metrics.jsonl", ".lock")
 READ = {  # by entry, the commands that must name it
     "run.json": ("runs", "report", "replay", "audit", "attest", "resume"),
-    "result.json": ("runs", "report", "attest"),
     "ledger.jsonl": ("runs", "report", "ledger", "replay", "audit", "attest"),
     "metrics.jsonl": ("runs", "report"),
     ".lock": (),
-    "logs/rank-1.log": (),
     "checkpoints/latest": ("latest",),
     f"{CHECKPOINT}/manifest.json": ("export", "audit", "attest", "resume"),
     f"{CHECKPOINT}/model.safetensors": ("export", "audit"),
     f"{CHECKPOINT}/state.json": ("export", "audit"),
     "weights.safetensors": ("audit", "attest"),
 }
-FOLDERS = ("checkpoints", "logs", "tensorboard")
+FOLDERS = ("checkpoints", "tensorboard")
 COMMANDS = {
     "runs": ("runs", "a"),
     "report": ("report", "a", "--output", "out"),
@@ -49,7 +47,19 @@ COMMANDS = {
     "export": ("export", f"a/{CHECKPOINT}", "out.safetensors"),
     "latest": ("export", "a/checkpoints/latest", "latest.safetensors"),
 }
-RESUME = ("train", "--resume", "a", "--devices", "cpu:2", "--epochs", "3")
+RESUME = (
+    "train",
+    "mlp",
+    "--data",
+    "table.csv",
+    "--resume",
+    "a",
+    "--devices",
+    "cpu:2",
+    "--epochs",
+    "3",
+    "--no-portable",
+)
 
 
 @pytest.fixture(scope="module")
@@ -57,12 +67,11 @@ def recorded(tmp_path_factory):
     """A folder with a run, `a`, of two epochs on two devices."""
     folder = tmp_path_factory.mktemp("recorded")
     write_table(folder / "table.csv")
-    words = ("--epochs", 2, "--devices", "cpu:2", "--run-dir", "a", "--keep", 9, "--checkpoint-steps", 2)
+    words = ("--epochs", 2, "--devices", "cpu:2", "--run-dir", "a", "--checkpoint-steps", 2)
     words += ("--no-portable",)  # or commands in this process would cap its kernels
     done = samestep("train", "mlp", "--data", folder / "table.csv", *words, cwd=folder)
     assert done.returncode == 0, done.stderr
     (folder / "a" / ".lock").touch()
-    assert (folder / "a" / "logs" / "rank-1.log").exists()
     return folder
 
 
@@ -119,7 +128,7 @@ def test_no_command_follows_a_link_or_waits_for_a_pipe_or_reads_without_end(fold
             assert REASONS[kind] in text, (command, text)
     if (entry in WRITTEN and kind != "endless") or (entry == "run.json"):
         code, text = said(RESUME, monkeypatch, capsys)
-        assert code == (1 if entry.startswith("logs/") else 2), text
+        assert code == 2, text
         assert text.startswith("samestep: error: ")
         assert f"a/{entry}" in text
         assert REASONS[kind] in text
@@ -165,8 +174,8 @@ ODD_COMMANDS = (
     *(
         ("replay", "runs/a", "--step", "1"),
         ("audit", "runs/a"),
-        ("train", "--resume", "runs/a"),
-        ("train", "--resume", "runs/b"),
+        ("train", "mlp", "--resume", "runs/a"),
+        ("train", "mlp", "--resume", "runs/b"),
     ),
     *(("export", "runs/a/checkpoints/latest", "out"), ("export", "runs/a", "out")),
 )
@@ -178,11 +187,10 @@ def make_odd(folder):
     for name, seed in (("a", 0), ("b", 1)):
         place = folder / "runs" / f"{name}{ODD}"
         shutil.copytree(folder / "a", place)
-        record = {"recipe": ODD, "script": ODD, "data": ODD, "command": ["python", ODD], ODD: ODD, "precision": ODD}
+        record = {"data": ODD, "command": ["python", ODD], ODD: ODD, "precision": ODD}
         record |= {"optimizer": {"class": ODD}, "devices": [ODD], "device_kind": ODD, "seed": f"{ODD}{seed}"}
         record |= {"versions": {ODD: f"{seed}"}, "working_folder": ODD, "global_batch_size": 8, "num_microbatches": ODD}
-        write_json(place / "run.json", record | ({"job": {"recipe": ODD}} if seed else {"job": ODD}))
-        (place / "result.json").unlink()
+        write_json(place / "run.json", record)
         lines = [{"step": 0, ODD: 1.0}, {"step": 1, "epoch": 1.0, f"{ODD}/eval": 0.5, ODD: 2, f"seconds/{ODD}": 1.0}]
         (place / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         step = {"num_samples": 8, "ids": ODD, "loss": "0x1p+0", "grad_norm": "0x1p+0", "lr": [], "world_size": ODD}
@@ -315,75 +323,79 @@ def test_a_record_chooses_no_program_unless_its_reader_made_it_or_trusts_it(tmp_
         mark.unlink(missing_ok=True)
 
 
-@pytest.mark.parametrize("job", [None, {"recipe": "mlp"}])
-def test_a_script_s_record_chooses_no_program_either_whatever_recipe_it_names(tmp_path, monkeypatch, capsys, job):
+RECIPE = ["python", "-m", "samestep.recipes.mlp"]
+
+
+@pytest.mark.parametrize("command", [["python", "train.py"], RECIPE], ids=["a script", "a recipe"])
+def test_a_script_s_record_chooses_no_program_either(tmp_path, monkeypatch, capsys, command):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a").mkdir()
     (tmp_path / "train.py").write_text(MARK.format(str(tmp_path / "was run")))
-    record = {"command": ["python", "train.py"], "working_folder": str(tmp_path), "exit_code": 0, "job": job}
+    record = {"command": command, "working_folder": str(tmp_path), "exit_code": 0}
     record |= {"script_sha256": file_sha256(tmp_path / "train.py"), "options": {}, "contract": {}, "folders": []}
     write_json(tmp_path / "a" / "script.json", {**record, "files": {"x": "0"}, "changed": []})
     code, text = said(("audit", "a"), monkeypatch, capsys)
     assert code == 2
-    assert "samestep: running python train.py: " in text
+    assert f"samestep: running {shlex.join(command)}: " in text
     assert "which you did not make on this machine" in text
     assert not (tmp_path / "was run").exists()
 
 
 PRIVATE = "diary.csv"
-JOBS = {  # the job of a stranger's record, the command, and what it says
-    "a file": ({"data": PRIVATE}, ("audit", "a", "--all"), "which you did not make on this machine, or which has"),
-    "a file to replay": ({"data": PRIVATE}, ("replay", "a", "--step", 1), "which you did not make on this machine"),
-    "a folder": (
-        {"recipe": "lenet", "data_dir": "."},
-        ("audit", "a"),
-        "which you did not make on this machine, or whi",
-    ),
-    "a download": (
-        {"recipe": "lenet", "data": "mnist"},
-        ("audit", "a"),
-        "which you did not make on this machine, or w",
-    ),
-    "a file to resume": (
-        {"data": PRIVATE},
-        ("train", "--resume", "a"),
-        "a names --data, and you did not make it on this machine",
-    ),
-    "a large model": ({"recipe": "gpt", "options": {"width": "16384"}}, ("audit", "a"), "larger than the checkpoint"),
-    "a deep model": ({"recipe": "gpt", "options": {"layers": 10**9}}, ("replay", "a", "--step", 1), "larger than the"),
-    "an unknown name": ({"nosuch": 1}, ("audit", "a"), "a/run.json has 'nosuch', which is no option"),
-    "an odd name": ({"\u202e": 1}, ("audit", "a"), "which is no option"),
-    "an odd value": ({"seed": {}}, ("audit", "a"), "a/run.json has seed = {}; needed: a whole number"),
-    "no recipe": ({"recipe": "nosuch"}, ("audit", "a"), "got RECIPE='nosuch'"),
-    "threads": ({"num_threads": 10**6}, ("audit", "a"), "1024"),
+ASKS = "which you did not make on this machine, or which has"
+RECIPES = {  # the recipe and arguments of a stranger's record, the command, and what it says
+    "a file": (("mlp", "--data", PRIVATE), ("audit", "a", "--all"), ASKS),
+    "a file to replay": (("mlp", f"--data={PRIVATE}"), ("replay", "a", "--step", 1), ASKS),
+    "a folder": (("lenet", "--data", "."), ("audit", "a"), ASKS),
+    "a download": (("lenet", "--data", "mnist"), ("audit", "a"), ASKS),
+    "a large model": (("gpt", "--head-width", "16384"), ("audit", "a"), "larger than the checkpoint"),
+    "a deep model": (("gpt", "--layers", str(10**9)), ("replay", "a", "--step", 1), "larger than the"),
+    "an unknown argument": (("mlp", "--nosuch", "1"), ("audit", "a"), "unrecognized arguments: --nosuch 1"),
+    "an abbreviation": (("mlp", "--dat", PRIVATE), ("audit", "a"), "unrecognized arguments: --dat"),
+    "an odd value": (("mlp", "--seed", "{}"), ("audit", "a"), "argument --seed: got {}; it must be a whole number"),
+    "no recipe": (("nosuch",), ("audit", "a"), "is not the script that made the run"),
+    "another module": (("catalog",), ("audit", "a"), "is not the script that made the run"),
 }
 
 
-@pytest.mark.parametrize("case", JOBS)
-def test_a_stranger_s_job_reads_no_file_builds_no_large_model_and_is_a_sentence(folder, monkeypatch, capsys, case):
-    job, words, why = JOBS[case]
+@pytest.mark.parametrize("case", RECIPES)
+def test_a_stranger_s_recipe_reads_no_file_builds_no_large_model_and_is_a_sentence(folder, monkeypatch, capsys, case):
+    (name, *words), called, why = RECIPES[case]
     record = json.loads((folder / "a" / "run.json").read_text())
     (folder / PRIVATE).write_text("a,b\n1,2\n3,4\n")
-    own = {"recipe": "mlp", "global_batch_size": 4, "num_microbatches": 2, "epochs": 2, **job}
-    write_json(folder / "a" / "run.json", {**record, "job": own})
-    code, text = said(words, monkeypatch, capsys)
+    command = [
+        "python",
+        "-m",
+        f"samestep.recipes.{name}",
+        "--global-batch-size",
+        "4",
+        "--num-microbatches",
+        "2",
+        *words,
+    ]
+    write_json(folder / "a" / "run.json", {**record, "command": command, "script_sha256": "0" * 64})
+    code, text = said(called, monkeypatch, capsys)
     assert code in (1, 2)
-    assert why in text
+    assert why in text or ASKS in text
     assert "Traceback" not in text
-    assert "\u202e" not in text
-    assert ("--trust" in text) == ("which you did not" in why or "larger" in why)
 
 
-def test_a_stranger_s_recipe_that_reads_no_file_is_audited_without_asking(tmp_path, monkeypatch, capsys):
+def test_a_stranger_s_recipe_finds_no_module_of_the_folder_that_it_names(tmp_path, monkeypatch, capsys):
+    """It runs without asking, wherever its record says that it was run."""
     monkeypatch.chdir(tmp_path)
     words = ("--epochs", 1, "--devices", "cpu:1", "--run-dir", "a", "--no-portable")
     assert samestep("train", "mlp", *words, cwd=tmp_path).returncode == 0
     record = json.loads((tmp_path / "a" / "run.json").read_text())
-    write_json(tmp_path / "a" / "run.json", {**record, "signature": None, "working_folder": "/nowhere"})
-    for words in (("audit", "a", "--all"), ("replay", "a", "--step", 1)):
-        code, text = said(words, monkeypatch, capsys)
-        assert code == 0, text
-        assert "running a recipe with {'recipe': 'mlp', 'epochs': 1" in text
+    (tmp_path / "lib").mkdir()
+    for name in ("argparse", "samestep", "torch", "colorsys"):
+        (tmp_path / "lib" / f"{name}.py").write_text(MARK.format(str(tmp_path / "was run")))
+    for place in ("/nowhere", str(tmp_path / "lib")):
+        write_json(tmp_path / "a" / "run.json", {**record, "signature": None, "working_folder": place})
+        for words in (("audit", "a", "--all"), ("replay", "a", "--step", 1)):
+            code, text = said(words, monkeypatch, capsys)
+            assert code == 0, text
+            assert "running the recipe samestep.recipes.mlp --epochs 1" in text
+            assert not (tmp_path / "was run").exists()
 
 
 def test_one_s_own_recipe_is_audited_without_asking_wherever_its_folder_was_moved(folder, monkeypatch, capsys):
@@ -391,7 +403,7 @@ def test_one_s_own_recipe_is_audited_without_asking_wherever_its_folder_was_move
     for _ in range(2):
         code, text = said(("audit", "b"), monkeypatch, capsys)
         assert code == 0, text
-        assert "running a recipe with {'recipe': 'mlp', 'data': " in text
+        assert "running the recipe samestep.recipes.mlp --data " in text
         shutil.copytree("b", "c/d")
         shutil.rmtree("b")
         shutil.move("c/d", "b")
@@ -414,31 +426,11 @@ def test_a_script_that_python_read_from_a_pipe_has_no_hash_and_is_not_read_again
     assert file_sha256(tmp_path / "train.py") is None
 
 
-@pytest.mark.parametrize("ending", ["json", "toml"])
-@pytest.mark.parametrize("where", ["config", "run.json"])
-def test_brackets_in_brackets_are_a_sentence(tmp_path, monkeypatch, capsys, ending, where):
+def test_brackets_in_brackets_are_a_sentence(tmp_path, monkeypatch, capsys):
     for depth in (201, 100_000):
-        deep = "[" * depth + "]" * depth
-        text = f'{{"lr": {deep}}}' if ending == "json" or where == "run.json" else f"lr = {deep}"
-        (tmp_path / "run.json").write_text(text)
-        (tmp_path / f"deep.{ending}").write_text(text)
-        words = ("mlp", "--config", tmp_path / f"deep.{ending}") if where == "config" else ("--resume", tmp_path)
-        code, said_ = said(("train", *words), monkeypatch, capsys)
+        (tmp_path / "run.json").write_text(f'{{"lr": {"[" * depth + "]" * depth}}}')
+        code, said_ = said(("replay", tmp_path, "--step", 1), monkeypatch, capsys)
         assert code == 2
         assert "cannot be read" in said_
         assert "it is nested more than 200 levels deep" in said_
         assert len(said_) < 400
-
-
-@pytest.mark.parametrize(
-    ("job", "sentence"),
-    [
-        ({"recipe": "mlp", "nonsense": 1}, "'nonsense', which is no option of samestep train"),
-        ({"recipe": "mlp", "lr": "fast"}, "lr = 'fast'; needed: a number"),
-        ({"recipe": "mlp", "profile": "/"}, "'profile', which is no option of samestep train"),
-        ({"recipe": ["mlp"]}, "recipe = ['mlp']; needed: a text"),
-    ],
-)
-def test_the_options_of_a_run_to_resume_are_checked_as_those_of_a_file(refused, tmp_path, job, sentence):
-    write_json(tmp_path / "run.json", {"job": job})
-    assert sentence in refused("train", "--resume", tmp_path)

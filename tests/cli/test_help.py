@@ -34,7 +34,6 @@ def test_every_option_can_be_read_whole_at_80_columns(words, capsys, monkeypatch
         ("run", "--nproc_per_node=0", "train.py"),
         ("verify", "--hang_seconds=x", "train.py"),
         ("train", "--min_devices=0", "lenet"),
-        ("train", "--global_batch_size=x", "lenet"),
     ],
 )
 def test_options_may_be_spelled_with_underscores(words, capsys, monkeypatch):
@@ -51,7 +50,7 @@ def test_the_options_of_a_long_help_lie_in_panels(words, capsys, monkeypatch):
     lines = said_by(capsys, monkeypatch, *words, "--help")[1].out.splitlines()
     first = next(number for number, line in enumerate(lines) if line.startswith("╭─ Options"))
     general = {line.split()[1] for line in lines[first : lines.index(f"╰{'─' * 78}╯", first)] if line[2:4] == "--"}
-    assert general <= {"--config", "--log-dir", "--json", "--help"}
+    assert general <= {"--list", "--json", "--help"}
 
 
 @pytest.mark.parametrize("words", [(), ("ledger",), *COMMANDS], ids=" ".join)
@@ -74,11 +73,8 @@ def offered(capsys, monkeypatch, *words):
     [
         (("tr",), ["train"]),
         (("train", ""), list(NAMES)),
-        (("train", "lenet", "--optimizer", "a"), ["adam", "adamw"]),
-        (("train", "lenet", "--strategy", ""), ["replicate", "sharded"]),
-        (("train", "lenet", "--data", "m"), ["mnist"]),
-        (("train", "--resume", ""), ["auto", "runs/a"]),
-        (("train", "--resume", "runs/a/checkpoints/"), ["runs/a/checkpoints/step-7"]),
+        (("train", "--audit-action", "w"), ["warn"]),
+        (("replay", "runs/a/checkpoints/"), ["runs/a/checkpoints/step-7"]),
         (("run", "--start-method", ""), ["fork", "spawn"]),
         (("run", "--nnodes", "2", "--rdzv-backend", ""), ["c10d", "static"]),
         (("run", ""), []),  # files, which the shell offers by itself
@@ -88,7 +84,6 @@ def offered(capsys, monkeypatch, *words):
         (("replay", "runs/"), ["runs/a"]),
         (("report", "runs/a", "other/"), ["other/b"]),
         (("ledger", "diff", "runs/a", "other/b"), ["other/b"]),
-        (("train", "gpt", "--precision", "1"), ["16-mixed"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )

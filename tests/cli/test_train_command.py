@@ -2,23 +2,34 @@
 
 import gzip
 import json
+import shutil
 import sys
+from pathlib import Path
 
 import pytest
 from cli_commands import samestep, write_table
 from safetensors import safe_open
 
+from samestep.devices.portable import portable_variables
 from samestep.devices.selection import cpu_workers_for
+from samestep.recipes import mlp
+from samestep.recipes.catalog import NAMES
 from samestep.runs.ledger import from_line
-from samestep.text import counted
+
+CAPS = portable_variables("cpu", True)  # which a launcher sets before NumPy is imported
 
 
-def train_json(*args, cwd, **options):
-    """The JSON object that a training run ends with."""
-    done = samestep("train", *args, "--json", cwd=cwd, **options)
+def digest_of(done):
+    """The digest that a run printed at its end."""
     assert done.returncode == 0, done.stderr
-    (line,) = done.stdout.strip().splitlines()  # with --json nothing but the object goes to stdout
-    return json.loads(line)
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("digest"))
+    return line.split()[-1]
+
+
+def entries(folder):
+    """The steps and the events of a run's ledger."""
+    lines = [from_line(line) for line in (folder / "ledger.jsonl").read_bytes().splitlines()]
+    return [line for line in lines if "event" not in line], [line for line in lines if "event" in line]
 
 
 @pytest.fixture(scope="module")
@@ -27,76 +38,111 @@ def tables(tmp_path_factory):
 
 
 def test_lenet_on_real_images_gives_one_digest_on_all_numbers_of_devices(shared_data, tmp_path):
-    digests = {}
-    for count in (1, 3):
-        result = train_json(
-            "lenet",
-            "--data-dir", shared_data / "fashion-mnist",
-            "--devices", f"cpu:{count}",
-            "--num-microbatches", 4,
-            "--epochs", 2,
-            "--seed", 0,
-            "--run-dir", tmp_path / str(count),
-            cwd=tmp_path,
-        )  # fmt: skip
-        digests[count] = result["digest"]
-        assert result["devices"] == ["cpu"] * count
-        assert result["num_microbatches"] == 4
-        assert [epoch["epoch"] for epoch in result["epochs"]] == [1, 2]
-        assert {"seconds", "samples_per_second", "train_loss", "eval"} <= result["epochs"][0].keys()
-    assert len(set(digests.values())) == 1
+    words = ("--data", shared_data / "fashion-mnist", "--num-microbatches", 4, "--max-steps", 20)
+    done = [samestep("train", "lenet", *words, "--devices", f"cpu:{count}", cwd=tmp_path) for count in (1, 3)]
+    assert len({*map(digest_of, done)}) == 1
 
 
 @pytest.fixture(scope="module")
 def alone(tables, tmp_path_factory):
-    """The folder of a run of two epochs on one device, and what it ended with."""
+    """The folder of a run of two epochs on one device, and its digest."""
     folder = tmp_path_factory.mktemp("alone") / "r"
-    result = train_json(
-        "mlp", "--data", tables, "--epochs", 2, "--devices", "cpu:1", "--run-dir", folder, cwd=folder.parent
-    )
-    return folder, result
+    words = ("--data", tables, "--epochs", 2, "--devices", "cpu:1", "--run-dir", folder, "--checkpoint-steps", 1)
+    return folder, digest_of(samestep("train", "mlp", *words, cwd=folder.parent))
 
 
-def test_torchrun_gives_the_digest_of_our_own_launcher(tables, tmp_path, alone):
-    torchrun = (
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        "-m",
-        "samestep",
-    )
-    theirs = train_json("mlp", "--data", tables, "--epochs", 2, "--run-dir", "b", cwd=tmp_path, command=torchrun)
-    assert theirs["digest"] == alone[1]["digest"]
-    assert theirs["devices"] == ["cpu", "cpu"]
+def test_the_command_is_samestep_run_of_the_script_whatever_starts_it(tables, tmp_path, alone):
+    words = ("--data", tables, "--epochs", 2)
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    for number, command in enumerate(((), torchrun)):
+        python = (sys.executable, *command, "-m", "samestep.recipes.mlp")
+        done = samestep(*words, "--run-dir", str(number), cwd=tmp_path, command=python, **CAPS)
+        assert digest_of(done) == alone[1]
+    for number, script in (("2", ("-m", "samestep.recipes.mlp")), ("3", ("--portable", mlp.__file__))):
+        done = samestep("run", "--devices", "cpu:2", *script, *words, "--run-dir", number, cwd=tmp_path)
+        assert digest_of(done) == alone[1]
+
+
+def test_a_copy_with_another_layer_has_its_own_digest_the_same_on_any_devices(tables, tmp_path, alone):
+    text = Path(mlp.__file__).read_text()
+    assert "nn.ReLU(), nn.Linear(16, 32)" in text
+    (tmp_path / "my_mlp.py").write_text(text.replace("nn.ReLU(), nn.Linear(16, 32)", "nn.Tanh(), nn.Linear(16, 32)"))
+    words = ("my_mlp.py", "--data", tables, "--epochs", 2)
+    found = [digest_of(samestep("run", "--devices", f"cpu:{count}", *words, cwd=tmp_path)) for count in (1, 3)]
+    assert found[0] == found[1] != alone[1]
+    assert len(list((tmp_path / "runs").glob("my_mlp-*"))) == 2
+    run = next((tmp_path / "runs").glob("my_mlp-*"))
+    replayed = samestep("replay", run, "--step", 2, cwd=tmp_path)
+    assert replayed.returncode == 0, replayed.stderr
 
 
 def test_a_run_leaves_its_folder_and_says_where_and_another_seed_gives_another_digest(tables, tmp_path, alone):
-    options = ("--epochs", 2, "--seed", 1, "--run-dir", "here")
-    done = samestep("train", "mlp", "--data", tables, *options, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = samestep("train", "mlp", "--data", tables, "--epochs", 2, "--seed", 1, "--run-dir", "here", cwd=tmp_path)
+    assert digest_of(done) != alone[1]
     folder = tmp_path / "here"
     contract = json.loads((folder / "run.json").read_text())
     assert contract["num_microbatches"] == 4
-    assert contract["recipe"] == "mlp"
-    lines = [from_line(line) for line in (folder / "ledger.jsonl").read_bytes().splitlines()]
-    assert [line["event"] for line in lines if "event" in line] == ["start", "checkpoint", "end"]
-    ledger = [line for line in lines if "event" not in line]
+    assert contract["command"][:3] == ["python", "-m", "samestep.recipes.mlp"]
+    ledger, events = entries(folder)
+    assert [line["event"] for line in events] == ["start", "checkpoint", "end"]
     assert [entry["step"] for entry in ledger] == list(range(1, len(ledger) + 1))
     assert sum(entry["num_samples"] for entry in ledger) == 2 * 160
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert list((folder / "tensorboard").iterdir())
     with safe_open(folder / "weights.safetensors", "pt") as weights:
         assert all(not name.startswith("module.") for name in weights.keys())  # noqa: SIM118 - no dict
-    lines = done.stdout.splitlines()
-    assert [line for line in lines if line.startswith("epoch 2, time ")]
-    assert counted(cpu_workers_for(8), "CPU worker") in done.stdout
-    assert "here" in done.stdout
-    (digest,) = (line.split()[-1] for line in lines if line.startswith("digest"))
-    assert len(digest) == 64
-    assert digest != alone[1]["digest"]
+    assert [line for line in done.stdout.splitlines() if line.startswith("epoch 2, time ")]
+    assert "run      here" in done.stdout
+
+
+def test_every_strategy_ends_with_the_digest_of_one_device_and_goes_on_from_another(tables, tmp_path, alone):
+    words = ("mlp", "--data", tables, "--run-dir", "run")
+    first = samestep("train", *words, "--epochs", 1, "--devices", "cpu:2", "--strategy", "sharded", cwd=tmp_path)
+    digest_of(first)
+    ended = samestep("train", *words, "--epochs", 2, "--devices", "cpu:1", "--resume", "run", cwd=tmp_path)
+    assert "resumed from" in ended.stdout
+    assert digest_of(ended) == alone[1]
+    audited = samestep("audit", "run", "--all", "--json", cwd=tmp_path)
+    assert audited.returncode == 0, audited.stdout + audited.stderr
+    exported = samestep("export", "run", "weights.safetensors", cwd=tmp_path)
+    assert exported.returncode == 0, exported.stderr
+
+
+def test_auto_takes_up_the_newest_run_that_did_not_end_and_begins_a_new_one_after_that(tables, tmp_path, alone):
+    shutil.copytree(alone[0], tmp_path / "runs" / "mlp-1")
+    shutil.copytree(alone[0], tmp_path / "runs" / "mlp-2")
+    ledger = tmp_path / "runs" / "mlp-1" / "ledger.jsonl"
+    ledger.write_bytes(b"".join(line for line in ledger.read_bytes().splitlines(True) if b'"end"' not in line))
+    words = ("train", "mlp", "--data", tables, "--epochs", 2, "--resume", "auto", "--devices", "cpu:1")
+    first = samestep(*words, cwd=tmp_path)
+    assert digest_of(first) == alone[1]
+    assert "run      runs/mlp-1" in first.stdout
+    assert "resumed from" in first.stdout
+    second = samestep(*words, cwd=tmp_path)
+    assert digest_of(second) == alone[1]
+    assert "resumed from" not in second.stdout
+    assert len(list((tmp_path / "runs").iterdir())) == 3
+
+
+@pytest.mark.parametrize("words", [("--seed", 4), ("--lr", 0.5)], ids=["seed", "rate"])
+def test_a_changed_contract_is_listed_once_and_changes_nothing(tables, tmp_path, alone, words):
+    shutil.copytree(alone[0], tmp_path / "a")
+    before = (tmp_path / "a" / "ledger.jsonl").read_bytes()
+    done = samestep("train", "mlp", "--data", tables, "--epochs", 3, "--resume", "a", *words, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.count("these decide the bits:") == 1
+    assert "Traceback" not in done.stderr
+    assert (tmp_path / "a" / "ledger.jsonl").read_bytes() == before
+
+
+def test_without_a_name_the_recipes_are_listed_and_help_after_one_is_its_own(tmp_path):
+    for words in ((), ("--list",), ("--list", "lenet")):
+        done = samestep("train", *words, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert [line.split()[0] for line in done.stdout.splitlines()] == list(NAMES)
+    helped = samestep("train", "gpt", "--devices", "cpu:1", "--help", cwd=tmp_path)
+    assert helped.returncode == 0, helped.stderr
+    assert "--head-width" in helped.stdout
 
 
 @pytest.mark.parametrize(
@@ -105,29 +151,6 @@ def test_a_run_leaves_its_folder_and_says_where_and_another_seed_gives_another_d
         (["lenett"], "did you mean 'lenet'"),
         (["lenet", "--devices", "cpu:0"], "cpu"),
         (["lenet", "--devices", "gpu9"], "gpu9"),
-        (["lenet", "--num-microbatches", "0"], "--num-microbatches"),
-        (["lenet", "--global-batch-size", "0"], "--global-batch-size"),
-        (
-            ["lenet", "--num-microbatches", "2", "--devices", "cpu:3"],
-            "use num_microbatches=3 or more (--num-microbatches; ",
-        ),
-        (["lenet", "--shares", "1,x"], "--shares"),
-        (["lenet", "--devices", "cpu:2", "--shares", "1,2,3"], "--shares"),
-        (["lenet", "--option", "width"], "name=value"),
-        (
-            ["lenet", "--precision", "8-bit"],
-            "got precision='8-bit'; it is one of 32-true, bf16-mixed, 16-mixed (--precision)",
-        ),
-        (["lenet", "--optimizer", "lbfgs"], "it is one of sgd, adam, adamw (--optimizer)"),
-        (["lenet", "--lr", "-1"], "got lr=-1.0; it must be above 0 (--lr)"),
-        (["lenet", "--epochs", "0"], "got epochs=0; it must be 1 or more (--epochs)"),
-        (["lenet", "--num-workers", "-1"], "got num_workers=-1; it must be 0 or more (--num-workers)"),
-        (["vgg", "--option", "depth=3"], "no option 'depth'; it has width, dropout"),
-        (["gpt", "--option", "layers=some"], "option 'layers' needs a whole number"),
-        (["gpt", "--option", "heads=3"], "it must be a multiple of them (-o width, -o heads)"),
-        (["lenet", "--data-dir", "nowhere"], "got --data-dir nowhere: there is no such folder"),
-        (["mlp", "--data-dir", "."], "mlp reads one CSV file, by --data FILE.csv"),
-        (["gpt", "--data", "nothing.txt"], "got --data nothing.txt: there is no such file"),
     ],
 )
 def test_a_mistake_gets_one_sentence_before_anything_starts(args, sentence, tmp_path, monkeypatch, refused):
@@ -136,6 +159,28 @@ def test_a_mistake_gets_one_sentence_before_anything_starts(args, sentence, tmp_
     assert said.startswith("samestep: error: ")
     assert sentence in said
     assert "Traceback" not in said
+    assert not list(tmp_path.iterdir()), "nothing is left behind"
+
+
+@pytest.mark.parametrize(
+    ("args", "sentence"),
+    [
+        (["lenet", "--num-microbatches", "0"], "argument --num-microbatches: got 0; it must be 1 or more"),
+        (["lenet", "--num-microbatches", "2", "--devices", "cpu:3"], "use num_microbatches=3 or more"),
+        (["lenet", "--precision", "8-bit"], "argument --precision: invalid choice: '8-bit'"),
+        (["lenet", "--lr", "-1"], "argument --lr: got -1; it must be above 0"),
+        (["lenet", "--seed", "x"], "argument --seed: got x; it must be a whole number, 0 or more"),
+        (["lenet", "--device", "cpu:2"], "unrecognized arguments: --device cpu:2"),
+        (["lenet", "--data", "nowhere"], "got --data nowhere; needed: digits, mnist, fashion-mnist or a folder"),
+        (["gpt", "--data", "nothing.txt"], "nothing.txt"),
+        (["lenet", "--resume", "nope"], "nope is not there; resume (--resume) takes the folder of a run"),
+    ],
+)
+def test_a_mistake_in_a_recipe_s_arguments_gets_one_sentence(args, sentence, tmp_path):
+    done = samestep("train", "--devices", "cpu:2", *args, cwd=tmp_path)
+    assert done.returncode in (1, 2)
+    assert done.stderr.count(sentence) == 1, done.stderr
+    assert "Traceback" not in done.stderr
     assert not list(tmp_path.iterdir()), "nothing is left behind"
 
 
@@ -159,23 +204,19 @@ def write_images(folder, labels):
 
 def test_damaged_images_get_one_sentence_from_two_workers(tmp_path):
     folder = write_images(tmp_path / "data", labels=bytes([11] * 20))
-    done = samestep("train", "lenet", "--data-dir", folder, "--devices", "cpu:2", "--run-dir", "r", cwd=tmp_path)
+    done = samestep("train", "lenet", "--data", folder, "--devices", "cpu:2", "--run-dir", "r", cwd=tmp_path)
     one_sentence(done, "label 11")
-    assert done.stdout == ""
     assert not (tmp_path / "r" / "ledger.jsonl").exists()
 
 
 def test_a_loss_that_is_not_finite_names_step_microbatch_and_samples(tables, tmp_path):
-    done = samestep(
-        "train", "mlp", "--data", tables, "--optimizer", "sgd", "--lr", "1e30", "--run-dir", "r", cwd=tmp_path
-    )
-    one_sentence(done, "step 2: not finite: the loss of microbatch 0 (nan; sample ids ", "--max-grad-norm")
+    done = samestep("train", "mlp", "--data", tables, "--lr", "1e30", "--run-dir", "r", cwd=tmp_path)
+    one_sentence(done, ": not finite: the loss of microbatch 0 (", "set max_grad_norm")
     shown = done.stderr.partition("sample ids ")[2].partition(")")[0]
     ids = [int(number) for number in shown.split(", ")]
     assert len(set(ids)) == len(ids) > 0
     assert all(0 <= number < 160 for number in ids), "of the 160 to train on"
-    steps = [from_line(line) for line in (tmp_path / "r" / "ledger.jsonl").read_bytes().splitlines()]
-    assert [step["step"] for step in steps if "event" not in step] == [1]
+    assert [step["step"] for step in entries(tmp_path / "r")[0]] == [1]
 
 
 def test_a_run_folder_that_is_taken_is_left_alone(tables, tmp_path, alone):
@@ -191,20 +232,6 @@ def test_a_folder_with_other_things_is_left_alone(tables, tmp_path):
     done = samestep("train", "mlp", "--data", tables, "--run-dir", "r", cwd=tmp_path)
     one_sentence(done, "is not empty")
     assert [entry.name for entry in (tmp_path / "r").iterdir()] == ["thesis.tex"]
-
-
-@pytest.mark.slow
-def test_another_optimizer_brings_its_own_learning_rate_and_no_momentum(tables, tmp_path):
-    train_json(
-        "mlp", "--data", tables, "--epochs", 1, "--optimizer", "sgd", "--lr", "1e-6", "--run-dir", "a", cwd=tmp_path
-    )
-    train_json("mlp", "--data", tables, "--epochs", 1, "--optimizer", "adamw", "--run-dir", "b", cwd=tmp_path)
-    first, second = (json.loads((tmp_path / name / "run.json").read_text()) for name in "ab")
-    assert (first["lr"], first["momentum"]) == (1e-6, 0.0)
-    assert second["lr"] == 1e-3
-    assert "momentum" not in second
-    done = samestep("train", "mlp", "--data", tables, "--momentum", "0.9", "--run-dir", "c", cwd=tmp_path)
-    one_sentence(done, "--momentum 0.9 for adam")
 
 
 SHARED = """import sys
@@ -226,14 +253,3 @@ def test_auto_is_a_worker_a_core_and_a_script_alone_is_told_so(tmp_path):
         assert alone.stderr.splitlines() == ([line] if cores > 1 else [])
     script.write_text(SHARED.format(arguments='device="cpu"'))
     assert samestep(cwd=tmp_path, command=(sys.executable, "train.py")).stderr == ""
-
-
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [(("table.csv", "--warmup-steps", 10_000), "it must be less"), (("nope.csv",), "nope.csv")],
-    ids=["on a rank", "before any rank"],
-)
-def test_a_training_that_fails_before_it_begins_leaves_no_folder(tmp_path, words, sentence):
-    write_table(tmp_path / "table.csv")
-    one_sentence(samestep("train", "mlp", "--devices", "cpu:1", "--data", *words, cwd=tmp_path), sentence)
-    assert [path.name for path in tmp_path.iterdir()] == ["table.csv"]

@@ -8,9 +8,13 @@ import shlex
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import typer
@@ -18,7 +22,7 @@ from worlds import close_mesh
 
 import samestep
 from samestep.cli.main import app
-from samestep.recipes.catalog import NAMES
+from samestep.recipes.catalog import NAMES, module_of
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
@@ -208,6 +212,23 @@ def commands():
         waiting += [(f"{name} {word}", inner) for word, inner in getattr(command, "commands", {}).items()]
         options = command.params
         found[name] = {spelling: o for o in options for spelling in (*o.opts, *o.secondary_opts)}
+    for name in NAMES:  # what the command does not know is its recipe's
+        found["train"] |= recipe_options(name)
+    return found
+
+
+@cache
+def recipe_options(name):
+    """The arguments of a recipe by spelling."""
+    found = {}
+
+    def parse(parser, *_):
+        for action in parser._actions:
+            found.update({each: SimpleNamespace(is_flag=action.nargs == 0) for each in action.option_strings})
+        raise KeyboardInterrupt
+
+    with mock.patch("argparse.ArgumentParser.parse_args", parse), suppress(KeyboardInterrupt):
+        import_module(module_of(name)).main()
     return found
 
 

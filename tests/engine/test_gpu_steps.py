@@ -109,8 +109,7 @@ def test_a_run_that_may_not_heal_asks_no_event_whether_the_exchange_is_there():
 
 
 MODELS = """
-    from samestep.recipes.catalog import load
-    from samestep.recipes.recipe import RecipeData
+    from samestep.recipes.gpt import Gpt
 
     class Residual(nn.Module):
         def __init__(self, width):
@@ -127,8 +126,7 @@ MODELS = """
         return nn.Sequential(*first, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10))
 
     def gpt():
-        sizes = {"layers": 2, "width": 32, "heads": 2, "context": 16, "dropout": 0.1}
-        return load("gpt").model(RecipeData(None, None, "", sizes))
+        return Gpt(layers=2, width=32, heads=2, context=16, dropout=0.1)
 
     def sgd(model):
         return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)

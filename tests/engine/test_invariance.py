@@ -27,8 +27,8 @@ CASES = [
     ("mlp", {"max_grad_norm": 1.0, "optimizer": "adamw", "lr": 1e-3, "epochs": 2}),
     ("vgg", {"num_microbatches": 4}),
     ("vgg", {"num_microbatches": 5, "max_grad_norm": 1.0, "precision": "bf16-mixed"}),
-    ("gpt", {}),
-    ("gpt", {"precision": "bf16-mixed", "max_grad_norm": 1.0}),
+    ("gpt", {"optimizer": "adamw"}),
+    ("gpt", {"optimizer": "adamw", "precision": "bf16-mixed", "max_grad_norm": 1.0}),
 ]
 
 

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 
 import torch
@@ -39,9 +40,9 @@ RECIPES = {
     "mlp": {},
     "simplenet": {},
     "vgg": {"width": 0.0625},
-    "gpt": {"layers": 2, "width": 16, "heads": 2, "context": 8, "tied": False},
+    "gpt": {"layers": 2, "width": 16, "heads": 2, "context": 8, "dropout": 0.1, "tied": False},
 }
-"""Their own options."""
+"""Arguments of their models."""
 TURNS, REAL = ("1", "2", "3"), ("1 processes", "2 processes", "3 processes")
 TWO, TWO_AND_THREE = REAL[1:2], REAL[1:]
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")
@@ -75,23 +76,29 @@ def whole_state(step):
 
 @cache
 def recipe_data(name, num_train, num_test):
-    """A recipe, its data, and tensors of some of its training and test samples; nothing is drawn."""
-    from samestep.recipes.catalog import load
-    from samestep.recipes.recipe import DataOptions
+    """Tensors of some of a recipe's training and test samples; nothing is drawn."""
+    from samestep.data.named import bytes_to_unit, image_data, text_data
+    from samestep.recipes import lenet, mlp
 
-    text = str(ROOT / "LICENSE") if name == "gpt" else None  # the embedded one is a part of this Python
-    content = load(name).data(DataOptions(data=text, seed=0, options=RECIPES[name]))
+    if name == "mlp":
+        sets = mlp.read_table(None, None, 0)
+    elif name == "gpt":
+        sets = text_data(ROOT / "LICENSE", RECIPES[name]["context"])  # the embedded one is a part of this Python
+    else:
+        sets = image_data(transform=bytes_to_unit if name == "vgg" else lenet.standardize)
     parts = []
-    for dataset, count in ((content.train, num_train), (content.eval, num_test)):
+    for dataset, count in zip(sets[:2], (num_train, num_test), strict=True):
         columns = zip(*(dataset[index] for index in range(count)), strict=True)
         parts.append(tuple(torch.stack([torch.as_tensor(value) for value in column]) for column in columns))
-    return load(name), content, *parts
+    return parts
 
 
 def drawn_recipe(name, num_train, num_test):
     """A recipe's model, newly drawn, its loss and metrics, training and test data."""
-    found, content, train, test = recipe_data(name, num_train, num_test)
-    return found.model(content), found.loss, found.metrics, train, test
+    found, (train, test) = import_module(f"samestep.recipes.{name}"), recipe_data(name, num_train, num_test)
+    options = {"features": train[0].shape[1]} if name == "mlp" else RECIPES[name]
+    model = found.Gpt(**options) if name == "gpt" else found.make_model(**options)
+    return model, found.loss_fn, found.METRICS, train, test
 
 
 def take_steps(step, batches):
@@ -374,8 +381,14 @@ def commanded(_, seed, folder, devices, name, arguments, options):
 
 
 def train_words(devices, folder, recipe, *options):
-    """The words that train a recipe on CPU workers, and print JSON at the end."""
-    return "train", recipe, "--devices", f"cpu:{devices}", "--run-dir", folder, "--json", *options
+    """The words that train a recipe on CPU workers."""
+    return "train", recipe, "--devices", f"cpu:{devices}", "--run-dir", folder, *options
+
+
+def epochs_of(run):
+    """The loss and the scores of each epoch, by the checkpoint at the end of a run."""
+    state = json.loads((max((run / "checkpoints").glob("step-*")) / "state.json").read_text())
+    return [(epoch["train_loss"], epoch["eval"]) for epoch in state["run"]["rest"]["history"]]
 
 
 def weights(run):
@@ -390,9 +403,8 @@ def train_command(_, seed, folder, all_devices, *arguments):
     found = {}
     for devices in all_devices:
         run = folder / str(devices)
-        said = json.loads(call(folder, *train_words(devices, run, *arguments, "--seed", seed)))
-        epochs = [(epoch["train_loss"], epoch["eval"]) for epoch in said["epochs"]]
-        found[str(devices)] = epochs, ledger_lines(run)[0], weights(run)
+        call(folder, *train_words(devices, run, *arguments, "--seed", seed))
+        found[str(devices)] = epochs_of(run), ledger_lines(run)[0], weights(run)
     return found
 
 

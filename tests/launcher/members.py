@@ -94,7 +94,6 @@ def run_members(
     *,
     flags: int = HEALS | STOPS_ON_REQUEST,
     log_dir: Path | None = None,
-    resume_hint: str = "resume it",
     may_join: bool = True,
 ) -> Outcome:
     """Runs `play` in every worker, forked from this process, under a real supervisor.
@@ -119,5 +118,5 @@ def run_members(
     selection = select(devices)
     variables = process_variables(selection, 1)
     log = None if log_dir is None else str(log_dir)
-    job = Job("function", "members:play", log_dir=log, resume_hint=resume_hint, policy=policy or Policy(), relay=True)
+    job = Job("function", "members:play", log_dir=log, policy=policy or Policy(), relay=True)
     return supervise(job, selection, lambda: ServerPool.forked(call, variables))

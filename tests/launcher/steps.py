@@ -50,20 +50,6 @@ def fail_on(rank: int) -> None:
     time.sleep(60)
 
 
-def fail_unless(resume: str | None, factor: int) -> dict[str, Any]:
-    """Needs a second attempt, and meets its peers there in the same store."""
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo")
-    total = torch.tensor([float(dist.get_rank() + 1)])
-    dist.all_reduce(total)
-    dist.destroy_process_group()
-    if resume is None:
-        raise ValueError("nothing to resume")
-    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    return {"resume": resume, "factor": factor, "attempt": attempt, "sum": total.item()}
-
-
 def kill_the_starter() -> int:
     import signal
     import time

@@ -182,7 +182,7 @@ def test_with_fewer_than_the_least_number_of_devices_the_run_ends_and_says_how_t
     assert outcome.exit_code == 128 + signal.SIGKILL
     first, last = outcome.failure.splitlines()
     assert first.startswith("rank 1 on CPU worker 1 was ended by SIGKILL")
-    assert last == "2 devices are left, and --min-devices asks for 3; resume it"
+    assert last == "2 devices are left, and --min-devices asks for 3; start the script again from what it last saved"
     assert capfd.readouterr().err == ""
 
 
@@ -250,7 +250,7 @@ def test_rank_0_that_dies_when_the_others_have_ended_fails_the_run(tmp_path):
 
     outcome = run_members(tmp_path, play)
     assert outcome.exit_code == 128 + signal.SIGKILL
-    assert outcome.failure.endswith("resume it")
+    assert outcome.failure.endswith("start the script again from what it last saved")
 
 
 def test_when_nobody_is_left_the_first_of_the_last_deaths_is_shown(tmp_path):
@@ -262,4 +262,4 @@ def test_when_nobody_is_left_the_first_of_the_last_deaths_is_shown(tmp_path):
     outcome = run_members(tmp_path, play, "cpu:2")
     assert outcome.exit_code == 10
     assert outcome.failure.startswith("rank 0 on CPU worker 0 exited with code 10")
-    assert outcome.failure.endswith("no device is left; resume it")
+    assert outcome.failure.endswith("no device is left; start the script again from what it last saved")

@@ -42,6 +42,11 @@ with samestep.Trainer(run, model, optimizer, loss, run_dir=sys.argv[1]) as train
 """
 
 
+def end_of(folder):
+    """The digest of a run's final state, by its ledger."""
+    return json.loads((folder / "ledger.jsonl").read_text().splitlines()[-1])["digest"]
+
+
 @pytest.fixture
 def start(tmp_path):
     """Starts the program in a folder; what it printed, and on stderr."""
@@ -102,24 +107,11 @@ def test_a_run_is_not_resumed_in_the_other_mode_and_is_replayed_in_its_own(start
 def test_a_recipe_is_portable_by_its_option_and_stays_so(start, tmp_path):
     words = ("-m", "samestep", "train", "lenet", "--max-steps", "2", "--data", "digits")
     start(*words, "--run-dir", "run", "--portable", "--devices", "cpu:2")
-    start("-m", "samestep", "train", "--resume", "run", "--max-steps", "3", "--devices", "cpu:1")
-    start(*TORCHRUN, *words, "--run-dir", "torchrun", "--max-steps", "3")
-    digests = [json.loads((tmp_path / name / "result.json").read_text())["digest"] for name in ("run", "torchrun")]
-    assert digests[0] == digests[1]
-    _, said = start("-m", "samestep", "train", "--resume", "run", "--max-steps", "4", "--no-portable", code=2)
-    assert "portable:" in said
-
-
-def test_a_run_without_portable_kernels_goes_on_without_them_unless_they_are_asked_for(start, tmp_path):
-    words = ("-m", "samestep", "train", "lenet", "--data", "digits", "--max-steps", "2", "--devices", "cpu:1")
-    start(*words, "--no-portable", "--run-dir", "native")
-    start(*words, "--run-dir", "default")
-    resume = ("-m", "samestep", "train", "--resume", "native", "--max-steps", "3", "--devices", "cpu:1")
-    start(*resume, **ON)
-    native, default = (json.loads((tmp_path / name / "run.json").read_text()) for name in ("native", "default"))
-    assert "portable" not in native
-    assert default["portable"].startswith("on")
-    _, said = start(*resume[:-4], "--max-steps", "4", "--devices", "cpu:1", "--portable", code=2)
+    start(*words[:4], "--data", "digits", "--resume", "run", "--max-steps", "3", "--devices", "cpu:1")
+    recipe = ("-m", "samestep.recipes.lenet", "--run-dir", "torchrun", "--max-steps", "3")
+    start(*TORCHRUN, *recipe, **ON, **CAPS)
+    assert end_of(tmp_path / "run") == end_of(tmp_path / "torchrun")
+    _, said = start(*words[:4], "--resume", "run", "--max-steps", "4", "--no-portable", code=2)
     assert "portable:" in said
     assert "--no-portable" in said
 
@@ -144,7 +136,7 @@ def test_the_digest_of_the_first_page_is_that_of_this_machine(start, tmp_path):
     assert len(shown) == 2
     for number, (words, digest) in enumerate(shown):
         start("-m", "samestep", *words.split(), "--run-dir", str(number))
-        assert json.loads((tmp_path / str(number) / "result.json").read_text())["digest"].startswith(digest)
+        assert end_of(tmp_path / str(number)).startswith(digest)
 
 
 def test_code_for_this_cpu_is_refused(start, tmp_path):

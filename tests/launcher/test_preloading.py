@@ -178,7 +178,7 @@ UNASKED = """
     from samestep.launcher.job import TRAINING
     from samestep.verify.program_runner import PRELOAD
 
-    own = "samestep.recipes.training", "samestep.scripts.single_process"
+    own = "samestep.recipes.lenet", "samestep.scripts.single_process"
     for name in ("torch.distributed", *TRAINING, *PRELOAD, *own):
         importlib.import_module(name)
     import torch

@@ -67,9 +67,18 @@ def benchmark(name):
 
 def lenet():
     """Some steps of the recipe."""
-    from samestep.recipes.training import train
+    import torch
 
-    return train(recipe="lenet", max_steps=3)["digest"]
+    import samestep
+    from samestep.data.named import image_data
+    from samestep.recipes import lenet
+
+    run = samestep.Run(128)
+    train, _, _ = image_data(transform=lenet.standardize)
+    model = lenet.make_model()
+    with samestep.Trainer(run, model, torch.optim.SGD(model.parameters(), 0.05, 0.9), lenet.loss_fn) as trainer:
+        trainer.fit(train, max_steps=3)
+        return trainer.digest
 
 
 def small(kind):

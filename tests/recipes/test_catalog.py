@@ -1,36 +1,30 @@
-"""The catalog: all recipes load, and a wrong name gets the right one."""
+"""The catalog: every recipe is a short script, and a wrong name gets the right one."""
 
-import dataclasses
 import subprocess
 import sys
+from importlib import import_module
+from pathlib import Path
 
 import pytest
 
 from samestep.errors import UsageError
-from samestep.recipes.catalog import NAMES, load
-from samestep.recipes.recipe import Recipe
-from samestep.recipes.settings import read_options
-
-DEFAULTS = {"width": 1.0, "layers": 4, "target": "", "scale": False}
+from samestep.recipes.catalog import MODULES, NAMES, module_of
+from samestep.recipes.command_line import make_parser, number
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_recipe_loads_under_its_name_and_its_headline_is_one_of_its_metrics(name):
-    recipe = load(name)
-    assert isinstance(recipe, Recipe)
-    assert recipe.name == name
-    assert recipe.headline in recipe.metrics
-    assert recipe.optimizer in ("sgd", "adam", "adamw")
-    assert all(
-        getattr(recipe, field.name) is not None for field in dataclasses.fields(Recipe) if field.name != "max_grad_norm"
-    )
+def test_every_recipe_is_a_script_that_fits_on_a_screen_or_two(name):
+    module = import_module(module_of(name))
+    assert len(Path(module.__file__).read_text().splitlines()) <= 90
+    assert callable(module.main)
+    assert module.__name__ in MODULES
 
 
 def test_an_unknown_name_is_refused_with_a_close_one_and_all():
-    with pytest.raises(UsageError, match=r"got RECIPE='LeNet5'; did you mean 'lenet'\? It is one of lenet, mlp"):
-        load("LeNet5")
-    with pytest.raises(UsageError, match="got RECIPE='xyz'; it is one of lenet, mlp, simplenet, vgg, gpt"):
-        load("xyz")
+    with pytest.raises(UsageError, match=r"got NAME='LeNet5'; did you mean 'lenet'\? It is one of lenet, mlp"):
+        module_of("LeNet5")
+    with pytest.raises(UsageError, match="got NAME='xyz'; it is one of lenet, mlp, simplenet, vgg, gpt"):
+        module_of("xyz")
 
 
 def test_the_names_are_known_without_importing_torch():
@@ -38,28 +32,23 @@ def test_the_names_are_known_without_importing_torch():
     assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 0
 
 
-def test_options_are_completed_by_defaults_and_converted_to_their_types():
-    given = {"width": "0.125", "layers": "2", "target": "7", "scale": "yes"}
-    assert read_options(DEFAULTS, given) == {"width": 0.125, "layers": 2, "target": "7", "scale": True}
-    assert read_options(DEFAULTS, {"layers": 3, "scale": True}) == DEFAULTS | {"layers": 3, "scale": True}
-
-
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("words", "message"),
     [
-        ({"depth": 1}, "no option 'depth'; it has width, layers, target, scale"),
-        ({"width": "wide"}, "option 'width' needs a number, such as 1.0; got 'wide'"),
-        ({"width": "nan"}, "option 'width' needs a number"),
-        ({"layers": "2.5"}, "option 'layers' needs a whole number, such as 4; got '2.5'"),
-        ({"layers": "inf"}, "option 'layers' needs a whole number"),
-        ({"scale": "maybe"}, "option 'scale' needs true or false"),
+        (["--epochs", "0"], "argument --epochs: got 0; it must be 1 or more"),
+        (["--lr", "nan"], "argument --lr: got nan; it must be a finite number, above 0"),
+        (["--dropout", "1"], "argument --dropout: got 1; it must be from 0 and below 1"),
+        (["--seed", "2.5"], "argument --seed: got 2.5; it must be a whole number, 0 or more"),
+        (["--strategy", "fsdp"], "argument --strategy: invalid choice: 'fsdp'"),
+        (["--dat", "x"], "unrecognized arguments: --dat x"),
     ],
 )
-def test_options_that_cannot_be_are_refused(given, message):
-    with pytest.raises(UsageError, match=message):
-        read_options(DEFAULTS, given)
-
-
-def test_a_recipe_without_options_says_so():
-    with pytest.raises(UsageError, match="the recipe has no option 'width'; it has none"):
-        read_options({}, {"width": 1})
+def test_a_value_that_cannot_be_is_one_line_and_bad_usage(capsys, words, message):
+    parser = make_parser("A recipe.", data="a file", epochs=2, batch=8, lr=0.1)
+    parser.add_argument("--dropout", type=number(0, below=1, whole=False), default=0.5)
+    with pytest.raises(SystemExit) as caught:
+        parser.parse_args(words)
+    said = capsys.readouterr().err
+    assert caught.value.code == 2
+    assert message in said
+    assert said.count("\n") == 1

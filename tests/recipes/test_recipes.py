@@ -1,23 +1,25 @@
 """The recipes: documented sizes and shapes, losses under the loss contract, and models that learn."""
 
 import math
-import re
+from types import SimpleNamespace
 
 import pytest
 import torch
+from programs import RECIPES, recipe_data, recipe_model
 
-from samestep.data.readers import IGNORE_INDEX, read_csv
+from samestep.data.named import image_data, text_data
+from samestep.data.readers import IGNORE_INDEX, mean_and_scale, read_csv
 from samestep.engine.losses import read_loss
 from samestep.errors import DataError, UsageError
 from samestep.metrics import sums
-from samestep.recipes import gpt, mlp
-from samestep.recipes.catalog import NAMES, load
-from samestep.recipes.recipe import DataOptions
+from samestep.recipes import mlp
+from samestep.recipes.catalog import NAMES
 
 SMALL = {
     "vgg": {"width": 0.0625, "dropout": 0},
     "gpt": {"layers": 1, "width": 32, "heads": 2, "context": 16, "dropout": 0},
 }
+DEFAULTS = {"gpt": {"layers": 4, "width": 128, "heads": 4, "context": 64, "dropout": 0.1}}
 
 
 @pytest.fixture
@@ -27,11 +29,13 @@ def text(tmp_path):
     return str(path)
 
 
-def build(name, options=None, **asked):
-    recipe = load(name)
-    content = recipe.data(DataOptions(options=SMALL.get(name, {}) if options is None else options, **asked))
+def build(name, options=None, data=None, seed=0, target=None):
+    """A recipe's loss and metrics, its data, and its model."""
+    options = SMALL.get(name, {}) if options is None else options
+    train, test, about = recipe_data(name, data, seed, target, options.get("context", 64))
     torch.manual_seed(0)
-    return recipe, content, recipe.model(content)
+    recipe = SimpleNamespace(loss=RECIPES[name].loss_fn, metrics=RECIPES[name].METRICS)
+    return recipe, SimpleNamespace(train=train, eval=test, description=about), recipe_model(name, train, **options)
 
 
 def batch_of(dataset, ids):
@@ -54,7 +58,7 @@ def num_parameters(model):
     ],
 )
 def test_data_and_models_have_the_documented_sizes(name, parameters, train, test, inputs, outputs):
-    _, content, model = build(name, options={})
+    _, content, model = build(name, options=DEFAULTS.get(name, {}))
     assert num_parameters(model) == parameters
     if train is not None:
         assert (len(content.train), len(content.eval)) == (train, test)
@@ -132,7 +136,7 @@ def test_images_of_another_size_are_refused_by_recipes_that_need_28_by_28(tmp_pa
     (tmp_path / "t10k-labels-idx1-ubyte").write_bytes(b"\0\0\x08\x01" + (4).to_bytes(4, "big") + bytes(4))
     for name, needed in (("lenet", "the model takes 28 x 28"), ("vgg", "the model takes at most 32 x 32")):
         with pytest.raises(DataError, match=f"images of 33 x 33 pixels; {needed}"):
-            load(name).data(DataOptions(data_dir=str(tmp_path)))
+            recipe_data(name, str(tmp_path))
 
 
 def test_vgg_pads_images_around_the_middle():
@@ -146,7 +150,7 @@ def test_vgg_pads_images_around_the_middle():
 def test_the_width_of_the_mlp_follows_the_table_and_its_target_can_be_chosen(tmp_path):
     path = tmp_path / "t.csv"
     path.write_text("price,size,rooms\n" + "".join(f"{i * 1000},{i % 7},{i % 3}\n" for i in range(50)))
-    _, content, model = build("mlp", options={"target": "price", "scale_target": "true"}, data=str(path))
+    _, content, model = build("mlp", data=str(path), target="price")
     assert num_parameters(model) == 2 * 16 + 16 + 544 + 33
     targets = content.train.tensors[1]
     assert targets.max() > 40_000
@@ -155,24 +159,26 @@ def test_the_width_of_the_mlp_follows_the_table_and_its_target_can_be_chosen(tmp
     # Standardised in float64 and rounded to float32 once.
     torch.testing.assert_close(x.mean(0), torch.zeros(2), atol=1e-6, rtol=0)
     torch.testing.assert_close(x.std(0, unbiased=False), torch.ones(2), atol=1e-6, rtol=0)
-    assert model[-1].shift == pytest.approx(float(targets.mean()))
-    assert model[-1].scale == pytest.approx(float(targets.std(unbiased=False)))
+    mean, scale = (each.float() for each in mean_and_scale(targets))
+    rescale = mlp.Rescale(scale, mean)
+    assert rescale(torch.zeros(1)) == pytest.approx(float(targets.mean()))
+    assert rescale(torch.ones(1)) - rescale(torch.zeros(1)) == pytest.approx(float(targets.std(unbiased=False)))
 
 
 def test_the_mlp_splits_by_its_seed_and_never_mixes_test_rows_into_the_scale(shared_data):
     path = str(shared_data / "boston" / "boston_housing.csv")
-    contents = [mlp.data(DataOptions(data=path, seed=seed)) for seed in (0, 1)]
+    contents = [build("mlp", data=path, seed=seed)[1] for seed in (0, 1)]
     assert [(len(content.train), len(content.eval)) for content in contents] == [(404, 102)] * 2
     targets = [content.eval.tensors[1].flatten().tolist() for content in contents]
     assert targets[0] != targets[1]
     whole = sorted(read_csv(path).target.flatten().tolist())
     assert sorted(contents[0].train.tensors[1].flatten().tolist() + targets[0]) == whole
     assert contents[0].train.tensors[0].mean(0).abs().max() < 1e-5
-    assert num_parameters(mlp.model(contents[0])) == 801
+    assert num_parameters(mlp.make_model(13)) == 801
 
 
 def test_the_embedded_text_of_gpt_is_split_90_to_10_and_loses_no_byte():
-    content = gpt.data(DataOptions())
+    _, content, _ = build("gpt")
     parts = [len(content.train.data), len(content.eval.data)]
     assert parts[1] == sum(parts) // 10
     assert sum(parts) > 100_000
@@ -203,28 +209,12 @@ def test_the_loss_of_gpt_weighs_tokens_not_windows(text):
     assert (float(nothing.total.detach()), int(nothing.count)) == (0, 0)
 
 
-@pytest.mark.parametrize(
-    ("name", "asked", "message"),
-    [
-        ("mlp", {"data_dir": "folder"}, "mlp reads one CSV file, by --data FILE.csv; got --data-dir folder"),
-        ("gpt", {"data_dir": "folder"}, "gpt reads one text file, by --data FILE; got --data-dir folder"),
-        ("gpt", {"options": {"heads": 3}}, "got width=128 with heads=3; it must be a multiple of them"),
-        ("gpt", {"options": {"layers": 0}}, "got layers=0; it must be 1 or more (-o layers)"),
-        ("lenet", {"options": {"width": 2}}, "the recipe has no option 'width'; it has none"),
-        ("lenet", {"data": "cifar"}, "got data='cifar'; it is one of digits, mnist, fashion-mnist (--data; a folder"),
-    ],
-)
-def test_what_a_recipe_cannot_do_is_refused_with_what_it_can(name, asked, message):
-    with pytest.raises(UsageError, match=re.escape(message)):
-        load(name).data(DataOptions(**asked))
-
-
-def test_vgg_refuses_a_width_of_nothing():
-    with pytest.raises(UsageError, match=r"got width=0\.0; it must be above 0"):
-        build("vgg", options={"width": 0})
-
-
 def test_a_text_too_short_to_split_is_refused(tmp_path):
     (tmp_path / "short").write_bytes(b"short")
     with pytest.raises(DataError, match="short: 5 bytes are too short a text"):
-        gpt.data(DataOptions(data=str(tmp_path / "short")))
+        text_data(tmp_path / "short", 64)
+
+
+def test_a_name_of_images_that_is_neither_known_nor_a_folder_is_refused():
+    with pytest.raises(UsageError, match="got --data cifar; needed: digits, mnist, fashion-mnist or a folder of IDX"):
+        image_data("cifar")

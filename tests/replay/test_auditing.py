@@ -164,29 +164,6 @@ def test_the_digest_of_the_end_is_compared(run, tmp_path):
     assert "the final digest: 0000" in audited(folder).segments[3].difference
 
 
-def test_the_result_of_a_recipe_fits_the_rest_of_its_folder(run, tmp_path):
-    folder = copied(run, tmp_path)
-    contract = json.loads((folder / "run.json").read_text())
-    history = rest_of(newest_checkpoint(folder / "checkpoints").snapshot)["history"]
-    names = ("global_batch_size", "num_microbatches", "seed")
-    result = {"digest": end_of(folder)["digest"], "epochs": history, **{name: contract[name] for name in names}}
-    forged = [*({**history[0], "train_loss": loss} for loss in (0.0, None)), {**history[0], "seconds": 0.0}]
-    for change, said in (
-        ({}, None),
-        ({"epochs": [forged[2], *history[1:]]}, None),
-        ({"epochs": [forged[0], *history[1:]]}, "epochs.0.train_loss: 0.0, now 0."),
-        ({"epochs": [forged[1], *history[1:]]}, "epochs.0.train_loss: None, now 0."),
-        ({"epochs": history[1:]}, "epochs: "),
-        ({"digest": "0" * 64}, "digest: 0000"),
-        ({"seed": 4}, "seed: 4, now 3"),
-    ):
-        (folder / "result.json").write_text(json.dumps({**result, **change}))
-        faults = audited(folder, 1).faults
-        assert (faults == []) if said is None else faults[0].startswith(f"result.json does not fit the folder: {said}")
-    (folder / "result.json").write_text("{")
-    assert audited(folder, 1).faults[0].startswith("result.json cannot be read: ")
-
-
 BEST = {
     **OPTIONS,
     "best": ("accuracy", "min"),
@@ -196,15 +173,10 @@ BEST = {
 
 @pytest.fixture(scope="module")
 def attested(tmp_path_factory):
-    """The same with evaluations, a best checkpoint, a result and an attestation."""
+    """The same with evaluations, a best checkpoint and an attestation."""
     folder = tmp_path_factory.mktemp("audit") / "attested"
     record(2, folder, **BEST)
-    record_, rest = json.loads((folder / "run.json").read_text()), rest_of(newest(folder))
-    names = ("global_batch_size", "num_microbatches", "seed")
-    result = {"digest": end_of(folder)["digest"], "run": "runs/a", **{name: record_[name] for name in names}}
-    (folder / "result.json").write_text(
-        json.dumps({**result, "data": None, "devices": None, "epochs": rest["history"]})
-    )
+    rest = rest_of(newest(folder))
     assert (rest["best"], named(folder, "best")) == (1, "step-00000004")
     attest(folder)
     return folder
@@ -367,12 +339,6 @@ CLAIMS = {  # a forgery, and what an audit of any segment says; there is an atte
     "scores below seconds": (in_facts(lambda rest: rest.update(seconds={"accuracy": 1})), "run.rest.seconds: "),
     "a time that is none": (in_facts(lambda rest: rest.update(seconds=1)), "run.rest.seconds: 1, now None"),
     "another best epoch": (in_facts(lambda rest: rest.update(best=3)), "run.rest.best: 3, now 1"),
-    "scores in the result": (
-        text_changed("result.json", "{", '{"accuracy": 1, '),
-        "result.json has what no run writes",
-    ),
-    "scores as its run": (text_changed("result.json", '"runs/a"', '{"accuracy": 1}'), "result.json has what no run"),
-    "a result twice": (text_changed("result.json", "{", '{"digest": "0", '), "it has a name twice in one object"),
     "a record twice": (text_changed("run.json", "{", '{"seed": 9, '), "it has a name twice in one object"),
     "an attested digest twice": (
         text_changed("attestation.json", '"finalDigest"', '"finalDigest": "0", "finalDigest"'),

@@ -84,7 +84,7 @@ def test_a_finished_run_is_told_with_its_figures(tmp_path):
     assert run.digest == "0" * 64
     assert sorted(run.epochs) == [1, 2, 3, 4, 5]
     assert run.epochs[5]["accuracy/eval"] == run.curves["accuracy/eval"].last
-    assert run.title == "lenet on digits: 1,797 scans, 28×28"
+    assert run.title == "python -m samestep.recipes.lenet"
     assert run.terms == "128 samples a step = 8 microbatches · sgd, lr 0.05 · seed 0 · 32-true · cpu"
     assert run.time.duration == pytest.approx(60 * 0.0345, rel=0.01)
     assert sum(run.phases.shares.values()) == pytest.approx(1)
@@ -96,7 +96,7 @@ def test_a_finished_run_is_told_with_its_figures(tmp_path):
 def test_the_header_of_a_scripts_run_has_its_command_and_its_optimizer_in_words(tmp_path):
     folder = make_run(tmp_path / "mine")
     contract = json.loads((folder / "run.json").read_text())
-    for name in ("recipe", "data", "lr", "momentum"):
+    for name in ("data", "lr", "momentum"):
         del contract[name]
     contract["command"] = ["python", "train.py", "--note", "two words"]
     contract["optimizer"] = {"class": "SGD", "lr": 0.1, "momentum": 0, "weight_decay": 0.01, "foreach": None}
@@ -315,7 +315,7 @@ def test_torn_lines_and_garbage_do_not_stop_a_report(tmp_path):
 
 def test_what_a_run_is_called_cannot_become_markup_or_script(tmp_path):
     evil = "</script><script>alert(1)</script><img src=x onerror=alert(1)>'\"&"
-    contract = {"options": {"a": evil, "[bold]b": "$x^{2"}, "data": evil, "recipe": "[red]$\\frac"}
+    contract = {"options": {"a": evil, "[bold]b": "$x^{2"}, "data": evil}
     events = [("death", 3, {"rank": evil, "cause": evil})]
     folder = make_run(tmp_path / "<script>alert(1)<b>[red]$_{", MadeRun(contract=contract, events=events))
     other = make_run(tmp_path / "other", MadeRun(contract={"options": {"a": "<i>"}}))

@@ -18,7 +18,7 @@ from samestep.report.run_summary import make_report
 from samestep.runs.ledger import to_line
 from samestep.runs.run_list import find_runs, is_run, read_contract, run_status
 
-CONTRACT = {"recipe": "lenet", "epochs": 3, "command": ["samestep", "train", "lenet"], "seed": 0}
+CONTRACT = {"epochs": 3, "command": ["python", "-m", "samestep.recipes.lenet"], "seed": 0}
 OLD = time.time() - 3600
 
 
@@ -30,15 +30,13 @@ def event(name, number, **fields):
     return {"event": name, "step": number, "time": "2026-01-31T12:00:00.123+00:00", **fields}
 
 
-def make_run(folder, ledger=(), metrics=(), contract=CONTRACT, result=False, checkpoints=(), when=OLD):
+def make_run(folder, ledger=(), metrics=(), contract=CONTRACT, checkpoints=(), when=OLD):
     """A run's folder as a run leaves it, last written at a time."""
     folder.mkdir(parents=True)
     (folder / "run.json").write_text(json.dumps(contract))
     for name, lines in (("ledger.jsonl", ledger), ("metrics.jsonl", metrics)):
         write = to_line if name == "ledger.jsonl" else lambda line: json.dumps(line).encode() + b"\n"
         (folder / name).write_bytes(b"".join(map(write, lines)))
-    if result:
-        (folder / "result.json").write_text("{}")
     for name in checkpoints:
         (folder / "checkpoints" / name).mkdir(parents=True)
         (folder / "checkpoints" / name / "manifest.json").write_text("{}")
@@ -63,8 +61,8 @@ def test_a_finished_run_is_summed_up(tmp_path):
         {"step": 4, "epoch": 2.0, "loss/train_epoch": 0.5, "accuracy/eval": 0.8, "loss/eval": 0.4},
     ]
     ledger = [event("start", 0, world_size=2), *map(step, range(1, 5)), event("end", 4, digest="00")]
-    found = run_status(make_run(tmp_path / "a", ledger, metrics, result=True))
-    assert (found.state, found.recipe, found.steps, found.epochs, found.epochs_planned) == (
+    found = run_status(make_run(tmp_path / "a", ledger, metrics))
+    assert (found.state, found.program, found.steps, found.epochs, found.epochs_planned) == (
         "finished",
         "lenet",
         4,
@@ -83,24 +81,23 @@ RESUME, END = event("resume", 1, world_size=1), event("end", 2, digest="00")
 
 
 @pytest.mark.parametrize(
-    ("events", "result", "age", "state"),
+    ("events", "age", "state"),
     [
-        ([], True, 3600, "finished"),
-        ([START, END], False, 3600, "finished"),
-        ([START, STOP], False, 3600, "stopped"),
-        ([START, STOP], False, 0, "stopped"),
-        ([START], False, 3600, "crashed"),
-        ([START], False, 0, "crashed"),
-        ([START, STOP, RESUME], False, 3600, "crashed"),
-        ([START, STOP, RESUME], False, 0, "crashed"),
-        ([START, END, RESUME, STOP], True, 3600, "stopped"),
-        ([START, event("death", 1, rank=1), event("heal", 1, world_size=1), END], False, 3600, "finished"),
-        ([START, STOP, event("checkpoint", 1)], False, 3600, "stopped"),
-        ([], False, 3600, "crashed"),
+        ([START, END], 3600, "finished"),
+        ([START, STOP], 3600, "stopped"),
+        ([START, STOP], 0, "stopped"),
+        ([START], 3600, "crashed"),
+        ([START], 0, "crashed"),
+        ([START, STOP, RESUME], 3600, "crashed"),
+        ([START, STOP, RESUME], 0, "crashed"),
+        ([START, END, RESUME, STOP], 3600, "stopped"),
+        ([START, event("death", 1, rank=1), event("heal", 1, world_size=1), END], 3600, "finished"),
+        ([START, STOP, event("checkpoint", 1)], 3600, "stopped"),
+        ([], 3600, "crashed"),
     ],
 )
-def test_the_state_is_told_by_how_the_ledger_ends(tmp_path, events, result, age, state):
-    folder = make_run(tmp_path / "a", [step(1), *events], result=result, when=time.time() - age)
+def test_the_state_is_told_by_how_the_ledger_ends(tmp_path, events, age, state):
+    folder = make_run(tmp_path / "a", [step(1), *events], when=time.time() - age)
     assert run_status(folder).state == state
 
 
@@ -127,7 +124,7 @@ def test_without_locks_what_was_written_lately_may_be_a_run_under_way(tmp_path, 
 
 
 def test_a_result_from_before_a_resume_does_not_make_a_run_finished(tmp_path):
-    folder = make_run(tmp_path / "a", [START, step(1), END, RESUME], result=True)
+    folder = make_run(tmp_path / "a", [START, step(1), END, RESUME])
     os.utime(folder / "ledger.jsonl", (OLD + 60, OLD + 60))
     assert run_status(folder).state == "crashed"
 
@@ -178,9 +175,7 @@ BROKEN = {
     "no contract": lambda folder: (folder / "run.json").unlink(),
     "contract is no JSON": lambda folder: (folder / "run.json").write_bytes(b"\xff{"),
     "contract is a list": lambda folder: (folder / "run.json").write_text("[1]"),
-    "contract of odd types": lambda folder: (folder / "run.json").write_text(
-        '{"recipe": 3, "command": 4, "epochs": []}'
-    ),
+    "contract of odd types": lambda folder: (folder / "run.json").write_text('{"command": 4, "epochs": []}'),
     "no ledger": lambda folder: (folder / "ledger.jsonl").unlink(),
     "ledger is garbage": lambda folder: (folder / "ledger.jsonl").write_bytes(b'\xff\n{}\n[1]\n{\n"event"\n'),
     "ledger of odd types": lambda folder: (folder / "ledger.jsonl").write_bytes(to_line({"step": "x", "loss": 3})),
@@ -214,7 +209,7 @@ def test_what_cannot_be_read_is_said(tmp_path):
 
 
 def test_a_last_line_that_is_cut_off_is_said(tmp_path):
-    folder = make_run(tmp_path / "a", [START, step(1)], result=True)
+    folder = make_run(tmp_path / "a", [START, step(1)])
     with (folder / "ledger.jsonl").open("ab") as ledger:
         ledger.write(to_line(step(2))[:-20] + b"x" * 200_000)
     found = run_status(folder)
@@ -227,10 +222,7 @@ def test_the_table_tells_where_a_run_resumes_and_what_script_it_was(tmp_path):
     row, how = [line for line in shown(tmp_path).splitlines() if "[run]" in line]
     for cell in ("train [x].py", "crashed", " 12 ", " 0 ", "0.1235", " 2 "):
         assert cell in row
-    assert how == f"to go on from step-00000008: its program, with resume={str(tmp_path / '[run]')!r}"
-    make_run(tmp_path / "b", [step(3)], contract={"recipe": "lenet"}, checkpoints=["step-00000003"])
-    command = f"to go on from step-00000003: samestep train --resume {tmp_path / 'b'}"
-    assert command in shown(tmp_path).splitlines()
+    assert how.startswith(f"to go on from step-00000008: its command, with resume={str(tmp_path / '[run]')!r}")
 
 
 def test_json_has_every_field_and_stays_json(tmp_path):

@@ -207,7 +207,7 @@ OPTIONS = """
         audit_action="warn"; audit_action="exclude"; audit_action="stop"
     loader: drop_last=True; collate_fn=collated; cache="device"; multiprocessing_context="fork"; exact_states=True
     Trainer: loggers=[Log()]; name="another"; contract={"note": 1}; epoch_line=("loss", "test loss");
-        checkpoint_minutes=1e-9; checkpoint_retries=1; keep=2; digest_every=2; resume_command="again";
+        checkpoint_minutes=1e-9; checkpoint_retries=1; keep=2; digest_every=2;
         state={"other": other}
     fit: eval_every=2; collate_fn=collated; allow_contract_change=True
     save_checkpoint: keep=2; checkpoint_retries=1

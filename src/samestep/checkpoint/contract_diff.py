@@ -12,11 +12,10 @@ from typing import Any, Final
 from samestep.errors import ContractError
 
 BREAKING: Final[Mapping[str, str]] = {
-    "recipe": "what is trained",
     "model": "what is trained",
     "loss_code": "what is minimised",
     "data": "what is trained on",
-    "options": "the recipe's model and data",
+    "options": "the model and the data",
     "global_batch_size": "which samples make a step",
     "num_microbatches": "how sums are split, and what BatchNorm and dropout see",
     "seed": "the order of the samples, first weights, dropout and augmentation",
@@ -100,8 +99,7 @@ def check_contract_kept(changes: Sequence[ContractChange], allow_change: bool) -
     if any(change.breaks for change in changes) and not allow_change:
         raise ContractError(
             f"the run to resume was made under another contract:\n{explain(changes)}\n"
-            "go back to its values, or accept other bits from here on with --allow-contract-change "
-            "(allow_contract_change=True)"
+            "go back to its values, or accept other bits from here on by allow_contract_change=True"
         )
 
 

@@ -302,7 +302,7 @@ class Drift:
         name, (rank, other) = found[0] if found else ("the state", (1, 0))
         before = None if self._equal_at is None else self._equal_at[self._steps.index(step)]
         since = "" if before is None else f" (they agreed after step {before})"
-        advice = "" if before == step.num_steps - 1 else "; digest_every=1 (--digest-every 1) compares after every step"
+        advice = "" if before == step.num_steps - 1 else "; digest_every=1 compares after every step"
         drew = ", and so do the random generators" if len({draws for _, draws in rows}) > 1 else ""
         raise DeterminismError(
             f"the ranks' states differ after step {step.num_steps}{since}: {name} of rank {rank} is not that of rank "

@@ -29,22 +29,20 @@ SCRIPT_FILE = "script.json"  # in its place, of a script that keeps its own chec
 LEDGER_FILE = "ledger.jsonl"
 METRICS_FILE = "metrics.jsonl"
 LOGGERS_FILE = "loggers.json"
-RESULT_FILE = "result.json"
 ATTESTATION_FILE = "attestation.json"
 WEIGHTS_FILE = "weights.safetensors"
 PICTURE_FILE = "loss.png"
 CHECKPOINT_FOLDER = "checkpoints"
 FACTS_FILE = "state.json"
 MAX_FACTS_BYTES = 1 << 30  # its values take a multiple of its size in memory
-LOG_FOLDER = "logs"
 LOCK_FILE = ".lock"
 TENSORBOARD_FOLDER = "tensorboard"
 OWN_NAMES = (
-    *(CONTRACT_FILE, SCRIPT_FILE, LEDGER_FILE, METRICS_FILE, RESULT_FILE, WEIGHTS_FILE),
+    *(CONTRACT_FILE, SCRIPT_FILE, LEDGER_FILE, METRICS_FILE, WEIGHTS_FILE),
     *(LOGGERS_FILE, ATTESTATION_FILE, PICTURE_FILE, LOCK_FILE),
-    *(CHECKPOINT_FOLDER, LOG_FOLDER, TENSORBOARD_FOLDER),
+    *(CHECKPOINT_FOLDER, TENSORBOARD_FOLDER),
 )
-AUDITED_NAMES = (CONTRACT_FILE, LEDGER_FILE, RESULT_FILE, ATTESTATION_FILE, WEIGHTS_FILE, CHECKPOINT_FOLDER, LOCK_FILE)
+AUDITED_NAMES = (CONTRACT_FILE, LEDGER_FILE, ATTESTATION_FILE, WEIGHTS_FILE, CHECKPOINT_FOLDER, LOCK_FILE)
 RUNS_FOLDER = Path("runs")
 LOCK_SECONDS = 5.0  # a process that is being ended may need a moment
 POLL_SECONDS = 0.05
@@ -115,17 +113,6 @@ def script_of(folder: Path) -> dict[str, Any]:
 def _is_elsewhere(name: str) -> bool:
     """Whether a name may be of a file that is not below the folder to which it belongs."""
     return Path(name).is_absolute() or ".." in Path(name).parts
-
-
-def unfinished_run(recipe: str) -> Path | None:
-    """The newest run of a recipe below `runs` that has a checkpoint and did not end; None without one."""
-    found = []
-    for folder in RUNS_FOLDER.iterdir() if RUNS_FOLDER.is_dir() else ():
-        with suppress(UsageError, OSError):
-            is_ours = recorded(folder).get("recipe") == recipe and not (folder / RESULT_FILE).exists()
-            if is_ours and any((folder / CHECKPOINT_FOLDER).glob("step-*")):
-                found.append(((folder / CONTRACT_FILE).stat().st_mtime_ns, folder))
-    return max(found)[1] if found else None
 
 
 def run_of(path: Path) -> Path:
@@ -218,22 +205,7 @@ def check_untaken(folder: Path) -> None:
 
 def _precedes_record(entry: Path) -> bool:
     """Whether an entry may be of a run that was killed before its record was whole."""
-    return entry.name.startswith(".tmp-") or entry.name in (LOG_FOLDER, LOCK_FILE)
-
-
-def remove_if_unused(folder: Path) -> None:
-    """Removes the folder of a run that did not begin: its logs, and itself (and `runs`) if nothing else is in it."""
-    # Another run may be about to begin there.
-    if (folder / CONTRACT_FILE).exists() or (folder / LOCK_FILE).exists():
-        return
-    logs = folder / LOG_FOLDER
-    with suppress(OSError):
-        for log in logs.glob("rank-*.log"):
-            log.unlink()
-        logs.rmdir()
-        folder.rmdir()
-        if folder.parent == RUNS_FOLDER:
-            RUNS_FOLDER.rmdir()  # if nothing else is in it
+    return entry.name.startswith(".tmp-") or entry.name == LOCK_FILE
 
 
 class FolderLock:

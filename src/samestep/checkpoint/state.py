@@ -186,7 +186,7 @@ def _check_parts(parts: _Parts, others: Mapping[str, Any], state: Snapshot) -> N
             raise CheckpointError(
                 f"the checkpoint has the state of {type(optimizer).__name__} over {in_groups(sizes)}, and this "
                 f"program's holds {in_groups(own)}; give it the same parameters in the same groups, before `fit` also "
-                "those that were added in training by add_param_group (with --allow-contract-change)"
+                "those that were added in training by add_param_group (with allow_contract_change=True)"
             )
 
 

@@ -20,7 +20,8 @@ COMMANDS = (
     *("devices", "train", "run", "verify", "explain", "replay"),
     *("attest", "audit", "report", "runs", "doctor", "export", "ledger"),
 )
-WITH_SCRIPTS = ("run", "verify")  # options after the script are the script's
+OPTIONS_FIRST = {"allow_interspersed_args": False, **SPELLINGS}  # those after the script are the script's
+SETTINGS = {"run": OPTIONS_FIRST, "verify": OPTIONS_FIRST, "train": {"ignore_unknown_options": True, **SPELLINGS}}
 
 
 class Commands(CommandGroup):
@@ -37,8 +38,8 @@ class Commands(CommandGroup):
             own = getattr(module, "app", None)
             if own is None:
                 own = typer.Typer(add_completion=False, rich_markup_mode="rich")
-                settings = {"allow_interspersed_args": False, **SPELLINGS} if cmd_name in WITH_SCRIPTS else None
-                own.command(cmd_name, cls=Command, context_settings=settings)(getattr(module, cmd_name))
+                kind = getattr(module, f"{cmd_name.title()}Command", Command)
+                own.command(cmd_name, cls=kind, context_settings=SETTINGS.get(cmd_name))(getattr(module, cmd_name))
             command = typer.main.get_command(own)
             command.name = cmd_name
             self.commands[cmd_name] = command

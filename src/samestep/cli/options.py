@@ -1,8 +1,8 @@
 """Options as dataclasses: a command takes a few objects, and their fields are its options.
 
 The metadata of a field are what `typer.Option` needs: `help`, `flags` (by default the field's name), `metavar`,
-`panel`, `repeated` (given several times), `negated` (a flag that has a `--no-…` too), `parse`, from text to value, and
-`choices` or `offers`, the values that a shell offers ("RUN" are the folders of runs).
+`panel`, `negated` (a flag that has a `--no-…` too), `show_default`, `min`, `max`, and `offers`, the values that a shell
+offers ("RUN" are the folders of runs).
 """
 
 import functools
@@ -13,13 +13,13 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Final, get_args, get_type_hints
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 from samestep.checkpoint.run_folder import CHECKPOINT_FOLDER, RUNS_FOLDER, holds_run, recorded
-from samestep.comm.environment import read_environment, torchrun_defaults
+from samestep.comm.environment import AUDIT_ACTIONS, MAX_THREADS, read_environment, torchrun_defaults
 from samestep.devices.portable import (
     CAPPED_VARIABLE,
     PORTABLE_VARIABLE,
@@ -28,14 +28,13 @@ from samestep.devices.portable import (
     why_not_portable,
 )
 from samestep.errors import UsageError
-from samestep.recipes.settings import DEVICES, MAX_THREADS
 from samestep.text import notify
 
 if TYPE_CHECKING:
     from samestep.devices.selection import Selection
     from samestep.launcher.job import Policy, Torchrun
 
-THREADS = "CPU threads a worker; part of what decides the bits; 1 by default."
+DEVICES = "Devices and workers"
 COMPARED = "What is compared"
 SCRIPT = "How the script is run"
 RUN = "RUN"
@@ -47,17 +46,6 @@ Devices = Annotated[
     str | None,
     typer.Option(
         metavar="SPEC", help='auto (the default), 4 (how many), "0,4" (which), cuda:0, cpu:2, free:2 (idle ones).'
-    ),
-]
-NumThreads = Annotated[
-    int,
-    typer.Option(
-        min=1,
-        max=MAX_THREADS,
-        metavar="N",
-        help=THREADS,
-        show_default=False,
-        rich_help_panel=DEVICES,
     ),
 ]
 
@@ -119,8 +107,36 @@ def option(help: str, default: Any = None, **more: Any) -> Any:
 
 
 @dataclass(frozen=True)
+class ProcessOptions:
+    """How a worker process is started and computes: `samestep run`, `train` and `verify`."""
+
+    start_method: str | None = option(
+        "How workers are started: fork or spawn; fork where it is safe.",
+        metavar="METHOD",
+        panel=DEVICES,
+        offers=("fork", "spawn"),
+    )
+    num_threads: int = option(
+        "CPU threads a worker; part of what decides the bits; 1 by default.",
+        1,
+        metavar="N",
+        min=1,
+        max=MAX_THREADS,
+        panel=DEVICES,
+        show_default=False,
+    )
+    portable: bool | None = option(
+        "The same bits on every x86-64 CPU with AVX2 and FMA, by kernels that all of them have; slower. By default as "
+        "SAMESTEP_PORTABLE says (1 or 0), else off, for recipes on.",
+        flags=("--portable/--no-portable",),
+        panel=DEVICES,
+        show_default=False,
+    )
+
+
+@dataclass(frozen=True)
 class WorkerOptions:
-    """The devices of workers and their start method: `samestep train` and `run`."""
+    """The workers of a run: `samestep run` and `train`."""
 
     devices: str | None = option(
         'auto (the default), 4 (how many), "0,4" (which), cuda:0, cpu:2, free:2 (idle ones).',
@@ -133,17 +149,26 @@ class WorkerOptions:
         panel=DEVICES,
         offers=("auto", "gpu", "cpu"),
     )
-    start_method: str | None = option(
-        "How workers are started: fork or spawn; fork where it is safe.",
-        metavar="METHOD",
+    log_dir: str | None = option("Keep what the ranks above 0 print, in DIR/rank-N.log.", metavar="DIR", panel=DEVICES)
+    audit: int | None = option(
+        "With samestep.Run: compute one microbatch of every so many steps on another device too, to find devices that "
+        "compute wrong bits.",
+        metavar="N",
+        min=1,
         panel=DEVICES,
-        offers=("fork", "spawn"),
+    )
+    audit_action: str = option(
+        "What follows if bits differ: exclude (the default), warn or stop.",
+        "exclude",
+        metavar="NAME",
+        panel=DEVICES,
+        offers=AUDIT_ACTIONS,
     )
 
 
 @dataclass(frozen=True)
 class NodeOptions:
-    """The machines of a run, by torchrun's options: `samestep train` and `run`."""
+    """The machines of a run, by torchrun's options: `samestep run` and `train`."""
 
     nnodes: str | None = option("On how many machines; 1 by default.", metavar="N|MIN:MAX", panel=SEVERAL_MACHINES)
     node_rank: int | None = option("This machine's number.", metavar="R", panel=SEVERAL_MACHINES)
@@ -194,13 +219,6 @@ class ScriptOptions:
         metavar="N",
         panel=SCRIPT,
     )
-    portable: bool | None = option(
-        "The same bits on every x86-64 CPU with AVX2 and FMA, by kernels that all of them have; slower. By default as "
-        "SAMESTEP_PORTABLE says (1 or 0), else off.",
-        flags=("--portable/--no-portable",),
-        show_default=False,
-        panel=SCRIPT,
-    )
 
 
 def cap_as_recorded(run: Path) -> None:
@@ -221,31 +239,24 @@ def made_portable(selection: "Selection", asked: bool | None, default: bool = Fa
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Replaces each dataclass among a command's parameters by options, one a field that has metadata.
-
-    A parameter of type `Annotated[Mapping[str, Any], Group]` gets the fields of `Group` that were given, by name.
-    """
+    """Replaces each dataclass among a command's parameters by options, one a field that has metadata."""
     hints = get_type_hints(command, include_extras=True)
     parameters: list[inspect.Parameter] = []
-    groups: dict[str, tuple[type[Any], bool]] = {}
+    groups: dict[str, type[Any]] = {}
     for name, parameter in inspect.signature(command).parameters.items():
-        group = _group(hints[name])
-        if group is None:
+        if not is_dataclass(group := hints[name]) or not isinstance(group, type):
             parameters.append(parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY))
             continue
         groups[name] = group
-        types = get_type_hints(group[0])
-        parameters += [_parameter(each, types[each.name], group[1]) for each in fields(group[0]) if each.metadata]
+        types = get_type_hints(group)
+        parameters += [_parameter(each, types[each.name]) for each in fields(group) if each.metadata]
 
     @functools.wraps(command)
     def called(**values: Any) -> None:
         made: dict[str, Any] = {}
-        for name, (group, only_given) in groups.items():
-            own: dict[str, Any] = {}
-            for each in fields(group):
-                if each.metadata and (value := values.pop(each.name)) is not None and value != []:
-                    own[each.name] = each.metadata["parse"](value) if each.metadata.get("parse") else value
-            made[name] = own if only_given else group(**own)
+        for name, group in groups.items():
+            given = {each.name: values.pop(each.name) for each in fields(group) if each.metadata}
+            made[name] = group(**{field: value for field, value in given.items() if value is not None})
         command(**values, **made)
 
     called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined] # which typer reads
@@ -253,32 +264,17 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
     return called
 
 
-def _group(hint: Any) -> tuple[type[Any], bool] | None:
-    """The dataclass that a parameter stands for, and whether only the fields that were given are wanted."""
-    if get_origin(hint) is Annotated:
-        found = [each for each in get_args(hint)[1:] if isinstance(each, type) and is_dataclass(each)]
-        return (found[0], True) if found else None
-    return (hint, False) if isinstance(hint, type) and is_dataclass(hint) else None
-
-
-def _parameter(each: Field[Any], kind: Any, only_given: bool) -> inspect.Parameter:
+def _parameter(each: Field[Any], kind: Any) -> inspect.Parameter:
     """A field as a parameter of the command."""
     about: Mapping[str, Any] = each.metadata
-    base = (
-        next((arg for arg in get_args(kind) if arg is not type(None)), kind) if get_origin(kind) is not None else kind
-    )
-    if about.get("repeated"):
-        base = list[str]
-    elif about.get("parse") or get_origin(base) is not None:
-        base = str
+    base = next((arg for arg in get_args(kind) if arg is not type(None)), kind)
     name = each.name.replace("_", "-")
     flags: Sequence[str] = about.get("flags", ())
     if base is bool and not flags:
         flags = (f"--{name}/--no-{name}",) if about.get("negated") else (f"--{name}",)
-    default = None if only_given or each.default is None else each.default
-    if default is None:
+    if each.default is None:
         base = base | None
-    offers = about.get("offers") or about.get("choices")
+    offers = about.get("offers")
     found = typer.Option(
         *flags,
         help=about["help"],
@@ -290,7 +286,7 @@ def _parameter(each: Field[Any], kind: Any, only_given: bool) -> inspect.Paramet
         autocompletion=one_of(*offers) if offers else None,
     )
     return inspect.Parameter(
-        each.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[base, found]
+        each.name, inspect.Parameter.KEYWORD_ONLY, default=each.default, annotation=Annotated[base, found]
     )
 
 

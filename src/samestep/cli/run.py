@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -11,7 +11,7 @@ from samestep.checks import check_choice
 from samestep.cli.options import (
     SCRIPT,
     NodeOptions,
-    NumThreads,
+    ProcessOptions,
     ScriptOptions,
     WorkerOptions,
     chosen_devices,
@@ -24,10 +24,11 @@ from samestep.devices.selection import AUTO_CPU_WORKERS, Selection, cpu_workers_
 from samestep.errors import UsageError
 from samestep.launcher.job import Job, Policy
 from samestep.launcher.supervisor import supervise
-from samestep.recipes.settings import DEVICES
+from samestep.recipes.catalog import MODULES
 from samestep.text import notify
 
 if TYPE_CHECKING:
+    from samestep.launcher.os_processes import EarlyServer
     from samestep.launcher.script_record import ScriptRecord
     from samestep.scripts.script_analysis import Reading
 
@@ -37,6 +38,7 @@ def run(
     context: typer.Context,
     script: ScriptOptions,
     workers: WorkerOptions,
+    processes: ProcessOptions,
     policy: Policy,
     nodes: NodeOptions,
     program: Annotated[
@@ -44,10 +46,6 @@ def run(
         typer.Argument(
             metavar="SCRIPT ARGS", help="A script, or a module after -m, and its own arguments.", show_default=False
         ),
-    ] = None,
-    num_threads: NumThreads = 1,
-    log_dir: Annotated[
-        str | None, typer.Option(metavar="DIR", help="Keep what the ranks above 0 print, in DIR/rank-N.log.")
     ] = None,
     record_dir: Annotated[
         Path | None,
@@ -59,23 +57,6 @@ def run(
             "--logical-devices.",
         ),
     ] = None,
-    audit: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            min=1,
-            rich_help_panel=DEVICES,
-            help="In a script with samestep.Run: compute one microbatch of every so many steps on another device too.",
-        ),
-    ] = None,
-    audit_action: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME",
-            help="What follows if bits differ: exclude (the default), warn or stop.",
-            rich_help_panel=DEVICES,
-        ),
-    ] = "exclude",
 ) -> None:
     """Runs SCRIPT in one process a device, as `python SCRIPT ARGS` would. Options go before SCRIPT.
 
@@ -85,17 +66,32 @@ def run(
     (init_process_group, samestep.Run) finds the variables that torchrun sets; with --logical-devices V it is run as V
     ranks, with the same bits on any number of devices.
     """
+    if not program:
+        raise UsageError("there is no script to run; give one: samestep run train.py, or samestep run -m package.train")
+    run_script(program, script, workers, processes, policy, nodes, record_dir=record_dir, early=context.obj)
+
+
+def run_script(
+    program: Sequence[str],
+    script: ScriptOptions,
+    workers: WorkerOptions,
+    processes: ProcessOptions,
+    policy: Policy,
+    nodes: NodeOptions,
+    *,
+    record_dir: Path | None = None,
+    early: "EarlyServer | None" = None,
+) -> NoReturn:
+    """Runs a script or module with its arguments, and exits as it does."""
     from samestep.scripts.script_analysis import reads_as
 
-    torchrun = chosen_torchrun(policy, workers.start_method, nodes)
+    torchrun = chosen_torchrun(policy, processes.start_method, nodes)
     launcher = read_environment().launcher
     if launcher != "none" and torchrun is None:
         raise UsageError(
             f"these processes were started by {'torchrun or the like' if launcher == 'other' else launcher} already; "
-            "under it start the script with python instead of samestep run"
+            f"under it start the script with python: python {'-m ' * script.module}{program[0]}"
         )
-    if not program:
-        raise UsageError("there is no script to run; give one: samestep run train.py, or samestep run -m package.train")
     is_further = False
     if torchrun is not None:
         from samestep.launcher.torchrun import MachineWait
@@ -105,9 +101,9 @@ def run(
         "module" if script.module else "script",
         program[0],
         tuple(program[1:]),
-        log_dir=log_dir,
-        num_threads=num_threads,
-        start_method=workers.start_method,
+        log_dir=workers.log_dir,
+        num_threads=processes.num_threads,
+        start_method=processes.start_method,
         policy=policy,
         may_lie_elsewhere=is_further and script.single_process is not False,
     )
@@ -116,7 +112,7 @@ def run(
     num_nodes = 1 if torchrun is None else torchrun.max_nodes
     most = script.logical_devices or (reading.num_microbatches if reading.own else None)
     selection = select(spec, cpu_workers=AUTO_CPU_WORKERS if most is None else cpu_workers_for(most, num_nodes))
-    selection = made_portable(selection, script.portable)
+    selection = made_portable(selection, processes.portable, default=script.module and program[0] in MODULES)
     are_several = spec.startswith("cpu") or selection.count > 1 or torchrun is not None
     is_simulated = selection.kind == "cpu" and (are_several or script.logical_devices is not None)
     each = [selection.only(index).environment for index in range(selection.count)] if torchrun is None else []
@@ -128,14 +124,14 @@ def run(
         gpus = "cuda:0" + (f" {'and' if last == 1 else 'to'} cuda:{last}" if last else "")
         stand = f"{selection.describe()} stand{'s' if selection.count == 1 else ''} in for {gpus}"
         notify(stand if spec.startswith("cpu") else f"no GPU here: {stand}")
-    if audit is not None:
-        selection = _audited(selection, audit, audit_action, program[0], reading)
+    if workers.audit is not None:
+        selection = _audited(selection, workers.audit, workers.audit_action, program[0], reading)
     record = None
     if record_dir is not None:
-        others = [] if log_dir is None else [Path(log_dir)]
+        others = [] if workers.log_dir is None else [Path(workers.log_dir)]
         job, record = _recorded(job, script, program, record_dir, others, is_local=torchrun is None)
     if torchrun is None:
-        outcome = supervise(job, selection, early=context.obj)
+        outcome = supervise(job, selection, early=early)
         if record is not None:
             record.end(outcome.exit_code, outcome.result)
     else:

@@ -10,7 +10,6 @@ import typer
 from rich.markup import escape
 
 from samestep.errors import DataError, UsageError
-from samestep.recipes.catalog import NAMES
 from samestep.report.formatting import size
 from samestep.runs.run_list import RunStatus, find_runs
 from samestep.text import json_text, make_console, make_table, print_table
@@ -48,11 +47,11 @@ def _as_dict(run: "RunStatus") -> dict[str, Any]:
 
 def _print(found: "list[RunStatus]") -> None:
     console = make_console()
-    table = make_table("run", "recipe", "state", "steps", "epochs", "loss", "best", "devices", "changed", "size")
+    table = make_table("run", "program", "state", "steps", "epochs", "loss", "best", "devices", "changed", "size")
     for run in found:
         table.add_row(
             escape(run.path.resolve().name),
-            escape(run.recipe or "-"),
+            escape(run.program or "-"),
             run.state,
             f"{run.steps:,}",
             str(run.epochs) if run.epochs_planned is None else f"{run.epochs} of {run.epochs_planned}",
@@ -62,13 +61,12 @@ def _print(found: "list[RunStatus]") -> None:
             f"{datetime.fromtimestamp(run.changed):%Y-%m-%d %H:%M}",
             size(run.size_bytes),
         )
-    spare = ("size", "changed", "recipe", "devices", "epochs", "best")
+    spare = ("size", "changed", "program", "devices", "epochs", "best")
     print_table(console, table, spare, "--json")
     for run in found:
         for problem in run.problems:
             console.print(f"note: {run.path}: {problem}", markup=False)
     left = [run for run in found if run.state in ("stopped", "crashed") and run.checkpoint is not None]
     for run in left[:MOST_LEFT]:
-        command = f"samestep train --resume {shlex.quote(str(run.path))}"
-        how = command if run.recipe in NAMES else f"its program, with resume={str(run.path)!r}"
+        how = f"its command, with resume={str(run.path)!r} (of a recipe --resume {shlex.quote(str(run.path))})"
         console.print(f"to go on from {run.checkpoint}: {how}", markup=False, soft_wrap=True)

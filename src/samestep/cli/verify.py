@@ -13,12 +13,19 @@ from rich.console import Console
 from rich.text import Text
 
 from samestep.checks import check_choice, check_number
-from samestep.cli.options import COMPARED, NumThreads, ScriptOptions, made_portable, one_of, with_options
+from samestep.cli.options import (
+    COMPARED,
+    DEVICES,
+    ProcessOptions,
+    ScriptOptions,
+    made_portable,
+    one_of,
+    with_options,
+)
 from samestep.comm.environment import read_environment
 from samestep.devices.selection import Selection, select
 from samestep.errors import UsageError
-from samestep.recipes.catalog import NAMES
-from samestep.recipes.settings import DEVICES
+from samestep.recipes.catalog import NAMES, module_of
 from samestep.text import counted, json_text, notify
 
 if TYPE_CHECKING:
@@ -50,6 +57,7 @@ def _programs(incomplete: str) -> list[str]:
 def verify(
     context: typer.Context,
     script: ScriptOptions,
+    processes: ProcessOptions,
     program: Annotated[
         list[str] | None,
         typer.Argument(
@@ -96,16 +104,6 @@ def verify(
     write: Annotated[
         bool, typer.Option("--write", rich_help_panel=COMPARED, help="Write the steps to the FILE of --golden.")
     ] = False,
-    num_threads: NumThreads = 1,
-    start_method: Annotated[
-        str | None,
-        typer.Option(
-            metavar="METHOD",
-            rich_help_panel=DEVICES,
-            autocompletion=one_of("fork", "spawn"),
-            help="How workers are started: fork or spawn; fork where it is safe.",
-        ),
-    ] = None,
     hang_seconds: Annotated[
         float,
         typer.Option("--hang-seconds", metavar="SECONDS", rich_help_panel=DEVICES, help="How long a step may take."),
@@ -137,12 +135,19 @@ def verify(
         from samestep.verify.golden import read_golden
 
         kept = read_golden(golden)
-    selections = {name: made_portable(each, script.portable) for name, each in _selections(devices).items()}
+    is_recipe = _is_recipe(program[0], script.module)
+    selections = {
+        name: made_portable(each, processes.portable, default=is_recipe) for name, each in _selections(devices).items()
+    }
     options = {"logical_devices": script.logical_devices, "seed": script.seed, "wrap": script.wrap}
     chosen = _program(program, script.module, script.single_process, options, selections)
     with (
         ProgramRunner(
-            chosen, selections, num_threads=num_threads, start_method=start_method, hang_seconds=hang_seconds
+            chosen,
+            selections,
+            num_threads=processes.num_threads,
+            start_method=processes.start_method,
+            hang_seconds=hang_seconds,
         ) as runner,
         _telling(as_json) as tell,
     ):
@@ -158,7 +163,7 @@ def verify(
         if golden is not None and verdict.agrees:
             from samestep.verify.golden import check_golden
 
-            result = check_golden(golden, kept, runner, program, num_threads, steps)
+            result = check_golden(golden, kept, runner, program, processes.num_threads, steps)
     if as_json:
         more = {} if result is None else {"golden": result._asdict()}
         print(json_text({"agrees": verdict.agrees, **asdict(verdict), **more}))
@@ -169,11 +174,15 @@ def verify(
     raise typer.Exit(result.exit_code if result is not None else 0 if verdict.agrees else 1)
 
 
+def _is_recipe(name: str, module: bool) -> bool:
+    return name in NAMES and not module and not Path(name).is_file()
+
+
 def _check_order(context: typer.Context, program: list[str], module: bool) -> None:
     """Warns of verify's own options after the program, which get passed to it."""
     name, *words = program
     given = [word.partition("=")[0] for word in words]
-    if name in NAMES and not module and not Path(name).is_file():
+    if _is_recipe(name, module):
         misplaced = [word for word in given if word in NOT_A_RECIPES]
         if misplaced:
             raise UsageError(
@@ -212,19 +221,19 @@ def _program(
     options: dict[str, Any],
     selections: "dict[str, Selection]",
 ) -> "VerifiedProgram":
-    """The program: a recipe by `samestep train`, a script as by `samestep run`."""
+    """The program: a recipe or a script, as by `samestep run`."""
     from samestep.launcher.job import Job
     from samestep.scripts.script_analysis import reads_as
     from samestep.verify.program_runner import VerifiedProgram
 
     name, *arguments = program
     given = [f"--{option.replace('_', '-')}" for option, value in options.items() if value is not None]
-    if name in NAMES and not module and not Path(name).is_file():
+    if _is_recipe(name, module):
         if given or single_process:
             raise UsageError(
                 f"got {', '.join(given) or '--single-process'} before a recipe; a recipe's own options go after it"
             )
-        return VerifiedProgram("module", "samestep", ("train", name, *arguments, "--run-dir", "{folder}"), None, name)
+        return VerifiedProgram("module", module_of(name), (*arguments, "--run-dir", "{folder}"), None, name)
     kind: Literal["module", "script"] = "module" if module else "script"
     if not module and not Path(name).suffix and not Path(name).exists():
         raise UsageError(f"there is no script and no recipe {name}; recipes are {', '.join(NAMES)}")

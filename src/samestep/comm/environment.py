@@ -15,6 +15,7 @@ from samestep.errors import PeerLostError, UsageError
 
 LOOPBACK = "127.0.0.1"
 MAX_PORT = 65_535
+MAX_THREADS = 1024  # CPU threads of a worker
 TRANSPORT_VARIABLE = "SAMESTEP_TRANSPORT"
 TRANSPORTS = ("auto", "gloo", "shared")
 NODES_VARIABLE = "SAMESTEP_NODES"

@@ -140,7 +140,7 @@ class Membership:
         """Turns healing off: each rank has state that no other has. Hung ranks are still found."""
         if self.plan.num_active < self.world_size:
             raise UsageError(
-                "where the state is sharded over the ranks none can take another's place: leave spares (--spares) "
+                "where the state is sharded over the ranks none can take another's place: leave spares "
                 "out, or keep the whole state on each by strategy='replicate' (--strategy replicate)"
             )
         self._quorums.rely_on_all(self.world_size > 1)
@@ -150,7 +150,7 @@ class Membership:
         """Deals the microbatches to the ranks in turn from now on, for good."""
         self.rely_on_all()
         if self.plan.shares is not None:
-            raise UsageError("strategy='sharded' gives every device equally much to do: leave shares (--shares) out")
+            raise UsageError("strategy='sharded' gives every device equally much to do: leave shares out")
         if not self.plan.is_dealt:
             self.plan = replace(self.plan, is_dealt=True)
             self.version += 1

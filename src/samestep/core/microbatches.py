@@ -90,7 +90,7 @@ def microbatch_ranges(
         return tuple(range(a, b) for a, b in pairwise(cuts))
     active_shares(shares, world_size, 0)
     if not all(0 < share < float("inf") for share in shares):
-        raise UsageError(f"got shares={list(shares)}; they must be above 0 (--shares)")
+        raise UsageError(f"got shares={list(shares)}; they must be above 0")
     return _weighted_ranges(num_microbatches, shares)
 
 
@@ -125,7 +125,7 @@ def in_microbatch_order(ranges: Sequence[range]) -> list[int] | None:
 def active_shares(shares: Sequence[float] | None, world_size: int, spares: int) -> list[float] | None:
     """The shares of the ranks that are not spares."""
     if shares is not None and len(shares) != world_size:
-        raise UsageError(f"got {len(shares)} shares for {world_size} devices; needed: one number a device (--shares)")
+        raise UsageError(f"got {len(shares)} shares for {world_size} devices; needed: one number a device")
     return None if shares is None else list(shares[: world_size - spares])
 
 

@@ -112,7 +112,7 @@ def fetch_batches(
             block.unlink()  # torch leaves those for which there was no room
         raise DataError(
             "shared memory (/dev/shm) has no room for what the data workers fetch: make it larger (docker run "
-            "--shm-size=8g, or --ipc=host), or leave num_workers (--num-workers) out"
+            "--shm-size=8g, or --ipc=host), or leave num_workers out"
         ) from None
 
 

@@ -81,8 +81,7 @@ class Loader:
             )
         if self.is_stream and num_workers > 0:
             raise UsageError(
-                f"got num_workers={num_workers} for an iterable dataset, whose workers would repeat it; use 0 "
-                "(--num-workers)"
+                f"got num_workers={num_workers} for an iterable dataset, whose workers would repeat it; use 0"
             )
         self.global_batch_size = global_batch_size
         self.cursor = Cursor()

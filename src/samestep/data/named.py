@@ -26,13 +26,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from samestep.checks import check_choice
-from samestep.data.readers import TEST, TRAIN, find_pairs, read_image_label_pair
-from samestep.data.tensors import TensorData, head_tail
+from samestep.data.readers import TEST, TRAIN, ByteWindows, find_pairs, read_bytes, read_image_label_pair, to_bytes
+from samestep.data.tensors import TensorData, Transform, head_tail
 from samestep.errors import DataError, UsageError
 from samestep.extras import is_installed, missing
 
 OLD_SIDE, NEW_SIDE = 8, 28
+MAX_SIDE = 2**31
 BRIGHTEST = 16
 
 
@@ -60,12 +60,12 @@ def diabetes() -> tuple[Tensor, Tensor]:
 def _read(name: str, delimiter: str | None) -> NDArray[np.float64]:
     spec = importlib.util.find_spec("sklearn") if is_installed("sklearn") else None
     if spec is None or not spec.submodule_search_locations:
-        raise UsageError(f"{missing('sklearn', 'the embedded data')}, or give other data by --data or --data-dir")
+        raise UsageError(f"{missing('sklearn', 'the embedded data')}, or give other data by --data")
     path = Path(spec.submodule_search_locations[0]) / "datasets" / "data" / name
     if not path.is_file():
         raise DataError(
             f"{path}: there is no such file; the embedded data needs another version of scikit-learn, tested is 1.9: "
-            "or give other data by --data or --data-dir"
+            "or give other data by --data"
         )
     return np.loadtxt(path, delimiter=delimiter)
 
@@ -124,49 +124,75 @@ DOWNLOADS = {
 NAMES = ("digits", *DOWNLOADS)
 
 
-def image_data(
-    name: str | None = None, data_dir: str | PathLike[str] | None = None
-) -> tuple[TensorData, TensorData, str]:
-    """Grey images in 10 classes: the training set, the test set and a description.
-
-    Args:
-        name: "digits" (the default), "mnist" or "fashion-mnist".
-        data_dir: a folder of IDX files to read instead of a download.
-
-    Raises:
-        UsageError: an unknown name.
-        DataError: the files are damaged, or cannot be downloaded.
-    """
-    if name is not None:
-        check_choice("data", name, NAMES, option="--data; a folder of IDX files is read by --data-dir")
-    if name == "digits" and data_dir is not None:
-        raise UsageError("the digits are embedded and read no folder; leave out --data digits or --data-dir")
-    if data_dir is None and name in (None, "digits"):
-        train, test = head_tail(TensorData(digits(), bytes_to_unit), TRAIN_FRACTION)
-        return train, test, _describe("digits", "scans", train, test)
-    download = DOWNLOADS.get(name or "")
-    if data_dir is not None:
-        folder = Path(data_dir)
-    else:
-        assert name is not None
-        assert download is not None
-        folder = cache_folder() / name
-        for file, md5 in download.md5.items():
-            fetch([mirror + file for mirror in download.mirrors], folder / file, md5)
-    pairs = {part: read_image_label_pair(*paths, transform=bytes_to_unit) for part, paths in find_pairs(folder).items()}
-    if len(pairs) == 2:
-        train, test = pairs[TRAIN], pairs[TEST]
-    else:
-        (only,) = pairs.values()
-        train, test = head_tail(only, TRAIN_FRACTION)
-    noun = "images" if download is None else download.noun
-    return train, test, _describe(name or folder.resolve().name, noun, train, test)
-
-
 def bytes_to_unit(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Scales a batch `(x, y)` of uint8 images to float32 in 0…1."""
     x, y = batch
     return x.float() / 255, y
+
+
+def image_data(
+    source: str | None = None, transform: Transform = bytes_to_unit, *, sides: range = range(1, MAX_SIDE + 1)
+) -> tuple[TensorData, TensorData, str]:
+    """Grey images in 10 classes, as bytes: the training set, the test set and a description.
+
+    Args:
+        source: "digits", "mnist" or "fashion-mnist", the last two downloaded once, or a folder of IDX files.
+        transform: of a batch `(x, y)` of uint8 `[N, 1, height, width]` and labels, on its device.
+        sides: the heights and widths that the model takes.
+
+    Raises:
+        UsageError: neither a name nor a folder.
+        DataError: the files are damaged, or cannot be downloaded, or the images have another size.
+    """
+    name = "digits" if source is None else source
+    if name == "digits":
+        noun, (train, test) = "scans", head_tail(TensorData(digits(), transform), TRAIN_FRACTION)
+    else:
+        noun, folder = "images", Path(name)
+        if name in DOWNLOADS:
+            download = DOWNLOADS[name]
+            noun, folder = download.noun, cache_folder() / name
+            for file, md5 in download.md5.items():
+                fetch([mirror + file for mirror in download.mirrors], folder / file, md5)
+        elif not folder.is_dir():
+            raise UsageError(f"got --data {name}; needed: {', '.join(NAMES)} or a folder of IDX files")
+        pairs = {part: read_image_label_pair(*paths, transform=transform) for part, paths in find_pairs(folder).items()}
+        if len(pairs) == 2:
+            train, test = pairs[TRAIN], pairs[TEST]
+        else:
+            train, test = head_tail(next(iter(pairs.values())), TRAIN_FRACTION)
+        name = name if name in DOWNLOADS else folder.resolve().name
+    about = _describe(name, noun, train, test)
+    for part in (train, test):
+        height, width = part.tensors[0].shape[-2:]
+        if height not in sides or width not in sides:
+            needed = f"{sides[-1]} x {sides[-1]}" if len(sides) == 1 else f"at most {sides[-1]} x {sides[-1]}"
+            raise DataError(f"{about}: images of {height} x {width} pixels; the model takes {needed}")
+    return train, test, about
+
+
+def text_data(file: str | PathLike[str] | None, context: int) -> tuple[ByteWindows, ByteWindows, str]:
+    """A text's bytes in windows: the first 90 % to train, the rest to test, and a description.
+
+    Args:
+        file: of any kind; None for the language reference that is part of CPython, which differs between its versions.
+        context: bytes of a window.
+
+    Raises:
+        DataError: the file cannot be read, or is too short.
+    """
+    if file is None:
+        from pydoc_data.topics import topics
+
+        name, text = "Python's language reference", to_bytes("\n".join(topics[key] for key in sorted(topics)).encode())
+    else:
+        name, text = Path(file).name, read_bytes(file)
+    if len(text) < 20:
+        raise DataError(f"{name}: {len(text)} bytes are too short a text; at least 20 are needed")
+    cut = len(text) - len(text) // 10
+    train, test = ByteWindows(text[:cut], context), ByteWindows(text[cut:], context)
+    about = f"{name}: {len(text):,} bytes ({len(train):,} windows of {context} train, {len(test):,} test)"
+    return train, test, about
 
 
 def _describe(name: str, noun: str, train: TensorData, test: TensorData) -> str:
@@ -211,9 +237,9 @@ def fetch(urls: Sequence[str], path: Path, md5: str) -> None:
     except OSError as error:
         raise DataError(
             f"{error.filename or path}: cannot be written: {error.strerror or error}; set XDG_CACHE_HOME to another "
-            "folder, or read the files from one by --data-dir"
+            "folder, or read the files from one by --data"
         ) from error
-    hint = "without a network, put the files into a folder and give it by --data-dir"
+    hint = "without a network, put the files into a folder and give it by --data"
     raise DataError(f"{path.name} could not be downloaded; {hint}\n" + "\n".join(problems))
 
 

@@ -104,7 +104,7 @@ def find_pairs(folder: str | PathLike[str]) -> dict[str, tuple[Path, Path]]:
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise DataError(f"{folder}: there is no such folder; needed: one with IDX files, by --data-dir")
+        raise DataError(f"{folder}: there is no such folder; needed: one with IDX files, by --data")
     found = {part: (_find(folder, f"{part}-images", "idx3"), _find(folder, f"{part}-labels", "idx1")) for part in PARTS}
     halves = [part for part, (images, labels) in found.items() if (images is None) != (labels is None)]
     pairs = {part: (images, labels) for part, (images, labels) in found.items() if images and labels}
@@ -283,7 +283,7 @@ class ByteWindows(Dataset[tuple[Tensor, Tensor]]):
     transform: None = None
 
     def __init__(self, data: Tensor, context: int) -> None:
-        check_number("context", context, 1, option="-o context")
+        check_number("context", context, 1)
         if data.dtype != torch.uint8 or data.ndim != 1:
             raise DataError(f"windows are cut from a 1-d uint8 tensor, got shape {list(data.shape)} of {data.dtype}")
         if len(data) < 2:

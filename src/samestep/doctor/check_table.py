@@ -295,7 +295,7 @@ def check_shm(machine: Machine) -> Result:
     try:
         usage = shutil.disk_usage("/dev/shm")
     except OSError:
-        return note("/dev/shm", "there is none", "load data without workers (--num-workers 0)")
+        return note("/dev/shm", "there is none", "load data without workers (num_workers=0)")
     least, enough = (size * machine.num_ranks for size in SHM_PER_RANK)
     found = f"{gib(usage.free)} of {gib(usage.total)} free, for {counted(machine.num_ranks, 'rank')}"
     advice = f"make it larger, {gib(enough)} or more: docker run --shm-size={math.ceil(enough / GIB)}g (or --ipc=host)"

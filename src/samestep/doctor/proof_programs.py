@@ -31,10 +31,7 @@ from samestep.engine.rank_device import own_device
 from samestep.engine.result import StepResult
 from samestep.engine.step import TrainStep
 from samestep.logical.collectives import Operation
-from samestep.recipes import gpt
-from samestep.recipes.catalog import load
-from samestep.recipes.images import classification_loss
-from samestep.recipes.recipe import RecipeData
+from samestep.recipes import gpt, lenet
 from samestep.run.run import Run
 from samestep.run.trainer import Trainer
 
@@ -62,7 +59,7 @@ def start(program: str, seconds: float, options: Mapping[str, Any]) -> Any:
 
 def make_lenet() -> nn.Module:
     """The recipe's LeNet, with BatchNorm after its convolutions and dropout before its last layer."""
-    layers = list(load("lenet").model(RecipeData([], [], "")).children())  # type: ignore[arg-type]  # no data is read
+    layers = list(lenet.make_model().children())
     convolutions = [layers[0], nn.BatchNorm2d(20), *layers[1:4], nn.BatchNorm2d(50)]
     return nn.Sequential(*convolutions, *layers[4:-1], nn.Dropout(0.2), layers[-1])
 
@@ -107,10 +104,10 @@ class Large(nn.Module):
 
 
 MODELS: Mapping[str, tuple[Callable[[], nn.Module], Callable[..., Any], Callable[[int], Any]]] = {
-    "lenet": (make_lenet, classification_loss, random_images),
-    "gpt": (make_gpt, gpt.loss, random_texts),
-    "large": (Large, classification_loss, random_images),
-    "attention": (make_attention, gpt.loss, lambda count: random_texts(count, PLACES)),
+    "lenet": (make_lenet, lenet.loss_fn, random_images),
+    "gpt": (make_gpt, gpt.loss_fn, random_texts),
+    "large": (Large, lenet.loss_fn, random_images),
+    "attention": (make_attention, gpt.loss_fn, lambda count: random_texts(count, PLACES)),
 }
 
 
@@ -354,7 +351,7 @@ def speed(num_microbatches: int, smaller: Mapping[str, int], **sizes: int) -> Fa
     for label, count in zip(labels, (num_microbatches, ranks), strict=True):
         run = Run(batch_size, count, SEED, communicator=over)
         model = make_gpt(width, layers, context)
-        step = run.train_step(model, make_optimizer("adamw", model, device), gpt.loss, precision=precision)
+        step = run.train_step(model, make_optimizer("adamw", model, device), gpt.loss_fn, precision=precision)
         calls[label] = _through(step, run.loader(texts, cache="device"))
     calls["plain"] = _plain_loop(first, make_gpt(width, layers, context), texts, batch_size // ranks, precision)
     best = dict.fromkeys(calls, float("inf"))
@@ -401,7 +398,7 @@ def _plain_loop(run: Run, model: nn.Module, texts: Any, size: int, precision: st
     def call() -> None:
         for batch in batches:
             with torch.autocast(device.type, torch.bfloat16, enabled=precision != "32-true"):
-                loss = gpt.loss(model, batch)
+                loss = gpt.loss_fn(model, batch)
             (loss.total / loss.count).backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -41,9 +41,7 @@ class StepConfig:
             raise UsageError(f"got {describe(self.loss_fn)} as loss_fn; it must be a function loss_fn(model, batch)")
         limit = self.max_grad_norm
         if limit is not None and not (isinstance(limit, int | float) and limit > 0):
-            raise UsageError(
-                f"got max_grad_norm={limit!r}; it must be above 0 (--max-grad-norm), or None for no clipping"
-            )
+            raise UsageError(f"got max_grad_norm={limit!r}; it must be above 0, or None for no clipping")
         if self.on_nonfinite not in ("raise", "skip"):
             raise UsageError(f"got on_nonfinite={self.on_nonfinite!r}; it is 'raise' or 'skip'")
         if self.audit is not None:

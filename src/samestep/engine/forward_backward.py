@@ -228,7 +228,7 @@ def check_compiled(model: nn.Module, compiles: bool) -> None:
         if is_portable() and (compiles or context is not None):
             raise UsageError(
                 "torch.compile generates code for the CPU that it runs on, and the run is portable: leave compile "
-                "(--no-compile) or portable kernels (--no-portable, SAMESTEP_PORTABLE=0) out"
+                "or portable kernels (--no-portable, SAMESTEP_PORTABLE=0) out"
             )
         if getattr(context, "_dynamic", None):
             advice = "whose code depends on the shapes that a rank met before; use torch.compile(…, dynamic=False)"

@@ -19,10 +19,7 @@ from samestep.data.batch import Batch
 from samestep.engine.losses import MicrobatchLoss, wide_dtype
 from samestep.errors import DeterminismError, LossError, NonFiniteError
 
-ADVICE = (
-    "Lower the learning rate (--lr), set max_grad_norm (--max-grad-norm), or leave such steps out by "
-    "on_nonfinite='skip', in Python"
-)
+ADVICE = "Lower the learning rate, set max_grad_norm, or leave such steps out by on_nonfinite='skip'"
 COLUMNS = 3  # of a microbatch's row: total, count, sum of the gradient's elements
 NUM_SUMS = 5  # in a result's scalars before the rows: total, count, gradient norm, skipped, failed
 IDENTITY = 5  # in a header: length, epoch, position and checksum of the batch, and the number of the step

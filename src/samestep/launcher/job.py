@@ -15,7 +15,7 @@ import socket
 import sys
 import types
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from samestep.devices.selection import Selection
 
 Kind = Literal["script", "module", "function"]
+
+RESUME_HINT = "start the script again from what it last saved"  # as part of a sentence
 
 TRAINING = (DYNAMO, "samestep.run.run")
 """Modules that a first training step imports."""
@@ -107,8 +109,6 @@ class Job:
     quiet: bool = False  # show neither the progress bar nor lines
     lines_to: Literal["stdout", "stderr"] = "stdout"  # for rank 0's `line` events
     preload: tuple[str, ...] = ()  # modules to import first, and only once if workers are forked
-    restart_kwargs: Mapping[str, Any] = field(default_factory=dict)  # replace others when all workers restart
-    resume_hint: str = "start the script again from what it last saved"  # for a run that ended, as part of a sentence
     num_threads: int = 1  # CPU threads a worker
     start_method: str | None = None  # "fork" or "spawn"; None for fork where that is possible
     own_hash_seeds: bool = False  # whether a rank that is spawned has a hash seed of its own, as under torchrun
@@ -135,11 +135,8 @@ class Job:
 
     @property
     def name(self) -> str:
-        """The name in titles of processes: the run folder, else the script, module or function."""
-        return str(self.kwargs.get("run_dir") or self.kwargs.get("target") or self.target)
-
-    def restarted(self) -> "Job":
-        return replace(self, kwargs={**self.kwargs, **self.restart_kwargs})
+        """The name in titles of processes: the script, module or function."""
+        return str(self.kwargs.get("target") or self.target)
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "Job":

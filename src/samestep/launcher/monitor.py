@@ -34,7 +34,7 @@ from samestep.comm.events import Event
 from samestep.comm.heartbeat import MAX_SLOTS, STOPS_ON_REQUEST, Beat, HeartbeatPage
 from samestep.launcher.hang_detector import HangDetector
 from samestep.launcher.healing import LINGER_SECONDS, Healing
-from samestep.launcher.job import Assignment, Instruction, Job, Outcome
+from samestep.launcher.job import RESUME_HINT, Assignment, Instruction, Job, Outcome
 from samestep.launcher.worker_pool import STARTER, ServerPool
 from samestep.launcher.worker_states import (
     Failure,
@@ -477,7 +477,7 @@ class Monitor:
         left, needed = len(self.workers.living), self._job.policy.min_devices
         devices = f"{left or 'no'} {'device is' if left < 2 else 'devices are'} left"
         asked = f", and --min-devices asks for {needed}" if needed > 1 else ""
-        return f"{devices}{asked}; {self._job.resume_hint}"
+        return f"{devices}{asked}; {RESUME_HINT}"
 
     def _next_phase(self) -> None:
         """Goes on to the next phase when the time of this one is up."""

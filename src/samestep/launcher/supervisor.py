@@ -33,6 +33,7 @@ from samestep.devices.selection import AUTO_CPU_WORKERS, Selection, cpu_workers_
 from samestep.errors import UsageError, WorkerError
 from samestep.launcher import os_processes
 from samestep.launcher.job import (
+    RESUME_HINT,
     TRAINING,
     Job,
     Outcome,
@@ -97,8 +98,7 @@ def supervise(
             again = False
             # Anew for each attempt: flags and quorums of the one before must not be taken for its own.
             page = HeartbeatPage.create(num_workers)
-            attempted = job.restarted() if attempt else job
-            monitor = Monitor(attempted, pool, page, display, restarts, {**(fds or {}), **tokens})
+            monitor = Monitor(job, pool, page, display, restarts, {**(fds or {}), **tokens})
             try:
                 if requests is not None:
                     monitor.listen_for_stop(requests)
@@ -124,7 +124,7 @@ def supervise(
             if monitor.is_broken:
                 pool = open_pool()
     if restarts.refusal:
-        sentence = f"{restarts.refusal}; when its cause is fixed: {job.resume_hint}"
+        sentence = f"{restarts.refusal}; when its cause is fixed: {RESUME_HINT}"
         outcome = replace(outcome, failure=f"{outcome.failure}\n{sentence}")
     return replace(outcome, events=tuple(events))
 

@@ -229,7 +229,7 @@ def main() -> None:
     report = None
     try:
         with applied([os_processes.BATCHES_ARE_SENT]):
-            run_program(job.restarted() if is_restarted else job, {})
+            run_program(job, {})
         code = 0
     except SystemExit as stop:
         code, message = exit_code_of(stop)

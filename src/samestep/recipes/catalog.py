@@ -1,23 +1,24 @@
-"""The catalog: the names of all recipes, whose files are imported by `load`. Torch-free."""
+"""The recipes of `samestep train`, each a script in this folder; torch-free."""
 
-import importlib
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
 from samestep.checks import check_choice
 
-if TYPE_CHECKING:
-    from samestep.recipes.recipe import Recipe
+NAMES: Mapping[str, str] = {
+    "lenet": "LeNet on 28 by 28 images: digits (embedded), mnist, fashion-mnist, or a folder of IDX files",
+    "mlp": "regression on a table of numbers: diabetes (embedded), or a CSV file",
+    "simplenet": "one hidden layer on 28 by 28 images, as those of lenet",
+    "vgg": "VGG-11 with BatchNorm and dropout on images up to 32 by 32, as those of lenet",
+    "gpt": "a small GPT over bytes: Python's language reference (embedded), or a text file",
+}
+"""Each recipe's name, and what it trains."""
 
-NAMES: tuple[str, ...] = ("lenet", "mlp", "simplenet", "vgg", "gpt")
+
+def module_of(name: str) -> str:
+    """The module that is the script of a recipe; a `UsageError` that names the recipes if there is none."""
+    check_choice("NAME", name, NAMES, option="")
+    return f"{__package__}.{name}"
 
 
-def check_name(name: str) -> None:
-    """Raises a `UsageError` that names the recipes if there is none of this name."""
-    check_choice("RECIPE", name, NAMES, option="")
-
-
-def load(name: str) -> "Recipe":
-    """The recipe of this name."""
-    check_name(name)
-    recipe: Recipe = importlib.import_module(f"samestep.recipes.{name}").RECIPE
-    return recipe
+MODULES = tuple(map(module_of, NAMES))
+"""The modules of all recipes: what a record may name without being trusted."""

@@ -21,7 +21,7 @@ from samestep.checkpoint.export import model_weights
 from samestep.checkpoint.local_shards import gathered
 from samestep.checkpoint.packing import METADATA
 from samestep.checkpoint.resume import check_best, named_checkpoint, read_state
-from samestep.checkpoint.run_folder import ATTESTATION_FILE, AUDITED_NAMES, RESULT_FILE, WEIGHTS_FILE, holds_run
+from samestep.checkpoint.run_folder import ATTESTATION_FILE, AUDITED_NAMES, WEIGHTS_FILE, holds_run
 from samestep.checkpoint.state import rest_of
 from samestep.checkpoint.storage import (
     BEST_FILE,
@@ -40,7 +40,7 @@ from samestep.engine.rank_device import own_device
 from samestep.engine.result import StepResult
 from samestep.engine.step import TrainStep
 from samestep.errors import CheckpointError, ContractError, DataError, UsageError
-from samestep.files import json_bytes, load_json, read_object, read_small, reason
+from samestep.files import json_bytes, load_json, read_small, reason
 from samestep.replay.replaying import (
     Finished,
     ProgramRerun,
@@ -180,12 +180,12 @@ def segments_of(
     if not found:
         raise UsageError(
             f"{folder} cannot be audited: it has no step after its beginning or a checkpoint. A run that is to be "
-            "audited keeps its checkpoints, by Trainer(…, checkpoint_steps=100, keep=1000) (--checkpoint-steps, --keep)"
+            "audited keeps its checkpoints, by Trainer(…, checkpoint_steps=100, keep=1000)"
         )
     if len(found) == 1:
         tell(
             "one segment is all of it: there are no checkpoints between. For several, the next run writes and keeps "
-            "more of them, by Trainer(…, checkpoint_steps=100, keep=1000) (--checkpoint-steps, --keep)"
+            "more of them, by Trainer(…, checkpoint_steps=100, keep=1000)"
         )
     return found
 
@@ -254,7 +254,6 @@ def _faults(
             check_best(home)
     except CheckpointError as error:
         yield str(error)
-    yield from _result_faults(folder, record, ledger, newest.rest.get("history"))
     if places[-1][0] < last:  # a run may end inside an epoch, see `_not_audited`
         return
     names, _ = model_weights(places[-1][1], newest.snapshot, "model")
@@ -270,24 +269,6 @@ def _faults(
         yield f"{WEIGHTS_FILE} has metadata that no run writes: {metadata}"
     if (found := differing(held, names, "")) is not None:
         yield f"{WEIGHTS_FILE} and {newest.name} have another {found.partition(': ')[0]}"
-
-
-def _result_faults(folder: Path, record: Mapping[str, Any], ledger: Ledger, history: Any) -> Iterator[str]:
-    """How result.json, which samestep train writes at the end, differs from what else the run left."""
-    try:
-        result = read_object(folder / RESULT_FILE)
-    except FileNotFoundError:
-        return
-    except (OSError, ValueError) as error:
-        yield f"{RESULT_FILE} cannot be read: {reason(error)}"
-        return
-    ends = [each for each in ledger.events if each["event"] == "end"]
-    known = {name: record.get(name) for name in ("global_batch_size", "num_microbatches", "seed", "data", "devices")}
-    known |= {"digest": ends[-1].get("digest") if ends else None, "epochs": history}
-    if not isinstance(result.pop("run", ""), str) or not result.keys() <= known.keys():
-        yield f"{RESULT_FILE} has what no run writes there: {', '.join(result.keys() - known.keys())}"
-    if (found := differing({name: result.get(name) for name in known}, known, "")) is not None:
-        yield f"{RESULT_FILE} does not fit the folder: {found}"
 
 
 def audit_segments(

@@ -7,7 +7,7 @@ import shlex
 import sys
 from abc import abstractmethod
 from bdb import BdbQuit
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.machinery import PathFinder
@@ -23,7 +23,7 @@ from samestep.checkpoint.resume import find_state
 from samestep.checkpoint.run_folder import CHECKPOINT_FOLDER, CONTRACT_FILE, holds_run, is_signed, recorded
 from samestep.checkpoint.storage import Snapshot, newest_checkpoint
 from samestep.checkpoint.verified_files import read_manifest
-from samestep.comm.environment import Environment, read_environment
+from samestep.comm.environment import MAX_THREADS, Environment, read_environment
 from samestep.data.batch import Batch
 from samestep.engine.observer import StepObserver, observed_by
 from samestep.engine.portable_kernels import make_portable
@@ -34,7 +34,7 @@ from samestep.errors import DataError, NonFiniteError, RunFolderError, SamestepE
 from samestep.files import MAX_SMALL_BYTES
 from samestep.launcher.job import Job, run_program
 from samestep.patch import exits_raised
-from samestep.recipes.settings import MAX_THREADS, checked_options
+from samestep.recipes.catalog import MODULES
 from samestep.replay.observed_step import ObservedStep, describe_error
 from samestep.replay.views import Check, Replay, StepView, Tier
 from samestep.run.arguments import StepOptions
@@ -54,9 +54,6 @@ from samestep.runs.ledger import (
 from samestep.runs.recorder import file_sha256, is_own
 from samestep.text import one_line
 
-RECIPE_JOB = "samestep.recipes.training:train"
-NOT_OF_A_REPLAY = ("shares", "spares", "num_workers", "run_dir", "resume", "command", "job")
-
 
 @dataclass(frozen=True)
 class ReplayedProgram:
@@ -68,7 +65,7 @@ class ReplayedProgram:
 
     @property
     def is_recipe(self) -> bool:
-        """Whether it is a recipe of `samestep train`."""
+        """Whether it is a recipe of samestep's own, called by its function."""
         return self.job.kind == "function"
 
     def run(self) -> None:
@@ -78,6 +75,8 @@ class ReplayedProgram:
         try:
             if self.folder is not None:
                 os.chdir(self.folder)
+            if self.is_recipe:
+                sys.argv = [self.job.target.partition(":")[0], *self.job.argv]
             run_program(self.job, {})
         finally:
             sys.argv, sys.path[:], sys.modules["__main__"] = argv, path, main
@@ -94,8 +93,8 @@ def announce(
     """Says what runs; without trust a `UsageError` unless this user ran it, or it is a recipe that reads no file."""
     sha256, made = program.file and file_sha256(program.file), record.get("script_sha256")
     places = [place.resolve() for place in (program.file, program.folder) if place is not None]
-    options, why = program.job.kwargs, ""
-    what = f"a recipe with {options}"
+    words, why = program.job.argv, ""
+    what = f"the recipe {shlex.join([program.job.target.partition(':')[0], *words])}"
     if not program.is_recipe:
         what = f"{shlex.join(map(str, record['command']))}: {program.file}, SHA-256 {sha256}"
         if sha256 is None or sha256 != made:
@@ -103,7 +102,7 @@ def announce(
         elif program.folder is None or any(place.is_relative_to(run.resolve()) for place in places):
             why = f"came with the folder of the run, or {record.get('working_folder')}, where it was run, is gone"
     tell(f"running {(what := one_line(what))}")
-    if not is_signed(record) and (not program.is_recipe or "data" in options or "data_dir" in options):
+    if not is_signed(record) and (not program.is_recipe or _reads_data(words)):
         why = f"is what {run} names, which you did not make on this machine, or which has changed since"
     if why and not trust:
         raise UsageError(f"{what} {why}; if you know what it does, run it with --trust (trust=True)")
@@ -145,17 +144,32 @@ def _file_of(module: str, folder: Path) -> Path | None:
     return None
 
 
+def _reads_data(words: Sequence[str]) -> bool:
+    """Whether the arguments of a recipe name data, which is a file perhaps."""
+    return any(word.partition("=")[0] == "--data" for word in words)
+
+
 def program_of(record: Mapping[str, Any], run: Path) -> ReplayedProgram:
-    """The program in a run's record: a recipe's job, or a command such as ["python", "train.py", "--lr", "1"]."""
-    recorded_folder = record.get("working_folder")
-    folder = Path(recorded_folder) if isinstance(recorded_folder, str) and Path(recorded_folder).is_dir() else None
-    recipe_job = record.get("job")
-    if isinstance(recipe_job, Mapping) and "recipe" in recipe_job:
-        own = {name: value for name, value in recipe_job.items() if name not in NOT_OF_A_REPLAY}
-        own = checked_options(str(run / CONTRACT_FILE), own)
-        place = folder if "data" in own or "data_dir" in own else None  # no import is to find a module of a stranger's
-        return ReplayedProgram(Job("function", RECIPE_JOB, kwargs=own), place)
-    command = record.get("command")
+    """The program in a run's record: a recipe, or a command such as ["python", "train.py", "--lr", "1"]."""
+    words = record.get("command")
+    if isinstance(words, list) and words[:2] == ["python", "-m"] and len(words) > 2 and words[2] in MODULES:
+        # By its function and, unless it reads data there, in this folder: `python -m` would import what lies in the
+        # run's, which may be a stranger's.
+        own = tuple(map(str, words[3:]))
+        place = _working_folder(record) if _reads_data(own) else None
+        return ReplayedProgram(Job("function", f"{words[2]}:main", own), place)
+    return command_of(record, run)
+
+
+def _working_folder(record: Mapping[str, Any]) -> Path | None:
+    """Where a run's program was started, if that is known and still there."""
+    folder = record.get("working_folder")
+    return Path(folder) if isinstance(folder, str) and Path(folder).is_dir() else None
+
+
+def command_of(record: Mapping[str, Any], run: Path) -> ReplayedProgram:
+    """The script or module in a run's record."""
+    folder, command = _working_folder(record), record.get("command")
     words = [str(word) for word in command] if isinstance(command, list) else []
     if words[:2] == ["python", "-m"] and len(words) > 2:
         return ReplayedProgram(Job("module", words[2], tuple(words[3:])), folder, _file_of(words[2], folder or Path()))
@@ -167,7 +181,7 @@ def program_of(record: Mapping[str, Any], run: Path) -> ReplayedProgram:
         )
     script = (folder or Path()) / words[1]
     if not script.is_file():
-        where = recorded_folder if folder is not None else Path.cwd()
+        where = record.get("working_folder") if folder is not None else Path.cwd()
         raise UsageError(
             f"the script that made {run} is not there any more: {words[1]} in {where}; put it back, or replay from the "
             "folder that holds it"
@@ -464,8 +478,6 @@ def replay(
     changes = differences(before, rerun.trainer._contract)
     if start is None and rerun.first != 1:
         notes.append(f"the first step that the program took is {rerun.first}")
-    other = _other_model(chosen, record)
-    notes += [] if other is None else [other]
     if view.error is not None and ledger is not None and step in ledger.steps:
         notes.append(f"the recorded run did not raise in step {step}")
     return Replay(
@@ -473,7 +485,7 @@ def replay(
         device=str(chosen),
         start=None if start is None else start.name,
         view=view,
-        check=_check(rerun, "allclose" if other or any(change.breaks for change in changes) else "bitwise"),
+        check=_check(rerun, "allclose" if any(change.breaks for change in changes) else "bitwise"),
         changes=changes,
         notes=notes,
     )
@@ -520,17 +532,6 @@ def num_threads_of(device: torch.device, record: Mapping[str, Any]) -> int:
     found = record.get("num_threads")
     is_usable = record.get("device_kind") == device.type and isinstance(found, int) and 0 < found <= MAX_THREADS
     return int(str(found)) if is_usable else max(1, torch.get_num_threads())
-
-
-def _other_model(device: torch.device, record: Mapping[str, Any]) -> str | None:
-    """A note if the run was made on another model of GPU, whose kernels may round otherwise."""
-    devices = record.get("devices")
-    if device.type != "cuda" or record.get("device_kind") != "cuda" or not isinstance(devices, list) or not devices:
-        return None
-    name = torch.cuda.get_device_name(device)
-    if any(name in str(entry) for entry in devices):
-        return None
-    return f"the run was made on {devices[0]}, and this is {name}: other bits are to be expected"
 
 
 def _check(rerun: StepReplay, tier: Tier) -> Check:

@@ -28,7 +28,7 @@ from samestep.files import MAX_SMALL_BYTES
 from samestep.launcher.os_processes import end_with_parent
 from samestep.launcher.script_record import OWN, SKIPPED
 from samestep.replay.auditing import attestation_faults, check_code, differing
-from samestep.replay.replaying import announce, program_of
+from samestep.replay.replaying import announce, command_of
 from samestep.runs.recorder import file_sha256
 from samestep.text import counted, one_line
 
@@ -83,7 +83,7 @@ def audit_script(
     if (code := record.get("exit_code")) != 0:
         how = "its script runs, or was killed" if code is None else f"its script ended with the exit code {code}"
         raise UsageError(f"{run} cannot be audited: {how}; go on with it by the same command, with --record {run}")
-    program = program_of({**record, "job": None}, folder)  # what is run is its command, whatever else it names
+    program = command_of(record, folder)
     announce(program, record, folder, trust, tell)
     notes = check_code(record, folder, trust)
     home = (program.folder or Path()).resolve()

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from samestep.checkpoint.contract_diff import ContractChange, differences
-from samestep.checkpoint.run_folder import CONTRACT_FILE, LEDGER_FILE, METRICS_FILE, RESULT_FILE
+from samestep.checkpoint.run_folder import CONTRACT_FILE, LEDGER_FILE, METRICS_FILE
 from samestep.errors import UsageError
 from samestep.report.formatting import command_text, number, optimizer_text
 from samestep.report.reader import (
@@ -254,9 +254,8 @@ class RunSummary:
 
     @property
     def title(self) -> str:
-        """Recipe and data; of a script its command, with its arguments."""
-        facts = [str(self.contract[key]) for key in ("recipe", "script", "data") if self.contract.get(key)]
-        return " on ".join(facts[:2]) or command_text(self.contract.get("command")) or "samestep run"
+        """The command, with its arguments."""
+        return command_text(self.contract.get("command")) or "samestep run"
 
     @property
     def begun(self) -> str:
@@ -392,13 +391,13 @@ def distinct_names(paths: Sequence[Path]) -> list[str]:
 def _summarize(folder: Path, name: str) -> tuple[RunSummary, Ledger]:
     ledger = read_steps(folder)
     metrics, epochs = read_metrics(folder / METRICS_FILE)
-    contract, result = (try_object(folder / name, []) for name in (CONTRACT_FILE, RESULT_FILE))
+    contract = try_object(folder / CONTRACT_FILE, [])
     events = tuple(event for event in map(as_event, ledger.events) if event is not None)
     recorded = ledger_curves(ledger.steps)
     phases = _phases(metrics)
     curves = {tag: curve for tag, curve in {**recorded, **metrics}.items() if not tag.startswith("seconds/")}
     num_steps = max([*(int(curve.steps[-1]) for curve in curves.values() if len(curve)), 0])
-    listed, devices = run_status(folder), contract.get("devices")
+    listed = run_status(folder)
     signals = [event.fields.get("signal") for event in events if event.name == "stop"]
     is_named = listed.state == "stopped" and signals and signals[-1]
     run = RunSummary(
@@ -406,14 +405,14 @@ def _summarize(folder: Path, name: str) -> tuple[RunSummary, Ledger]:
         folder=folder,
         contract=contract,
         state=f"stopped by {signals[-1]}" if is_named else listed.state,
-        digest=_digest(events, result),
+        digest=_digest(events),
         num_steps=num_steps,
         curves=curves,
         epochs=epochs,
         phases=phases,
         events=events,
         time=elapsed_time(events, phases.step_seconds or _step_seconds(metrics, contract), num_steps),
-        world_sizes=listed.world_sizes or ((len(devices),) if isinstance(devices, list) else ()),
+        world_sizes=listed.world_sizes,
         findings=(
             *ledger_findings(ledger),
             *(Finding("note", f"{each}.") for each in listed.problems if not each.startswith((LEDGER_FILE, AUDIT))),
@@ -422,10 +421,10 @@ def _summarize(folder: Path, name: str) -> tuple[RunSummary, Ledger]:
     return run, ledger
 
 
-def _digest(events: Sequence[Event], result: Mapping[str, Any]) -> str | None:
+def _digest(events: Sequence[Event]) -> str | None:
     """The digest of the final state."""
     ends = [event.fields.get("digest") for event in events if event.name == "end"]
-    return next((digest for digest in (result.get("digest"), *reversed(ends)) if isinstance(digest, str)), None)
+    return next((digest for digest in reversed(ends) if isinstance(digest, str)), None)
 
 
 def _phases(metrics: Mapping[str, Curve]) -> Phases:

@@ -655,7 +655,7 @@ def _check_spares(spares: int, world_size: int) -> None:
     """Raises a `UsageError` unless some devices remain that are not spare."""
     if isinstance(spares, bool) or not isinstance(spares, int) or not 0 <= spares < world_size:
         raise UsageError(
-            f"got spares={spares!r} for {counted(world_size, 'device')}; one at least must be left to work (--spares)"
+            f"got spares={spares!r} for {counted(world_size, 'device')}; one at least must be left to work"
         )
 
 

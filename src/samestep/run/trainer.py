@@ -67,7 +67,6 @@ class Trainer:
         keep: how many checkpoints are kept.
         digest_every: the ledger has a checksum of the whole state every so many steps. The ranks compare theirs then,
             before each checkpoint and at the end: if one differs the run ends with an error that names the difference.
-        resume_command: the command that goes on with this run, shown when it is stopped.
         hooks: objects that are called at fixed points, such as `samestep.EMA()`; see `samestep.Hook`.
         state: further objects by name with `state_dict()` and `load_state_dict(state)`, alike on all ranks: saved in
             checkpoints, restored on resume, sent to ranks that join, and part of `digest`. Their state has tensors,
@@ -100,7 +99,6 @@ class Trainer:
         checkpoint_retries: int = CHECKPOINT_RETRIES,
         keep: int = 3,
         digest_every: int = DIGEST_EVERY,
-        resume_command: str | None = None,
         hooks: Iterable[Any] = (),
         state: Mapping[str, Any] | None = None,
         best: str | tuple[str, str] | None = None,
@@ -122,7 +120,6 @@ class Trainer:
         self._precision = step_options.get("precision", "32-true")
         self._epoch_line = epoch_line
         self._name = name
-        self._resume_command = resume_command
         self._contract = {
             **run.contract.as_json(),
             **step_contract(self.step),
@@ -569,7 +566,7 @@ class Trainer:
             self._tell_checkpoint()
         log.event("stop", signal=signum)
         again = f"the same command, whose resume='auto' finds {log.folder}"
-        how = self._resume_command or (again if self._resume == "auto" else f"fit(…, resume={str(log.folder)!r})")
+        how = again if self._resume == "auto" else f"fit(…, resume={str(log.folder)!r}) (--resume {log.folder})"
         kept = f"; to go on: {how}" if log.folder is not None else ", and nothing was kept: it has no run_dir"
         self.say(f"stopped after step {self.step.num_steps}{kept}")
         self._say_kept(loader)

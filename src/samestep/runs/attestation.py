@@ -19,7 +19,6 @@ from samestep.checkpoint.run_folder import (
     CONTRACT_FILE,
     FACTS_FILE,
     LEDGER_FILE,
-    RESULT_FILE,
     SCRIPT_FILE,
     SIGNATURE,
     WEIGHTS_FILE,
@@ -85,7 +84,7 @@ def statement(folder: Path) -> dict[str, Any]:
         return _in_toto(hashes, script, script["contract"] | script["options"])
     record, ledger = record_of(folder), read_ledger(folder) if holds_run(folder) else Ledger({}, ())
     manifests = {step: path / MANIFEST_FILE for step, path in list_checkpoints(checkpoints_of(folder))}
-    files = [folder / name for name in (CONTRACT_FILE, LEDGER_FILE, RESULT_FILE, WEIGHTS_FILE)]
+    files = [folder / name for name in (CONTRACT_FILE, LEDGER_FILE, WEIGHTS_FILE)]
     files += [checkpoints_of(folder) / name for name in (BEST_FILE, LATEST_FILE)]
     sizes = []
     for path in manifests.values():

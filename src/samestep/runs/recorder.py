@@ -37,7 +37,6 @@ from samestep.checkpoint.run_folder import (
     LEDGER_FILE,
     METRICS_FILE,
     PICTURE_FILE,
-    RESULT_FILE,
     TENSORBOARD_FOLDER,
     holds_run,
     recorded,
@@ -239,8 +238,6 @@ class Recorder:
                 before = recorded(folder) if holds_run(folder) else {}
                 record = {**relaunch(), "earlier_starts": starts_of(before), **contract}
                 write_json(folder / CONTRACT_FILE, signed(record))
-                # A run that goes on has not ended after all.
-                (folder / RESULT_FILE).unlink(missing_ok=True)
             self._ledger = LedgerWriter(folder / LEDGER_FILE)
             if contract is None:
                 self._known_deaths, self._last = self._ledger.recorded_deaths(), self._ledger.last_step()
@@ -418,7 +415,8 @@ def _command() -> list[str] | None:
     arguments = sys.argv[1:]
     if spec is not None:
         name = spec.name.removesuffix(".__main__")
-        return None if name.partition(".")[0] == "samestep" else ["python", "-m", name, *arguments]
+        is_command = name.partition(".")[0] == "samestep" and not name.startswith("samestep.recipes.")
+        return None if is_command else ["python", "-m", name, *arguments]
     file = getattr(main, "__file__", None)
     if file is None or Path(file).suffix != ".py":
         return None

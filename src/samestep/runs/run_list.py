@@ -19,7 +19,6 @@ from samestep.checkpoint.run_folder import (
     LEDGER_FILE,
     MAX_FACTS_BYTES,
     METRICS_FILE,
-    RESULT_FILE,
     is_locked,
 )
 from samestep.errors import DataError
@@ -45,7 +44,7 @@ class RunStatus:
 
     path: Path
     state: State = "crashed"
-    recipe: str | None = None  # the recipe's name, or the script's
+    program: str | None = None  # the script's name, or the module's
     steps: int = 0  # updates done
     epochs: int = 0
     epochs_planned: int | None = None
@@ -84,9 +83,9 @@ def read_contract(folder: Path) -> dict[str, Any] | None:
 def run_status(folder: Path) -> RunStatus:
     """The state and the progress of a run; files that cannot be read are left out, and named."""
     problems: list[str] = []
-    contract, _ = try_object(folder / CONTRACT_FILE, problems), try_object(folder / RESULT_FILE, problems)
+    contract = try_object(folder / CONTRACT_FILE, problems)
     planned = contract.get("epochs")
-    run = RunStatus(folder, recipe=_recipe(contract), epochs_planned=planned if isinstance(planned, int) else None)
+    run = RunStatus(folder, program=_program(contract), epochs_planned=planned if isinstance(planned, int) else None)
     last_event = None
     try:
         last_event, damaged, found = _read_ledger(folder / LEDGER_FILE, run)
@@ -197,33 +196,25 @@ def read_objects(path: Path, wanted: Callable[[bytes], bool] = bool) -> Iterator
                 yield value
 
 
-def _recipe(contract: dict[str, Any]) -> str | None:
-    """The recipe, else the script among the words of the command."""
-    if isinstance(contract.get("recipe"), str):
-        return str(contract["recipe"])
+def _program(contract: dict[str, Any]) -> str | None:
+    """The script or module among the words of the command."""
     command = contract.get("command")
     words = [word for word in command if isinstance(word, str)] if isinstance(command, list) else []
+    if words[1:2] == ["-m"] and len(words) > 2:
+        return words[2].rpartition(".")[2]
     return next((Path(word).name for word in words if word.endswith(".py")), None)
 
 
 def _state(folder: Path, last_event: Any, changed: float) -> State:
-    """The state by the ledger's last event, else by a result that is as new as the ledger, else by the lock."""
+    """The state by the ledger's last event, else by the lock."""
     if last_event == "stop":
         return "stopped"
-    if last_event == "end" or _time(folder / RESULT_FILE) >= max(_time(folder / LEDGER_FILE), 1.0):
+    if last_event == "end":
         return "finished"
     locked = is_locked(folder)
     if locked is None:
         return "running?" if time.time() - changed < RECENT_SECONDS else "crashed"
     return "running" if locked else "crashed"
-
-
-def _time(path: Path) -> float:
-    """When a file was last written, in seconds since 1970; 0 if it does not exist."""
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return 0.0
 
 
 def newest_checkpoint_name(folder: Path) -> str | None:
