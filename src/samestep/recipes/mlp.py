@@ -4,6 +4,8 @@ samestep train mlp --data houses.csv --target price      or: samestep run -m sam
 samestep run my_mlp.py                                   a copy of this file, to change
 """
 
+from pathlib import Path
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -23,7 +25,7 @@ def read_table(file: str | None, target: str | None, seed: int) -> tuple[sameste
         name, (x, y) = "diabetes", diabetes()
     else:
         table = read_csv(file, target)
-        name, x, y = file, table.features, table.target
+        name, x, y = Path(file).name, table.features, table.target
     train, test = (part.tensors for part in shuffled_split(samestep.TensorData((x, y)), 0.8, seed))
     train_x, test_x = standardize(train[0], test[0])
     about = f"{name}: {len(x):,} rows of {x.shape[1]} features ({len(train_x):,} train, {len(test_x):,} test)"
