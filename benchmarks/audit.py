@@ -57,7 +57,7 @@ def made(communicator, flip=None, audit=None, is_small=True):
     model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     observers = [] if flip is None else [Flipping(flip, communicator, model, optimizer)]
-    given = {"audit": audit, "audit_action": "warn", "observers": observers, "on_nonfinite": "skip"}
+    given = {"audit": audit and f"{audit}:warn", "observers": observers, "on_nonfinite": "skip"}
     return run.train_step(model, optimizer, squared, **given)
 
 

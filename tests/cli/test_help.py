@@ -73,7 +73,6 @@ def offered(capsys, monkeypatch, *words):
     [
         (("tr",), ["train"]),
         (("train", ""), list(NAMES)),
-        (("train", "--audit-action", "w"), ["warn"]),
         (("replay", "runs/a/checkpoints/"), ["runs/a/checkpoints/step-7"]),
         (("run", "--start-method", ""), ["fork", "spawn"]),
         (("run", "--nnodes", "2", "--rdzv-backend", ""), ["c10d", "static"]),

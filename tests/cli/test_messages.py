@@ -95,8 +95,8 @@ def test_a_script_whose_steps_are_its_own_cannot_be_audited(refused, tmp_path):
     said = refused("run", "--audit", 2, "--devices", "cpu:2", tmp_path / "script.py")
     assert "got --audit 2 for" in said
     assert "only those of samestep.Run can be computed again by another device. Leave --audit out" in said
-    assert "--audit-action" in refused("run", "--audit", 2, "--audit-action", "ask", tmp_path / "script.py")
-    assert "--audit" in refused("train", "mlp", "--audit", 0)
+    assert "got audit='2:ask'" in refused("run", "--audit", "2:ask", tmp_path / "script.py")
+    assert "(--audit)" in refused("train", "mlp", "--audit", 0)
 
 
 def test_messages_quote_no_more_than_can_be_read_and_nothing_that_moves_the_cursor(refused):

@@ -31,7 +31,7 @@ def train(communicator, audit=None, flip=None, steps=4, action="warn", model_fn=
     model = model_fn()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     observers = [] if flip is None else [Flipping(flip, communicator, model, optimizer)]
-    given = {"audit": audit, "audit_action": action, "observers": observers, **options}
+    given = {"audit": audit and f"{audit}:{action}", "observers": observers, **options}
     step = make_step(communicator, model, loss, optimizer, V, **given)
     error = None
     try:
@@ -237,7 +237,7 @@ def fit(communicator, audit, make_data, options=()):
     model = perceptron()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     observers = [] if flip is None else [Flipping(flip, communicator, model, optimizer)]
-    given |= {"audit": audit, "audit_action": "warn", "observers": observers}
+    given |= {"audit": audit and f"{audit}:warn", "observers": observers}
     step = run.train_step(model, optimizer, loss, **given)
     loader = run.loader(make_data(), shuffle=not isinstance(make_data(), IterableDataset), num_workers=num_workers)
     draws = []
@@ -337,9 +337,9 @@ def test_only_the_auditor_runs_a_microbatch_twice_and_only_in_every_kth_step():
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"audit": 0}, "got audit=0; it must be 1 or more (--audit)"),
+        ({"audit": 0}, "got audit=0; needed: a number of steps, 1 or more"),
         ({"audit": True}, "got audit=True"),
-        ({"audit": 2, "audit_action": "ask"}, "got audit_action='ask'; it is one of warn, exclude, stop"),
+        ({"audit": "2:ask"}, "got audit='2:ask'; needed: a number of steps, 1 or more, alone or with what follows"),
         ({"audit": 2, "strategy": "sharded"}, "got audit=2 with strategy='sharded', where a device has a part"),
     ],
 )
@@ -381,7 +381,7 @@ def test_a_run_records_what_its_audits_find(tmp_path):
         model = perceptron()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         watching = Flipping(flip, communicator, model, optimizer)
-        options = {"audit": 1, "audit_action": "warn", "observers": [watching], "run_dir": tmp_path / "run"}
+        options = {"audit": "1:warn", "observers": [watching], "run_dir": tmp_path / "run"}
         with Trainer(run, model, optimizer, squared, **options) as trainer:
             trainer.fit(table(72), 2)
 

@@ -52,7 +52,7 @@ def test_without_an_audit_a_wrong_device_decides_the_bits_and_nothing_says_so(tr
 def test_a_run_that_ends_by_an_audit_names_the_device_and_has_an_exit_code_of_its_own(
     train, undisturbed, devices, kind, action, said
 ):
-    told = train(devices, [fault(kind, 1)], options={"audit": 1, "audit_action": action})
+    told = train(devices, [fault(kind, 1)], options={"audit": f"1:{action}"})
     assert told.outcome.exit_code == 3
     assert any(words in told.outcome.failure for words in said.split("|"))
     assert "rank 1 (cpu of host" in told.outcome.failure

@@ -153,7 +153,7 @@ def test_what_one_rank_alone_changes_is_named_after_the_first_step_that_differs(
 
 def test_the_end_of_a_fit_and_checkpoints_compare_too(tmp_path):
     never = {"digest_every": 1000, "checkpoint_minutes": None}
-    advice = "digest_every=1 (--digest-every 1) compares after every step"
+    advice = "digest_every=1 compares after every step"
     for options, folder, step in (
         (never, None, 6),
         (never, tmp_path / "a", 6),

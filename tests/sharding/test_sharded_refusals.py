@@ -133,7 +133,7 @@ def test_a_run_that_shards_its_state_has_no_spares_and_no_shares():
         run = samestep.Run(32, 8, communicator=communicator, **options)
         model = Chain()
         optimizer = torch.optim.SGD(model.parameters())
-        with pytest.raises(UsageError, match="--spares" if "spares" in options else "--shares"):
+        with pytest.raises(UsageError, match="leave spares out" if "spares" in options else "leave shares out"):
             run.train_step(model, optimizer, classify, strategy=strategy)
 
     in_turns(3, program, "zero1", {"spares": 1})

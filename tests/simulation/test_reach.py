@@ -48,7 +48,6 @@ REASONS = {  # why no program has something, and what belongs to it
     "needs processes": """
         Sharded Run.train_step(strategy=sharded) launch
     """,
-    "is a word of the docstring, no value": "Trainer(epoch_line=accuracy)",
     "takes a compiler seconds for each shape": "Run.train_step(compile)",
     "closes what ranks in turns do not have": "Run.close",
     "is called by the end of a with block": "Trainer.close",

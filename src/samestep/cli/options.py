@@ -19,7 +19,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from samestep.checkpoint.run_folder import CHECKPOINT_FOLDER, RUNS_FOLDER, holds_run, recorded
-from samestep.comm.environment import AUDIT_ACTIONS, MAX_THREADS, read_environment, torchrun_defaults
+from samestep.comm.environment import MAX_THREADS, read_environment, torchrun_defaults
 from samestep.devices.portable import (
     CAPPED_VARIABLE,
     PORTABLE_VARIABLE,
@@ -150,19 +150,11 @@ class WorkerOptions:
         offers=("auto", "gpu", "cpu"),
     )
     log_dir: str | None = option("Keep what the ranks above 0 print, in DIR/rank-N.log.", metavar="DIR", panel=DEVICES)
-    audit: int | None = option(
+    audit: str | None = option(
         "With samestep.Run: compute one microbatch of every so many steps on another device too, to find devices that "
-        "compute wrong bits.",
-        metavar="N",
-        min=1,
+        "compute wrong bits. N:exclude (the default) leaves such a device out, N:warn repeats the step, N:stop ends.",
+        metavar="N[:ACTION]",
         panel=DEVICES,
-    )
-    audit_action: str = option(
-        "What follows if bits differ: exclude (the default), warn or stop.",
-        "exclude",
-        metavar="NAME",
-        panel=DEVICES,
-        offers=AUDIT_ACTIONS,
     )
 
 

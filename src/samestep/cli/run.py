@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from samestep.checks import check_choice
 from samestep.cli.options import (
     SCRIPT,
     NodeOptions,
@@ -19,7 +18,7 @@ from samestep.cli.options import (
     made_portable,
     with_options,
 )
-from samestep.comm.environment import AUDIT_ACTIONS, AUDIT_VARIABLE, read_environment
+from samestep.comm.environment import AUDIT_VARIABLE, parse_audit, read_environment
 from samestep.devices.selection import AUTO_CPU_WORKERS, Selection, cpu_workers_for, select
 from samestep.errors import UsageError
 from samestep.launcher.job import Job, Policy
@@ -125,7 +124,7 @@ def run_script(
         stand = f"{selection.describe()} stand{'s' if selection.count == 1 else ''} in for {gpus}"
         notify(stand if spec.startswith("cpu") else f"no GPU here: {stand}")
     if workers.audit is not None:
-        selection = _audited(selection, workers.audit, workers.audit_action, program[0], reading)
+        selection = _audited(selection, workers.audit, program[0], reading)
     record = None
     if record_dir is not None:
         others = [] if workers.log_dir is None else [Path(workers.log_dir)]
@@ -158,15 +157,15 @@ def _recorded(
     return job, ScriptRecord(folder, options, others)
 
 
-def _audited(selection: "Selection", audit: int, action: str, name: str, reading: "Reading") -> "Selection":
+def _audited(selection: "Selection", audit: str, name: str, reading: "Reading") -> "Selection":
     """The devices whose workers are to audit the steps of a script."""
-    check_choice("--audit-action", action, AUDIT_ACTIONS)
+    parse_audit(audit)
     if not reading.own:
         raise UsageError(
             f"got --audit {audit} for {name}, whose steps are its own ({reading.reason}): only those of samestep.Run "
             "can be computed again by another device. Leave --audit out, or train by samestep.Run"
         )
-    return selection.with_variables(**{AUDIT_VARIABLE: f"{audit}:{action}"})
+    return selection.with_variables(**{AUDIT_VARIABLE: audit})
 
 
 def _as_read(job: Job, script: ScriptOptions, reading: "Reading", simulated: bool, places: Any) -> Job:

@@ -21,7 +21,7 @@ TRANSPORTS = ("auto", "gloo", "shared")
 NODES_VARIABLE = "SAMESTEP_NODES"
 NODES = ("auto", "flat")
 AUDIT_VARIABLE = "SAMESTEP_AUDIT"
-AUDIT_ACTIONS = ("warn", "exclude", "stop")
+AUDIT_ACTIONS = ("exclude", "warn", "stop")
 HEAL_VARIABLE = "SAMESTEP_HEAL"
 RANK_VARIABLES = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_NAME"),
@@ -143,13 +143,23 @@ def chosen_transport(variables: Mapping[str, str] | None = None) -> str:
     return _choice(variables, TRANSPORT_VARIABLE, TRANSPORTS)
 
 
-def chosen_audit(variables: Mapping[str, str] | None = None) -> tuple[int, str] | None:
-    """How often steps are audited, and what follows: SAMESTEP_AUDIT, such as 10:exclude; None without an audit."""
-    text = (os.environ if variables is None else variables).get(AUDIT_VARIABLE)
-    if not text:
-        return None
-    every, _, action = text.partition(":")
-    return _number({AUDIT_VARIABLE: every}, AUDIT_VARIABLE), action or "exclude"
+def chosen_audit(variables: Mapping[str, str] | None = None) -> str | None:
+    """SAMESTEP_AUDIT, as `parse_audit` reads it; None without an audit."""
+    text = (os.environ if variables is None else variables).get(AUDIT_VARIABLE) or None
+    if text is not None:
+        parse_audit(text, AUDIT_VARIABLE)
+    return text
+
+
+def parse_audit(value: int | str, name: str = "audit") -> tuple[int, str]:
+    """How often steps are audited, and what follows: of 10 or "10:warn"; the first of `AUDIT_ACTIONS` by default."""
+    every, colon, action = str(value).partition(":")
+    if not every.isdecimal() or int(every) < 1 or (colon and action not in AUDIT_ACTIONS):
+        raise UsageError(
+            f"got {name}={value!r}; needed: a number of steps, 1 or more, alone or with what follows, "
+            f"{', '.join(AUDIT_ACTIONS)}: 10 or '10:warn' (--audit)"
+        )
+    return int(every), action or AUDIT_ACTIONS[0]
 
 
 def torchrun_defaults(variables: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from samestep.comm.environment import parse_audit
 from samestep.comm.membership import Membership
 from samestep.core.seeds import derive_seed, microbatch_seed
 from samestep.data.checksums import flattened, lacks_bytes, position_weights
@@ -76,7 +77,7 @@ class Audit:
         self._membership: Membership = step.membership
         self._strategy: Strategy = step.strategy
         self._model, self._optimizers, self._compiling = step.model, step.optimizers, step.compiling
-        self._every, self._action = step.config.audit, step.config.audit_action
+        self._every, self._action = parse_audit(step.config.audit)
         self._device = self._membership.communicator.device
         self._weights = position_weights(0, COLUMNS, self._device)
         self._nothing = torch.zeros((), dtype=torch.int64, device=self._device)

@@ -2,15 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any
 
-from samestep.checks import check_choice, check_number
+from samestep.comm.environment import parse_audit
 from samestep.engine.losses import LossFn, describe
 from samestep.engine.precision import OnNonFinite, check_precision
 from samestep.engine.strategy_options import REPLICATE, Sharded, StrategyOptions
 from samestep.errors import UsageError
 
-AuditAction = Literal["warn", "exclude", "stop"]
 BUCKET_BYTES, CUDA_BUCKET_BYTES = 8 * 2**20, 32 * 2**20
 
 
@@ -33,8 +32,7 @@ class StepConfig:
     compile: bool = False
     strategy: StrategyOptions = REPLICATE
     global_batch_size: int = 1
-    audit: int | None = None
-    audit_action: AuditAction = "exclude"
+    audit: int | str | None = None
 
     def __post_init__(self) -> None:
         if not callable(self.loss_fn):
@@ -45,14 +43,13 @@ class StepConfig:
         if self.on_nonfinite not in ("raise", "skip"):
             raise UsageError(f"got on_nonfinite={self.on_nonfinite!r}; it is 'raise' or 'skip'")
         if self.audit is not None:
-            check_number("audit", self.audit, 1)
+            parse_audit(self.audit)
             if isinstance(self.strategy, Sharded):
                 raise UsageError(
                     f"got audit={self.audit} with strategy='{self.strategy.name}', where a device has a part of the "
                     "model, and no other can compute its work again: leave audit (--audit) out, or use "
                     "strategy='replicate' (--strategy replicate)"
                 )
-        check_choice("audit_action", self.audit_action, get_args(AuditAction))
         check_precision(self.precision)
 
 

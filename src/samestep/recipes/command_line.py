@@ -12,12 +12,11 @@ from samestep.checks import check_number
 from samestep.comm.environment import read_environment
 from samestep.core.microbatches import DEFAULT_NUM_MICROBATCHES
 from samestep.engine.precision import PRECISIONS
+from samestep.engine.strategy_options import STRATEGIES
 from samestep.errors import UsageError
 from samestep.run.rerun import current_rerun
 from samestep.run.run import Run
 from samestep.runs.run_list import run_status
-
-STRATEGIES = ("replicate", "sharded")
 
 
 class Parser(argparse.ArgumentParser):
@@ -54,7 +53,12 @@ def make_parser(
     )
     add("--lr", type=number(above=0, whole=False), default=lr, help="learning rate; %(default)s")
     add("--precision", choices=PRECISIONS, default="32-true", help="of forward and backward; %(default)s")
-    add("--strategy", choices=STRATEGIES, default="replicate", help="how the state lies on the devices; %(default)s")
+    add(
+        "--strategy",
+        choices=tuple(STRATEGIES),
+        default="replicate",
+        help="how the state lies on the devices; %(default)s",
+    )
     add("--seed", type=number(0), default=0, help="of weights, order and dropout; %(default)s")
     add("--run-dir", type=Path, help=f"where the run goes; {RUNS_FOLDER}/NAME-DATE-TIME by default")
     add("--resume", metavar="RUN|auto", help="go on with this run, or with the newest that did not end, on any devices")

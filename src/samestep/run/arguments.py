@@ -8,7 +8,6 @@ from typing import Any, ParamSpec, TypedDict, TypeVar
 
 from torch.optim.lr_scheduler import LRScheduler
 
-from samestep.engine.config import AuditAction
 from samestep.engine.observer import StepObserver
 from samestep.engine.precision import OnNonFinite
 from samestep.engine.strategy_options import StrategyOptions
@@ -31,8 +30,7 @@ class StepOptions(TypedDict, total=False):
     bucket_bytes: int | None
     compile: bool
     strategy: str | StrategyOptions
-    audit: int | None
-    audit_action: AuditAction
+    audit: int | str | None
     observers: Sequence[StepObserver]
 
 

@@ -30,7 +30,7 @@ from samestep.data.tensors import TensorData
 from samestep.devices.device import keep_freed_memory
 from samestep.devices.portable import asks_for_portable
 from samestep.devices.selection import describe_unused_cores
-from samestep.engine.config import AuditAction, StepConfig
+from samestep.engine.config import StepConfig
 from samestep.engine.determinism import make_deterministic
 from samestep.engine.drawn_before import DrawnBefore, DrawnParameters
 from samestep.engine.generator_states import generator_states, restore_generators
@@ -308,8 +308,7 @@ class Run:
         bucket_bytes: int | None = None,
         compile: bool = False,
         strategy: str | StrategyOptions = "replicate",
-        audit: int | None = None,
-        audit_action: AuditAction = "exclude",
+        audit: int | str | None = None,
         observers: Sequence[StepObserver] = (),
     ) -> TrainStep:
         """Makes a training step; several may share a model (a GAN has two). Tier `bitwise`.
@@ -340,9 +339,8 @@ class Run:
                 docs/strategies.md.
             audit: in every so many steps another device computes one microbatch again, and the ranks compare their
                 states, which finds devices that compute wrong bits; see docs/wrong-bits.md. It costs
-                1/(audit * num_microbatches) of a step. None for never.
-            audit_action: what follows if one does: "exclude" leaves it out as a lost one, "warn" repeats the step, and
-                "stop" ends the run.
+                1/(audit * num_microbatches) of a step. If one does, it is left out as a lost one: audit=10 is
+                "10:exclude"; "10:warn" repeats the step, and "10:stop" ends the run. None for never.
             observers: get the events of each step; see `samestep.engine.observer`.
 
         Raises:
@@ -352,8 +350,7 @@ class Run:
         A step that is audited raises an `AuditError` on the rank that is left out, or on all ranks if the run ends.
         """
         optimizers = _checked_optimizers(optimizer)
-        if audit is None and (given := chosen_audit()) is not None:
-            audit, audit_action = given  # type: ignore[assignment]  # checked with the other options
+        audit = chosen_audit() if audit is None else audit
         if any(each in self._sharded for each in model.modules()):
             raise UsageError(
                 "a training step has sharded this model over the ranks already; several steps over one model need "
@@ -400,7 +397,6 @@ class Run:
             strategy=chosen,
             global_batch_size=self.contract.global_batch_size,
             audit=audit,
-            audit_action=audit_action,
         )
         watching = [*observers, *([DrawnParameters(drawn)] if drawn else [])]
         step = TrainStep(self.membership, model, optimizers, config, scheduler, watching)

@@ -58,7 +58,6 @@ class Trainer:
             draws leave the global generators as they are.
         name: of the run, shown in the picture.
         contract: further fields of the contract.
-        epoch_line: the metric in the line of an epoch, and its label, for example ("accuracy", "test acc").
         checkpoint_steps: write a checkpoint after every so many steps; None for by time alone.
         checkpoint_minutes: write one when the last is that old, by rank 0's clock; None for by steps alone. One is
             written at the end in any case.
@@ -93,7 +92,6 @@ class Trainer:
         loggers: Iterable[Logger] = (),
         name: str = "run",
         contract: Mapping[str, Any] | None = None,
-        epoch_line: tuple[str, str] | None = None,
         checkpoint_steps: int | None = None,
         checkpoint_minutes: float | None = CHECKPOINT_MINUTES,
         checkpoint_retries: int = CHECKPOINT_RETRIES,
@@ -118,7 +116,6 @@ class Trainer:
         self.step = run.train_step(model, optimizer, loss_fn, **step_options)
         self.step.extra_state = self._hooks.state
         self._precision = step_options.get("precision", "32-true")
-        self._epoch_line = epoch_line
         self._name = name
         self._contract = {
             **run.contract.as_json(),
@@ -587,7 +584,7 @@ class Trainer:
         log, membership = self._log, self.run.membership
         log.record_healings(self._progress.epoch)
         self._progress.add(record)
-        shown = [self._epoch_line] if self._epoch_line else [(name, f"test {name}") for name in record.eval]
+        shown = [(name, f"test {name}") for name in record.eval]
         log.epoch(record, record.describe(shown))
         self._hooks.call("on_epoch_end", record)
         self._offer_state(loader)
