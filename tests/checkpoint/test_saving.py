@@ -211,7 +211,7 @@ def test_what_cannot_be_written_is_tried_again_and_each_failure_is_told(tmp_path
     assert [saved.step for saved in saver.poll()] == [1]
     assert is_state_of(newest_checkpoint(folder).snapshot, 1)
     assert told[0].startswith(f"cannot write {folder}/step-00000001: ")
-    assert told[0].endswith("trying again in 0 s (retry 1 of 100000: checkpoint_retries, --checkpoint-retries)")
+    assert told[0].endswith("trying again in 0 s (retry 1 of 100000: checkpoint_retries)")
 
 
 @pytest.mark.parametrize("is_first", [True, False])
@@ -259,7 +259,7 @@ def test_an_error_that_stays_is_raised_after_as_many_retries_as_were_asked_for(t
     with pytest.raises(RunFolderError, match=r"choose another folder by run_dir \(--run-dir\)"):
         saver.close()
     assert [said.split("(")[-1] for said in saver.failures()] == [
-        f"retry {n} of 3: checkpoint_retries, --checkpoint-retries)" for n in (1, 2, 3)
+        f"retry {n} of 3: checkpoint_retries)" for n in (1, 2, 3)
     ]
 
 

@@ -146,5 +146,5 @@ def test_a_folder_with_one_pair_has_that_pair_and_half_a_pair_is_an_error_also_b
 def test_a_folder_without_pairs_or_no_folder_at_all_says_what_is_needed(tmp_path):
     with pytest.raises(DataError, match=r"holds no pair of IDX files; needed: train-images-idx3-ubyte"):
         find_pairs(tmp_path)
-    with pytest.raises(DataError, match="there is no such folder; needed: one with IDX files, by --data-dir"):
+    with pytest.raises(DataError, match="there is no such folder; needed: one with IDX files, by --data"):
         find_pairs(tmp_path / "nowhere")

@@ -42,7 +42,7 @@ def refusal(make, kind=UsageError):
         ({"timeout_seconds": 0}, "got timeout_seconds=0; it must be above 0"),
         ({"timeout_seconds": float("nan")}, "got timeout_seconds=nan"),
         ({"timeout_seconds": float("inf")}, "got timeout_seconds=inf"),
-        ({"shares": [1, 1]}, "got 2 shares for 1 devices; needed: one number a device (--shares)"),
+        ({"shares": [1, 1]}, "got 2 shares for 1 devices; needed: one number a device"),
     ],
     ids=str,
 )
@@ -77,7 +77,7 @@ def test_more_devices_than_microbatches_say_what_to_set():
     [
         ({"precision": "fp16"}, "got precision='fp16'; it is one of 32-true, bf16-mixed, 16-mixed (--precision)"),
         ({"on_nonfinite": "ignore"}, "got on_nonfinite='ignore'; it is 'raise' or 'skip'"),
-        ({"max_grad_norm": 0}, "got max_grad_norm=0; it must be above 0 (--max-grad-norm), or None for no clipping"),
+        ({"max_grad_norm": 0}, "got max_grad_norm=0; it must be above 0, or None for no clipping"),
         ({"max_grad_norm": -1.0}, "got max_grad_norm=-1.0"),
         ({"max_grad_norm": float("nan")}, "got max_grad_norm=nan"),
         ({"late_check": True}, "late_check=True needs Adam or AdamW with fused=True"),

@@ -11,6 +11,7 @@ from typing import Any
 from weakref import finalize
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -118,30 +119,18 @@ class Run:
         self.contract = Contract(global_batch_size, count, seed, self.device.type, threads, portable_form())
         make_deterministic(threads)
         keep_freed_memory()
-        watched = HeartbeatPage.from_environment() if communicator is None else None
-        heartbeat = Heartbeat() if watched is None else Heartbeat(*watched)
-        timeout = timedelta(seconds=timeout_seconds)
-        own, slots, joins, healing_store = environment, list(range(world_size)), environment.joins, None
-        if (page := heartbeat.page) is not None:
-            # In an earlier run of the program workers may have been lost, and others have joined.
-            quorum = page.quorum()
-            heartbeat.quorum, joins = quorum.number, joins and heartbeat.slot not in quorum.slots
-            members = [slot for slot in quorum.slots if not page.beat(slot).flags & READY_TO_JOIN]
-            if not joins and members != slots:
-                own, slots = environment.among(members, heartbeat.slot), members
-        if joins:
-            # Only a worker that replaces a lost one joins late.
-            from samestep.comm.rendezvous import join_store
-
-            healing_store = join_store(environment, timeout)
+        heartbeat, slots, healing_store, timeout = Heartbeat(), None, None, timedelta(seconds=timeout_seconds)
         if communicator is None:
-            communicator = make_communicator(Environment() if joins else own, self.device, timeout)
+            if (watched := HeartbeatPage.from_environment()) is not None:
+                heartbeat = Heartbeat(*watched)
+            own, slots, healing_store = _ranks_now(environment, heartbeat, timeout)
+            communicator = make_communicator(own, self.device, timeout)
             if self.device.type == "cuda" and isinstance(communicator.control, Connection):
                 check_same_gpus(communicator.control, self.device)
         self.membership = Membership(
             communicator,
             count,
-            slots=(0,) if joins else slots,
+            slots=slots,
             num_active=world_size - spares,
             shares=shares,
             heartbeat=heartbeat,
@@ -645,6 +634,27 @@ class Run:
         if self._give_signals_back is not None:
             self._give_signals_back()
         self._close()
+
+
+def _ranks_now(
+    environment: Environment, heartbeat: Heartbeat, timeout: timedelta
+) -> tuple[Environment, Sequence[int], dist.Store | None]:
+    """This worker's place among the ranks that there are, their slots, and the store at which it joins if it is late.
+
+    In an earlier run of the program workers may have been lost, and others have joined.
+    """
+    joins = environment.joins
+    if (page := heartbeat.page) is not None:
+        quorum = page.quorum()
+        heartbeat.quorum, joins = quorum.number, joins and heartbeat.slot not in quorum.slots
+        members = [slot for slot in quorum.slots if not page.beat(slot).flags & READY_TO_JOIN]
+        if not joins and members != list(range(environment.world_size)):
+            return environment.among(members, heartbeat.slot), members, None
+    if not joins:
+        return environment, range(environment.world_size), None
+    from samestep.comm.rendezvous import join_store  # only a worker that replaces a lost one joins late
+
+    return Environment(), (0,), join_store(environment, timeout)
 
 
 def _check_spares(spares: int, world_size: int) -> None:
