@@ -369,7 +369,6 @@ def test_lines_are_shown_on_the_first_rank_only(capsys):
         assert ", train loss " in line
         assert ", test margin " in line
         assert line.endswith(" samples/s")
-        assert "margin" not in line
 
 
 NO_LOGGER = "as a logger; needed: an object with log(step, scalars) and close()"
