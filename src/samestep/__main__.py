@@ -14,7 +14,7 @@ from samestep.errors import UsageError
 from samestep.launcher.os_processes import EarlyServer, held_signals, open_standard_streams, server_variables
 
 WITH_WORKERS = ("run", "train")
-WITHOUT_SERVER = ("--help", "--list", "--nnodes", "--num-threads", "--rdzv", "--start-method")
+WITHOUT_SERVER = ("--help", "--nnodes", "--num-threads", "--rdzv", "--start-method")
 """Options of runs that have no fork server, or one with other variables."""
 
 

@@ -50,7 +50,7 @@ def test_the_options_of_a_long_help_lie_in_panels(words, capsys, monkeypatch):
     lines = said_by(capsys, monkeypatch, *words, "--help")[1].out.splitlines()
     first = next(number for number, line in enumerate(lines) if line.startswith("╭─ Options"))
     general = {line.split()[1] for line in lines[first : lines.index(f"╰{'─' * 78}╯", first)] if line[2:4] == "--"}
-    assert general <= {"--list", "--json", "--help"}
+    assert general <= {"--json", "--help"}
 
 
 @pytest.mark.parametrize("words", [(), ("ledger",), *COMMANDS], ids=" ".join)

@@ -43,14 +43,13 @@ def train(
             autocompletion=one_of(*NAMES),
         ),
     ] = None,
-    show_list: Annotated[bool, typer.Option("--list", help="List the recipes, as without NAME.")] = False,
 ) -> None:
     """Trains a recipe on all devices: the same bits on any number of them.
 
     A recipe is a script with samestep.Trainer, to be copied and changed: `samestep train NAME ARGS` is
-    `samestep run -m samestep.recipes.NAME ARGS`.
+    `samestep run -m samestep.recipes.NAME ARGS`. Without a name the recipes are listed.
     """
-    if show_list or not recipe:
+    if not recipe:
         for name, about in NAMES.items():
             print(f"{name:<10} {about}")
         return
