@@ -1,7 +1,7 @@
 """Module buffers: every microbatch starts from the step's buffers, and the results are merged, never overwritten."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
@@ -38,6 +38,25 @@ class BufferPlace:
 
     def put(self, tensor: Tensor | None) -> None:
         self.module._buffers[self.key] = tensor
+
+
+@dataclass
+class MeanGroup:
+    """The running statistics of one dtype and device: small ones by the hundred, which one launch copies."""
+
+    indices: list[int]  # among the buffers of a `BufferMerge`
+    shapes: list[torch.Size]
+    flat: Tensor  # those of the step's start, one after another
+    starts: list[Tensor]  # its views
+    ends: list[Tensor] = field(default_factory=list)  # views of what a microbatch left, in a wide dtype
+    own: list[Tensor] = field(default_factory=list)  # the model's own, by `.data`: behind autograd's back
+
+    @classmethod
+    def of(cls, indices: list[int], tensors: Sequence[Tensor]) -> "MeanGroup":
+        """A group with memory for statistics such as these."""
+        shapes, first = [tensor.shape for tensor in tensors], tensors[0]
+        flat = torch.empty(sum(shape.numel() for shape in shapes), dtype=first.dtype, device=first.device)
+        return cls(indices, shapes, flat, _split(flat, shapes))
 
 
 def refuse_sync_batchnorm(model: nn.Module) -> None:
@@ -90,12 +109,8 @@ class BufferMerge:
         self._starts: list[Tensor | None] = [None] * len(self._places)
         self._trained: list[bool] = []  # whether the modules of running statistics were in training at the step's start
         self._forms: list[Any] = []
-        self._groups: list[list[int]] = []  # the running statistics of each dtype
-        self._start_flats: list[Tensor] = []  # those of a group at the step's start, of which `_starts` has the views
-        self._start_views: list[list[Tensor]] = []
-        self._ends_wide = torch.empty(0)  # and those that a microbatch left, of all groups, in a wide dtype
-        self._end_views: list[list[Tensor]] = []
-        self._own_views: list[list[Tensor]] = []  # the model's own, by `.data`: behind autograd's back
+        self._groups: list[MeanGroup] = []
+        self._ends_wide = torch.empty(0)  # what a microbatch left of all groups, one after another
         self._mean_sum: TreeSum[Tensor] = TreeSum(Tensor.add_)
         self._ends: dict[int, Tensor] = {}
         self._checksums: list[list[int]] = []
@@ -201,47 +216,45 @@ class BufferMerge:
                     )
 
     def _save_means(self, tensors: Sequence[Tensor | None]) -> None:
-        """Remembers the running statistics, of which a model has hundreds of small ones: one launch a dtype."""
+        """Remembers the running statistics; of the same forms as before in the same memory."""
         forms = [None if tensor is None else (tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
         if forms != self._forms:
             self._forms = forms
-            groups: dict[Any, list[int]] = {}
+            together: dict[Any, list[int]] = {}
             for index, form in enumerate(forms):
                 if form is not None:
-                    groups.setdefault(form[1:], []).append(index)
-            self._groups = list(groups.values())
-            self._start_flats, self._start_views, self._end_views = [], [], []
-            # Of a group those that have a form.
-            shapes = [[forms[index][0] for index in group] for group in self._groups]  # type: ignore[index]
-            for (dtype, device), group, each in zip(groups, self._groups, shapes, strict=True):
-                flat = torch.empty(sum(shape.numel() for shape in each), dtype=dtype, device=device)
-                self._start_flats.append(flat)
-                self._start_views.append(_split(flat, each))
-                for index, start in zip(group, self._start_views[-1], strict=True):
+                    together.setdefault(form[1:], []).append(index)
+            self._groups = [MeanGroup.of(indices, _present(tensors, indices)) for indices in together.values()]
+            for group in self._groups:
+                for index, start in zip(group.indices, group.starts, strict=True):
                     self._starts[index] = start
-            if groups:
-                self._ends_wide = self._wide(self._start_flats)
-                parts = self._ends_wide.split([flat.numel() for flat in self._start_flats])
-                self._end_views = [_split(part, each) for part, each in zip(parts, shapes, strict=True)]
+            if self._groups:
+                self._ends_wide = self._wide()
+                for group, part in zip(self._groups, self._by_group(self._ends_wide), strict=True):
+                    group.ends = _split(part, group.shapes)
         self._tensors[: len(tensors)] = tensors
-        # Made once a step, since each costs as much as copying a statistic.
-        self._own_views = [[each.data for each in _present(tensors, group)] for group in self._groups]
-        for starts, own in zip(self._start_views, self._own_views, strict=True):
-            torch._foreach_copy_(starts, own)
+        for group in self._groups:
+            # Made once a step, since each costs as much as copying a statistic.
+            group.own = [each.data for each in _present(tensors, group.indices)]
+            torch._foreach_copy_(group.starts, group.own)
 
     def _mean_leaf(self, now: Sequence[Tensor | None], num_samples: int) -> Tensor:
         """The statistics of one microbatch, times its samples."""
-        for group, views, own in zip(self._groups, self._end_views, self._own_views, strict=True):
-            replaced = [index for index in group if now[index] is not self._tensors[index]]
-            torch._foreach_copy_(views, _present(now, group) if replaced else own)
+        for group in self._groups:
+            replaced = [index for index in group.indices if now[index] is not self._tensors[index]]
+            torch._foreach_copy_(group.ends, _present(now, group.indices) if replaced else group.own)
         # Samples may be normalised in unequal numbers; the division by their sum comes once, after the tree.
         return self._ends_wide * num_samples
 
-    def _wide(self, flats: Sequence[Tensor]) -> Tensor:
-        """Running statistics of all groups in one wide flat tensor."""
-        sizes, device = [flat.numel() for flat in flats], flats[0].device
-        wide = torch.empty(sum(sizes), dtype=wide_dtype(device), device=device)
-        torch._foreach_copy_(list(wide.split(sizes)), list(flats))
+    def _by_group(self, flat: Tensor) -> Sequence[Tensor]:
+        parts: Sequence[Tensor] = flat.split([group.flat.numel() for group in self._groups])
+        return parts
+
+    def _wide(self) -> Tensor:
+        """The running statistics of the step's start, of all groups in one wide flat tensor."""
+        device = self._groups[0].flat.device
+        wide = torch.empty(sum(group.flat.numel() for group in self._groups), dtype=wide_dtype(device), device=device)
+        torch._foreach_copy_(list(self._by_group(wide)), [group.flat for group in self._groups])
         return wide
 
     def _save_end(self, index: int, end: Tensor | None) -> None:
@@ -259,11 +272,11 @@ class BufferMerge:
     def _restore(self, now: Sequence[Tensor | None], changed: Sequence[int]) -> None:
         """Restores the buffers that were changed for the next microbatch."""
         chosen = set(changed)
-        for group, own, starts in zip(self._groups, self._own_views, self._start_views, strict=True):
-            if chosen.issuperset(group):
-                torch._foreach_copy_(own, starts)
-            elif picked := [k for k, index in enumerate(group) if index in chosen]:
-                torch._foreach_copy_([own[k] for k in picked], [starts[k] for k in picked])
+        for group in self._groups:
+            if chosen.issuperset(group.indices):
+                torch._foreach_copy_(group.own, group.starts)
+            elif picked := [k for k, index in enumerate(group.indices) if index in chosen]:
+                torch._foreach_copy_([group.own[k] for k in picked], [group.starts[k] for k in picked])
         for index in changed:
             tensor, start = self._tensors[index], self._starts[index]
             if index >= len(self._means) and tensor is not None and start is not None:
@@ -278,7 +291,7 @@ class BufferMerge:
             total = self._mean_sum.root()
             assert total is not None, "the only rank has run all microbatches, at least one"
             return total
-        width = sum(flat.numel() for flat in self._start_flats)
+        width = sum(group.flat.numel() for group in self._groups)
         sums = self._mean_sum.sums
         wide = wide_dtype(self._communicator.device)
         ours = torch.stack(sums) if sums else torch.empty(0, width, dtype=wide, device=self._communicator.device)
@@ -290,10 +303,9 @@ class BufferMerge:
 
     def _write_means(self, merged: Tensor, ok: Tensor | None) -> None:
         if ok is not None:
-            merged = torch.where(ok, merged, self._wide(self._start_flats))
-        parts = merged.split([flat.numel() for flat in self._start_flats])
-        for part, group in zip(parts, self._groups, strict=True):
-            targets = _present(self._tensors, group)
+            merged = torch.where(ok, merged, self._wide())
+        for part, group in zip(self._by_group(merged), self._groups, strict=True):
+            targets = _present(self._tensors, group.indices)
             # A count of batches is an integer, and its mean over microbatches is one but for rounding.
             values = part if targets[0].is_floating_point() else part.round()
             torch._foreach_copy_(targets, _split(values, [target.shape for target in targets]))
