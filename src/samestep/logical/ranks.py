@@ -104,6 +104,7 @@ def run_logical(
         store = dist.TCPStore(place.master_addr, place.master_port, is_master=False)
         while place.rank and not store.check([FIRST]):  # `wait` would keep signals waiting
             time.sleep(10 * LOOK_SECONDS)
+        # The script has made no process group in the first worker: its ranks, if it had any, have been other processes.
         if place.rank and store.get(FIRST).decode() == ENDED:
             return
         lines = lines if place.rank else _starting_ranks(target, place, devices, store, seed, simulated)
@@ -380,6 +381,7 @@ class _Draws:
         """The generator of the CPU, whose state has no offset to move, is seeded by the shard meanwhile."""
         own, shard = torch.default_generator, 0
         seed = int(torch.randint(1 << 62, (), generator=generator or own))
+        # Ranks that hold copies of one shard have one number, and draw alike.
         for placement, size, at in zip(spec.placements, spec.mesh.shape, spec.mesh.get_coordinate(), strict=True):
             shard = shard * size + at if placement.is_shard() else shard
         after = own.get_state()
@@ -467,6 +469,7 @@ def _deterministic() -> Iterator[None]:
 @contextmanager
 def _enough_memory(device: torch.device, rank: int) -> Iterator[None]:
     """Before each update, and at the end, raises if memory was short since the start, and no error came of it."""
+    # The allocator counts a shortage for each of these errors; one more than these came without an error.
     errors: list[None] = []  # those that the script has seen: what it does then is its own
 
     def check(*_: Any) -> None:

@@ -244,6 +244,7 @@ def _has_most(own: set[int], optimizer: Optimizer) -> bool:
         for parameter in group["params"]
         if parameter.requires_grad  # a script may give its optimizer a model that is frozen in part
     ]
+    # More than half: of modules without common parameters one has that at most.
     num_own = sum(size for size, is_own in sizes if is_own)
     return bool(2 * num_own > sum(size for size, _ in sizes))
 

@@ -208,6 +208,7 @@ def _set_devices(
     script.wraps_itself = True
     wrapper.dim = dim
     wrapper.output_device = ids[0] if output_device is None else _index(output_device)
+    # torch's own forward, which runs for a derived class, checks that the module is on this device.
     kind = script.communicator.device.type
     wrapper.src_device_obj = torch.device("cuda", ids[0]) if kind == "cpu" else script.communicator.device
 

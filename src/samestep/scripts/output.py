@@ -174,6 +174,7 @@ def silenced() -> Iterator[None]:
     level = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
+        # Both ways: a stream of ours may be kept by a library, and another may stand in its place in `sys`.
         with captured(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()), without_warnings():
             yield
     finally:

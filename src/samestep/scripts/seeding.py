@@ -266,6 +266,7 @@ def _made_by_chance(seeds: Callable[[], Seeds | None], in_chunk: Callable[[], bo
             if current is not None and current.may_draw():
                 current.find_chance(sys._getframe(2))
             return given
+        # Two frames up: past `default_rng` or `__init__`, to the line that makes the generator.
         if current is None or caller_of(sys._getframe(2)) is not Caller.SCRIPT:
             return None
         if current.may_draw():

@@ -203,6 +203,7 @@ def found_index(args: Iterable[Any]) -> int | None:
     index = None
     for arg in args:
         if isinstance(arg, (list, tuple)):
+            # A torch.Size is a tuple too, and holds no tensor.
             found = found_index(arg) if type(arg) not in _PLAIN_RESULTS else None
         else:
             found = getattr(arg, TAG, None)
@@ -459,6 +460,7 @@ def _random(registry: DeviceRegistry) -> Table:
         torch.seed()
 
     def set_states(new_states: Any) -> None:
+        # They all are of one generator: the last one counts.
         for state in new_states:
             generator.set_state(state)
 

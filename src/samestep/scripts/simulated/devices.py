@@ -390,6 +390,7 @@ def scattering() -> list[Patch]:
 def _scatter(devices: Sequence[Any], _: None, dim: int, tensor: Tensor) -> tuple[Tensor, ...]:
     """Cuts a tensor along a dimension, a chunk a device; fewer chunks than devices if `torch.chunk` gives fewer."""
     pairs = zip(tensor.chunk(len(devices), dim), devices, strict=False)
+    # A copy, as between GPUs: a write to a chunk does not reach the batch.
     return tuple(chunk.to(device, copy=True) for chunk, device in pairs)
 
 

@@ -89,10 +89,12 @@ def _holding(registry: DeviceRegistry) -> dict[Function, Handler]:
 
     def set_data(func: Function, args: Args, kwargs: Keywords) -> None:
         func(*args)
+        # The tensor has the other's memory from now on, and is where that is.
         mark(args[0], where(args[1]))
 
     def grad(func: Function, args: Args, kwargs: Keywords) -> Any:
         out = func(*args)
+        # Made by C++, without a mark: a gradient is where its tensor is.
         if out is not None and getattr(out, TAG, None) is None:
             mark(out, where(args[0]))
         return out

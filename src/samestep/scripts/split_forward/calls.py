@@ -425,6 +425,7 @@ def make_sums(communicator: Communicator, items: Sequence[Item], ranges: Sequenc
     """The sums, for the driver, of the gradients of items that every chunk has whole; None if there is no such item."""
     likes = [item.like for item in items if item.like is not None]
     buckets = make_buckets(likes, BUCKET_BYTES, communicator.world_size) if likes else ()
+    # The driver alone puts them into the script's graph.
     return PieceSums(communicator, ranges, likes, buckets, at_first=True) if likes else None
 
 

@@ -176,6 +176,7 @@ class Buffers:
             if torch.equal(ours, before):
                 return
         self._changing.add(place.name)
+        # Chunk 0 is the driver's: what it leaves is in no message.
         if chunk == 0 and end is not None:
             self._ends[index] = end.detach().clone()
 

@@ -73,6 +73,7 @@ class Image:
             or next(self.records.changes(), None) is not None
         ):
             return True
+        # An assignment to `.data` gives a tensor other memory, perhaps of another shape: the object stays the same.
         return any(
             (*form[2:5], form.requires_grad, self.storages[form.storage]._cdata) != _place(tensor)
             for tensor, form in zip(self._tensors, self._forms, strict=True)

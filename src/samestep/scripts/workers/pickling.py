@@ -75,6 +75,7 @@ class Unsent:
         )
 
     def __getattr__(self, name: str) -> Any:
+        # pickle, copy and inspect ask any object for such names.
         if name.startswith("__"):
             raise AttributeError(name)
         return self._refuse()
