@@ -331,7 +331,7 @@ def _noting_steps(inner: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(inner)
     def forward(model: Any, *args: Any, **options: Any) -> Any:
-        # Within `no_sync` gradients are not exchanged, so ranks may do so as often as they like.
+        # Within `no_sync` nothing is exchanged: there the ranks may have different numbers of forwards.
         if torch.is_grad_enabled() and model.require_backward_grad_sync and not torch.compiler.is_compiling():
             _note_step(model, {model.process_group: model._module_parameters})
         return inner(model, *args, **options)
