@@ -2,6 +2,24 @@
 
 Each rank is a process. It sees V devices, all of which are its own; whatever backend it asks for, its process groups
 are those of `logical.process_group`, which add along the tree of all ranks.
+
+Mostly the launcher starts the ranks. A script may also start them itself (`_starting_ranks`): then it runs once, in the
+launcher's first worker, and a process that it starts becomes a rank where an object is unpickled. Nothing else of ours
+runs in a new process before the script's own modules are imported there, and these must find the rank's devices.
+
+    the first worker                                  a new process (spawn, or of a fork server)
+    1  Process.start (`start_rank`): the next rank,
+       its device and its variables, as a `_Started`
+    2  what Python sends a process first
+       (`get_preparation_data`) has it with it   ───► 3  it is unpickled: as a call of `_begin`, which sets the
+                                                         variables, and patches torch until the process ends
+                                                      4  the script is imported, and the Process unpickled
+                                                      5  `_bootstrap` calls the target, which makes a process group;
+                                                         there the rank meets the others, and takes its device's token
+
+A fork has the script and all patches from its parent: it gets the variables and a seed at the start of 5 (`forked`). If
+the first worker makes a process group before it has started a rank, the launcher's other workers are the ranks after
+all, and begin the script then; if it does neither, they end with it.
 """
 
 import atexit
@@ -86,6 +104,7 @@ def run_logical(
         store = dist.TCPStore(place.master_addr, place.master_port, is_master=False)
         while place.rank and not store.check([FIRST]):  # `wait` would keep signals waiting
             time.sleep(10 * LOOK_SECONDS)
+        # The script has made no process group in the first worker: its ranks, if it had any, have been other processes.
         if place.rank and store.get(FIRST).decode() == ENDED:
             return
         lines = lines if place.rank else _starting_ranks(target, place, devices, store, seed, simulated)
@@ -96,6 +115,7 @@ def run_logical(
 
 def _enter_logical(stack: ExitStack, place: Environment, simulated: bool, store: dist.Store | None = None) -> None:
     """Makes this process a logical rank until the stack is closed; with a store it may start the ranks instead."""
+    # Not made current where ranks are started: a process in which CUDA has begun cannot have it in its forks.
     device = own_device(None, place) if store is None else torch.device(place.device_kind or "cpu", 0)
     if asks_for_portable():
         make_portable(device.type)
@@ -105,6 +125,7 @@ def _enter_logical(stack: ExitStack, place: Environment, simulated: bool, store:
     stack.enter_context(_enough_memory(device, place.rank))
     stack.callback(register_optimizer_step_pre_hook(_note_replicas).remove)
     stack.enter_context(applied(late_dynamo()))
+    # Accelerate reads the variable too, and is to find the simulated devices.
     if simulated and os.environ.setdefault(ON_CPUS, "false").lower() not in YES:
         stack.enter_context(simulated_devices(lambda: place.local_world_size, _tell))
         stack.enter_context(applied(_distributed_tensors()))
@@ -137,9 +158,12 @@ def _starting_ranks(
     program: str, place: Environment, devices: Any, store: dist.Store, seed: int | None, simulated: bool
 ) -> Iterator[None]:
     """Makes logical ranks of the processes that the script starts in this one; Python and torch do all else."""
+    # `starting` passes a rank from `start_rank` on: to `get_preparation_data` in this process, or to `forked` in the
+    # new one. The lock keeps another thread's start from coming between.
     first, lock, ranks, starting = os.getpid(), threading.Lock(), itertools.count(), list[_Started]()
     launchers = {name: os.environ[name] for name in RANK_VARIABLES if name in os.environ and name != "MASTER_ADDR"}
     start, boot = BaseProcess.start, BaseProcess._bootstrap  # type: ignore[attr-defined]  # what a new process runs
+    # The ranks meet where the script says, else at this port: that of the launcher has the store of the run itself.
     prepare, port = multiprocessing.spawn.get_preparation_data, str(get_free_port())
 
     def start_rank(process: BaseProcess) -> None:
@@ -147,6 +171,7 @@ def _starting_ranks(
         is_librarys = str(getattr(target, "__module__", "")).startswith(LIBRARIES)
         with lock if os.getpid() == first else nullcontext():  # a fork has the lock as it was
             starting.clear()
+            # Else no rank: a loader's worker, a process that a rank starts, or one beside the launcher's ranks.
             if not (is_librarys or os.getpid() != first or store.check([FIRST])):
                 index = (number := next(ranks)) % len(devices)
                 # Under python the launcher's variables are not there, unless the script sets them.
@@ -156,6 +181,7 @@ def _starting_ranks(
             start(process)
 
     def forked(process: BaseProcess, *args: Any, **options: Any) -> Any:
+        # Empty in a process that is no rank, and in one that a rank starts.
         while starting:
             _, _, at, variables, _ = starting.pop()
             os.environ.clear()
@@ -170,6 +196,7 @@ def _starting_ranks(
         Patch(multiprocessing.spawn, "get_preparation_data", lambda name: {**prepare(name), "samestep": [*starting]}),
     ]
     try:
+        # The ranks' tokens are locks on bytes of this file, whose descriptor reaches forks and, by `DupFd`, others.
         with tempfile.TemporaryFile() as tokens, applied(patches):
             yield
         if not next(ranks) and not store.check([FIRST]):
@@ -182,6 +209,7 @@ class _Started(tuple[Any, ...]):
     """A rank that a new process is to be: it becomes that where this is unpickled, before the script is imported."""
 
     def __reduce__(self) -> tuple[Any, ...]:
+        # By the name of `_begin` the new process imports this module, and torch, before the script's.
         return _begin, (*self[:-1], reduction.DupFd(self[-1].fileno()))
 
 
@@ -224,6 +252,7 @@ def _process_groups(num_devices: int, store: dist.Store | None) -> list[Patch]:
     def new_group(
         ranks: Any = None, timeout: Any = None, backend: str | None = None, *args: Any, **options: Any
     ) -> Any:
+        # They are NCCL's, and this group is not.
         options.pop("pg_options", None)
         with lent_token():
             group = make_group(ranks, timeout, NAME, *args, **options)
@@ -286,6 +315,7 @@ def _lending_after_backward(inner: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(inner)
     def allreduce(group: Any, *args: Any, **options: Any) -> Any:
         work, backward = inner(group, *args, **options), torch._C._current_graph_task_id()
+        # -1 outside of a backward: there the caller waits by Python, which lends the token.
         if backward != -1 and shares_device():
             if backward not in pending:
                 engine: Any = torch.autograd.Variable._execution_engine
@@ -301,6 +331,7 @@ def _noting_steps(inner: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(inner)
     def forward(model: Any, *args: Any, **options: Any) -> Any:
+        # Within `no_sync` nothing is exchanged: there the ranks may have different numbers of forwards.
         if torch.is_grad_enabled() and model.require_backward_grad_sync and not torch.compiler.is_compiling():
             _note_step(model, {model.process_group: model._module_parameters})
         return inner(model, *args, **options)
@@ -350,6 +381,7 @@ class _Draws:
         """The generator of the CPU, whose state has no offset to move, is seeded by the shard meanwhile."""
         own, shard = torch.default_generator, 0
         seed = int(torch.randint(1 << 62, (), generator=generator or own))
+        # Ranks that hold copies of one shard have one number, and draw alike.
         for placement, size, at in zip(spec.placements, spec.mesh.shape, spec.mesh.get_coordinate(), strict=True):
             shard = shard * size + at if placement.is_shard() else shard
         after = own.get_state()
@@ -437,6 +469,7 @@ def _deterministic() -> Iterator[None]:
 @contextmanager
 def _enough_memory(device: torch.device, rank: int) -> Iterator[None]:
     """Before each update, and at the end, raises if memory was short since the start, and no error came of it."""
+    # The allocator counts a shortage for each of these errors; one more than these came without an error.
     errors: list[None] = []  # those that the script has seen: what it does then is its own
 
     def check(*_: Any) -> None:

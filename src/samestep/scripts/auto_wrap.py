@@ -3,6 +3,13 @@
 The module is the one that `--wrap` names, else the root that an optimizer trains: at the first forward that needs
 gradients, a module that no other calls and that has most of what the optimizer trains. Its results are those of the
 whole batch; `split_forward.compare` refuses a module for which they cannot be.
+
+    call of any module (`_sharing_call`)
+      in a chunk, or off the script's main thread     → torch's own call
+      not meant (`PlainScript.is_meant`)              → torch's own call
+      arguments that cannot be cut (`_cut_arguments`) → torch's own call: one device
+      results that cannot be joined (`_compared`)     → an error if the call trains, else torch's own call
+      else: hooks on the whole batch, around `chunked_forward` and `JoinRules.joined`
 """
 
 import functools
@@ -104,6 +111,7 @@ def is_meant(module: nn.Module, wrap: NamedModule, frame: FrameType | None) -> b
             value = frame.f_locals.get(head, _ABSENT)
         elif sort == "nested":
             is_nested = True
+        # Functions of a file share its globals: they are looked through once for a run of frames.
         if value is _ABSENT and sort in ("local", "global") and frame.f_globals is not looked_in:
             looked_in = frame.f_globals
             value = looked_in.get(head, _ABSENT)
@@ -236,6 +244,7 @@ def _has_most(own: set[int], optimizer: Optimizer) -> bool:
         for parameter in group["params"]
         if parameter.requires_grad  # a script may give its optimizer a model that is frozen in part
     ]
+    # More than half: of modules without common parameters one has that at most.
     num_own = sum(size for size, is_own in sizes if is_own)
     return bool(2 * num_own > sum(size for size, _ in sizes))
 
@@ -249,6 +258,7 @@ def shared_out(script: ScriptState, name: str | None) -> Iterator[None]:
     """
     plain = PlainScript(script, _parsed(name), script.num_microbatches or script.num_devices)
     script.at_first_backward = functools.partial(_at_first_backward, plain)
+    # A name is looked for all the same: with one microbatch too a wrong one is an error.
     if name is None and plain.num_microbatches == 1:
         yield
         return
@@ -266,6 +276,7 @@ def shared_out(script: ScriptState, name: str | None) -> Iterator[None]:
     with applied(patches):
         try:
             yield
+        # A script that ends itself well is told as at its end; one that fails keeps its own error.
         except SystemExit as stop:
             if stop.code in (None, 0):
                 _at_end(plain)
@@ -317,6 +328,7 @@ def _sharing_call(plain: PlainScript, original: Callable[..., Any]) -> Callable[
     script = plain.script
 
     def call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        # First, and without a look at the stack: in every chunk each module of the model comes here.
         if script.in_chunk:
             return _in_chunk(plain, original, module, args, kwargs)
         if not script.may_meet():
@@ -343,6 +355,7 @@ def _in_chunk(
     plain: PlainScript, original: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """A call inside a chunk: the shared module's own, without objects that cannot be joined, or a nested one."""
+    # The call by which a chunk begins is the first of this module; what it calls in turn, itself too, is nested.
     if module is not plain.running:
         return original(module, *args, **kwargs)
     plain.running = None
@@ -452,6 +465,7 @@ def _compared(
         plain.is_explained = True
         plain.script.notice(f"{name} is called whole on one device: a hook of the script's is on its {child}")
         return None
+    # Without sizes: the last batch of an epoch, which is smaller, has the form of the others.
     tensors = tuple((leaf.value.ndim, leaf.value.dtype, bool(leaf.sizes)) for leaf in chunks.leaves)
     form = (module.training, trains, _form(chunks.template), tensors)
     forms = plain.known.setdefault(module, {})

@@ -2,6 +2,10 @@
 
 The functions of which scripts build a DataParallel of their own are covered too: `replicate` returns proxies of the
 module, and `parallel_apply` runs each of them where its chunk is computed.
+
+torch's class itself is patched, not replaced: classes derived from it, and references to it from before, must be split
+too. A forward that nothing overrides goes to `chunked_forward` whole; one of a class with parts of its own runs torch's
+code, which calls these parts and, in the place of threads on replicas, the two functions above.
 """
 
 from collections.abc import Mapping, Sequence
@@ -80,6 +84,7 @@ class Replica:
     _device: int
 
     def __init__(self, module: nn.Module, device: int) -> None:
+        # By the dictionary: the class refuses assignments.
         self.__dict__.update(_module=module, _device=device)
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
@@ -160,6 +165,7 @@ def _parts(script: ScriptState) -> list[Patch]:
         kwargs_tup: Sequence[Mapping[str, Any]] | None = None,
         devices: Sequence[Any] | None = None,
     ) -> list[Any]:
+        # One module alone: the chunks of a call run on one copy of it, and their gradients are summed for it.
         owners = {id(module._module) if isinstance(module, Replica) else None for module in modules}
         if len(owners) != 1 or None in owners:
             raise UsageError(
@@ -202,6 +208,7 @@ def _set_devices(
     script.wraps_itself = True
     wrapper.dim = dim
     wrapper.output_device = ids[0] if output_device is None else _index(output_device)
+    # torch's own forward, which runs for a derived class, checks that the module is on this device.
     kind = script.communicator.device.type
     wrapper.src_device_obj = torch.device("cuda", ids[0]) if kind == "cpu" else script.communicator.device
 

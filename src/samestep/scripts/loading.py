@@ -25,9 +25,12 @@ class RowFetcher:
 def by_rows(loader: DataLoader[Any], iterator: Iterator[Any]) -> Iterator[Any]:
     """Makes torch's iterator take rows, if that gives the same batches."""
     dataset = loader.dataset
+    # Of exactly this class: one derived from it may have a `__getitem__` of its own.
     plain = type(dataset) is TensorDataset and loader.collate_fn is default_collate and loader.batch_sampler is not None
     tensors = dataset.tensors if plain and isinstance(dataset, TensorDataset) else ()
+    # Rows that require gradients have another backward if they are taken by one index than if they are stacked.
     plain = plain and all(type(tensor) is Tensor and not tensor.requires_grad for tensor in tensors)
+    # Loader workers fetch in processes of their own, from fetchers that are made there.
     if plain and type(iterator) is _SingleProcessDataLoaderIter:
         iterator._dataset_fetcher = RowFetcher(tensors)
     return iterator

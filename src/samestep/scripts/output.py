@@ -3,6 +3,9 @@
 Chunks run in several processes, so their output is captured there and replayed by the driver in their order.
 `script_streams` replaces stdout and stderr from the start, so that objects which keep a reference to them (handlers of
 `logging`, progress bars) use the replacement too. Bytes written to `sys.stdout.buffer` go straight through.
+
+In the driver a chunk's text is kept, and its warnings and log records are handled as they come. A worker keeps those
+too (`kept_for_script`), unfiltered: which are shown depends on the script's filters and handlers, in the driver.
 """
 
 import io
@@ -26,6 +29,7 @@ RECORD = 4
 Said = list[tuple[int, Any]]
 """Text written to `STDOUT` or `STDERR`; of a process that does not run the script, each `WARNING` and log `RECORD`."""
 
+# A new thread begins without a value: what other threads write while a chunk runs is not the chunk's.
 _SAID: ContextVar[Said | None] = ContextVar("said", default=None)
 
 
@@ -170,6 +174,7 @@ def silenced() -> Iterator[None]:
     level = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
+        # Both ways: a stream of ours may be kept by a library, and another may stand in its place in `sys`.
         with captured(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()), without_warnings():
             yield
     finally:
@@ -182,6 +187,7 @@ class _RecordsKept(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         said = _SAID.get()
         if said is not None:
+            # What pickles for certain; arguments and exceptions are in the text by now, or are not sent.
             plain = {key: value for key, value in vars(record).items() if isinstance(value, str | int | float)}
             said.append((RECORD, {**plain, "msg": record.getMessage(), "args": None}))
 
@@ -205,6 +211,7 @@ def kept_for_script() -> Iterator[None]:
             said.append((WARNING, (str(message), category.__module__, category.__qualname__, filename, lineno, place)))
 
     with warnings.catch_warnings():
+        # The driver's filters decide, by its own count of what it has shown.
         warnings.simplefilter("always")
         warnings.showwarning = keep
         handler, level = _RecordsKept(logging.NOTSET), logging.root.level

@@ -4,6 +4,10 @@ And will it import modules that are better imported before the workers are forke
 
 The script and the modules beside it that it imports are parsed, and of installed libraries the functions and classes
 that it calls: a library may start the ranks. Nothing is imported, torch least of all.
+
+A name counts by what it means, with the file's imports resolved (`ParsedFile.aliases`). That a script deals with ranks
+is the stronger reading: run as a single-process one it would be refused at its process group. The sentence that is
+printed (`Reading.reason`) names the option for the other way, where there is one.
 """
 
 import ast
@@ -298,6 +302,7 @@ def _parse(path: Path, folder: Folder, is_main: bool) -> ParsedFile | None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Python will give them when it runs the file
             tree = ast.parse(path.read_bytes())
+    # The last two of sources that are nested too deeply, the ValueError of NUL characters.
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
         return None
     home, root = path.resolve().parent, folder.root.resolve()
@@ -433,6 +438,7 @@ def _import_sign(node: ast.Import | ast.ImportFrom, folder: Folder, is_optional:
         top, full = module.partition(".")[0], f"{base}.{name}".lstrip(".")
         if folder.files_of(top):  # the script's own module of that name
             continue
+        # A library that the script can do without, and that is not there, is not what starts its ranks.
         if top in FRAMEWORKS and not (is_optional and importlib.util.find_spec(top) is None):
             return f"imports {top}"
         if module.startswith(OWN_HOMES):

@@ -30,6 +30,7 @@ from samestep.patch import Patch
 from samestep.text import counted, notify
 
 TIMEOUT_SECONDS = 1800.0
+# Of `chunks_run`, by which tests count who has computed what: results alone would be equal if all computed everything.
 KEPT_CHUNKS = 65_536
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 BENCHMARK = "cudnn.benchmark stays off: it chooses kernels by their time, and bits with them"

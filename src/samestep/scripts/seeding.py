@@ -2,6 +2,11 @@
 
 In a multi-process script each rank has a seed of its own. Where the script asks for a seed of chance (`random.seed()`,
 `numpy.random.default_rng()`), a number derived from the run's seed stands in.
+
+Who calls decides (`caller_of`). A seed that the script sets is taken as it is. Code that saves and restores states, or
+seeds the workers of a loader, is machinery: what it sets says nothing about the script. A library's seeds count as set,
+but no number stands in for one that it leaves out. A generator whose state is no longer the one it began with, before
+anything has set it, has been drawn from without a seed.
 """
 
 import functools
@@ -109,6 +114,7 @@ class Seeds:
 
     def mark_set(self, name: str, is_state: bool) -> None:
         """A generator was set: to a seed, or to a state, which may be the one that it began with."""
+        # Code that puts back the state with which a generator began has not seeded it.
         if name in self._starts and not (is_state and STATES[name]() == self._starts[name]):
             del self._starts[name]
 
@@ -118,6 +124,7 @@ def seeded(script: ScriptState, seed: int | None) -> Iterator[None]:
     """Seeds the generators of torch, NumPy and Python for a block."""
 
     def count(owner: Any, name: str, given: Any) -> None:
+        # Seeds that a chunk sets are its own; the driver's next forward must not depend on them.
         if owner in (torch, torch.cuda) and script.may_meet():
             script.num_since_reseed = getattr(given, "num_forwards", 0) if name == "set_rng_state" else 0
 
@@ -212,6 +219,7 @@ def _setting(
         with torch._C.DisableTorchFunction():
             seeds.find_drawn(generator)
         if name.startswith("seed") and given is None and caller is Caller.SCRIPT:
+            # torch returns the seed that it has found; NumPy takes no more than 32 bits.
             number = seeds.derived(generator)
             result = (getattr(owner, "manual_" + name)(number), number)[1] if is_torch else original(number % 2**32)
         else:
@@ -258,6 +266,7 @@ def _made_by_chance(seeds: Callable[[], Seeds | None], in_chunk: Callable[[], bo
             if current is not None and current.may_draw():
                 current.find_chance(sys._getframe(2))
             return given
+        # Two frames up: past `default_rng` or `__init__`, to the line that makes the generator.
         if current is None or caller_of(sys._getframe(2)) is not Caller.SCRIPT:
             return None
         if current.may_draw():

@@ -1,4 +1,10 @@
-"""Runs a single-process script, unchanged: one process, the driver, runs it, and the others compute chunks for it."""
+"""Runs a single-process script, unchanged: one process, the driver, runs it, and the others compute chunks for it.
+
+All processes of the run enter `run_single_process`. After `_driver` they part: a worker has served until the script's
+end, and returns; the driver goes on, hides from the script that there is a run (variables, process group), patches what
+`patched` lists, in its order, and runs the script. Forwards of modules (`auto_wrap`, `data_parallel`) lead to the
+workers, and their backwards; everything else happens as under python, in this process.
+"""
 
 import atexit
 import functools
@@ -69,6 +75,7 @@ def run_single_process(
             else:
                 run_script(target, tuple(argv))
     except (Exception, SystemExit) as error:
+        # On one machine the supervisor sees the driver's exit code, and ends the run by it.
         if script.driver is not None and environment.local_world_size < environment.world_size:
             script.driver.has_failed = not isinstance(error, SystemExit) or exit_code_of(error)[0] != 0
         if isinstance(error, KeyError) and error.args and error.args[0] in READ_BY_RANKS:
@@ -92,9 +99,11 @@ def _driver(script: ScriptState, environment: Environment) -> ScriptState | None
     from samestep.scripts.workers.pickling import note_libraries
     from samestep.scripts.workers.serve import Worker
 
+    # The workers are reached by the link alone: to all else this process is one by itself, as under python.
     link, own = Link(script.communicator), alone(script)
     refuse_effects(lambda: own.in_chunk and own.is_own_thread())
     if link.rank > 0:
+        # A worker runs code of the script's, which must find the same torch.
         with patched(own, simulated=script.communicator.device.type == "cpu"):
             for name in RANK_VARIABLES:
                 os.environ.pop(name, None)
@@ -102,6 +111,7 @@ def _driver(script: ScriptState, environment: Environment) -> ScriptState | None
         return None
     own.driver = Driver(link)
     note_libraries()
+    # Before the script registers functions of its own: those run first, and their forwards still find the workers.
     atexit.register(end, own.driver)
     return own
 

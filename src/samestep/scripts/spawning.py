@@ -1,5 +1,10 @@
 """Errors for multi-process scripts whose ranks do not connect: they would hang, or each would train on its own.
 
+A run without logical devices starts a process a rank, and the script makes a process group of them. It goes wrong where
+a script starts ranks itself (`watching_children`: those would wait for a store that nobody opens), starts torchrun
+(`watching_torchrun`), meets elsewhere (`_meeting`), or connects nothing (`_first_backward`). Each is told when it
+shows, before anything waits. `enter_rank` has what ranks of all kinds get.
+
 Children import this module, so it imports torch only where a process group is made.
 """
 

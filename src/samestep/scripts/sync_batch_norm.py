@@ -38,11 +38,13 @@ def synchronised(norm: Any, x: Tensor) -> Any:
     summed: Any = SummedOverRanks.apply
     sums = summed(torch.cat([values.sum(dims), count]), norm.process_group)
     mean, total = sums[:-1] / sums[-1], sums[-1].detach()
+    # A second sum, of squares of what is centred: a difference of means of squares would cancel.
     centred = values - mean.view(shape)
     variance = summed(centred.square().sum(dims), norm.process_group) / total
     if norm.track_running_stats:
         norm.num_batches_tracked += 1
         weight = 1 / norm.num_batches_tracked.item() if norm.momentum is None else norm.momentum
+        # The running variance is the unbiased one, as torch has it.
         for running, now in (norm.running_mean, mean), (norm.running_var, variance * total / (total - 1)):
             running.lerp_(now.detach().to(running.dtype), weight)
     out = centred * (variance + norm.eps).rsqrt().view(shape)

@@ -2,6 +2,11 @@
 
 All tensors are CPU tensors. One on a simulated device carries its index as an attribute; the result of a function is on
 the device of its first argument that carries one. A lost mark costs a copy, never a wrong number.
+
+A mode sees the functions of torch that Python code calls while it is on. It is off within its own handlers, in a
+backward, on new threads and in C++: `devices` patches the places where such code meets the script. What a mode sees and
+a mark does not suffice for has a handler (`handlers`); what asks for no tensor at all, as most of torch.cuda, is
+replaced here (`patches`), and what has no counterpart on a CPU is refused by name.
 """
 
 import functools
@@ -32,6 +37,7 @@ HOST = -1
 CPU = torch.device("cpu")
 
 NAME = "simulated CUDA device (CPU)"
+# The first that has bfloat16 and TF32, which `_rest` says are there.
 CAPABILITY = (8, 0)
 
 _HARMLESS = (
@@ -131,6 +137,8 @@ class SimulatedMode(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """One call; the mode is off while it runs."""
+        # Each call of torch passes here: the usual one, without keywords and with a tensor as its result, is written
+        # out, and takes 2 µs. `_inherit` does the same for all others.
         handler = self._handlers.get(func)
         if handler is not None:
             return handler(func, args, kwargs or {})
@@ -149,6 +157,7 @@ class SimulatedMode(TorchFunctionMode):
             elif isinstance(arg, (list, tuple)):
                 nested = True
         if index is not None:
+            # An operation in place gives back its first argument, which stays where it is.
             if out is not args[0]:
                 setattr(out, TAG, index)
         elif nested or default_device.CURRENT_DEVICE is not None:
@@ -157,6 +166,7 @@ class SimulatedMode(TorchFunctionMode):
 
     def _with_keywords(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call with keywords: `device`, `pin_memory` and `out` set the device of the result."""
+        # torch itself would ask a GPU for it.
         pinned = kwargs.get("pin_memory")
         if pinned is not None:
             kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
@@ -169,6 +179,7 @@ class SimulatedMode(TorchFunctionMode):
             _mark_all(out, index)
         else:
             out = func(*args, **kwargs)
+            # What is written into a given tensor is where that tensor is.
             if "out" in kwargs or type(out) in _PLAIN_RESULTS:
                 return out
             out = self._inherit(func, out, (*args, *kwargs.values()))
@@ -192,6 +203,7 @@ def found_index(args: Iterable[Any]) -> int | None:
     index = None
     for arg in args:
         if isinstance(arg, (list, tuple)):
+            # A torch.Size is a tuple too, and holds no tensor.
             found = found_index(arg) if type(arg) not in _PLAIN_RESULTS else None
         else:
             found = getattr(arg, TAG, None)
@@ -352,6 +364,7 @@ def _profiles_of_cpu() -> Patch:
 def _placed(owner: Any, name: str, replacement: Any) -> Patch:
     """A patch that also reaches the submodule in which a name is defined."""
     module = getattr(getattr(owner, name), "__module__", owner.__name__)
+    # torch.cuda has its functions from submodules, by which other parts of torch call them.
     aliases = (module,) if module.startswith(f"{owner.__name__}.") else ()
     return Patch(owner, name, replacement, aliases)
 
@@ -447,6 +460,7 @@ def _random(registry: DeviceRegistry) -> Table:
         torch.seed()
 
     def set_states(new_states: Any) -> None:
+        # They all are of one generator: the last one counts.
         for state in new_states:
             generator.set_state(state)
 
@@ -536,6 +550,7 @@ def refused(name: str, original: Any, why: str) -> Any:
         def make(cls: type, *args: Any, **kwargs: Any) -> Any:
             return call(sys._getframe(1), args, kwargs)
 
+        # A class, so that `isinstance` and annotations of the script's go on working.
         return type(original.__name__, (), {"__new__": make, "__module__": original.__module__})
 
     def function(*args: Any, **kwargs: Any) -> Any:

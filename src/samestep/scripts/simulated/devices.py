@@ -38,6 +38,7 @@ def simulated_devices(count: Callable[[], int], notice: Callable[[str], None]) -
     device come from the CPU's generator. `notice` prints a text once.
     """
     registry = DeviceRegistry(count, notice)
+    # The mode has the handlers, of which those that print enter the mode.
     modes: list[SimulatedMode] = []
     mode = SimulatedMode(registry, handlers(registry, lambda: modes[0]))
     modes.append(mode)
@@ -47,6 +48,7 @@ def simulated_devices(count: Callable[[], int], notice: Callable[[str], None]) -
             with mode:
                 yield
         finally:
+            # A default device that the script has set names a device that is gone.
             if getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None) is not default:
                 torch.set_default_device(None if default is None else default.device)
 
@@ -147,6 +149,7 @@ def _made_by_cpp(registry: DeviceRegistry) -> list[Patch]:
         return out if index is None else mark(out, index)
 
     def make_subclass(cls: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
+        # A parameter is made of a tensor by C++, which copies no attributes.
         out = make(cls, data, *args, **kwargs)
         index = getattr(data, TAG, None)
         return out if index is None else mark(out, index)
@@ -169,6 +172,7 @@ def _saved_and_loaded(registry: DeviceRegistry) -> list[Patch]:
     state_of: Any = torch._utils._get_obj_state
 
     def state_without_mark(holder: Any) -> Any:
+        # By this torch pickles the attributes of a tensor, and by their presence chooses another form of the file.
         state = state_of(holder)
         if isinstance(state, dict) and TAG in state:
             return {name: value for name, value in state.items() if name != TAG}
@@ -254,6 +258,7 @@ def _loaders() -> Patch:
 
     def init_without_pinning(self: Any, loader: Any) -> None:
         init(self, loader)
+        # After torch's own constructor, which asks the simulated devices and decides to.
         self._pin_memory = False
 
     return Patch(dataloader._BaseDataLoaderIter, "__init__", init_without_pinning)
@@ -323,6 +328,7 @@ def _autocast() -> list[Patch]:
         return get_dtype("cpu" if on else device_type)
 
     def set_autocast_enabled(*args: Any) -> None:
+        # The older form, without a device, is about CUDA.
         device_type, enabled = args if len(args) > 1 else ("cuda", args[0])
         set_enabled("cpu" if device_type == "cuda" else device_type, enabled)
 
@@ -384,6 +390,7 @@ def scattering() -> list[Patch]:
 def _scatter(devices: Sequence[Any], _: None, dim: int, tensor: Tensor) -> tuple[Tensor, ...]:
     """Cuts a tensor along a dimension, a chunk a device; fewer chunks than devices if `torch.chunk` gives fewer."""
     pairs = zip(tensor.chunk(len(devices), dim), devices, strict=False)
+    # A copy, as between GPUs: a write to a chunk does not reach the batch.
     return tuple(chunk.to(device, copy=True) for chunk, device in pairs)
 
 
@@ -398,6 +405,7 @@ def _gather(destination: Any, dim: int, *tensors: Tensor) -> Tensor:
 
 def mapped_device(asked: Any, own: torch.device) -> Any:
     """The device that a device argument of the script means in a process with one accelerator."""
+    # `True` is an int, and names no device.
     if isinstance(asked, bool) or not isinstance(asked, (int, str, torch.device)):
         return asked
     if isinstance(asked, int):
@@ -407,6 +415,7 @@ def mapped_device(asked: Any, own: torch.device) -> Any:
         if device.type != own.type:
             return asked
         index = device.index
+    # A wrong index is an error as on GPUs, although all right ones mean one device here.
     if index is not None and not 0 <= index < MAX_DEVICES:
         raise RuntimeError(
             f"invalid device ordinal: {own.type}:{index} was asked for; needed: 0 to {MAX_DEVICES - 1}, all of which "
@@ -426,6 +435,7 @@ class OwnMode(TorchFunctionMode):
         """One call; the mode is off while it runs."""
         if kwargs and kwargs.get("device") is not None:
             kwargs = {**kwargs, "device": self._read(kwargs["device"])}
+        # These take the device by position too; factories take it by keyword.
         if (func is Tensor.to or func is Tensor.cuda) and len(args) > 1:
             args = (args[0], self._read(args[1]), *args[2:])
         elif func is torch._C._nn._parse_to and args:

@@ -1,4 +1,8 @@
-"""The handlers: torch functions for which a simulated device means more than a mark on the result."""
+"""The handlers: torch functions for which a simulated device means more than a mark on the result.
+
+A handler gets the function and its arguments, and calls it itself, with the mode off: what it calls of torch sees CPU
+tensors, and marks nothing. So a result is marked here, or comes without a mark.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -54,6 +58,7 @@ def handlers(registry: DeviceRegistry, mode: Callable[[], TorchFunctionMode]) ->
 
 def move(registry: DeviceRegistry, tensor: Tensor, index: int, **options: Any) -> Tensor:
     """The tensor on another device: itself if it is there, else a copy that gradients pass through."""
+    # A move copies although the memory is the same: on GPUs a write to the one is not seen in the other.
     there = registry.where(tensor) == index
     if there and not options:
         return tensor
@@ -84,10 +89,12 @@ def _holding(registry: DeviceRegistry) -> dict[Function, Handler]:
 
     def set_data(func: Function, args: Args, kwargs: Keywords) -> None:
         func(*args)
+        # The tensor has the other's memory from now on, and is where that is.
         mark(args[0], where(args[1]))
 
     def grad(func: Function, args: Args, kwargs: Keywords) -> Any:
         out = func(*args)
+        # Made by C++, without a mark: a gradient is where its tensor is.
         if out is not None and getattr(out, TAG, None) is None:
             mark(out, where(args[0]))
         return out
@@ -119,6 +126,7 @@ def _to(registry: DeviceRegistry, func: Function, args: Args, kwargs: Keywords) 
         options["dtype"] = other.dtype
     elif options.get("device") is not None:
         index = registry.index(options["device"])
+    # A tensor of another kind, as on "meta", stays what it is unless the script names a device.
     if index is None or (index < 0 and tensor.device.type != "cpu" and options.get("device") is None):
         return func(*args, **kwargs)  # type: ignore[no-any-return]
     options.pop("device", None)
@@ -185,6 +193,7 @@ def _as_tensor(registry: DeviceRegistry, func: Function, args: Args, kwargs: Key
     out: Tensor = func(*args, **_on_host(kwargs))
     if isinstance(data, Tensor) and registry.where(data) == index:
         return out if out is data else mark(out, index)
+    # On the host it shares the memory of an array, as torch does; a device never shares it.
     return mark(out.clone() if index >= 0 or isinstance(data, Tensor) else out, index)
 
 

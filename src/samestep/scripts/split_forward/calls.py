@@ -2,6 +2,11 @@
 
 A call is what one process computes of a forward, or of a derivative of one: of each of its chunks the leaves that
 entered and the results that left. A derivative of a call is a call again, so that gradients have gradients.
+
+Driver and workers run the same two functions, `run_chunks` and `differentiate`, and so have the same bits. A chunk's
+graph begins at leaves of its own, made of the pieces of the arguments and of the parameters (stand-ins, which share the
+memory of these), and ends at its results: a backward of a chunk touches nothing that another chunk has. What happens to
+the whole (joining, merging, the sums over all processes) is the caller's.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -64,6 +69,8 @@ class Forward:
 
 def planned(task: Forward) -> Forward:
     """A forward but for what each has of its own: the same for those of equal arguments."""
+    # The workers keep the last plan of each module, and get another only if it differs. The template,
+    # whose values may not compare, is pickled and compared beside it.
     return replace(task, number=0, seed=0, place=0, chunks=replace(task.chunks, template=None))
 
 
@@ -187,9 +194,11 @@ def run_chunks(
     """
     work, replicas = Work(Results(script.communicator.device)), split.replicas
     states, shortages = replicas.states(task.is_careful), num_shortages(script.communicator.device)
+    # Autograd numbers its nodes as they are made: one with a smaller number than this was made outside of the chunks.
     oldest = (torch.zeros((), requires_grad=True) * 1).grad_fn if task.is_careful else None
     try:
         with (
+            # The chunks leave no draw behind, so that the script's own draws do not depend on how many chunks run here.
             split.generators.preserved(),
             script.generators.preserved(),
             _graph_of_its_own(),
@@ -199,6 +208,7 @@ def run_chunks(
             for position, chunk in enumerate(mine):
                 work.failed_chunk = chunk
                 taken = [column[position] for column in pieces]
+                # What a chunk has changed is put back before the next one: on another process it would not be there.
                 _run_chunk(script, module, split, task, chunk, taken, work, states, captures)
                 put_back()
             check_memory(script, shortages, f"wrapped forward {task.place} on {name_of(script)}")
@@ -228,10 +238,12 @@ def _run_chunk(
     script.generators.seed(seed)
     split.generators.seed(seed)
     entered, stand_ins, args, kwargs = _entering(script, replicas, task, chunk, pieces)
+    # Writes in place are found by looking at everything, which is done in careful forwards alone.
     before = (in_place_state(replicas.modules), checksum(chunks.template)) if task.is_careful else None
     applications: list[Any] = []
     with ExitStack() as stack:
         stack.enter_context(applied([_noting_functions(applications)]))
+        # All around runs without torch functions; the script's code needs the mode that shows it simulated devices.
         stack.enter_context(torch._C._EnableTorchFunction())
         if captures:
             stack.enter_context(_captured(chunk, work))
@@ -239,6 +251,7 @@ def _run_chunk(
         stack.enter_context(script.on_device(task.ids[chunk]))
         rows = chunks.num_rows(chunk)
         stack.enter_context(split.buffers.copied(script, chunk, task.ids[chunk], rows, task.is_careful))
+        # Within `copied`: this puts attributes back, and leaves the buffers' values, which `copied` reads afterwards.
         stack.enter_context(replicas.swapped(stand_ins, work.lost))
         if task.is_root:
             stack.enter_context(_without_hooks(module))
@@ -247,6 +260,7 @@ def _run_chunk(
             result = without_objects(result)
         if before is not None:
             check_in_place_state(before[0], in_place_state(replicas.modules))
+    # A module that the script has not wrapped may have its results anywhere; a wrapper gathers them on its device.
     work.results.add(result, moves=not task.is_root)
     replicas.check_unwritten(states, task.is_careful)
     if before is not None:
@@ -319,6 +333,7 @@ def _entering(
         leaves[number] = leaf.clone()  # which the forward may write to
     for number in task.trained:
         weight = replicas.parameters[number].detach()
+        # A leaf on the parameter's memory: its gradient ends here, and reaches `.grad` as a sum over all chunks only.
         stand_in = (weight.clone() if weight.ndim == 0 else weight).requires_grad_()
         entered.append(stand_in)
         stand_ins[number] = script.mark(stand_in, index)
@@ -354,6 +369,7 @@ def differentiate(
     copied = [k for k, item in enumerate(call.items) if item.kind == "copied"]
     columns: list[list[Tensor | None]] = [[] for _ in cut]
     made, checksums = Call({}, (*task.items, *call.items)), []
+    # Generators must end as they began: a draw in a backward would be another one with other chunks before it.
     state, put_back = generator_state(script.generators.of_torch), guard()
     shortages = num_shortages(script.communicator.device)
     try:
@@ -392,6 +408,7 @@ def _gradients(part: ChunkCall, task: Derivative, given: Sequence[Tensor]) -> li
         return [None] * len(part.inputs)
     results, seeds = zip(*pairs, strict=True)
     with torch._C._EnableTorchFunction():
+        # With `create_graph` torch retains the graph too.
         options = {"create_graph": True} if task.number is not None else {"retain_graph": task.keeps}
         with part.placed() if part.placed is not None else nullcontext():
             gradients: list[Tensor | None] = list(
@@ -408,6 +425,7 @@ def make_sums(communicator: Communicator, items: Sequence[Item], ranges: Sequenc
     """The sums, for the driver, of the gradients of items that every chunk has whole; None if there is no such item."""
     likes = [item.like for item in items if item.like is not None]
     buckets = make_buckets(likes, BUCKET_BYTES, communicator.world_size) if likes else ()
+    # The driver alone puts them into the script's graph.
     return PieceSums(communicator, ranges, likes, buckets, at_first=True) if likes else None
 
 
@@ -415,6 +433,7 @@ def summed(sums: PieceSums | None) -> tuple[list[bool], list[Tensor]]:
     """Of each item whether a chunk of this process has used it, and its sum over all processes, which call this."""
     if sums is None:
         return [], []
+    # All processes sum all buckets: which items others have used is known only when their answers are read, after this.
     used, sums.used = sums.used, [True] * len(sums.used)
     return used, [total for total in sums.finish() if total is not None]
 

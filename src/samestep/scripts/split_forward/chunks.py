@@ -54,6 +54,7 @@ class PackedTemplate:
     def packed(self, leaves: Sequence[Any]) -> PackedSequence:
         """The packed sequence of two tensors."""
         lengths = leaves[self.lengths.index].tolist()
+        # Rows of several chunks, joined, need not be in the order of their lengths, though those of each chunk are.
         is_sorted = self.is_sorted and lengths == sorted(lengths, reverse=True)
         with torch._C._EnableTorchFunction():  # it is on the simulated device of its steps
             rows = pad_sequence(leaves[self.steps.index].split(lengths), batch_first=True)
@@ -75,6 +76,7 @@ def _take_apart(entry: Any, leaves: list[Any], is_leaf: Callable[[Any], bool], d
     visit = partial(_take_apart, leaves=leaves, is_leaf=is_leaf, dataclasses=dataclasses)
     if isinstance(entry, PackedSequence):
         return PackedTemplate.of(entry, visit)
+    # A class is a value like any other; transformers' `ModelOutput`, a dataclass and a dict, is taken by its entries.
     if dataclasses and is_dataclass(entry) and not isinstance(entry, type | dict):
         values = {field.name: visit(getattr(entry, field.name)) for field in fields(entry) if field.init}
         return DataclassTemplate(type(entry), values)
@@ -94,6 +96,7 @@ def put_together(template: Any, leaves: Sequence[Any]) -> Any:
         return again
     if type(template) is PackedTemplate:
         return template.packed(leaves)
+    # torch scatters dicts alone: another mapping was not taken apart, and is passed on as the object that it is.
     if isinstance(template, Mapping) and not isinstance(template, dict):
         return map_entries(visit, template) if any(_slots(template)) else template
     return map_entries(visit, template)
@@ -130,11 +133,13 @@ class Chunks:
 
     def num_rows(self, chunk: int) -> int:
         """Rows of a chunk: the weight of its BatchNorm statistics."""
+        # A leaf of chunks that the script cut has no rows in any chunk but its own. Without a tensor all weigh alike.
         sizes = (leaf.sizes[chunk] for leaf in self.leaves if leaf.sizes)
         return next((size for size in sizes if size or not self.firsts), 1)
 
     def arguments(self, pieces: Sequence[Any], chunk: int = 0) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of a chunk, made of its pieces of the leaves."""
+        # The slots of each of these templates count from 0.
         if self.firsts:
             args, kwargs = put_together(self.template[chunk], pieces[self.firsts[chunk] :])
         else:
@@ -163,6 +168,7 @@ def cut(args: tuple[Any, ...], kwargs: Mapping[str, Any], num_microbatches: int,
     else:
         leaves = [_leaf(value, num_microbatches, dim) for value in values]
     for packed in (entry for entry in _slots(template) if isinstance(entry, PackedTemplate)):
+        # Its rows are cut by their number, so the steps, one row after another, fall where the lengths say.
         lengths = leaves[packed.lengths.index]
         rows = lengths.value.split(lengths.sizes) if lengths.sizes else ()
         leaves[packed.steps.index] = Leaf(values[packed.steps.index], tuple(int(part.sum()) for part in rows), 0)
@@ -191,6 +197,7 @@ def already_cut(calls: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]]) -> C
 
 def chunk_sizes(length: int, num_chunks: int) -> tuple[int, ...]:
     """Sizes as of `torch.chunk`: ⌈length / num_chunks⌉ each but the last, and fewer chunks if these suffice."""
+    # As torch, which keeps the number of chunks of an empty tensor.
     if length == 0:
         return (0,) * num_chunks
     size = -(-length // num_chunks)
@@ -200,6 +207,7 @@ def chunk_sizes(length: int, num_chunks: int) -> tuple[int, ...]:
 
 def deal(num_chunks: int, world_size: int) -> tuple[range, ...]:
     """The contiguous chunks of each rank; with fewer chunks than ranks, the last ranks have none."""
+    # `microbatch_ranges` gives each rank one at least, and refuses more ranks than that.
     busy = min(num_chunks, world_size)
     return (*microbatch_ranges(num_chunks, busy), *[range(num_chunks, num_chunks)] * (world_size - busy))
 

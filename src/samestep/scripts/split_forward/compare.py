@@ -4,6 +4,10 @@ Both run without gradients (with them if the forward differentiates), once for e
 and BatchNorm are neutral meanwhile: they depend on the microbatch by design. What remains equal can be joined, each
 tensor by a rule that the comparison finds: rows one after another, or a mean or a sum over the microbatches, as of a
 loss.
+
+`compare` finds the rules (`JoinRules`), `auto_wrap` keeps them for the form of the arguments, and `JoinRules.joined`
+applies them to what `chunked_forward` has put one after another. The comparison leaves no trace (`_isolated`): neither
+draws, output, attributes nor buffers, so that the forward after it is the script's first one.
 """
 
 import itertools
@@ -32,11 +36,13 @@ from samestep.scripts.split_forward.replicas import ModuleState, OwnGenerators
 
 IGNORED = (-100, -1, 0)  # labels that losses leave out: of transformers, of nanoGPT, and of padding or a mask
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
+# Of 10 bits of mantissa, which cuDNN's convolutions have by default.
 TF32_TOLERANCE = 1e-2
 NEAREST = 4  # how many times the error of the best rule another one may have
 NOISE = 0.5
 COUNTED_DIMS = 2  # of labels and masks
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+# A cache has its tensors in objects for the layers.
 OBJECT_DEPTH = 3
 OWN = (*HOOKS, "_compiled_call_impl")  # attributes that the comparison sets itself
 
@@ -173,6 +179,7 @@ def _found(run: Callable[..., Any], module: nn.Module, chunks: Chunks, dim: int)
     try:
         whole, written = run(*_arguments(chunks, numbers))
     except torch.OutOfMemoryError:
+        # The last one may be smaller than the first: then a mean by rows and one of means differ.
         numbers = range(0, chunks.num_chunks, chunks.num_chunks - 1)
         whole, written = run(*_arguments(chunks, numbers))
     _check_written(module, written, {})
@@ -219,6 +226,7 @@ def _shaken(module: nn.Module) -> Iterator[None]:
         with torch._C.DisableTorchFunction():  # simulated devices do not matter here
             for parameter in parameters:
                 noise = torch.randn(parameter.shape, generator=draws, device="cpu")
+                # By `.data`: a graph of the script's may have saved them, and a new version would end its backward.
                 parameter.data.add_(noise.to(parameter) * NOISE / math.sqrt(math.prod(parameter.shape[1:])))
         yield
     finally:
@@ -234,6 +242,7 @@ def _arguments(chunks: Chunks, numbers: Sequence[int]) -> tuple[tuple[Any, ...],
         rows = leaf.value.split(list(leaf.sizes), leaf.dim) if leaf.sizes else ()
         taken = [rows[number] for number in numbers] if rows else [leaf.value]
         piece = (taken[0].clone() if len(taken) == 1 else torch.cat(taken, leaf.dim)).detach()
+        # A forward that differentiates itself, as a force field's, takes gradients of its inputs.
         pieces.append(piece.requires_grad_(leaf.value.requires_grad))
     return chunks.arguments(pieces)
 
@@ -250,6 +259,8 @@ def _candidates(module: nn.Module, chunks: Chunks) -> list[Rule]:
         if ignored == 0 or not leaf.value.is_floating_point()
         if leaf.value.ndim > 1 or not is_shifted
     ]
+    # Where several are left the first is taken: labels that are ignored before rows, and later arguments, which are
+    # mostly the labels, before earlier ones.
     by_label = [rule for rule in counted if rule.ignored != 0]
     return [*by_label, Rule("mean"), *[rule for rule in counted if rule.ignored == 0], Rule("sum")]
 
@@ -276,6 +287,7 @@ def _rules(
             errors = [(rule, _error(_weighted(stacked, weights(rule), rule), whole)) for rule in candidates]
             best = min(error for _, error in errors)
             if best <= _tolerance(whole):
+                # To be within the tolerance is not enough: a mean by rows may be as near one by labels as that.
                 limit = NEAREST * max(best, torch.finfo(whole.dtype).eps)
                 return [rule for rule, error in errors if error <= limit]
     shape = list(whole.shape)
@@ -325,6 +337,7 @@ def _weighted(stacked: Tensor, weights: Sequence[int], rule: Rule) -> Tensor:
     if rule.kind == "sum":
         return stacked.to(wide if stacked.is_floating_point() else stacked.dtype).sum(0).to(stacked.dtype)
     by_chunk = stacked.new_tensor(weights, dtype=wide).view(-1, *[1] * (stacked.ndim - 1))
+    # Not by the weight alone: the mean over no labels is NaN, also times 0.
     counted = torch.where(by_chunk > 0, stacked.to(wide), 0.0)
     return ((counted * by_chunk).sum(0) / sum(weights)).to(stacked.dtype)
 
@@ -332,6 +345,7 @@ def _weighted(stacked: Tensor, weights: Sequence[int], rule: Rule) -> Tensor:
 @contextmanager
 def _isolated(script: ScriptState, module: nn.Module) -> Iterator[Callable[..., Any]]:
     """Gives a function that calls the module and leaves no trace: neither attributes, buffers, output nor draws."""
+    # Uncompiled: the shapes of the comparison alone would be compiled, and fused draws pass no dispatcher.
     inner = module._modules.get("_orig_mod") if type(module).__name__ == "OptimizedModule" else None
     model = module if inner is None else inner
     children = list(model.modules())
@@ -342,6 +356,7 @@ def _isolated(script: ScriptState, module: nn.Module) -> Iterator[Callable[..., 
     def attempt(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         before = [ModuleState(child) for child in children]
         buffers = [dict(child._buffers) for child in children]
+        # The same draws for the whole batch and each part, of what `_Neutral` does not see.
         script.generators.seed(0)
         try:
             for child in children:
@@ -385,6 +400,7 @@ def _check_written(module: nn.Module, whole: dict[str, Any], part: dict[str, Any
     """Raises for an attribute that was written, which chunks lose, and for a buffer that is not the whole batch's."""
     buffers = {name.removeprefix("_orig_mod.") for name, _ in module.named_buffers()}
     for name in sorted(whole.keys() | part.keys()):
+        # An attribute is lost with any chunk; a buffer may be written if each part leaves what the whole batch does.
         if name not in buffers or (part and not _is_like(part.get(name), whole.get(name))):
             raise WritesState(f"its forward writes {name}, which microbatches would leave with another value")
 
@@ -434,6 +450,7 @@ class _Neutral(TorchDispatchMode):
             else:
                 named[name] = value
 
+        # Kernels of attention and recurrent layers draw inside, by an argument.
         for name in ("dropout_p", "dropout"):
             if name in places:
                 assign(name, 0.0)
@@ -445,6 +462,7 @@ class _Neutral(TorchDispatchMode):
                     assign(name, like.new_full((channels,), default))
             assign("training", False)
         elif torch.Tag.nondeterministic_seeded in operation.tags:
+            # Filled as other draws are, its result would no longer depend on its input.
             if operation.overloadpacket is torch.ops.aten.native_dropout:
                 return given[0].clone(), torch.ones_like(given[0], dtype=torch.bool)
             drawn = operation(*given, **named)

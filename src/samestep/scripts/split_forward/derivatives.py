@@ -1,4 +1,14 @@
-"""A shared call in the script's graph, and its derivatives, shared out over this process and the workers."""
+"""A shared call in the script's graph, and its derivatives, shared out over this process and the workers.
+
+The script's graph has one node a call, `SharedCall`, from what entered to the results. The graphs of the chunks stay on
+the processes that have computed them, under the call's number, until the node is freed.
+
+A backward that is recorded (`create_graph=True`) makes a call too: given are the gradients of the results and what
+entered the first call, and its results are the gradients of the latter. Its node is a `SharedCall` again, and so on:
+nothing here knows of which order a derivative is.
+
+Whatever fails, on whichever process: all take part in the sums, all workers answer, and the error is raised after that.
+"""
 
 import threading
 import weakref
@@ -41,11 +51,15 @@ class SharedCall(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, node: Node, *inputs: Tensor) -> tuple[Tensor | None, ...]:
         ctx.node = node
+        # None for results that the loss does not use: by zeros, parameters of these alone would get a gradient.
         ctx.set_materialize_grads(False)
+        # Not for this backward, whose chunks have what they need, but as arguments of the node of a recorded one.
         ctx.save_for_backward(*inputs)
+        # A node that kept its results would be a cycle: they would be there until Python looks for cycles.
         values, node.values = tuple(node.values), []
         rest = [value for k, value in enumerate(values) if value is not None and k not in node.tracked]
         ctx.mark_non_differentiable(*rest)
+        # The chunks' graphs, here and on the workers, live as long as the script's graph does.
         weakref.finalize(ctx, node.script.driver.release, node.number)
         return values
 
@@ -57,6 +71,7 @@ class SharedCall(torch.autograd.Function):
         if not given:
             return (None,) * (1 + len(node.inputs))
         with whole_messages(in_backward=True), torch._C.DisableTorchFunction():
+            # Autograd runs a backward with gradients on if `create_graph` is given.
             has_derivative = torch.is_grad_enabled()
             made = _differentiate(node, given, seeds, has_derivative)
             if not has_derivative:
@@ -86,12 +101,14 @@ def _differentiate(node: Node, given: Sequence[int], gradients: Sequence[Tensor]
         keeps=call.has_derivative or torch._C._autograd._get_current_graph_task_keep_graph(),
         is_careful=bool(again),
     )
+    # The forms that the sums take are not sent: every process makes them, on its own device.
     own = replace(task, items=with_likes(task.items, script.communicator.device))
     sums = make_sums(link.communicator, call.items, node.ranges)
     error: BaseException | None = None
     made, rows = Call({}, ()), list[list[Tensor | None]]()
     # The script may have changed something since the forward.
     before = {what for what, _ in node.image.written()} if node.is_careful else set()
+    # Before the own chunks: the workers compute theirs meanwhile.
     if link.world_size > 1:
         _send_gradients(driver, task, gradients)
     try:
@@ -108,6 +125,7 @@ def _differentiate(node: Node, given: Sequence[int], gradients: Sequence[Tensor]
     if error is None:
         error = _compared_gradients(node, own, again, gradients, answers)
     if error is not None:
+        # The workers may hold the call that failed here, and no node will release it.
         if task.number is not None:
             driver.released.append(task.number)
         raise_again(error)
@@ -130,6 +148,7 @@ def _cut(task: Derivative, gradients: Sequence[Tensor], mine: Sequence[int]) -> 
 def _send_gradients(driver: Driver, task: Derivative, gradients: Sequence[Tensor]) -> None:
     """Tells the workers of a derivative; what every chunk gets whole is sent once."""
     pairs = list(zip(task.items, gradients, strict=True))
+    # With their strides, by which a kernel chooses in which order it adds.
     flat = [laid_flat(g.detach()) for item, g in pairs if item.kind == "copied"]
     forms = [(len(each), stride, each.is_cpu) for each, stride in flat]
     cut = [(item, g) for item, g in pairs if item.kind != "copied"]
@@ -142,6 +161,7 @@ def _take_gradients(
     answers: Answers, rows: Sequence[list[Tensor | None]], error: BaseException | None, image: Image
 ) -> BaseException | None:
     """Adds the workers' gradients of what was cut to the rows of this process; returns the first error, if any."""
+    # By rank, so by chunk: a row begins with the own pieces.
     for head, tensors in answers:
         if head["error"] is not None:
             error = error or unpacked_error(head["error"], image.classes)
@@ -156,6 +176,7 @@ def _compared_gradients(
     node: Node, task: Derivative, again: dict[int, Call], gradients: Sequence[Tensor], answers: Answers
 ) -> BaseException | None:
     """Differentiates the chunks that were computed again here too; the error if a worker has other bits."""
+    # The script may want another backward, which is compared as well, by the same graph.
     once_more = replace(task, number=None, keeps=True)
     error: BaseException | None = None
     for chunk, call in again.items():
@@ -178,6 +199,7 @@ def _gradients_of_inputs(
     values: list[Tensor | None] = [None] * len(items)
     copied = [k for k, item in enumerate(items) if item.kind == "copied"]
     for k, total, is_used in zip(copied, totals, are_used, strict=True):
+        # Not by whether a sum is zero: a gradient of zeros is one, and None is none, also for the optimizer.
         if is_used:
             values[k] = total.to_sparse(1) if items[k].is_sparse else total
     cut = [k for k, item in enumerate(items) if item.kind != "copied"]

@@ -1,4 +1,8 @@
-"""What the driver keeps of the modules that it shares out, and of their calls."""
+"""What the driver keeps of the modules that it shares out, and of their calls.
+
+A module is kept weakly, and known to the workers by the number of its image; a call lives as long as its node of the
+script's graph. Both end by finalizers, so the workers hear of it with the next message: none is sent for that alone.
+"""
 
 import os
 import weakref
@@ -53,12 +57,14 @@ class Driver:
 
     def forget(self, module: nn.Module, image: Image) -> None:
         """Has a module be sent anew, and the flags."""
+        # A new image takes its place, by another number: this one has noted as sent what may not have arrived.
         self.flags = None
         self.modules.pop(module, None)
         self.dropped.append(image.number)
 
     def release(self, number: int) -> None:
         """Drops a call."""
+        # Called by a finalizer, at any moment and perhaps amid a message: the workers hear of it with the next one.
         self.calls.pop(number, None)
         self.again.pop(number, None)
         self.released.append(number)
@@ -84,6 +90,8 @@ class Shared:
 
 def end(driver: Driver) -> None:
     """Lets the workers end, unless one has ended, or this is a process that the script has forked."""
+    # Without this message a worker on another machine finds the link broken, and ends by an error too: the launcher
+    # there must not take a script that has failed for one that is done.
     if os.getpid() == driver.process and not driver.has_failed:
         with suppress(PeerLostError, DeterminismError):  # of workers that are out of step
             driver.link.send(encode(("end",)))

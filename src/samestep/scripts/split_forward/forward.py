@@ -1,4 +1,9 @@
-"""The wrapped forward, as scripts and their wrappers call it."""
+"""The wrapped forward, as scripts and their wrappers call it.
+
+Two ways in: the arguments of a whole batch are cut here (`chunked_forward`, of a DataParallel and of plain scripts), or
+they come cut (`given_forward`, of `parallel_apply`). Without workers all chunks run in this process, also under plain
+python, and have the same bits.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

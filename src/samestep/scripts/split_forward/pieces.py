@@ -3,6 +3,10 @@
 Results are joined as `torch.nn.parallel.gather` does: tensors along `dim`, 0-d ones to a vector with one entry a chunk;
 lists, tuples, named tuples, dicts and dataclasses entry by entry; None, numbers and strings must be the same in every
 chunk.
+
+The kind of an `Item` decides both ways: what is "cut" goes to the chunks in pieces, and its gradients come back in
+pieces and are joined; what is "copied" (parameters, tensors without a batch) goes to all of them, and its gradients are
+summed along the tree (`PieceSums`).
 """
 
 import math
@@ -26,6 +30,7 @@ from samestep.scripts.split_forward.chunks import is_tensor, take_apart
 
 BUCKET_BYTES = 25 * 2**20
 BUCKETS_AT_ONCE = 4  # of which the exchange is under way: it needs memory for what it receives
+# A multiple of the size of every dtype: `Tensor.view(dtype)` asks that of where a tensor begins.
 BORDER_BYTES = 64
 
 
@@ -60,6 +65,7 @@ class Item:
         Without `copies` it shares that too, if it has the strides of a copy.
         """
         if self.kind == "copied":
+            # A number costs nothing to copy, and one that the forward writes to in place stays as the caller has it.
             return whole.detach().clone() if whole.ndim == 0 else whole.detach()
         if self.kind == "stacked":
             return whole[chunk].clone()
@@ -163,6 +169,7 @@ class PieceSums:
                     push(numbers[index])
                 return gradient if gradient.is_sparse else gradient.new_zeros(()).expand_as(gradient)
 
+        # Once a leaf and backward: autograd adds up what several uses of a leaf give before it calls the leaf's hooks.
         handles = [leaf.register_hook(partial(take, index)) for index, leaf in enumerate(leaves)]
         try:
             yield
@@ -170,6 +177,7 @@ class PieceSums:
             for handle in handles:
                 handle.remove()
         for number, bucket in enumerate(self._buckets):
+            # Full ones have gone. A leaf on which no result depends gets no gradient, so its bucket is never full.
             if missing[number] and any(pieces[index] is not None for index in bucket.members):
                 push(number)
 
@@ -194,6 +202,7 @@ class PieceSums:
     def _reduce(self, number: int) -> Reduction:
         bucket = self._buckets[number]
         for chunk in self._mine:
+            # The tree is over all chunks: one that has used nothing here is a leaf of zeros, on any process.
             if (number, chunk) not in self._pushed:  # no result depends on these members
                 self.push(number, chunk, [None] * len(bucket.members))
         sums = self._sums[number].take()
@@ -244,6 +253,7 @@ class Results:
                     f"the wrapped forward returned a tensor of layout {leaf.layout} and dtype {leaf.dtype}; results to "
                     "be joined are dense and not quantized"
                 )
+        # They travel as bytes, which do not show that a tensor is to be read as conjugate or negative.
         leaves = [leaf.resolve_conj().resolve_neg() for leaf in leaves]
         self.leaves.append([leaf.to(self._device) if moves else leaf for leaf in leaves])
         self.templates.append(template)
@@ -266,6 +276,7 @@ def item_of(forms: Sequence[TensorForm], dim: int | None) -> Item:
     """How the pieces of one leaf, chunk by chunk, make a whole."""
     shapes, dtypes = [form.shape for form in forms], {form.dtype for form in forms}
     ndim, dtype = len(shapes[0]), forms[0].dtype
+    # Which the script will join itself, so pieces may have any shapes: the whole is a vector of all of them.
     if dim is None and len(dtypes) == 1:
         sizes = tuple(math.prod(shape) for shape in shapes)
         return Item("cut", (sum(sizes),), dtype, 0, sizes, tuple(shapes))
@@ -284,4 +295,5 @@ def item_of(forms: Sequence[TensorForm], dim: int | None) -> Item:
 
 def without_dim(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
     """The number of sizes of a shape, and those but for one."""
+    # With their number: of [5] and of [5, 7] the same is left without dim 1.
     return (len(shape), *shape[:dim], *shape[dim + 1 :])

@@ -3,6 +3,11 @@
 As with `torch.func.functional_call` the module itself runs; `isinstance(w, nn.Parameter)` stays true inside. Attributes
 that a chunk writes are restored, as they are lost with the replicas of torch's DataParallel: the next chunk, which may
 run on another rank, must not see them.
+
+`Replicas` has the parameters' places, `Buffers` the buffers', `ModuleState` everything else. What cannot be put back is
+an error that names it: a parameter that was written, a tensor or list that was changed in place, a gradient that would
+leave the chunk by another way than its leaves (`check_graph`). Between two forwards nothing here refers to the module
+itself, only to its parameters: a model that the script drops is free at once.
 """
 
 import gc
@@ -102,6 +107,8 @@ class Buffers:
         originals = {place: buffer for place in (*means, *others) if (buffer := place.get()) is not None}
         versions = {place: version_of(buffer) for place, buffer in originals.items()}
         for place, buffer in originals.items():
+            # A large buffer of a module in evaluation mode, a table say, that no forward was seen to change is shared,
+            # since a copy costs its size. If it is written after all, `_keep_first` raises.
             small = buffer.numel() * buffer.element_size() <= SMALL_BYTES
             if small or all_of_them or place.module.training or place in means or place.name in self._changing:
                 place.put(script.mark(buffer.detach().clone(), device_id))
@@ -148,6 +155,7 @@ class Buffers:
                 continue
             value = merged[offset : offset + target.numel()].view(target.shape)
             offset += target.numel()
+            # `num_batches_tracked` is one of them: a mean of equal whole numbers, which a division may miss by a bit.
             target.data.copy_(value if target.is_floating_point() else value.round())
 
     def _keep_first(
@@ -168,6 +176,7 @@ class Buffers:
             if torch.equal(ours, before):
                 return
         self._changing.add(place.name)
+        # Chunk 0 is the driver's: what it leaves is in no message.
         if chunk == 0 and end is not None:
             self._ends[index] = end.detach().clone()
 
@@ -196,6 +205,7 @@ class Replicas:
             for key, parameter in child._parameters.items():
                 if parameter is None:
                     continue
+                # A tied weight is in several places: they get one stand-in, whose gradient is the sum of all uses.
                 if id(parameter) not in numbers:
                     numbers[id(parameter)] = len(self.parameters)
                     self.parameters.append(parameter)
@@ -266,6 +276,7 @@ class Replicas:
     def states(self, at_length: bool) -> list[tuple[int, ...]]:
         """The version and address of each parameter, which a write changes; at length, its checksum too."""
         return [
+            # A write by `.data` moves no version, and shows in the bytes alone.
             (version_of(parameter), parameter.data_ptr(), int(tensor_checksum(parameter)) if at_length else 0)
             for parameter in self.parameters
         ]
@@ -345,6 +356,7 @@ class ModuleState:
     def __init__(self, child: nn.Module) -> None:
         self._entries = dict(child.__dict__)
         self._children = dict(child._modules)
+        # Of these the names alone: `placed` and `copied` put the values back.
         self._tensors = (set(child._parameters), set(child._buffers))
         self._not_saved = set(child._non_persistent_buffers_set)
 
@@ -362,6 +374,7 @@ class ModuleState:
             if not type(child).__module__.startswith("torch."):  # old-style weight_norm writes its weight each time
                 written |= {key for key, value in now.items() if key not in entries or entries[key] is not value}
                 written |= entries.keys() - now.keys()
+            # In place: torch and the script may hold the table itself.
             now.clear()
             now.update(entries)
         if not _is_same(child._modules, self._children):
@@ -388,6 +401,7 @@ def in_place_state(modules: Sequence[tuple[str, nn.Module]]) -> dict[str, tuple[
         if isinstance(value, Tensor):
             found[name] = (id(value), version_of(value))
         elif type(value) is list:
+            # The length is enough: entries that a chunk replaces are found by `Records`.
             found[name] = (id(value), len(value))
     return found
 

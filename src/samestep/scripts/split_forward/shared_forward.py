@@ -1,4 +1,15 @@
-"""A wrapped forward, shared out over this process and the workers."""
+"""A wrapped forward, shared out over this process and the workers.
+
+    1  look     is the module what the workers have? (`_shared`; then `_task` says what is to be computed, and by whom)
+    2  send     what they lack, and their pieces (`_send`): all that may not pickle is pickled before a byte leaves
+    3  compute  own chunks, up to the first that fails; then all answers are read, whatever has failed
+    4  check    raise the error of the first chunk that has one; in careful forwards compute chunks of workers again
+    5  merge    the buffers, when no chunk has failed: a forward of which one has leaves them as they were
+    6  join     the results, as one node of the script's graph
+
+An error before the first byte leaves the workers as they were, and has the module sent anew; later ones, whatever a
+chunk raises, leave them in step. One in the midst of a message does not, and ends the run (`Link.whole`).
+"""
 
 import pickle
 import weakref
@@ -31,6 +42,7 @@ from samestep.scripts.workers.link import decode, encode, whole_messages
 from samestep.scripts.workers.pickling import Unpickler, pickled_answer, raise_again, unpacked_error
 
 CHUNK_STREAM = 2**33  # apart from the streams of train steps and loaders
+# What no look finds shows when bits are compared: of each worker at first, later of one in each fiftieth forward.
 CHECKED_FORWARDS = 3
 CHECKED_EVERY = 50
 
@@ -63,6 +75,7 @@ def shared_forward(
         raise UsageError(
             "forward-mode differentiation does not pass a wrapped forward; use reverse mode, or the module"
         )
+    # Before anything is noted as sent.
     refuse_modes()
     if child := hooked(module):
         script.notice(
@@ -103,10 +116,12 @@ def shared_forward(
                 again = partial(_again, script, shared, module, task, chunks, values)
                 _raise_first(work, answers, task, shared.image, again)
                 rows = _rows(shared, work, answers)
+                # The chunks have called cached functions too; what counts are the script's calls between forwards.
                 shared.image.records.note_counts()
                 if task.is_careful:  # before buffers change
                     _check_again(driver, shared, module, task, again, rows, device)
             finally:
+                # Also of a forward that has failed, on any number of devices: the seed of the next one counts it.
                 script.num_forwards += 1
                 script.num_since_reseed += 1
                 shared.num_forwards += 1
@@ -130,6 +145,7 @@ def _shared(driver: Driver, module: nn.Module, is_root: bool, device: torch.devi
     if known is None:
         driver.num_images += 1
         image = Image(driver.num_images, device)
+        # By the number: a reference to the module or its image would keep them alive.
         weakref.finalize(module, driver.dropped.append, image.number)
         content = image.content(module, is_root)
         known = Shared(Split.of(module, image.records.generators), image)
@@ -162,6 +178,8 @@ def _task(
         entering=tuple(_item(chunks.leaves[k], values[k]) for k in tracked),
         trained=tuple(k for k, parameter in enumerate(parameters) if records and parameter.requires_grad),
         ids=tuple(device_ids[k % len(device_ids)] if device_ids else k for k in range(chunks.num_chunks)),
+        # From the host's generator without a draw, so the script's next draw is that of plain python. `seeding.patches`
+        # has what that means for states that are saved and put back.
         seed=derive_seed(generator_state(), CHUNK_STREAM, script.num_since_reseed),
         is_careful=is_careful,
         is_root=is_root,
@@ -194,6 +212,7 @@ def _send(
 ) -> None:
     """Tells the workers of a forward: what has changed since the last one, and the pieces of each."""
     image, link = shared.image, driver.link
+    # Without workers too: it notes the versions from which `Image.written` tells what a chunk has changed.
     stale = image.stale(content is not None or task.is_careful)
     if link.world_size == 1:
         return
@@ -208,6 +227,7 @@ def _send(
         parts.append(encode(pickled_answer(lists, ()), tensors))
     # At last, when nothing is left that may not pickle.
     known, shared.plan = shared.plan, (planned(task), template)
+    # Mostly the workers have it from the forward before, and the message is short.
     plan = None if known == shared.plan else shared.plan
     own = task.number, task.seed, task.place
     what = ("forward", own, plan, image.number, content, stale, driver.new_flags(), driver.unneeded())
@@ -241,6 +261,8 @@ def _raise_first(
         said += head["said"]
         if head["error"] is not None:
             failures.append((head["failed_chunk"], unpacked_error(head["error"], image.classes)))
+    # The first of all chunks that failed anywhere, which is the one that one device would have stopped at: each process
+    # stops at its own first.
     failed_chunk, error = min(failures, key=lambda pair: pair[0], default=(task.chunks.num_chunks, None))
     output.replay([(stream, text) for chunk, stream, text in said if chunk <= failed_chunk])
     if error is None:
@@ -287,6 +309,7 @@ def _rows(shared: Shared, work: Work, answers: Answers) -> list[Row]:
     """The results of all chunks."""
     results = work.results
     rows = [Row(*row) for row in zip(results.leaves, forms_of(results.leaves), results.templates, strict=True)]
+    # By rank, which is the order of the chunks.
     for head, tensors in answers:
         if head["templates"]:
             forms, templates = Unpickler(head["templates"], shared.image.classes).load()
@@ -305,6 +328,7 @@ def _again(
     numbers: Sequence[int],
 ) -> Work:
     """Computes chunks of workers here."""
+    # Not that of the forward, whose buffers have the sums of its own chunks.
     split = Split.of(module, shared.image.records.generators)
     columns = _columns(chunks, values, numbers)
     with output.silenced():
@@ -330,6 +354,7 @@ def _check_again(
         return
     count = shared.num_checks
     shared.num_checks += 1
+    # One worker in turn where only the interval asks for it; all of them after a change, or if code asks for a clock.
     if count >= CHECKED_FORWARDS and shared.num_forwards % CHECKED_EVERY == 0:
         busy = [busy[count % len(busy)]]
     numbers = [mine[count % len(mine)] for mine in busy]
@@ -388,6 +413,7 @@ def _joined(
         )
         wholes = list(SharedCall.apply(node, *inputs))  # type: ignore[no-untyped-call]
     else:
+        # There will be no node whose end releases it.
         driver.release(task.number)
     if dim is not None or not items:
         joined = [script.mark(whole, devices[0]) for whole in wholes if whole is not None]

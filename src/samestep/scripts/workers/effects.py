@@ -1,4 +1,8 @@
-"""Effects of a chunk on the world outside: each process that computes chunks would have them, so they are refused."""
+"""Effects of a chunk on the world outside: each process that computes chunks would have them, so they are refused.
+
+By an audit hook, which sees effects wherever they come from, without a patch; Python never takes one away, so it asks
+each time whether a chunk runs. What a library does for itself (caches, temporary files) is left to it.
+"""
 
 import os
 import sys
@@ -45,6 +49,7 @@ def _writes(arguments: tuple[Any, ...]) -> bool:
 
 def _is_by_script() -> bool:
     """Whether the script's code has called what raised the event, perhaps by a function of Python's own library."""
+    # The line that has called, past this function and the hook.
     frame = sys._getframe(2)
     while frame.f_back is not None and _is_pythons(frame.f_code.co_filename):
         frame = frame.f_back

@@ -1,4 +1,9 @@
-"""What a forward depends on beside its module: modes, flags and variables of the process."""
+"""What a forward depends on beside its module: modes, flags and variables of the process.
+
+They are read before each forward and each backward, and sent when they differ from what the workers have: the script
+sets them at any time, and they are of the process, not of the module. What cannot be read as a value (a mode of the
+script's, a hook on saved tensors) is refused while it is on.
+"""
 
 import inspect
 import os
@@ -53,6 +58,7 @@ FLAGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
 def flags_now(before: Mapping[bytes, bytes]) -> dict[str, Any]:
     """The values in this process, which had these variables before the script ran."""
     variables: dict[bytes, bytes] = vars(os.environb)["_data"].copy()  # each look through `os.environ` decodes all
+    # Those that the script has set or removed, which count on other machines too; all others are the machine's own.
     names = {*before, *variables} if variables != before else ()
     return {
         "environment": variables,
@@ -82,11 +88,13 @@ def set_flags(values: dict[str, Any], own: Mapping[bytes, bytes] | None) -> None
     if own is not None:
         sent = {name: value for name, value in variables.items() if name != VISIBLE_DEVICES.encode() or name in changed}
         variables = {**sent, **{name: value for name, value in own.items() if name not in changed}}
+    # By the mapping, not by its dictionary: code in C asks the process, which this sets too.
     os.environb.clear()
     os.environb.update(variables)
     with suppress(OSError) if own is not None else nullcontext():
         os.chdir(values["folder"])
     torch.set_default_dtype(values["dtype"])
+    # Only then: setting one puts a mode on the stack, through which every call goes.
     if str(torch.get_default_device()) != values["device"]:
         torch.set_default_device(values["device"])
     is_deterministic, warns_only = values["deterministic"]

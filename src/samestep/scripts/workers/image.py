@@ -3,6 +3,10 @@
 The module and what its code refers to are pickled, and again when something of it is no longer as it was. Its tensors
 travel apart: they are rebuilt on storages of the worker's, whose bytes the driver sends before each forward where they
 may have changed.
+
+Two questions are asked before each forward. `has_changed`: is the module, or anything that its code refers to, another
+one? Then all of it is pickled again (`content`). `stale`: which storages may have other bytes? What these give is noted
+as sent; if sending fails, `Driver.forget` drops the image, and the module gets a new one.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,6 +21,7 @@ from samestep.scripts.split_forward.compare import HOOKS
 from samestep.scripts.workers.pickling import VOLATILE, ModulePickler, Unpickler, pickled, put_in_place
 from samestep.scripts.workers.records import Change, Records
 
+# Tensors of up to so many bytes are sent each time: one that is written by `.data` moves no version.
 SMALL_BYTES = 2**16
 CHECKED = 3
 CHECKED_EVERY = 10
@@ -68,6 +73,7 @@ class Image:
             or next(self.records.changes(), None) is not None
         ):
             return True
+        # An assignment to `.data` gives a tensor other memory, perhaps of another shape: the object stays the same.
         return any(
             (*form[2:5], form.requires_grad, self.storages[form.storage]._cdata) != _place(tensor)
             for tensor, form in zip(self._tensors, self._forms, strict=True)
@@ -108,12 +114,14 @@ class Image:
 
     def is_suspect(self, is_new: bool) -> bool:
         """Whether the workers' results are to be compared now, beside at the usual intervals."""
+        # Not each time: a module whose code refers to a counter, say, is sent before every forward.
         is_tried = is_new and (self.num_sent <= CHECKED or self.num_sent % CHECKED_EVERY == 0)
         return is_tried or self._is_volatile or self.records.are_called()
 
     def written(self) -> Iterator[Change]:
         """What a chunk has changed of all that its code refers to."""
         for tensor, form, before in zip(self._tensors, self._forms, self._versions, strict=True):
+            # Parameters have a check of their own, `Replicas.check_unwritten`.
             if not form.requires_grad and version_of(tensor) != before:
                 yield f"a tensor of shape {list(form.shape)}", None
         yield from self.records.changes()
@@ -137,8 +145,10 @@ class Copy:
         unpickler = Unpickler(content.data, [*tensors, device])
         self.module: nn.Module
         self.module, placed, modules = unpickler.load()
+        # The same unpickler, whose memo has the classes that the module's part has made.
         self.classes: list[type] = unpickler.load()
         put_in_place(placed, modules)
+        # Pickled once more, to nowhere: that notes what the worker's own objects hold, to which `put_back` returns.
         noting = ModulePickler(_Nowhere(), self.module, is_root=False)
         noting.dump(self.module)
         self.records = noting.records
@@ -152,6 +162,7 @@ class Copy:
     def _tensor(self, form: Form) -> Tensor:
         storage = self._storages[form.storage]
         tensor = torch.empty(0, dtype=form.dtype, device=storage.device)
+        # Tensors that share memory in the driver do so here: a write to one of them shows in the others, as there.
         tensor.set_(storage, form.offset, form.shape, form.stride)
         if form.kind == "parameter":
             return nn.Parameter(tensor, form.requires_grad)
@@ -178,6 +189,7 @@ class _Same:
         self.value = value
 
     def __eq__(self, other: object) -> bool:
+        # Of tuples `==` would ask the values themselves: an array has no truth value, and equal objects may be two.
         return isinstance(other, _Same) and self.value is other.value
 
     __hash__ = None  # type: ignore[assignment]

@@ -1,4 +1,13 @@
-"""Messages between the driver, rank 0, which runs the script, and the workers, which compute chunks."""
+"""Messages between the driver, rank 0, which runs the script, and the workers, which compute chunks.
+
+A message is pickled values and tensors. In host memory: the size of the pickle, the pickle, and the tensors that are
+there, each padded to 64 bytes; tensors on the device travel apart, packed. Both sides must know the sizes of what they
+exchange, so each message begins with a head of a fixed size, which says them, and holds a short message whole: one
+exchange for most. A longer one follows as a second exchange.
+
+What was sent is waited for at the next message (`_finish_sent`). The order of exchanges is the same on both sides, and
+none may be left out: an exception between two of them puts the devices out of step, and `Link.whole` remembers it.
+"""
 
 import pickle
 import signal
@@ -20,6 +29,7 @@ from samestep.errors import DeterminismError
 from samestep.scripts.split_forward.pieces import BORDER_BYTES, pack, packed_size
 
 SIZE_BYTES = 8
+# Padded to 64 bytes: what follows in a head begins on a border, as the tensors of a message must.
 WORDS = struct.Struct("=3Q?39x")  # bytes of two messages, of what follows on the device; whether any does
 HEAD_BYTES = 16 * 1024
 INLINE_BYTES = HEAD_BYTES - WORDS.size
@@ -99,6 +109,7 @@ class Link:
         if self.world_size == 1:
             return
         with self.whole():
+            # The workers have answered a message whose answers an error kept from being read: they come first.
             while self._due:
                 self.answers()
             self._finish_sent()
@@ -110,6 +121,7 @@ class Link:
         shared = _padded(message.on_host)
         sizes = [sum(packed_size(each.nbytes) for each in part.on_device) for part in parts]
         self._send([(shared, _padded(part.on_host)) for part in parts], sizes, range(1, self.world_size))
+        # One exchange for all workers, which each of them must then take part in, also with nothing of its own.
         if any(sizes):
             self._start(pack([each for part in parts for each in part.on_device], self._nothing.device), [0, *sizes])
 
@@ -184,6 +196,7 @@ class Link:
     def _receive(self, ranks: range) -> list[tuple[Tensor, Tensor, int, bool]]:
         """From each of some ranks two messages, the bytes on the device that follow, and whether any rank's do."""
         nothing = [0] * self.world_size
+        # Of the host's transport alone: no stream of a device is waited for to learn what a message says.
         received = self._transport.deliver([], nothing, [HEAD_BYTES * (k in ranks) for k in range(self.world_size)])
         heads = received.wait().view(-1, HEAD_BYTES)
         words = [WORDS.unpack_from(head.numpy()) for head in heads]
@@ -222,6 +235,7 @@ def whole_messages(in_backward: bool = False) -> Iterator[None]:
     Those of a block in a backward wait for the end of it all, as under python, since a handler may compute. Only if it
     fails, and has no end, they are handled at once.
     """
+    # Python runs handlers on the main thread alone, and lets no other one set them.
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -238,6 +252,7 @@ def whole_messages(in_backward: bool = False) -> Iterator[None]:
 
     has_failed = True
     try:
+        # Only handlers in Python can wait; those of C and the default ones act at once, as under python.
         for signum in HANDLED:
             if callable(handler := signal.getsignal(signum)):
                 before[signum] = handler
@@ -272,6 +287,7 @@ def laid_flat(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     """A tensor's memory as a vector, with its strides, by which kernels choose how to add up; or that of a copy."""
     span = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     if not 0 < span <= MOST_GAPS * tensor.numel() or tensor.is_conj() or tensor.is_neg():
+        # Too much between its elements to send that too, or read as other values than its bytes.
         tensor = tensor.resolve_conj().resolve_neg().contiguous()
         span = tensor.numel()
     return tensor.as_strided((span,), (1,)), tensor.stride()
@@ -280,6 +296,7 @@ def laid_flat(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
 def decode(received: Received) -> tuple[Any, list[Tensor]]:
     """What was encoded; the tensors share the memory of the bytes."""
     data, on_device = received
+    # Of a message without parts.
     if not len(data):
         return None, []
     size = SIZE_BYTES + int.from_bytes(data[:SIZE_BYTES].numpy().tobytes())

@@ -2,6 +2,11 @@
 
 What cloudpickle takes along of a function is the globals that it names; here too the script's modules by those of their
 attributes that any code sent names, the functions that the script has put into libraries, and caches.
+
+One pass over all objects does three things: it writes them, numbers the tensors, and notes in `Records` what can change
+(`ModulePickler`). The code that it meets names attributes of modules, whose values may be code again, so `pickled`
+repeats the pass until no name is new. A worker's answers go the other way by numbers of the classes that it was sent
+(`_AnswerPickler`): its copies of them must not reach the script.
 """
 
 import builtins
@@ -52,6 +57,7 @@ VOLATILE = frozenset(
 )
 """What code may see other values by in a worker: forwards of it are compared each time."""
 PLAIN = (int, float, str, bool)
+# Each pass finds names at one more remove from the module; what a worker then lacks shows when bits are compared.
 MOST_PASSES = 8
 OWN_DEVICE = -1  # stands for a process's own device, which comes last of its numbered objects
 
@@ -69,6 +75,7 @@ class Unsent:
         )
 
     def __getattr__(self, name: str) -> Any:
+        # pickle, copy and inspect ask any object for such names.
         if name.startswith("__"):
             raise AttributeError(name)
         return self._refuse()
@@ -128,6 +135,7 @@ class ModulePickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def reducer_override(self, entry: Any) -> Any:
         kind = type(entry)
+        # By name: the class is in torch._dynamo, which may not be imported.
         if kind.__name__ == "OptimizedModule":
             return _compiled, (entry._orig_mod, vars(entry).get(COMPILED, {}))
         if kind is FunctionType:
@@ -145,6 +153,7 @@ class ModulePickler(cloudpickle.Pickler):  # type: ignore[misc]
         if kind is _lru_cache_wrapper and _is_by_value(entry.__wrapped__):
             self.records.caches[entry] = entry.cache_info()
             return _cached, (_generation(entry), entry.__wrapped__, entry.cache_parameters())
+        # Weak references do not pickle.
         if kind in (WeakKeyDictionary, WeakValueDictionary):
             return kind, (dict(entry),)
         if isinstance(entry, torch._C.Generator):  # seeded for each chunk; the tensor of its state would come too late
@@ -167,6 +176,7 @@ class ModulePickler(cloudpickle.Pickler):  # type: ignore[misc]
             return Unsent, (f"a {name}",)
 
     def _compiled_in_place(self, module: nn.Module) -> Any:
+        # Compiled in place (`module.compile()`): sent as the plain module, and compiled there by the same options.
         compiled, module._compiled_call_impl = module._compiled_call_impl, None
         try:
             reduced = self.reducer_override(module)
@@ -194,6 +204,7 @@ class ModulePickler(cloudpickle.Pickler):  # type: ignore[misc]
 def pickled(module: nn.Module, is_root: bool, device: torch.device) -> tuple[bytes, ModulePickler]:
     """A module with all that its code refers to, for `Unpickler`, and the pickler with what it has noted."""
     for name, own in list(sys.modules.items()):
+        # Each time: the script may have imported more. `__main__` goes by value in any case.
         if name != "__main__" and type(own) is ModuleType and own.__name__ == name and is_script_module(own):
             cloudpickle.register_pickle_by_value(own)
     names, libraries = frozenset[str](), dict[str, ModuleType]()
@@ -207,6 +218,7 @@ def pickled(module: nn.Module, is_root: bool, device: torch.device) -> tuple[byt
         if pickler.found <= names and pickler.libraries.keys() <= libraries.keys():
             break
         names, libraries = names | pickler.found, {**libraries, **pickler.libraries}
+    # Of a library's class too a method may be replaced at any time.
     for kind in _library_classes(module):
         pickler.records.note_names(vars(kind), {"forward", *pickler.found})
     return file.getvalue(), pickler
@@ -285,6 +297,7 @@ def raise_again(error: BaseException) -> NoReturn:
 
 def put_in_place(placed: Iterable[tuple[Any, str, Any]], modules: dict[str, ModuleType]) -> None:
     """Gives libraries what the script has given them, and the script's modules their names."""
+    # By their names, for code that looks a module up there, or imports it within a function.
     sys.modules.update(modules)
     for owner, name, value in placed:
         if isinstance(owner, str):
@@ -348,6 +361,7 @@ def _library_values(
         for name, value in records.note_names(vars(module), {name for name in names if not name.startswith("__")}):
             if type(value) is FunctionType and is_own_file(value.__code__.co_filename):
                 continue  # a patch of ours, which a worker has too
+            # Of names that have come since, plain values alone: others are mostly of a library that was imported late.
             if at_start.get(name, value) is not value or (name not in at_start and type(value) in PLAIN):
                 yield module.__name__, name, value
             elif type(value) is ModuleType and not is_script_module(value):
@@ -409,5 +423,6 @@ def _cached(key: tuple[int, int], function: Any, parameters: dict[str, Any]) -> 
 
         _caches[key] = lru_cache(**parameters)(wraps(function)(call)), target
     cached, target = _caches[key]
+    # The cache stays, and calls the function as it is now.
     target[:] = [function]
     return cached

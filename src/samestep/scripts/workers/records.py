@@ -2,6 +2,10 @@
 
 Looking through them is what tells, before each forward, whether the workers' copies are still right; it compares
 identities in loops of C, so that a module of two hundred children takes well below a millisecond.
+
+What was an object stays one: what is recorded is kept alive, so an identity that is equal is the same object, and not
+a new one at an old address. Equal values do not count: a forward may ask by `is`. The module itself is not recorded,
+and of dictionaries that keep nothing alive the ids are.
 """
 
 import copyreg
@@ -61,9 +65,11 @@ class Records:
             self.generators.append(entry)
         table = getattr(entry, "__dict__", None)
         if isinstance(table, dict) and not is_root:  # which the image looks at: nothing here keeps it alive
+            # `entry.__class__ = …` gives an object other methods, and changes no table.
             self.kinds.append((entry, kind))
             self._note_table(table)
         for each in kind.__mro__:
+            # A slot is in no dictionary of the object.
             slots = each.__dict__.get("__slots__", ())
             for name in [slots] if isinstance(slots, str) else slots:
                 self.attributes.append((entry, name, getattr(entry, name, ABSENT)))
@@ -112,6 +118,7 @@ class Records:
         for entry, kind in self.kinds:
             if type(entry) is not kind:
                 yield f"the class of a {kind.__name__}", None
+        # One look for all of them, in C.
         if any(self.empty):
             yield from ((_table_change(table, (), ()), None) for table in self.empty if table)
         for table, keys, values in self.tables:
@@ -141,6 +148,7 @@ class Records:
                 yield f"a {type(entry).__name__}", None
         for table, ids in self.weak:
             if _ids(table) != ids:
+                # A cache, which a chunk may fill: nothing to say or to undo, but the module is sent again with it.
                 yield "", _nothing
         for cached, before in self.caches.items():
             if was_cleared(cached, before):
@@ -167,6 +175,8 @@ def named(code: CodeType) -> set[str]:
 @lru_cache(MOST_CODES)
 def loaded(code: CodeType) -> frozenset[str]:
     """The names that code, and the functions and classes in it, look up among global variables."""
+    # Not `co_names`, which has the names of attributes too: a global that has such a name by accident would count.
+    # The body of a class loads by LOAD_NAME.
     found = {each.argval for each in get_instructions(code) if "GLOBAL" in each.opname or each.opname == "LOAD_NAME"}
     return frozenset(found).union(*(loaded(constant) for constant in code.co_consts if isinstance(constant, CodeType)))
 

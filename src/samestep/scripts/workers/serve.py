@@ -1,4 +1,10 @@
-"""A worker: computes the chunks that the driver tells it to, until the driver ends."""
+"""A worker: computes the chunks that the driver tells it to, until the driver ends.
+
+One message, one answer. While a message is being received an error ends this process, since the driver goes on sending
+what it has begun; from then on an error is the answer. In a backward the sums over all processes come before the answer
+and take place whatever has failed. Between two messages a worker holds the modules' copies, and the graphs of the calls
+of which the script's graph still has the nodes.
+"""
 
 import os
 import pickle
@@ -100,6 +106,7 @@ class Worker:
         if sent is not None:
             self._copies.pop(number, None)
             self._storages.pop(number, None)
+            # Only now, when the old ones are free: a device need not hold the module twice.
             self._storages[number] = [
                 torch.UntypedStorage(size, device="cpu" if is_on_host else self._script.communicator.device)
                 for size, is_on_host in sent.sizes
@@ -109,6 +116,7 @@ class Worker:
     def _run(self, head: dict[str, Any], content: Any, part: Received) -> tuple[list[Tensor], partial[Any]]:
         """Runs this worker's chunks of a forward; returns sums of buffers and the results, and what makes the items."""
         (call, seed, place), plan, number, sent, _, flags, _ = content
+        # The driver leaves out the plan that it has sent last for this module.
         task, template = self._plans[number] = plan or self._plans[number]
         task = replace(task, number=call, seed=seed, place=place)
         device = self._script.communicator.device
@@ -134,6 +142,7 @@ class Worker:
             head.update(said=work.said, lost=work.lost, failed_chunk=work.failed_chunk)
             if work.error is not None:
                 raise work.error
+            # Also if no result needs gradients: the driver releases each call by its number.
             if task.records:
                 self._calls[task.number] = Call(work.calls, ()), number
             sums, results = split.buffers.sums, work.results
@@ -156,6 +165,7 @@ class Worker:
         head: dict[str, Any] = {"error": None, "used": [], "present": [], "checksums": []}
         leaves: list[Tensor] = []
         call, image = self._calls[task.call]
+        # Outside of what may fail: the other processes wait for this one's part of the sums.
         sums = make_sums(self._link.communicator, call.items, task.ranges)
         try:
             made, cut, head["checksums"] = self._differentiated(call, image, task, wholes, part, sums)
@@ -204,6 +214,8 @@ class Worker:
             else:
                 columns.append([next(pieces) for _ in mine])
         task = replace(task, items=with_likes(task.items, self._script.communicator.device))
+        # The copy may be gone, or another, since the forward: the graph is all that a backward needs, and there are no
+        # buffers to guard.
         copy, split = self._copies.get(image, (None, None))
         if copy is None or split is None or not split.hold(copy.module):
             return differentiate(self._script, call, task, mine, columns, sums, lambda: lambda: None)
