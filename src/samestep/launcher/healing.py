@@ -133,6 +133,7 @@ class Healing:
 
     def receive(self, event: Mapping[str, Any]) -> None:
         """Handles an event of the rank that writes the ledger, whose duration of a healing is the one reported."""
+        # From now on a healing is told with the ledger's seconds, so that terminal, ledger and report have one number.
         self._keeps_ledger = True
         quorum, seconds = event.get("quorum"), event.get("seconds")
         if isinstance(quorum, int) and isinstance(seconds, int | float):

@@ -341,6 +341,7 @@ class Monitor:
         """Keeps a worker's output; prints rank 0's, except crash dumps (no stream), which messages repeat."""
         data = read_available(fd)
         if stream is not None and worker is self.workers.members[0]:
+            # A decoder for each stream: a read may end within a character, whose rest comes with the next one.
             decoder = codecs.getincrementaldecoder("utf-8")
             decode = self._decoders.setdefault((worker.slot, stream), decoder("replace")).decode
             target = sys.stdout if stream == "stdout" else sys.stderr
