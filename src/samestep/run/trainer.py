@@ -305,6 +305,7 @@ class Trainer:
                 # The others are in a step: an evaluation in a hook would wait for them.
                 if not joins:
                     self._hooks.call("on_fit_start")
+                # Until here the program and its hooks may draw: now the generators become those of the state.
                 progress.go_on(loader)
                 if self._is_over() and not progress.is_complete(loader):
                     self._say_over()
@@ -327,6 +328,7 @@ class Trainer:
                 log.draw(self.history, self._name)
                 raise
             except Exception as error:
+                # An audit that has raised it has ended no step, after which its findings would be recorded.
                 log.record_audits()
                 self._hooks.call("on_failure", error)
                 raise
