@@ -2,7 +2,7 @@
 
 Rank 0 alone reads files, so that all ranks go on from one and the same checkpoint, even if a writer is still at work in
 the folder or a disk gives one of them other bytes. `receive_state` sends it: facts as JSON, tensors one by one. Nothing
-of the program is changed before `check_state` has compared everything; `checkpoint.state.restore` then writes.
+of the program is changed before `check_state` has compared form and contract; `checkpoint.state.restore` then writes.
 """
 
 import json

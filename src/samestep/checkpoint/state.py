@@ -3,8 +3,7 @@
 Nothing in it depends on the number of devices. Of sharded state each rank captures and restores its local shards.
 
 `capture` takes a snapshot between two steps. One that was read goes through `check_captured` (whoever wrote it, it has
-the form that `capture` gives), `check_fits` (it is of these models and optimizers) and `restore`. Only the last writes,
-after everything else that can be refused has been.
+the form that `capture` gives), `check_fits` (it is of these models and optimizers) and `restore`. Only the last writes.
 """
 
 import json

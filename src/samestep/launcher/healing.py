@@ -184,7 +184,7 @@ class Healing:
             return
         stuck = min(hangs.stuck_seconds(worker.slot) for worker in living)
         step = max(workers.beat(worker).step for worker in living)
-        # A step that ends has shown that the connections hold: only losses in one and the same step are counted.
+        # A step that ends has shown that the connections hold: only what breaks in one and the same step counts.
         self._strays = [earlier for earlier in self._strays if earlier == step]
         is_due = stuck >= STRAY_SECONDS and now - self._announced >= STRAY_PAUSE_SECONDS
         if is_due and len(self._strays) < MAX_STRAYS:

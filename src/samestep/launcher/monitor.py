@@ -108,6 +108,7 @@ class Display:
         """The time until the last epoch ends, at the pace so far, if that is known."""
         epoch, part = event.get("epoch") or 1, (event.get("step") or 0) / (event.get("steps") or inf)
         done = (epoch - 1 + part) / (event.get("epochs") or inf)
+        # The pace is that since the first progress: a run that is resumed has done the rest before.
         self._first = self._first or (now, done)
         pace = (done - self._first[1]) / max(now - self._first[0], REFRESH_SECONDS)
         return f", {timedelta(seconds=int((1 - done) / pace))} left" if pace > 0 else ""

@@ -121,7 +121,8 @@ def leave(code: int) -> NoReturn:
 def _finish_files() -> None:
     """Writes what files that the program has left open still hold back, as finalisation does."""
     found = [each for each in gc.get_objects() if issubclass(type(each), io.IOBase) or type(each) is zipfile.ZipFile]
-    # In the order in which they write into each other: texts into compressed files or buffers, those into buffers.
+    # In the order in which they write into each other: texts into compressed files and buffers, compressed files into
+    # buffers.
     texts = [each.flush for each in found if issubclass(type(each), io.TextIOWrapper)]  # into the others
     compressed = [each.close for each in found if type(each).__module__ in COMPRESSING]
     buffers = [each.flush for each in found if issubclass(type(each), io.BufferedWriter | io.BufferedRandom)]

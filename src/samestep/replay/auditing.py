@@ -149,6 +149,7 @@ def audit(
     # From good checkpoints alone: a damaged one is a fault already, and the segments on both sides of it become one.
     plan = segments_of(folder, ledger, places, notes.append)
     seed = secrets.randbits(32) if seed is None else seed
+    # Without trust `audit_segments` refuses other code, but for recipes, whose code is that of samestep's version.
     notes += check_code(record, folder, trust) if trust else []
     drawn = Random(seed).sample(plan, min(segments or len(plan), len(plan)))
     if take is None:

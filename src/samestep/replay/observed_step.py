@@ -3,7 +3,7 @@
 For the step that was asked for the calls come in this order: `begin`, `on_batch`, then for each microbatch
 `on_microbatch`, `on_loss` and `on_gradients(index)`, at last `on_gradients(None)` with the sums, and `end`. If the step
 raises, `end` closes the microbatch that was running. The first value that is not finite is the first in time: a later
-one is its consequence.
+one may come of it.
 """
 
 import traceback
