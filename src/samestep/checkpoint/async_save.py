@@ -1,6 +1,9 @@
 """Saving checkpoints: by a thread while training goes on; if the state is sharded, by all ranks while training waits.
 
 The guarantees are the same: the folder gets its name when the files of all ranks are on the disk and in the manifest.
+
+The methods of a saver are called by the thread that trains. Its own thread touches the snapshot and the folder alone,
+and hands over a result or an error, which `_reap` takes, and sentences on failed attempts, by a deque.
 """
 
 import json
@@ -50,6 +53,7 @@ class CheckpointSaver:
 
     def __init__(self, folder: Path, keep: int = 3, retries: int = 0) -> None:
         self._folder, self._keep, self._retries = folder, keep, retries
+        # By device and inode: a folder that was moved away and made anew has the same name.
         self._parent = _identity(folder.parent)
         self._failures: deque[str] = deque()
         self._pool: ThreadPoolExecutor | None = None
@@ -116,6 +120,7 @@ class CheckpointSaver:
         """Takes the result of the last write if it has ended, or waits until it has."""
         if self._writing is None or not (wait or self._writing.done()):
             return
+        # Not raised here: `to_host_copy` comes by, too, which is not the place for an error of an earlier write.
         self._error = self._writing.exception()
         if self._error is None:
             self._done.append(self._writing.result())
@@ -251,6 +256,7 @@ def _has_rows(shard: LocalShard) -> bool:
 
 def _as_words(written: Written) -> list[int]:
     digest = bytes.fromhex(written.sha256)
+    # As signed 64-bit words, the type in which ranks gather numbers.
     return [written.size, *(int.from_bytes(digest[k : k + 8], "big", signed=True) for k in range(0, 32, 8))]
 
 

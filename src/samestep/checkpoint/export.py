@@ -175,6 +175,7 @@ _WRITERS: Mapping[str, Callable[[Path, dict[str, Any]], None]] = {"torch": _save
 def _write_hub_files(folder: Path, weights: Mapping[str, Tensor], config: Any, max_file_bytes: float) -> None:
     """Writes model.safetensors, or its parts and their index, and config.json if there is a configuration."""
     parts: list[dict[str, Tensor]] = []
+    # Full, so that the first tensor begins a file.
     filled = math.inf
     for name, tensor in weights.items():
         if filled + tensor.nbytes > max_file_bytes:

@@ -33,6 +33,7 @@ DTYPES = {
 MAX_NESTING = MAX_LEVELS // 2
 """Levels of lists and objects within each other that a state may have as JSON; a file around it may have twice that."""
 UNREADABLE = "the packed state cannot be read: its facts and tensors do not fit together"
+# By which a dtype that files do not know is stored bit for bit.
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MAX_INT_BITS = 4096  # below the number of digits that Python reads from a text
 _READABLE = 200  # characters of an error's text
@@ -63,6 +64,7 @@ def pack(value: Any, prefix: str) -> PackedState:
     and shared memory are not. A local shard has the facts of the whole tensor.
     """
     packer = _Packer()
+    # Of a state that contains itself, or is too deep for Python's stack; the check below is for what readers can take.
     with suppress(RecursionError):
         facts = packer.pack(value, prefix)
         if not is_nested_beyond(facts, MAX_NESTING):
@@ -158,6 +160,8 @@ class _Packer:
         entry: dict[str, Any] = {}
         if held.dtype not in DTYPES:
             entry["dtype"] = str(held.dtype).removeprefix("torch.")
+        # Only strides of dense memory are recorded: a view with gaps or overlaps comes back packed, in memory of its
+        # own.
         if packed_strides(held.shape) != held.stride() == dense_strides(held):
             entry["stride"] = list(held.stride())
         plain = _as_stored(held.detach().resolve_conj().resolve_neg())

@@ -1,4 +1,9 @@
-"""Resuming: finding the state to go on from, sending it to all ranks, and comparing its contract."""
+"""Resuming: finding the state to go on from, sending it to all ranks, and comparing its contract.
+
+Rank 0 alone reads files, so that all ranks go on from one and the same checkpoint, even if a writer is still at work in
+the folder or a disk gives one of them other bytes. `receive_state` sends it: facts as JSON, tensors one by one. Nothing
+of the program is changed before `check_state` has compared form and contract; `checkpoint.state.restore` then writes.
+"""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -76,6 +81,7 @@ def receive_state(membership: Membership, step: Steps, find: Callable[[], Resume
     """The state that `find` returns on rank 0, on every rank; a collective call, done again if a rank is lost."""
 
     def attempt() -> Resumed | None:
+        # In the phase of files: reading may take longer than --hang-seconds, and a restart would have to read the same.
         found = on_main(membership.communicator, lambda: membership.heartbeat.call("files", find))
         return broadcast_state(membership.communicator, found, shard_spec=shard_spec_of(step))
 
@@ -245,6 +251,7 @@ def check_state(
         # Its error names the parameter, the contract's only the model's form.
         check_fits(step, state.snapshot)
     check_contract_kept(changes, allow_change)
+    # Else the newest checkpoint of the folder, which a resume by "auto" takes, would be one of the old contract.
     if breaking and state.newer is not None and state.is_in(folder):
         raise ContractError(
             f"{folder} has checkpoints after {state.name}, up to {state.newer}, of the contract before:\n"

@@ -165,6 +165,8 @@ def _key(make: bool) -> bytes | None:
         path = (Path(given) if os.path.isabs(given) else Path.home() / ".local" / "state") / "samestep" / "key"
         if make and not path.exists():
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            # By link(2), which makes the name once the key is whole, and leaves that of another run: a rename would
+            # replace it.
             with NamedTemporaryFile(dir=path.parent) as new, suppress(FileExistsError):  # another run was faster
                 new.write(secrets.token_bytes(KEY_BYTES))
                 new.flush()
@@ -226,6 +228,7 @@ class FolderLock:
         if self._file.closed:
             return
         with suppress(OSError):
+            # While it is locked: after that, the file of this name may be that of the next holder.
             if is_at(self._path, self._file):
                 folder = self._path.parent.stat()
                 self._path.unlink()
@@ -249,6 +252,7 @@ def take_lock(
     while True:
         with writing(path):
             changed = folder.stat().st_mtime_ns
+        # Not emptied by opening it: until it is locked it names its holder.
         file = open_unbuffered(path, "a+b")
         try:
             is_locked, reason = _try_to_lock(file)

@@ -1,6 +1,9 @@
 """The state of a run at a step boundary: captured as tensors and JSON, and restored exactly.
 
 Nothing in it depends on the number of devices. Of sharded state each rank captures and restores its local shards.
+
+`capture` takes a snapshot between two steps. One that was read goes through `check_captured` (whoever wrote it, it has
+the form that `capture` gives), `check_fits` (it is of these models and optimizers) and `restore`. Only the last writes.
 """
 
 import json
@@ -285,6 +288,7 @@ def load_model(
         if name in own and there is not None and form(own[name]) == form(there):
             own[name].copy_(there)
         else:
+            # A buffer that came, went or changed its form in training, as `check_model` allows of buffers alone.
             path, _, key = name.rpartition(".")
             model.get_submodule(path)._buffers[key] = None if there is None else there.to(device, copy=True)
 

@@ -11,6 +11,10 @@ changes it later, it no longer fits its manifest. The manifest lists the files o
 
 One that replaces another of its step takes two renames, since portable ones replace no folder: in between, the other
 one is `step-….replaced`, which readers take for it, and the next writer names it back.
+
+The order on the disk is what makes it safe, whatever ends a writer: begin (older leftovers removed, a folder `.tmp-…`
+locked), the files, the manifest, the rename, `latest` and `best`, and only then the removal of older checkpoints. The
+writer of a whole state calls `write_checkpoint`; ranks with shards call its two halves with their files in between.
 """
 
 import errno
@@ -48,6 +52,8 @@ LATEST_FILE, BEST_FILE = "latest", "best"
 _REPLACED = ".replaced"
 _NAME = re.compile(rf"step-(\d{{8,}})(?:{re.escape(_REPLACED)})?", re.ASCII)
 _OCCUPIED = {errno.ENOTEMPTY, errno.EEXIST, errno.EACCES}  # EACCES: Windows, where a rename replaces no folder
+# The first may find an older one in its place, the second that of another process which was faster; a third is an
+# error.
 _RENAMES = 3
 
 
@@ -115,6 +121,7 @@ def begin_checkpoint(until: ExitStack, folder: Path, step: int, replace: bool) -
     with writing(target):
         if not folder.is_dir():
             folder.mkdir(parents=True, exist_ok=True)
+            # Else a crash could lose the name of the folder, and with it checkpoints whose own bytes are on the disk.
             sync_folder(folder.parent)
         # A writer that was killed between the two renames of a replacement has left the older one under this name.
         for aside in folder.glob(f"step-*{_REPLACED}/"):
@@ -308,12 +315,14 @@ def _move_into_place(temporary: Path, target: Path, replace: bool) -> None:
         if verify_checkpoint(target) is None and not (replace and _differ(temporary, target)):
             break  # another process was faster
         target.rename(aside)
+    # Before the one set aside goes: until then a crash may undo the rename, and would leave neither.
     sync_folder(target.parent)
     _discard(aside)
 
 
 def point_to(folder: Path, file: str, name: str) -> None:
     """Makes `latest` or `best` name a checkpoint; raises a `RunFolderError` if it cannot be written."""
+    # Replaced by a rename: a reader finds the old name or the new one, and never an empty file.
     with writing(folder / file), staging(folder) as temporary:
         write_sealed(temporary / file, f"{name}\n".encode())
         (temporary / file).replace(folder / file)

@@ -105,6 +105,7 @@ def write_sealed_tensors(
     path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> Written:
     """Writes and seals a new file; raises as `write_tensors` does."""
+    # Made here first, for the mode that this user's umask gives a new file.
     path.touch(exist_ok=False)
     mode = path.stat().st_mode
     write_tensors(path, tensors, metadata)
@@ -121,6 +122,8 @@ def _sort_metadata(path: Path) -> None:
         content = json.loads(header)
         content[METADATA] = dict(sorted(content[METADATA].items()))
         ordered = json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode().ljust(len(header))
+        # Only in place: the data begins where the header ends. A text that came out longer is left as the library wrote
+        # it.
         if len(ordered) == len(header):
             file.seek(8)
             file.write(ordered)
@@ -203,6 +206,7 @@ def read_manifest(path: Path) -> Manifest:
         if strange := [file for file, written in files.items() if not _is_name(file) or written.size < 0]:
             raise ValueError(f"it lists {strange[0]!r}")
         manifest = Manifest(operator.index(content["step"]), files)
+        # Whatever a reader would pass over, such as a key that comes twice, makes it another text than a run writes.
         if manifest_bytes(manifest) != data:
             raise ValueError("it has what no run writes")
         return manifest
@@ -235,6 +239,7 @@ def read_parts(folder: Path, names: Iterable[str], written: Mapping[str, Written
                 raise ValueError("its metadata is none that a run writes")
         for tensor, part in tensors.items():
             before = rows.setdefault(tensor, [])
+            # The rows follow each other without gaps or overlaps, so the ranks' files can be joined by `cat` alone.
             at = [sum(len(other) for other in before), *[0] * (part.ndim - 1)]
             alike = not before or (before[0].dtype, before[0].shape[1:]) == (part.dtype, part.shape[1:])
             if part.ndim == 0 or offsets[tensor] != at or not alike:

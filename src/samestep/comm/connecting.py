@@ -28,6 +28,8 @@ from samestep.devices.inventory import usable_cores
 from samestep.errors import DeviceError, PeerLostError, SamestepError, UsageError
 from samestep.text import notify
 
+# For ranks that have all met. Shorter than `STRAY_PAUSE_SECONDS` of the supervisor, which announces another quorum only
+# when none of them can be connecting any more.
 CONNECT_SECONDS = 10.0
 NO_NCCL = "no NCCL"
 FIRST = -1  # priority of a stream: else each of the small sums waits until the kernels of a backward leave room
@@ -50,6 +52,7 @@ def reconnect(
     check: Callable[[], None],
 ) -> tuple[Connection, Connection]:
     """Connects the ranks that are left after a failure, which have all reached the store; `check` is that of waits."""
+    # As one node: only ranks of one machine heal. And no rank hosts the store, which has outlived one of them.
     place = Environment(rank, world_size, rank, world_size, store_is_kept=True, transport=chosen_transport())
     connect_timeout = timedelta(seconds=min(CONNECT_SECONDS, timeout.total_seconds()))
     return connect_at(Rendezvous(store, place, connect_timeout, check), device, timeout, by_nodes=False)
@@ -142,6 +145,7 @@ def connect_process_group(
     try:
         segment = map_segment(Rendezvous(dist.PrefixStore("shared", store), place, timeout))
         shared = SharedTransport(segment, rank, timeout)
+        # With more processes than cores a rank that spins takes the core of one that it waits for.
         shared.spins = num_processes <= usable_cores()
     except NoSegmentError as error:
         if chosen == "shared":

@@ -80,7 +80,7 @@ class Beat:
     seconds: float  # its time, on the clock of `time.monotonic`; 0 before the first
     step: int  # that the worker is in
     phase: str  # one of `PHASES`
-    flags: int  # `STOPS_ON_REQUEST`, `HEALS`, `READY_TO_JOIN`, `LEAVES_EARLY` and `SHOWS_LIFE`, or-ed
+    flags: int  # `STOPS_ON_REQUEST`, `HEALS`, `READY_TO_JOIN`, `LEAVES_EARLY`, `SHOWS_LIFE` and `IS_LATER`, or-ed
     quorum: int  # the number of the quorum that it works in
 
 

@@ -189,6 +189,7 @@ class Membership:
             # connections, which close only when they are freed.
             before = self.num_operations
             values = self._heal(attempt, failure)
+            # This rank was behind, and has carried out the operation among those that were.
             if self.num_operations > before:
                 return values[0]
 
@@ -218,6 +219,8 @@ class Membership:
         number = -1
         # Again with every quorum, until one is formed in which no rank is lost meanwhile.
         while True:
+            # With the number of a quorum that broke it waits for the next; one whose ranks did not admit it is taken up
+            # again.
             quorum = self._quorums.take_up_first(number)
             try:
                 reports = self._quorums.reports(quorum, RankReport(-1))
@@ -268,6 +271,7 @@ class Membership:
                 own = RankReport(self.num_operations, admits, agreed.stop, int(agreed.checkpoint))
                 reports = self._quorums.reports(quorum, own)
                 present = {slot: report for slot, report in reports.items() if report.operations >= 0}
+                # Reports compare by the number of operations first.
                 most = max(present.values())
                 behind = tuple(slot for slot, report in present.items() if report.operations < most.operations)
                 if self.heartbeat.slot in behind:

@@ -2,6 +2,11 @@
 
 A quorum is a list of workers, by slot; the supervisor alone can see which processes are alive, so ranks never vote. The
 place of a worker in the list is its rank, which changes; its slot stays.
+
+`Membership` calls `check` before each operation, and `check_lost` while the host waits for an exchange of its GPU. Once
+an exchange has failed it calls `take_up_next`, `reports` and, for each group that connects, `call_roll`; a late worker
+begins with `take_up_first`. Whatever it waits for in these, a rank has heartbeats and looks at the page: a further loss
+is another number there, which ends the wait.
 """
 
 import math
@@ -97,6 +102,7 @@ class Quorums:
         assert self._page is not None, "only a supervised run heals"
         began, is_told = time.monotonic(), False
         limit = max(QUORUM_SECONDS, self._timeout.total_seconds())
+        # Where a late worker waits in this quorum itself, it is taken up once more, in another round.
         while self._page.number == number and not self.one_waits:
             waited = time.monotonic() - began
             if waited > NOTICE_SECONDS and not is_told:  # the supervisor shows what rank 0 prints
@@ -111,6 +117,7 @@ class Quorums:
             self._heartbeat.enter("regroup")  # it is alive, unlike one that is blocked in a connection
             time.sleep(POLL_SECONDS)  # a page of memory has no wake-up; the supervisor needs longer than this
         quorum = self._page.quorum()
+        # The supervisor announces no workers when the run cannot go on, so that those left end in order.
         if not quorum.slots:
             raise PeerLostError("another rank failed, and the run ends" + (f" ({failure})" if failure else ""))
         # A rank that was stopped for too long (a debugger, swapping) finds that the others have replaced it.

@@ -153,6 +153,8 @@ def meet(
     prefix = call.get("0").decode()
 
     def admit() -> None:
+        # At each poll: a rank that its agent has restarted arrives once more, under the next number. `add` of 0 reads
+        # it.
         for other in range(world_size) if rank == 0 else ():
             store.set(f"{ARRIVALS}/{other}.{store.add(f'{ARRIVALS}/{other}', 0)}/0", prefix)
 

@@ -142,4 +142,5 @@ def _aligned(tensor: Tensor) -> Tensor:
 
 def memory_border(device: torch.device) -> int:
     """The alignment in bytes of tensors that torch's allocator returns."""
+    # On the CPU `gAlignment` of c10/core/alignment.h.
     return 64 if device.type == "cpu" else 256

@@ -80,6 +80,8 @@ def tensor_checksum(tensor: Tensor) -> Tensor:
 
 def position_weights(start: int, count: int, device: torch.device) -> Tensor:
     """Odd weights that depend on the positions from `start` on: int64 [count]."""
+    # The factor is 2^64 by the golden ratio, as a signed word. An odd weight has an inverse modulo 2^64, so the change
+    # of a single word always changes the sum.
     positions = torch.arange(start + 1, start + count + 1, device=device)
     return (positions * -7046029254386353131).bitwise_xor_(positions.bitwise_left_shift_(17)).bitwise_or_(1)
 

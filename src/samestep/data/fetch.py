@@ -135,6 +135,7 @@ def cached(dataset: Any, cache: str | None, device: torch.device) -> Any:
         dataset = TensorData(dataset.gather(torch.arange(len(dataset))), dataset.transform)  # only these samples
     needed = sum(leaf.nbytes for leaf in leaves(dataset.tensors) if leaf.device != device)
     if device.type == "cuda":
+        # Torch's allocator holds memory that no tensor uses, and the driver counts it as taken.
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         check_fits(needed, torch.cuda.mem_get_info(device)[0] + unused, device)
     moved = copy(dataset)
@@ -174,6 +175,7 @@ class RowGather:
             return
         # Row counts of each part, and of the gap that moves the next part to an aligned address.
         lengths = [length for ids in parts for length in (len(ids), -len(ids) % self._step)]
+        # Gaps hold a row that there is, since they are gathered like the others.
         rows = np.full(sum(lengths), parts[0][0], dtype=np.int64)
         start = 0
         for ids, gap in zip(parts, lengths[1::2], strict=True):
@@ -249,6 +251,7 @@ class PinnedRows:
         try:
             return map_tensors(take, tensors)
         finally:
+            # After an error too: copies out of these buffers may be under way.
             event.record()
 
 
@@ -281,5 +284,6 @@ def fetch_ahead(batches: Iterator[Batch], device: torch.device) -> Iterator[Batc
         for leaf in leaves(following.microbatches):
             if isinstance(leaf, Tensor) and leaf.is_cuda:
                 leaf.record_stream(current)  # else its memory may be reused by the side stream while it is read
+        # Started before this batch is handed out, so that the copy runs while the script computes.
         batch, following = following, start_next()
         yield batch

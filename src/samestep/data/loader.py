@@ -3,6 +3,12 @@
 Every sample is consumed once an epoch, in an order that depends on (seed, epoch, number of samples) alone: tier
 `sample-exact` and, with per-sample randomness, `bitwise`. Nothing is padded; a shorter last batch is split over the
 microbatches like any other.
+
+A batch comes in one of four ways (`_batches`): from streams of the microbatches, from one stream that every rank reads
+whole, as rows of tensors gathered for several batches at once, or sample by sample, in data workers perhaps. In each of
+them it is made for the ranks of a version of the membership, from the cursor on, and can be made anew for others
+(`Batch.renew`). The cursor moves when a batch is handed out and not when it is fetched: what is fetched ahead can be
+dropped.
 """
 
 from collections.abc import Callable, Iterator
@@ -133,6 +139,7 @@ class Loader:
         """Yields batches from the cursor to the end of the epoch."""
         if self._left_early:
             self.cursor = self.cursor.next_epoch()
+        # Until the end is reached: a `break`, a `return` and an exception all leave it so.
         self._left_early = True
         self._open_epoch()
         # One turn for each membership: when ranks are lost or join, other microbatches become this rank's, and what was
@@ -147,6 +154,8 @@ class Loader:
                     self.cursor = self.cursor.next_epoch()
                     self._left_early = False
                     return
+                # Before the batch is handed out: a state that is saved while the loop works on it counts it as
+                # consumed.
                 self.cursor = Cursor(batch.epoch, batch.position + batch.length)
                 yield batch
             del batches  # the ranks have changed, and with them this rank's microbatches: continue from the cursor
@@ -273,6 +282,7 @@ class Loader:
                 yield self._batch(place, microbatches)
             return
         rows = RowGather(dataset, self._device)
+        # Of a batch that is renewed no other is wanted: the loader goes on from its cursor.
         count = 1 if self._is_renewing else rows.num_batches(self._most_rows())
         while group := list(islice(plan, count)):
             values = rows.gather([some for _, ids in group for some in ids.values()])
@@ -295,6 +305,7 @@ class Loader:
 
     def _one_by_one(self) -> Iterator[Batch]:
         epoch, first = self.cursor.epoch, self.cursor.position
+        # Data workers are sent requests ahead of the batches that come back; `tee` keeps the places in between.
         plan, again = tee(self._plan(epoch, first))
         requests = (BatchIds(epoch, list(batch_ids.values())) for _, batch_ids in again)
         samples = SeededSamples(self.dataset, self.seed, self._collate, self._device)

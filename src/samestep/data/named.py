@@ -245,6 +245,7 @@ def fetch(urls: Sequence[str], path: Path, md5: str) -> None:
 
 def _write(path: Path, content: bytes) -> None:
     """Writes a file that is complete when it gets its name."""
+    # A name of this process's own: where the file system has no locks, two may write at once.
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
         part.write_bytes(content)

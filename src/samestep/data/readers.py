@@ -67,6 +67,7 @@ def read_idx(path: str | PathLike[str]) -> Tensor:
     # NumPy's own: an empty array may have a shape that is too large, or too many dimensions.
     except (EOFError, OSError, OverflowError, ValueError, zlib.error) as error:
         raise DataError(f"{path}: no IDX file, or damaged or truncated ({error}); fetch it again") from error
+    # Also a copy: torch knows the machine's byte order alone, and no memory that must not be written to.
     return torch.from_numpy(array.astype(array.dtype.newbyteorder("=")))
 
 
@@ -203,6 +204,8 @@ def _rows(path: str | PathLike[str]) -> list[tuple[int, list[str]]]:
     content = read_file(path, "a CSV file (--data)")
     rows: list[tuple[int, list[str]]] = []
     try:
+        # newline="": the reader itself finds the ends of rows, since a quoted cell may have some. "-sig": spreadsheets
+        # write a byte order mark.
         reader = csv.reader(io.StringIO(content.decode("utf-8-sig"), newline=""), strict=True)
         rows += ((reader.line_num, cells) for cells in reader if cells)
     except (csv.Error, UnicodeDecodeError) as error:

@@ -4,6 +4,11 @@ A stream that draws from the global generators gives the same samples on any ran
 before each sample they are seeded by its place. So the place of a stream is a number of samples, and reading it again
 up to there is exact. A state of its own (`state_dict`) is faster, and may not be exact: it is used if the caller says
 so.
+
+In each batch the ranks first agree on its sizes (`_agree`, a collective call: a stream may end anywhere), then each
+makes its own microbatches. What was read is kept by position until no step can ask for it again, so an exchange that is
+repeated after a loss reads nothing twice; a stream that another rank has read until then is opened here, and goes to
+its place.
 """
 
 import json
@@ -134,12 +139,14 @@ class Stream:
 
     def save(self) -> StreamState:
         """The state of the stream's own, if it has one that JSON can carry."""
+        # With a sample read ahead the object is further than the place: its state would lose that sample.
         if self._ahead or not has_state(self._dataset):
             return self._saved
         with suppress(Exception):  # of the user's stream; without a state it is read again
             state = self._dataset.state_dict()
             text = json.dumps(state)
             if json.loads(text) == state:
+                # The state was taken first: to know the next sample the object reads one further.
                 self._saved = StreamState(self.consumed, text, self._following())
         return self._saved
 
@@ -295,6 +302,7 @@ class Streams:
             self._open_epoch(epoch)
         if position not in self._sizes:
             sizes, saved = self._membership.perform(lambda: self._exchange(epoch, position), "data")
+            # After the operation, which may be repeated: it changes nothing but what it has read.
             self._note_sizes(position, sizes)
             if saved is not self._saved:
                 self._saved, self._saved_before = saved, self._saved
@@ -315,6 +323,8 @@ class Streams:
         """The sizes of all microbatches of a batch; and the states of all streams, new ones if they are due."""
         membership = self._membership
         mine, period = membership.mine, BATCHES_A_STATE * self._global_batch_size
+        # By the position, which all ranks have in common: the exchange of states is collective. Batches may be shorter
+        # than the global batch, so no position need be a multiple of the period.
         is_due = self._exact_states and position % period >= period - self._global_batch_size
         states: dict[int, StreamState] = {}
         row = [0] * self.num_streams

@@ -185,6 +185,7 @@ def _with_nvidia(bare: Inventory, reading: "nvidia.NvmlReading", environ: Mappin
                 "install a CUDA build of torch to use them."
             )
         return replace(bare, unusable=gpus, notes=tuple(notes))
+    # A process that has initialised CUDA keeps the numbering of that moment, whatever the variables say now.
     known = _initialised_torch()
     if known is None and (not gpus or not nvidia.is_certain(gpus, environ)):
         known = _ask("driver", environ) or None
@@ -204,6 +205,7 @@ def _with_nvidia(bare: Inventory, reading: "nvidia.NvmlReading", environ: Mappin
     cause = "CUDA" if setting is None else f"CUDA_VISIBLE_DEVICES={setting}"
     if len(devices) < len(gpus):
         notes.append(f"{cause} leaves {len(devices)} of this machine's {counted(len(gpus), 'GPU')} visible.")
+    # "-1" ends the list on purpose.
     named = list(takewhile(lambda entry: entry.strip() != "-1", setting.split(","))) if setting else []
     if len(devices) < len(named) and (gpus or devices or _ask("driver", {**environ, "CUDA_VISIBLE_DEVICES": "0"})):
         misnamed = (
@@ -240,6 +242,7 @@ def _ask(whom: str, environ: Mapping[str, str], kind: Kind = "cuda") -> tuple[De
     """The devices by the probe in a child process; none if it fails, or if there is no driver, as on many machines."""
     if whom == "driver" and load_driver() is None:
         return ()
+    # -P: else the folder of the probe is searched first, whose `nvidia.py` hides the package of that name.
     command = [sys.executable, "-P", str(_PROBE), whom]
     options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": _PROBE_SECONDS, "check": True}
     try:

@@ -93,6 +93,7 @@ def _read_started(nvml: Any) -> NvmlReading:
         gpus.append(_read_device(nvml, handle, index))
         handles.append(handle)
     gpus = _with_links(nvml, gpus, handles)
+    # As text: the ids are hexadecimal digits of one width, in lower case.
     gpus.sort(key=lambda gpu: (gpu.pci_bus_id or "", gpu.index))
     return NvmlReading(tuple(gpus), tuple(problems))
 
@@ -167,6 +168,7 @@ def _with_links(nvml: Any, gpus: Sequence[Device], handles: Sequence[Any]) -> li
             if here == there:
                 continue
             direct = nvlinks[here][peer.index]
+            # Through switches the GPU with fewer links decides.
             switched = min(nvlinks[here][_SWITCH], nvlinks[there][_SWITCH])
             if direct or switched:
                 links.append(Link(peer.index, f"NV{direct or switched}"))

@@ -245,6 +245,7 @@ def _use(device: Device) -> str:
 
 def _of(inventory: Inventory, devices: Sequence[Device]) -> Selection:
     """The selection of these accelerators."""
+    # A list for all of them or none: a shorter one would hide devices, and number the others differently.
     entries = [device.visible_as for device in devices if device.visible_as is not None]
     environment = {}
     if inventory.variable is not None and len(entries) == len(devices):

@@ -2,6 +2,11 @@
 
 The trainings on one device are the reference: all other rows must end in their bits. A row is a child process with a
 time limit, which starts the workers: whatever happens in it, the others go on. Nothing here imports torch.
+
+`make_rows` names a program (`proof_programs`), its devices and its judge. `_run_row` starts a child with the row on its
+stdin, pickled; the child writes what the program returned (`facts.json`), and the judge here makes a result of it.
+`known` has the trainings on one device: the first row of each sets it, and a row that finds none there has nothing to
+be compared with, and fails.
 """
 
 import json
@@ -306,6 +311,7 @@ def judge_bits(facts: Facts, known: Known, is_first: bool = False, key: str = ""
                 known.setdefault(key + name, ledger)
             _check_equal(name, known.get(key + name), ledger)
         ends[name] = runs[0]["digest"]
+    # Trainings differ in model, precision or optimizer: equal ends would be those of a state that none of them moved.
     if len(set(ends.values())) < len(ends):
         raise UnprovenError(f"expected another end of each training, got {ends}: they did not train")
     steps = len(next(iter(facts.values()))[0]["steps"])
@@ -539,6 +545,7 @@ def _reason(text: str) -> str:
 
 def _run_child(row: bytes, log: IO[bytes], seconds: float, environ: Mapping[str, str]) -> bool:
     """Runs a row in a child process; returns whether it took too long, and was ended."""
+    # -P: with -c the working folder would be the first place of the search path.
     command = [sys.executable, "-P", "-c", "from samestep.doctor.proof import run_child; run_child()"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, env=environ) as child:
         try:
@@ -590,6 +597,7 @@ def _run_logical(selection: Selection, options: Mapping[str, Any]) -> dict[str, 
     """The digests of the script of `proof_script` as logical devices, on one device and on all, some times each."""
     found, module = {}, "samestep.logical.ranks"
     places = [_first(selection, discover(), size) for size in sorted({1, selection.count})]
+    # Where one device is all there is, two runs at least: a single digest would be compared with nothing.
     for where, number in product(places, range(max(options["repeats"], 3 - len(places)))):
         with tempfile.TemporaryDirectory(prefix="samestep-logical-") as folder:
             digest = Path(folder, "digest")

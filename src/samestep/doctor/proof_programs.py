@@ -50,6 +50,7 @@ Facts = dict[str, Any]
 
 def start(program: str, seconds: float, options: Mapping[str, Any]) -> Any:
     """Runs a program; a worker for which the time is too short writes its stacks and ends."""
+    # By a thread in C: a worker that hangs in a call of CUDA or NCCL runs no Python, and no handler of a signal.
     faulthandler.dump_traceback_later(seconds, exit=True)
     try:
         return PROGRAMS[program](**options)
@@ -224,6 +225,7 @@ def operations(num_microbatches: int) -> Facts:
     cases = list(itertools.product(("SUM", "AVG", "PRODUCT", "MIN", "MAX"), (2, 3, 5, 6, 7, 8), dtypes))
     differ = []
     for name, ranks, dtype in cases:
+        # A prime number of elements, which no block of a kernel divides.
         parts = [(3 * torch.randn(10_007)).to(dtype) for _ in range(ranks)]
         host, there = torch.empty_like(parts[0]), torch.empty_like(parts[0], device=device)
         Operation(name).fold(parts, host)
@@ -354,6 +356,7 @@ def speed(num_microbatches: int, smaller: Mapping[str, int], **sizes: int) -> Fa
         step = run.train_step(model, make_optimizer("adamw", model, device), gpt.loss_fn, precision=precision)
         calls[label] = _through(step, run.loader(texts, cache="device"))
     calls["plain"] = _plain_loop(first, make_gpt(width, layers, context), texts, batch_size // ranks, precision)
+    # The least of several times, each round of all calls in turn: what else the machine does only adds to some of them.
     best = dict.fromkeys(calls, float("inf"))
     for _, (label, call) in itertools.product(range(SPEED_ROUNDS), calls.items()):
         over.barrier()

@@ -79,6 +79,7 @@ def difference(got: Tensor, expected: Tensor) -> str:
 
 def pattern(source: int, target: int, numel: int, dtype: torch.dtype) -> Tensor:
     """The message of one rank to another: whole numbers that every dtype holds, different by position and ranks."""
+    # Below 127: one byte holds them, and the 8 bits of a bfloat16's mantissa.
     numbers = (7 * torch.arange(numel) + 31 * source + 17 * target) % 127
     return (numbers % 2 if dtype == torch.bool else numbers).to(dtype)
 
@@ -215,6 +216,7 @@ def barrier_cases(comm: Communicator, store: dist.Store) -> Iterator[str]:
             time.sleep(LATE_SECONDS)
         store.set(f"entered {late}/{comm.rank}", "here")
         comm.barrier()
+        # By the store, to which every rank writes before it enters.
         missing = [rank for rank in range(comm.world_size) if not store.check([f"entered {late}/{rank}"])]
         yield f"left it before rank {missing[0]} entered" if missing else ""
 

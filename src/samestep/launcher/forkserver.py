@@ -9,6 +9,13 @@ It exchanges JSON lines with the supervisor over a Unix socket. Commands are `{"
 order of `names`, and `{"command": "signal", "slot": s, "signal": n}`. Events are `started` (slot, pid), `exited` (slot,
 code; -N for signal N) and `broken` (text). When the socket closes, or the supervisor dies, it ends the workers and
 itself.
+
+A worker is forked in the midst of the server's loop, and returns from it: `_start`, `_loop` and `serve` have its
+instruction there, and None in the server. So a worker runs at the bottom of the stack of `main` or `serve_forked`,
+without a frame of the server above it, and what either of them does after `serve` is done by workers as well.
+
+No worker and no store may keep a descriptor of the server: the supervisor takes the end of the socket for the end of
+the server, and whatever is written to the wake-up pipe, for a signal to the server.
 """
 
 import contextlib
@@ -37,7 +44,9 @@ from samestep.launcher.job import Instruction, Job
 from samestep.launcher.worker import leave, work
 from samestep.text import notify
 
+# Less than `CLOSE_SECONDS` of the pool, after which the supervisor kills the server while it still ends its workers.
 GRACE_SECONDS = 2.0
+# A message has eight at most (`Instruction`); the kernel closes those for which a read has no room, without an error.
 MAX_FDS = 64
 LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 
@@ -77,6 +86,8 @@ def serve(control: socket.socket, supervisor: int, forks: bool = True, can_spawn
         if forks:
             gc.disable()  # takes a tenth of an import's time, and leaves holes in the pages that the workers share
             importlib.import_module("torch.distributed")
+        # After the imports: until then SIGTERM ends a server that is a new program at once, if the supervisor dies
+        # while torch is imported.
         server = ForkServer(control, *_install_signals(), forks, can_spawn, collects)
         _start_store(server)
         return _loop(server)
@@ -129,6 +140,7 @@ def _loop(server: ForkServer) -> Instruction | None:
     """Serves until the supervisor ends or asks to stop."""
     while True:
         ready, _, _ = select.select([server.control.fileno(), server.wake], [], [])
+        # At a SIGTERM, which the system sends when the supervisor dies; a SIGCHLD has only woken the loop.
         if server.wake in ready and signal.SIGTERM in os.read(server.wake, 512):
             break
         # At every turn: several SIGCHLD may be delivered as one.
@@ -162,6 +174,7 @@ def _loop(server: ForkServer) -> Instruction | None:
 
 def _start(server: ForkServer, message: dict[str, Any]) -> Instruction | None:
     """Starts one worker; returns its instruction in a forked worker, None in the server."""
+    # Here, and not when the server starts: an early one is started before the job is known.
     if not server.name:
         server.name = Job.from_json(message["instruction"]["job"]).name
         os_processes.set_title(f"samestep fork server {server.name}", "samestep-fork")
@@ -204,6 +217,7 @@ def _become_worker(server: ForkServer, parent: int) -> None:
         os.setpgid(0, 0)
         if server.collects:
             gc.enable()
+        # A fork shares the pipe: a SIGTERM to this worker would be read by the server, as its own, and end the run.
         signal.set_wakeup_fd(-1)
         server.control.close()
         for fd in (server.wake, server.waker, *server.received):
@@ -220,6 +234,8 @@ def _start_store(server: ForkServer) -> None:
     if store:
         os.kill(store, signal.SIGKILL)
         os.waitpid(store, 0)
+    # Bound here: so the port is known to workers that are started before the store serves, and it keeps their
+    # connections in its backlog until then.
     listener, parent = socket.socket(socket.AF_INET, socket.SOCK_STREAM), os.getpid()
     listener.bind((LOOPBACK, 0))
     listener.listen(1024)
@@ -232,6 +248,7 @@ def _start_store(server: ForkServer) -> None:
         try:
             os_processes.end_with_parent(parent, signal.SIGKILL)
             signal.set_wakeup_fd(-1)
+            # The server's handler does nothing but wake its loop: with it, the store would survive a SIGTERM.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             server.control.close()
             for fd in server.received:
@@ -274,6 +291,8 @@ def _spawn(
 ) -> int:
     """Starts a module as a program that leads a process group; returns its process id."""
     fds = fds or {}
+    # -P: `-m` would put the working folder first on the search path, where a file of the user's may be named as a
+    # module of Python's.
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", module, *arguments, str(fd), str(os.getpid()), os_processes.TITLE_ROOM],
         pass_fds=tuple({fd, *fds.values()}),
@@ -290,6 +309,7 @@ def _can_fork(server: ForkServer) -> bool:
     """Whether the server forks; no more, from then on, once threads or an initialised accelerator would not survive."""
     if not server.forks:
         return False
+    # By the system's count: `threading` does not know the threads that libraries start, such as OpenBLAS.
     count, cuda = len(os.listdir("/proc/self/task")), getattr(sys.modules.get("torch"), "cuda", None)
     reason = ""
     if count != 1:
@@ -321,6 +341,7 @@ def _reap(server: ForkServer) -> None:
     """Reaps ended processes with their groups, and reports them to the supervisor."""
     while True:
         try:
+            # Of any child: by `adopt_orphans` also those that a worker has left behind.
             pid, status = os.waitpid(-1, os.WNOHANG)
         except ChildProcessError:
             return
@@ -332,6 +353,7 @@ def _reap(server: ForkServer) -> None:
             _send(server.control, "broken", text=f"the process that hosts the store ended ({code})")
         if pid in server.workers:
             slot = server.workers.pop(pid)
+            # Before the event, upon which a replacement may get the device: a data worker of this one may still use it.
             os_processes.sweep_group(pid)
             _send(server.control, "exited", slot=slot, code=code)
 
@@ -364,6 +386,7 @@ def _install_signals() -> tuple[int, int]:
     os.set_blocking(wake, False)
     os.set_blocking(waker, False)
     signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
+    # Empty handlers, but handlers of Python's: only for these is the number of a signal written to the pipe.
     for signum in (signal.SIGCHLD, signal.SIGTERM):
         signal.signal(signum, lambda _signum, _frame: None)
     return wake, waker

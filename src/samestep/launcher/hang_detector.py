@@ -8,6 +8,7 @@ from samestep.comm.heartbeat import HEALS, SHOWS_LIFE, Beat
 from samestep.launcher.worker_pool import STARTER, Group
 from samestep.launcher.worker_states import WORKING
 
+# Twice the longest interval of looks: in what is longer the machine slept, or the supervisor was stopped.
 MAX_LOOK_SECONDS = 1.0
 BUSY, TICKS_SECONDS = 0.01, 0.02  # of a core, above which a silent worker computes; times are counted in ticks
 LOOKS = 8  # at process groups within the timeout of hangs

@@ -2,6 +2,9 @@
 
 A worker is removed by a new quorum on the page: the workers in it connect anew, and redo the step. Until all of them
 have, the change is pending; further failures meanwhile make further quorums.
+
+`decide` only looks; `remove`, `_drop_ended`, `_gather_strays` and `_join` announce, each of them a new number, also for
+the same workers. A worker never leaves a quorum by itself: it is in the current one until another is announced.
 """
 
 import math
@@ -75,6 +78,8 @@ class Healing:
         # "fault": the others would fail by the same. "cannot": the program ended it, or the others do not have its
         # state. "few": nothing is wrong with the others, but they are too few, or none of them has come far enough.
         living = [other for other in workers.living if other is not worker]
+        # Of the last worker its own flag counts: a run that could heal ends as one with too few, which says how to
+        # resume.
         can_heal = self._policy.heal and all(workers.heals(other) for other in living or [worker])
         if worker.ended_itself or not can_heal:
             return "cannot"
@@ -102,6 +107,7 @@ class Healing:
         worker.is_lost = True
         worker.kill_at = now + LINGER_SECONDS
         self._failures.append((worker, failure))
+        # Rank 0 has no log; the stack that it left is kept in one, since the run goes on and no last message shows it.
         if worker.log is None and worker.spare_log is not None and worker.tail:
             worker.log = worker.spare_log
             worker.keep(bytes(worker.tail))
@@ -127,6 +133,7 @@ class Healing:
 
     def receive(self, event: Mapping[str, Any]) -> None:
         """Handles an event of the rank that writes the ledger, whose duration of a healing is the one reported."""
+        # From now on a healing is told with the ledger's seconds, so that terminal, ledger and report have one number.
         self._keeps_ledger = True
         quorum, seconds = event.get("quorum"), event.get("seconds")
         if isinstance(quorum, int) and isinstance(seconds, int | float):
@@ -154,6 +161,8 @@ class Healing:
     def _drop_ended(self) -> None:
         """Removes workers that ended without a failure, once others want to connect anew."""
         workers = self._workers
+        # At the end of a run all members end so, and nobody misses them. One that ended before is missed when another
+        # connects anew.
         ended = [worker for worker in workers.members if worker.ended and not worker.is_lost]
         if not self._policy.heal or not ended or not any(workers.beat(w).phase == "regroup" for w in workers.living):
             return
@@ -175,6 +184,7 @@ class Healing:
             return
         stuck = min(hangs.stuck_seconds(worker.slot) for worker in living)
         step = max(workers.beat(worker).step for worker in living)
+        # A step that ends has shown that the connections hold: only what breaks in one and the same step counts.
         self._strays = [earlier for earlier in self._strays if earlier == step]
         is_due = stuck >= STRAY_SECONDS and now - self._announced >= STRAY_PAUSE_SECONDS
         if is_due and len(self._strays) < MAX_STRAYS:

@@ -343,6 +343,7 @@ def run_program(job: Job, fds: Mapping[str, int]) -> Any:
         return None
     if "payload" not in fds:
         return find_function(job.target)(**job.kwargs)
+    # The call is pickled within the payload: unpickling it imports what it names, which needs the search path.
     search_path, call = _read_payload(fds["payload"])
     sys.path[:] = search_path
     return pickle.loads(call)()
@@ -369,6 +370,7 @@ def run_script(path: str, argv: tuple[str, ...]) -> None:
             source = file.read()
     except OSError as error:
         raise UsageError(f"cannot read the script {path}: {error.strerror}; give the path of a Python file") from error
+    # The entry that `python` makes: workers are started with -P, which leaves it out.
     sys.path.insert(0, str(Path(path).resolve().parent))
     sys.argv = [path, *argv]
     code = compile(source, loader.path, "exec", dont_inherit=True)
@@ -378,6 +380,7 @@ def run_script(path: str, argv: tuple[str, ...]) -> None:
 def run_module(name: str, argv: tuple[str, ...]) -> None:
     """Runs a module as `python -m NAME ARGV` does."""
     sys.path.insert(0, os.getcwd())
+    # As `python -m` has it while it looks for the module, which imports the packages around it.
     sys.argv = ["-m", *argv]
     spec = _find_spec(name)
     if spec is not None and spec.submodule_search_locations is not None:

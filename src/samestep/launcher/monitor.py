@@ -11,6 +11,10 @@ Its phases:
     … -> killed             a second signal came, or even SIGKILL did not help: all processes of the run were killed
 
 The rules of running apply to finishing too. Each restart has a monitor of its own.
+
+A failure is known by whichever comes first, the worker's own `failed` event or its end, and is handled once: a worker
+that has reported is no longer among the living, and its end adds nothing. A worker that the run goes on without
+(`is_lost`) has no further failures.
 """
 
 import codecs
@@ -104,6 +108,7 @@ class Display:
         """The time until the last epoch ends, at the pace so far, if that is known."""
         epoch, part = event.get("epoch") or 1, (event.get("step") or 0) / (event.get("steps") or inf)
         done = (epoch - 1 + part) / (event.get("epochs") or inf)
+        # The pace is that since the first progress: a run that is resumed has done the rest before.
         self._first = self._first or (now, done)
         pace = (done - self._first[1]) / max(now - self._first[0], REFRESH_SECONDS)
         return f", {timedelta(seconds=int((1 - done) / pace))} left" if pace > 0 else ""
@@ -171,10 +176,13 @@ def _figures(event: Event) -> str:
 Stream = Literal["stdout", "stderr"]
 
 POLL_SECONDS = 0.05
+# Of heartbeats; with nothing to read, a calm run wakes the supervisor as often.
 CHECK_SECONDS = 0.5
+# For the report of the worker that failed first: the others lose their connections to it, and may be read before it.
 SETTLE_SECONDS = 0.5
 LEAVE_SECONDS = 2.0  # for workers that see by the page that the run is over, and clean up
 KILL_SECONDS = 5.0
+# After SIGABRT, for `faulthandler` to write the stacks; a worker that blocks the signal is killed then.
 ABORT_SECONDS = 2.0
 
 
@@ -221,6 +229,7 @@ class Monitor:
         """Whether another attempt could succeed."""
         if self._stopped_by is not None or self._is_fault or any(worker.is_users_fault for worker in self._failed):
             return False  # another attempt would fail by the same fault of the program or the user
+        # A starter that broke before any worker had a heartbeat, as by a module that cannot be imported, breaks again.
         return bool(self._failed) or (self.is_broken and any(self.workers.beat(w).seconds for w in self.workers.all))
 
     @property
@@ -288,6 +297,7 @@ class Monitor:
 
     def run(self) -> Outcome:
         """Waits until every worker has ended."""
+        # Without a handler: it only ends the wait of `_poll`, after which the pool reads its socket itself.
         self._selector.register(self._pool.fileno(), selectors.EVENT_READ)
         while not all(worker.ended for worker in self.workers.all):
             self._poll(self._pause())
@@ -314,6 +324,8 @@ class Monitor:
                 self._display.progress(event)
             elif name == "line":
                 self._display.line(str(event.get("text", "")))
+                # Rank 0 waits for this count, so that its lines and what it prints by itself come in the order of its
+                # calls.
                 self._page.count_shown()
             elif name == "ledger":
                 self._healing.receive(event)
@@ -330,6 +342,7 @@ class Monitor:
         """Keeps a worker's output; prints rank 0's, except crash dumps (no stream), which messages repeat."""
         data = read_available(fd)
         if stream is not None and worker is self.workers.members[0]:
+            # A decoder for each stream: a read may end within a character, whose rest comes with the next one.
             decoder = codecs.getincrementaldecoder("utf-8")
             decode = self._decoders.setdefault((worker.slot, stream), decoder("replace")).decode
             target = sys.stdout if stream == "stdout" else sys.stderr
@@ -403,6 +416,8 @@ class Monitor:
         """Ends hung workers by SIGABRT, upon which `faulthandler` writes their stacks."""
         living = {worker.slot: worker for worker in self.workers.living}
         beats = {slot: self.workers.beat(worker) for slot, worker in living.items()}
+        # The starter has no heartbeat: this one never changes, so the starter is always silent, and is taken for hung
+        # only when a signal has stopped its process.
         beats[STARTER] = Beat(0.0, 0, "end", 0, 0)
         self._hangs.record_beats(beats, now, self.workers.quorum.number, _takes_output())
         for slot in self._hangs.slow:  # no hang: a restart would have to write the same
@@ -533,10 +548,12 @@ class Monitor:
             if culprit.report is None and self._saved:
                 hint = f"the script last saved {self._saved}: start it again from there"
             failure = explain(culprit, self.workers.rank(culprit)) + (f"\n{hint}" if hint else "")
+        # Else the failures that are still to be reported are those of the final message.
         if culprit is None or culprit.ended_itself or self._stopped_by is not None:
             self._healing.finish()
         self._healing.give_up_waiting()
         if self._stopped_by is not None and not self._is_complete():
+            # A single-process script that handles the signal ends with its own code, as under `python`.
             script, code = self.workers.all[0], 128 + self._stopped_by
             if self._job.runs_once and script.code not in (None, -signal.SIGKILL):
                 code = exit_code(script)

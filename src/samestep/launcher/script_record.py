@@ -95,6 +95,7 @@ def entries_below(folder: Path, without: Sequence[Path] = ()) -> dict[str, tuple
             elif entry.is_file():
                 with suppress(OSError):  # it may be gone by now
                     stat = path.stat()
+                    # The inode, too: a file that replaces another may have its times and its size.
                     found[name] = (stat.st_mtime_ns, stat.st_size, stat.st_ino)
             elif entry.is_symlink():
                 found[name] = None

@@ -2,6 +2,10 @@
 
 Whatever ends it, no process, port or file of the run is left: it uses pipes instead of files, only the store process
 holds the listening socket, and workers end with their parent.
+
+`supervise` makes what outlives an attempt: the pool with its fork server, the display, the tokens of shared devices and
+the pipe of requests to stop. A `Monitor` and a `HeartbeatPage` are of one attempt. All of it runs in one thread and
+needs no torch: signals, the output and the ends of workers are descriptors that the monitor selects from.
 """
 
 import ast
@@ -80,6 +84,7 @@ def supervise(
     restarts = Restarts(job.policy.max_restarts)
     events: list[Mapping[str, Any]] = []
     run_id = uuid.uuid4().hex
+    # The requests first, and so given back last: a signal that comes while the pool is opened or closed is not lost.
     with (
         stop_requests() as requests,
         contextlib.closing(Display(job.quiet, job.lines_to)) as display,
@@ -108,6 +113,8 @@ def supervise(
                 events += monitor.events
                 again = monitor.may_restart and restarts.use_one_after(monitor.ended_by)
             finally:
+                # The pool before the monitor: when the monitor reads the pipes for the last time all processes have
+                # ended, and everything that they wrote is there.
                 if monitor.is_broken or not again:
                     pool.close()
                 monitor.close()
@@ -303,6 +310,7 @@ def _is_importable(module: str) -> bool:
     if module == "__main__":
         return False
     top = module.partition(".")[0]
+    # The top package alone: to look for a module within a package imports the package, in this process.
     return any(finder.find_spec(top, None) is not None for finder in sys.meta_path)
 
 

@@ -1,4 +1,10 @@
-"""The worker process: one rank of the run, which runs the job and reports its end."""
+"""The worker process: one rank of the run, which runs the job and reports its end.
+
+`work` is the same in a fork of the server and in a new program. It sets up what differs from a plain `python`: signals,
+streams, variables, cores, seeds. How the program ends decides what the supervisor does: a `failed` event says whether
+the program, its device or another rank has failed, an end by a signal or without an event is a loss that may be healed,
+and the phase "end" on the page with exit code 0 is success.
+"""
 
 import atexit
 import contextlib
@@ -37,6 +43,7 @@ def work(instruction: Instruction, call: Call | None = None) -> int:
     which = f"{instruction.assignment.rank}/{instruction.assignment.world_size}"
     os_processes.set_title(f"samestep worker {which} {instruction.job.name}", f"samestep-{which}")
     os.environ.update(worker_variables(instruction))
+    # Before torch is used: threads inherit the cores of the thread that starts them.
     os_processes.stay_on(instruction.assignment.cores)
     channel = Channel(instruction.fds["events"])
     try:
@@ -58,6 +65,7 @@ def work(instruction: Instruction, call: Call | None = None) -> int:
             _deliver(None, instruction, channel, HeartbeatPage(instruction.fds["page"]))
         return _post_end(instruction, code)
     except KeyboardInterrupt as error:
+        # Without a report: SIGINT to this worker alone is healed like any other signal.
         sys.last_value = error
         return 128 + signal.SIGINT
     except BaseException as error:
@@ -90,6 +98,7 @@ def main() -> None:
     """The worker as a program; its arguments begin with the instruction's descriptor and the parent's id."""
     os_processes.end_with_parent(int(sys.argv[2]), signal.SIGKILL)
     with open(int(sys.argv[1]), encoding="utf-8") as file:
+        # From its beginning, whatever the offset: that is shared with the server, which has just written the file.
         instruction = Instruction.from_json(json.loads(os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0)))
     for fd in instruction.fds.values():
         os.set_inheritable(fd, False)
@@ -112,6 +121,8 @@ def leave(code: int) -> NoReturn:
 def _finish_files() -> None:
     """Writes what files that the program has left open still hold back, as finalisation does."""
     found = [each for each in gc.get_objects() if issubclass(type(each), io.IOBase) or type(each) is zipfile.ZipFile]
+    # In the order in which they write into each other: texts into compressed files and buffers, compressed files into
+    # buffers.
     texts = [each.flush for each in found if issubclass(type(each), io.TextIOWrapper)]  # into the others
     compressed = [each.close for each in found if type(each).__module__ in COMPRESSING]
     buffers = [each.flush for each in found if issubclass(type(each), io.BufferedWriter | io.BufferedRandom)]
@@ -192,6 +203,7 @@ def _deliver(value: Any, instruction: Instruction, channel: Channel, page: Heart
         return
     if leads:
         content = _pickled(value, "payload" in instruction.fds)
+        # All workers share the file: an earlier rank 0, lost at its end, may have left a longer answer.
         os.ftruncate(instruction.fds["answer"], 0)
         with open(os.dup(instruction.fds["answer"]), "wb") as file:
             file.seek(0)

@@ -1,4 +1,9 @@
-"""Worker pools: start, signal and end worker processes through a fork server, without importing torch."""
+"""Worker pools: start, signal and end worker processes through a fork server, without importing torch.
+
+The pool knows a worker by its slot from the moment that its start is commanded (`_running`), and its process from the
+`started` event on (`_pids`). When the socket ends, the server has: its workers end with it, by the system, and nothing
+can tell their exit codes any more.
+"""
 
 import contextlib
 import json
@@ -169,6 +174,7 @@ class ServerPool:
         """Sends a command; `poll_events` reports a fork server that has ended."""
         data = json.dumps(message).encode() + b"\n"
         with contextlib.suppress(OSError):
+            # Else a command that the socket's buffer cannot hold would be cut. The descriptors go with its first byte.
             self._control.setblocking(True)
             sent = socket.send_fds(self._control, [data], fds) if fds else 0
             self._control.sendall(data[sent:])

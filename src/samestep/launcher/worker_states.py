@@ -18,6 +18,7 @@ from samestep.files import open_regular
 from samestep.launcher.job import Assignment
 
 TAIL_SIZE = 65_536
+# At a time: a worker that prints without end must not keep the supervisor from the others.
 MAX_READ = 1 << 20
 WORKING = frozenset({"data", "forward", "backward", "update", "checkpoint", "evaluate"})
 """Phases in which a worker waits for no other, and for no disk."""

@@ -1,4 +1,11 @@
-"""Audits a recorded run: takes drawn segments between its checkpoints again, and compares all that they left."""
+"""Audits a recorded run: takes drawn segments between its checkpoints again, and compares all that they left.
+
+Good checkpoints cut a run into segments (`segments_of`). A drawn one is taken again from the checkpoint before it, each
+step compared with its line of the ledger, and the state after its last step with the next checkpoint (`SegmentRerun`).
+So every checkpoint is compared by one segment and trusted by the next: if all segments hold, the run follows from its
+seed. Files are compared with each other by `_faults`. What the folder claims and no segment computes is listed
+(`not_audited`); with a fault, or with such a claim, an audit does not hold.
+"""
 
 import os
 import secrets
@@ -139,8 +146,10 @@ def audit(
     bad = {path: fault for _, path in places if (fault := verify_checkpoint(path)) is not None}
     places = [(step, path) for step, path in places if path not in bad]
     faults = [*bad.values(), *attestation_faults(folder, notes), *_faults(folder, record, ledger, places)]
+    # From good checkpoints alone: a damaged one is a fault already, and the segments on both sides of it become one.
     plan = segments_of(folder, ledger, places, notes.append)
     seed = secrets.randbits(32) if seed is None else seed
+    # Without trust `audit_segments` refuses other code, but for recipes, whose code is that of samestep's version.
     notes += check_code(record, folder, trust) if trust else []
     drawn = Random(seed).sample(plan, min(segments or len(plan), len(plan)))
     if take is None:
@@ -417,6 +426,8 @@ class SegmentRerun(ProgramRerun):
             is_same_place = next(batches) == next(batches)
         if found is None:
             self._end(None)
+        # Not the end yet: the recorded state may be that of the other side of an epoch's end, with its record, which is
+        # the next boundary. A difference at the same side is the one to name.
         if self.difference is None or is_same_place:
             self.difference = f"after step {self.step}: {found}"
 
@@ -487,6 +498,7 @@ def differing(one: Any, other: Any, path: str) -> str | None:
     elif isinstance(one, list | tuple) and isinstance(other, list | tuple) and len(one) == len(other):
         pairs = [(*pair, f"{path}.{number}") for number, pair in enumerate(zip(one, other, strict=True))]
     else:
+        # By `repr`: a NaN is then equal to itself, and 1 neither to 1.0 nor to True.
         return None if repr(one) == repr(other) else f"{path[1:]}: {one}, now {other}"
     return next((found for pair in pairs if (found := differing(*pair)) is not None), None)
 

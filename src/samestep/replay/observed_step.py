@@ -1,4 +1,10 @@
-"""Observes one step in full: every microbatch, module, parameter and gradient."""
+"""Observes one step in full: every microbatch, module, parameter and gradient.
+
+For the step that was asked for the calls come in this order: `begin`, `on_batch`, then for each microbatch
+`on_microbatch`, `on_loss` and `on_gradients(index)`, at last `on_gradients(None)` with the sums, and `end`. If the step
+raises, `end` closes the microbatch that was running. The first value that is not finite is the first in time: a later
+one may come of it.
+"""
 
 import traceback
 import weakref
@@ -134,6 +140,7 @@ class ModuleHooks:
 
     def _look(self, module: nn.Module, side: Side, value: Any) -> None:
         name, call = self._names[id(module)], self._running[-1][1]
+        # Else a tensor of a subclass would have its own code called for what is only looked at.
         with torch._C.DisableTorchFunction():
             for number, tensor in enumerate(leaf for leaf in leaves(value) if isinstance(leaf, Tensor)):
                 place = ModulePlace(name, type(module).__name__, call, side, number)
@@ -156,6 +163,7 @@ class ModuleHooks:
     def _seen(self, tensor: Tensor) -> _Seen:
         """The record of a tensor, which is measured once as long as it is not written to."""
         version = version_of(tensor)
+        # An id may be given again once its tensor is gone: the weak reference shows whether it is still the same one.
         seen = self._known.get(id(tensor))
         if seen is not None and seen.reference() is tensor and seen.version == version:
             return seen

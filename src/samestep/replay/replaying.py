@@ -1,4 +1,13 @@
-"""Replays one step of a recorded run on one device, by its own program from a checkpoint."""
+"""Replays one step of a recorded run on one device, by its own program from a checkpoint.
+
+The program runs in this process, unchanged, and makes its own `Run` and `Trainer`. These ask the current rerun
+(`run.rerun`) for the device, the options of the step and the checkpoint to begin with: a `ProgramRerun` answers, and
+watches the steps as an observer. It takes the first trainer that fits the run for the one that made it, and leaves the
+program by `Finished` when that has come far enough; whatever the program does after that is not run.
+
+A run's folder may be of unknown origin. Before a program that it names is run, `announce` says which, and refuses what
+this user did not make; `limited` bounds the memory of a model. Nothing is written to the folder.
+"""
 
 import importlib
 import math
@@ -239,6 +248,7 @@ class ProgramRerun(StepObserver, Rerun):
     def run(self, program: Callable[[], object], *others: StepObserver) -> None:
         """Runs the program, with other observers, until it has come as far as it was to."""
         try:
+            # `os._exit` within the program would end this process too, before anything is reported.
             with rerunning(self), observed_by(self, *others), exits_raised():
                 program()
         except Finished:
@@ -457,6 +467,7 @@ def replay(
     found = newest_checkpoint(folder / CHECKPOINT_FOLDER, before=step - 1, tell=notes.append)
     start = None if found is None else found.path.resolve()
     del found  # the program reads it again
+    # Of the checkpoint, if there is one: a contract may have changed at a resume since the run began.
     before = record if start is None else _contract_of(start, notes)
     chosen = own_device(device, Environment())
     rerun = StepReplay(

@@ -1,4 +1,9 @@
-"""Audits the run of a script that keeps its own checkpoints: repeats it whole, and compares the files that it wrote."""
+"""Audits the run of a script that keeps its own checkpoints: repeats it whole, and compares the files that it wrote.
+
+Such a run has no ledger and no state that is known here, so there are no segments: its files are all that it claims.
+The repeat sees the working folder as the run found it, through links, and what it writes stays in a temporary folder.
+Equal SHA-256 are enough. Else a file is read as tensors and values, of which other bytes may hold the same, or as text.
+"""
 
 import filecmp
 import os
@@ -170,6 +175,7 @@ def _mirror(home: Path, place: Path, record: Mapping[str, Any], run: Path) -> No
             if inner in opened or real == run:
                 fill(inner)
             elif inner in copied:
+                # No link: Python would follow that of a script, and import from the folder where it really lies.
                 shutil.copy2(entry.path, place / inner)
             else:
                 (place / inner).symlink_to(entry.path)

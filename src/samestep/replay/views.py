@@ -72,6 +72,7 @@ def _measure_chunk(values: Tensor, start: int) -> Statistics:
     count = int(is_finite.sum())
     found = Statistics((), "", values.numel(), values.numel() - count)
     if count < values.numel():
+        # Of equal values `argmax` takes the first; it knows no bools.
         first = int((~is_finite).to(torch.uint8).argmax())
         found = replace(found, row=start + first, bad=repr(float(values[first])))
     if count == 0:

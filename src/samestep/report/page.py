@@ -1,4 +1,9 @@
-"""The HTML page of a report: its sections, and its charts, as the curves that they draw."""
+"""The HTML page of a report: its sections, and its charts, as the curves that they draw.
+
+`make_page` fills the places of `page/page.html` with HTML, which the functions here make, and with data as JSON, of
+which the scripts in `page/` draw the charts. Runs may come from anyone: every text of theirs is escaped, in HTML by
+`escape` and in the data by `_safe_json`, and the page's policy runs the one script whose hash it names.
+"""
 
 import base64
 import hashlib
@@ -403,6 +408,7 @@ def make_page(report: RunReport) -> str:
         "data": _safe_json(_data(report)),
         "script": script,
     }
+    # In one pass: what looks like a place in a run's own text is not filled.
     return visible(re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _template("page.html")))
 
 

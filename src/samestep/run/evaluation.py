@@ -1,4 +1,11 @@
-"""Evaluation: metrics over each sample once, as sums and counts in a fixed order; and prediction."""
+"""Evaluation: metrics over each sample once, as sums and counts in a fixed order; and prediction.
+
+`_carry_out` makes it one operation of the membership, over a whole epoch of the loader. In it each rank runs its own
+microbatches (`_forward_all`), and what they leave is brought together by batch and microbatch, never by rank: sums as
+rows of a matrix that is added along the tree, states of metrics merged in the order of microbatches, outputs joined.
+So a repetition on fewer ranks has the same bits. Nothing of a microbatch may reach the next one, which another rank may
+run: buffers are restored and generators seeded before each.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -213,6 +220,7 @@ def _gather(communicator: Communicator, value: Any) -> list[Any]:
     """A value of each rank, tensors in dicts, lists and tuples, on every rank."""
     buffer = BytesIO()
     torch.save(value, buffer)
+    # weights_only: of what another process sends nothing is run.
     return [torch.load(BytesIO(part), weights_only=True) for part in communicator.gather_bytes(buffer.getbuffer())]
 
 

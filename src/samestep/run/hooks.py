@@ -92,6 +92,7 @@ class Hooks(StepObserver):
         if isinstance(hook, type):
             raise UsageError(f"got the class {hook.__name__} as a hook; needed: an object of it, {hook.__name__}()")
         for name in dir(hook):
+            # Statically: a property of the hook is not to be called here.
             if name.startswith("on_") and name not in EVENTS and callable(getattr_static(hook, name)):
                 nearest = get_close_matches(name, EVENTS, 1, 0.0)[0]
                 raise UsageError(

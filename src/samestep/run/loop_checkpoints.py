@@ -70,10 +70,12 @@ def save(
         communicator = membership.communicator
         if not is_sharded(steps):
             return communicator.share_text(on_main(communicator, write) or "")
+        # Before any rank writes, as `write` does on rank 0.
         on_main(communicator, check_ours)
         written = partial(write_sharded, communicator, folder, capture(steps, values), keep, replaces=True)
         return membership.heartbeat.call("files", lambda: attempts(written)).name
 
+    # First: what rank 0 writes stands for the states of all.
     Drift(membership, steps).check()
     return folder / membership.perform(attempt)
 

@@ -100,6 +100,7 @@ class Progress:
     def batches(self, loader: Loader | DataLoader[Any]) -> Iterator[Any]:
         """The batches of the epoch under way; of a loader of the run those that are left of it."""
         if not isinstance(loader, Loader):
+            # When the first batch is asked for: the loader then draws its order, and a seed for its workers.
             self._before_epoch = generator_states(self._run.device)
         yield from loader
 

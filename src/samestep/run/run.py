@@ -1,4 +1,10 @@
-"""The run: the contract and the topology, built once and passed down. The training loop is the user's."""
+"""The run: the contract and the topology, built once and passed down. The training loop is the user's.
+
+The constructor has an order: what can be refused is refused before a device or another rank is touched; switches of
+kernels come before anything is computed; then the ranks connect, and last come the seeds, by which all ranks build the
+same model. What a `Run` makes holds its `Membership`, which keeps its identity when ranks are lost, while communicators
+and ranges of microbatches are others then: nothing may remember these from one step to the next.
+"""
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -110,6 +116,7 @@ class Run:
         environment = read_environment() if communicator is None else Environment()
         world_size = environment.world_size if communicator is None else communicator.world_size
         _check_spares(spares, world_size)
+        # For its errors alone: more devices than microbatches, or shares that cannot be.
         microbatch_ranges(count, world_size - spares, active_shares(shares, world_size, spares))
         self.device = own_device(device, environment) if communicator is None else communicator.device
         make_current(self.device)
@@ -198,6 +205,7 @@ class Run:
 
     @property
     def _is_main(self) -> bool:
+        # Without `_note_asked`: a question of samestep's own is none of the script's.
         return self.membership.rank == 0 and not self.membership.is_late
 
     def _note_asked(self, name: str) -> None:
@@ -259,6 +267,8 @@ class Run:
             return self.membership.perform(lambda: is_any(done))
 
         goes_first = self._is_main
+        # After each loss anew: this rank may be rank 0 by then. A late worker joins others that have gone through the
+        # block.
         while not (goes_first or self.membership.is_late or is_done(False)):
             goes_first = self._is_main
         heartbeat = self.membership.heartbeat

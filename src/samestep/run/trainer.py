@@ -305,6 +305,7 @@ class Trainer:
                 # The others are in a step: an evaluation in a hook would wait for them.
                 if not joins:
                     self._hooks.call("on_fit_start")
+                # Until here the program and its hooks may draw: now the generators become those of the state.
                 progress.go_on(loader)
                 if self._is_over() and not progress.is_complete(loader):
                     self._say_over()
@@ -327,6 +328,7 @@ class Trainer:
                 log.draw(self.history, self._name)
                 raise
             except Exception as error:
+                # An audit that has raised it has ended no step, after which its findings would be recorded.
                 log.record_audits()
                 self._hooks.call("on_failure", error)
                 raise
@@ -475,6 +477,7 @@ class Trainer:
                 speed = (epoch.num_samples - first) / (time.perf_counter() - start)
                 done = {"epoch": number, "epochs": self._planned, "step": epoch.num_batches, "steps": steps}
                 log.display.progress(**done, loss=log.last_loss, samples_per_second=speed)
+            # With its last batch an epoch ends as any other, and has a record.
             if is_cut := self._is_over() and epoch.num_batches != steps:
                 break
         if epoch.num_batches == 0:
@@ -495,6 +498,8 @@ class Trainer:
 
     def _attend(self, loader: Loader | DataLoader[Any]) -> None:
         """Between two steps: records healed failures, handles finished checkpoints, due ones and requests to stop."""
+        # Healings first: by them a rank becomes the writer, which the rest goes by. A stop before a checkpoint that is
+        # due: it writes one itself, and waits for it.
         log = self._log
         log.record_healings(self._progress.epoch)
         log.record_audits()

@@ -37,6 +37,7 @@ READ_BYTES = 65_536
 TIMED_KINDS = ("data", "compute", "exchange", "update")
 KEY: Final = "crc"
 _SEAL_BYTES: Final = len(b', "crc": "01234567"}')
+# "step" is the first field of a step's line, so that `lacking` need not parse each line of a long ledger.
 _STEP = re.compile(rb'\{"step": (\d+), "')
 
 
@@ -121,6 +122,7 @@ class LedgerWriter:
     def flush(self) -> None:
         """Writes the gathered lines; raises a `RunFolderError` if that fails or the file was moved."""
         self._append()
+        # After the writing: a file that was moved lacks no line when the run goes on where it is now.
         if not is_at(self._path, self._file):
             raise RunFolderError(
                 f"{self._path} is not the file any more that this run writes to: it was moved or replaced meanwhile, "
@@ -290,6 +292,7 @@ NAMES: Final[Mapping[str, Sequence[str]]] = {  # of a line of a step, and of tho
 }
 FINAL_DIGEST: Final = "final digest"
 _NOT_FINITE = ("nan", "inf", "-inf")
+# Only what `float.hex` writes: `float.fromhex` reads many other texts.
 _HEX_FLOAT = re.compile(r"-?0x[01](\.[0-9a-f]+)?p[+-]\d+")
 _MAX_PROBLEMS = 100
 
@@ -542,6 +545,7 @@ def _distance(a: float | None, b: float | None) -> tuple[int, float] | None:
     if a is None or b is None or not math.isfinite(a) or not math.isfinite(b):
         return None
     larger = max(abs(a), abs(b))
+    # Divided first: the difference of two huge numbers may be infinite.
     relative = abs(a / larger - b / larger) if larger else 0.0
     kinds = ("f", "i") if _is_float32(a) and _is_float32(b) else ("d", "q")
     return abs(_ordinal(a, *kinds) - _ordinal(b, *kinds)), relative

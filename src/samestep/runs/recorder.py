@@ -151,6 +151,7 @@ class TensorBoardLogger:
         try:
             self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
             if purge_step is not None:
+                # By it TensorBoard drops what earlier files have from this step on.
                 start = SessionLog(status=SessionLog.START)
                 self._write(Event(wall_time=time.time(), step=purge_step, session_log=start))
         except BaseException:

@@ -49,6 +49,8 @@ if TYPE_CHECKING:
 
 REFRESH_SECONDS = 0.1
 SHOWN_SECONDS = 0.5
+# Far more than a writer that is lost has not written: gathered lines (`GATHERED_BYTES`), and steps whose scalars are on
+# the device.
 REMEMBERED_STEPS = 1024
 TAKE_OVER_SECONDS = 30.0  # the supervisor is ending the process that held the lock
 

@@ -1,6 +1,9 @@
 """Running a program again and again, on several device counts, with a recording of each run.
 
 The fork server of the workers stays from one run to the next, so that torch is imported once, and never here.
+
+A run is made once for each `RunSpec`, whoever asks for it again: the search for causes compares the same runs in many
+ways. `supervise` closes the pool after each run; a `KeptPool` then stays, unless a worker is left or it has ended.
 """
 
 import tempfile
@@ -80,6 +83,7 @@ class KeptPool(ServerPool):
         return self._lost or self._broken or self._wait(0)
 
     def start(self, instruction: Instruction) -> None:
+        # A run's first worker is the one that starts while none runs.
         self.num_runs += not self._running
         super().start(instruction)
 
@@ -157,6 +161,7 @@ class ProgramRunner(AbstractContextManager["ProgramRunner"]):
             "detail": spec.detail,
             "neutral": list(spec.neutral),
             "nudge": spec.nudge,
+            # Runs of one server share its store, where each meets under its own number.
             "number": self.num_runs if self._pool is None else self._pool.num_runs + 1,
             "hang_seconds": self._hang_seconds,
         }
@@ -167,6 +172,7 @@ class ProgramRunner(AbstractContextManager["ProgramRunner"]):
             quiet=True,
             preload=PRELOAD,
             num_threads=self._num_threads,
+            # A fork has the hash seed of its server.
             start_method="spawn" if spec.own_hash_seeds else self._start_method,
             own_hash_seeds=spec.own_hash_seeds,
             policy=POLICY,

@@ -3,6 +3,10 @@
 If the unit of computation is a microbatch (the API, single-process scripts), a microbatch's modules give the same bits
 on any rank: calls are identified by (microbatch, call). Else the ranks' batches differ in size, so each sample's own
 row of an output is summarized, and identified by the content of its row of the model's input.
+
+Nothing here may change a number of the program: no generator is drawn from, checksums are of detached tensors, and
+`DisableTorchFunction` keeps the code of tensor subclasses, and of simulated devices, out of what only looks. `nudge` is
+the exception, in a run of its own.
 """
 
 import gc
@@ -149,11 +153,14 @@ class ModuleRecorder:
         if tensor is None:
             return {"keys": [], "rows": []}
         # Chosen by content: every run, whatever its ranks, keeps the same rows.
+        # In 1024ths of the rows. The factor below is 2^64 by the golden ratio, which spreads keys (Knuth,
+        # multiplicative hashing).
         limit = 1024 * MAX_ROWS / (len(keys) * self.world_size)
         chosen = [index for index, key in enumerate(keys) if (key * 0x9E3779B97F4A7C15 >> 7) % 1024 < limit]
         return {"keys": [keys[index] for index in chosen], "rows": summarize_rows(tensor[chosen]) if chosen else []}
 
 
+# A few units of rounding of float32: by a run with it `Tolerance` measures how a program lets rounding grow.
 NUDGE = 4 * 2.0**-23
 EPSILONS = {torch.float64: 2.0**-52, torch.float32: 2.0**-23, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
 
@@ -327,6 +334,7 @@ class StepRecorder:
             if isinstance(leaf, Tensor):
                 part = bits(self._unsharded(parameter, leaf))
             else:
+                # The hash of a number, unlike that of a text, is the same in every process.
                 part = hash(leaf) if isinstance(leaf, int | float) else 0
             total = (total * 1_000_003 + part) % 2**63
         return total
@@ -369,6 +377,7 @@ def nudge(parameters: Sequence[Tensor]) -> None:
 
 def _root_modules() -> list[nn.Module]:
     """The modules of this process that no other module holds, unwrapped, in the order in which they were made."""
+    # By its type: `isinstance` asks objects for their `__class__`, by which a proxy would run the program's code.
     modules = [value for value in gc.get_objects() if issubclass(type(value), nn.Module)]
     held = {id(child) for module in modules for child in module.children()}
     return [unwrapped(module) for module in modules if id(module) not in held]

@@ -92,6 +92,7 @@ def fact_wraps(facts: Facts) -> list[Wrap]:
 def _count_moves(drawn: mmap.mmap, before: list[Any], after: list[Any], seeded: bool) -> None:
     """Counts the generators that a fetch has moved; if it seeded the global ones, those are not counted."""
     for index, (then, now) in enumerate(zip(before, after, strict=True)):
+        # All but the global ones, which come first, are of the dataset's own.
         kind = min(index, len(KINDS) - 1)
         if (seeded and kind < len(KINDS) - 1) or checksum(now) == checksum(then):
             continue
@@ -119,6 +120,7 @@ class _OwnGenerators:
 
     def states(self) -> list[int]:
         """A checksum of each one's state."""
+        # The first three are those of the global generators.
         return [checksum(state) for state in Watch(self.found).states()[3:]]
 
     def seed(self, seed: int) -> None:

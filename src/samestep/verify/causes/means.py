@@ -103,6 +103,8 @@ def divisor(loss: Any) -> tuple[str, float] | None:
     for _ in range(MAX_NODES):
         if node is None:
             break
+        # Autograd numbers the forms of an operation: MeanBackward0 is of all elements, MeanBackward1 of some
+        # dimensions.
         kind = node.name().removesuffix("0").removesuffix("1").removesuffix("Backward")
         if kind == "Mean":
             path.append(kind)

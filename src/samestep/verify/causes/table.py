@@ -2,6 +2,9 @@
 
 The recorder changes no number: it observes arguments, shapes, checksums and the states of generators. Each family of
 causes has its own wraps (`fact_wraps`), whose facts its causes' `suspect` reads.
+
+A sign alone proves nothing. A suspected cause is confirmed if runs agree with its antidote and differ without it
+(`verify.verdict`): so each antidote takes away the effect of one cause, in all runs that are compared.
 """
 
 from typing import Any

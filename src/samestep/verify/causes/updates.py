@@ -86,6 +86,7 @@ def before_updates(act: Callable[[Optimizer], None]) -> Iterator[None]:
     """Calls something before every update, with the gradients there, and before the hooks that observe it."""
     handle = optimizers.register_optimizer_step_pre_hook(with_gradients(act))
     hooks: Any = optimizers._global_optimizer_pre_hooks
+    # An antidote acts before the probe looks: what is recorded is what the optimizer gets.
     hooks.move_to_end(handle.id, last=False)
     try:
         yield
