@@ -215,7 +215,7 @@ def test_control_characters_of_names_and_values_are_shown_and_never_sent(folder,
     assert not {char for char in text if not char.isprintable()} - {"\n"}, text
     if "samestep: error: " not in text:  # a message may have several lines
         assert not [line for line in text.splitlines() if line.startswith("FORGED")], text
-    assert "�" in text or r"\x1b" in text
+    assert words[0] == "train" or "�" in text or r"\x1b" in text
     pages = [page.read_text() for page in (*folder.rglob("*.html"), *Path().rglob("*.html"))]
     assert bool(pages) == (words[0] == "report" and code == 0), text
     assert not [char for page in pages for char in page if unicodedata.category(char) == "Cf"]

@@ -109,7 +109,8 @@ def test_a_run_that_may_not_heal_asks_no_event_whether_the_exchange_is_there():
 
 
 MODELS = """
-    from samestep.recipes.gpt import Gpt
+    from samestep.recipes import lenet
+    from samestep.recipes.gpt import Gpt, loss_fn
 
     class Residual(nn.Module):
         def __init__(self, width):
@@ -139,9 +140,9 @@ MODELS = """
 
     MODELS = {
         "mlp": (mlp, mean, images, sgd),
-        "lenet": (lambda: load("lenet").model(None), mean, images, sgd),
+        "lenet": (lenet.make_model, mean, images, sgd),
         "residual": (residual, mean, images, sgd),
-        "gpt": (gpt, load("gpt").loss, texts, lambda model: adamw(model, True)),
+        "gpt": (gpt, loss_fn, texts, lambda model: adamw(model, True)),
     }
 
     def launches(action):

@@ -293,6 +293,38 @@ def test_a_module_that_keeps_what_depends_on_the_batch_is_called_whole_and_a_lin
         assert f"model (Net) is called whole on one device: {why}" in outcomes[0].stderr
 
 
+IN_PLACE = """
+def forward(self, x, mask):
+    WRITE
+    return self.layer(x * mask)
+
+model, mask = Net(forward, layer=nn.Linear(6, 3)), torch.ones(1, 6)
+optimizer, RESULT["seen"] = torch.optim.SGD(model.parameters(), lr=0.5), []
+for x, y in batches():
+    update(optimizer, F.cross_entropy(model(x, mask), y))
+    RESULT["seen"] += [x.clone(), mask.clone()]
+"""
+
+
+@pytest.mark.parametrize("write", ["mask.mul_(0.9)", "x.mul_(0.9)"])
+def test_a_module_that_writes_to_an_argument_in_place_is_called_whole_and_the_script_sees_the_write(train, write):
+    body = IN_PLACE.replace("WRITE", write)
+    (alone,) = train(1, body, num_microbatches=1)
+    for n in (1, 2, 3):
+        outcomes = train(n, body)
+        assert all(outcome.result == alone.result for outcome in outcomes)
+        assert "its forward writes to an argument in place, of which microbatches have copies" in outcomes[0].stderr
+
+
+def test_a_module_that_begins_to_write_to_what_every_microbatch_gets_whole_is_refused(train):
+    body = IN_PLACE.replace("WRITE", "mask.mul_(0.9) if mask[0, 0] > 1 else None")
+    body += '    mask = mask + (len(RESULT["seen"]) > 2)'
+    for n in (1, 2):
+        outcome = train(n, body)[0]
+        assert outcome.error == "DeterminismError", outcome
+        assert "changes an argument that every chunk gets whole, in place" in outcome.message
+
+
 def test_what_a_module_writes_alike_for_every_batch_hinders_no_microbatches(train):
     body = KEEPING.replace("WRITE_INNER", "pass").replace("WRITE", "self.same += 1; self.calls = 0")
     body = body.replace("REGISTER", "").replace("READ", "model.same")

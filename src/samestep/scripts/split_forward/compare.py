@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from samestep.callsite import is_script_file
+from samestep.data.checksums import versions_of
 from samestep.data.nested import leaves as entries_of
 from samestep.engine.forward_backward import without_gradients
 from samestep.patch import Patch, applied
@@ -177,11 +178,19 @@ def _found(run: Callable[..., Any], module: nn.Module, chunks: Chunks, dim: int)
     """The rules that hold with the parameters as they are."""
     numbers = range(chunks.num_chunks)
     try:
-        whole, written = run(*_arguments(chunks, numbers))
+        args, kwargs = _arguments(chunks, numbers)
+        before = _versions(args, kwargs)
+        whole, written = run(args, kwargs)
     except torch.OutOfMemoryError:
         # The last one may be smaller than the first: then a mean by rows and one of means differ.
         numbers = range(0, chunks.num_chunks, chunks.num_chunks - 1)
-        whole, written = run(*_arguments(chunks, numbers))
+        args, kwargs = _arguments(chunks, numbers)
+        before = _versions(args, kwargs)
+        whole, written = run(args, kwargs)
+    # Each microbatch has a copy of its part, and all of them share what has no rows: under python the script sees the
+    # write, once.
+    if _versions(args, kwargs) != before:
+        raise WritesState("its forward writes to an argument in place, of which microbatches have copies")
     _check_written(module, written, {})
     parts = []
     try:
@@ -245,6 +254,10 @@ def _arguments(chunks: Chunks, numbers: Sequence[int]) -> tuple[tuple[Any, ...],
         # A forward that differentiates itself, as a force field's, takes gradients of its inputs.
         pieces.append(piece.requires_grad_(leaf.value.requires_grad))
     return chunks.arguments(pieces)
+
+
+def _versions(*arguments: Any) -> list[int]:
+    return versions_of(leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor))
 
 
 def _candidates(module: nn.Module, chunks: Chunks) -> list[Rule]:

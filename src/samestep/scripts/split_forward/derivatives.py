@@ -115,7 +115,7 @@ def _differentiate(node: Node, given: Sequence[int], gradients: Sequence[Tensor]
         mine = node.ranges[0]
         made, rows, _ = differentiate(script, call, own, mine, _cut(task, gradients, mine), sums, node.guard)
         if node.is_careful and (found := {what for what, _ in node.image.written()} - before - {""}):
-            raise changes_what_it_reads("backward", min(found))
+            raise changes_what_it_reads("backward", f"{min(found)}, to which its code refers")
     except BaseException as raised:  # an interrupt too: the workers wait for the sums, of which some may be zero
         error = raised
     with link.whole():

@@ -100,7 +100,7 @@ def end(driver: Driver) -> None:
 def changes_what_it_reads(when: str, what: str) -> DeterminismError:
     """The error of a forward or backward that writes what other chunks read."""
     return DeterminismError(
-        f"the wrapped {when} changes {what}, to which its code refers: chunks on other devices would not see it, and "
+        f"the wrapped {when} changes {what}: chunks on other devices would not see it, and "
         "what is read of it afterwards would depend on the number of devices. Return the value from the forward, or "
         "register a buffer"
     )

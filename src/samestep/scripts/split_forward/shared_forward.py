@@ -23,14 +23,14 @@ from torch import Tensor, nn
 
 from samestep.core.seeds import derive_seed
 from samestep.core.tree import rank_blocks
-from samestep.data.checksums import checksum
+from samestep.data.checksums import checksum, versions_of
 from samestep.engine.buffers import refuse_sync_batchnorm
 from samestep.errors import DeterminismError, SamestepError, UsageError
 from samestep.scripts import output
 from samestep.scripts.backward import generator_state
 from samestep.scripts.script_state import ScriptState
 from samestep.scripts.split_forward.calls import Call, Forward, Split, Work, planned, run_chunks
-from samestep.scripts.split_forward.chunks import Chunks, Leaf, deal, put_together
+from samestep.scripts.split_forward.chunks import Chunks, Leaf, deal, is_tensor, put_together
 from samestep.scripts.split_forward.compare import hooked
 from samestep.scripts.split_forward.derivatives import Node, SharedCall
 from samestep.scripts.split_forward.driver import LACKING, Answers, Driver, Shared, changes_what_it_reads, other_bits
@@ -105,6 +105,8 @@ def shared_forward(
                         "tensors and plain values, or share nothing out (--logical-devices 1)"
                     ) from error
                 raise
+            copied = [v for leaf, v in zip(chunks.leaves, values, strict=True) if is_tensor(v) and not leaf.sizes]
+            versions = versions_of(copied)
             work = run_chunks(
                 *(script, module, shared.split, task, task.ranges[0], _columns(chunks, values, task.ranges[0])),
                 put_back=lambda: _put_back(script, shared.image),
@@ -115,6 +117,8 @@ def shared_forward(
             try:
                 again = partial(_again, script, shared, module, task, chunks, values)
                 _raise_first(work, answers, task, shared.image, again)
+                if versions_of(copied) != versions:
+                    raise changes_what_it_reads("forward", "an argument that every chunk gets whole, in place")
                 rows = _rows(shared, work, answers)
                 # The chunks have called cached functions too; what counts are the script's calls between forwards.
                 shared.image.records.note_counts()
@@ -238,7 +242,7 @@ def _put_back(script: ScriptState, image: Image) -> None:
     """Puts back what a chunk has changed of what its code refers to, or raises."""
     for what, put_back in image.written():
         if put_back is None:
-            raise changes_what_it_reads("forward", what)
+            raise changes_what_it_reads("forward", f"{what}, to which its code refers")
         put_back()
         if not what:
             continue
