@@ -113,8 +113,8 @@ def test_a_failure_that_nothing_explains_is_in_the_messages_that_follow(tmp_path
 
 
 HURRY = """import samestep
-    from samestep.comm import membership
-    membership.NOTICE_SECONDS, membership.QUORUM_SECONDS = 0.1, 3.0
+    from samestep.comm import quorums
+    quorums.NOTICE_SECONDS, quorums.QUORUM_SECONDS = 0.1, 3.0
 """
 
 

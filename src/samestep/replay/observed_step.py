@@ -321,7 +321,7 @@ class ObservedStep(StepObserver):
         self._first = self._first or hooks.first
 
     def _note_sums(self, gradients: dict[str, Tensor]) -> None:
-        """Looks at the gradients of the mean loss over the batch, before clipping."""
+        """Looks at the gradients of the mean loss over the batch, clipped."""
         for name, gradient in gradients.items():
             where = f"the gradient of parameter {name}, summed over the microbatches (each microbatch's own is finite)"
             self._gradients[name] = self._look(name, where, gradient, "sum")

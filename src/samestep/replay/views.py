@@ -184,7 +184,7 @@ class MicrobatchView:
 
 @dataclass(frozen=True)
 class ParameterView:
-    """One parameter in the step; the gradient is that of the mean loss over the batch, before clipping."""
+    """One parameter in the step; the gradient is that of the mean loss over the batch, clipped."""
 
     name: str
     shape: Sequence[int]
