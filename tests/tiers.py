@@ -101,7 +101,6 @@ SLOW = {  # more than ten seconds each, of a kind that a shorter one of the gate
     "cli/test_run_logical.py::test_a_script_that_insists_on_gpus_is_told_what_gives_it_simulated_ones_and_that_does",
     "cli/test_run_logical.py::test_what_a_script_leaves_unseeded_has_a_seed_by_rank_on_any_devices",
     "cli/test_run_spawning.py::test_exact_sums_end_in_the_bits_of_python[fork]",
-    "cli/test_train_resume.py::test_a_run_of_an_options_file_goes_on_with_its_schedule_its_metric_and_its_end",
     "comm/test_nccl_errors.py::"
     "test_an_error_in_the_first_exchange_is_found_before_the_model_and_raised_on_every_rank"
     "[memory, while others connect]",
@@ -109,8 +108,6 @@ SLOW = {  # more than ten seconds each, of a kind that a shorter one of the gate
     "docs/test_documentation.py::"
     "test_a_command_prints_what_its_page_shows"
     "[tutorials.md:samestep run --devices cpu:2 --logical-devices 4 examples/simple_gpu.py --epochs 3]",
-    "docs/test_documentation.py::"
-    "test_a_command_prints_what_its_page_shows"
     "docs/test_documentation.py::"
     "test_a_command_prints_what_its_page_shows"
     "[tutorials.md:samestep run --devices cpu:2 examples/vgg_parts.py --samples 200 --epochs 2]",
@@ -121,7 +118,6 @@ SLOW = {  # more than ten seconds each, of a kind that a shorter one of the gate
     "test_a_step_holds_the_sums_of_the_tree_and_its_update_one_gradient[2-{'overlap': False}-3.2-1.1-1.3]",
     "engine/test_gpu_memory.py::test_a_step_holds_the_sums_of_the_tree_and_its_update_one_gradient[2-{}-2.4-1.1-1.3]",
     "engine/test_gpu_steps.py::test_a_run_that_may_not_heal_asks_no_event_whether_the_exchange_is_there",
-    "examples/test_examples_on_devices.py::test_a_transformer_divided_over_two_devices_learns_to_the_same_bits_on_four",
     "launcher/test_hangs.py::"
     "test_a_process_that_stops_or_hangs_is_found_from_its_start_on"
     "[restarted-134-rank 1 on CPU worker 1 showed no sign of life for]",
