@@ -144,7 +144,6 @@ SLOW = {  # more than ten seconds each, of a kind that a shorter one of the gate
     "test_a_worker_killed_while_both_agents_live_restarts_all_with_the_digest_of_an_undisturbed_run[rank 1]",
     "nodes/test_torchrun.py::test_the_first_machine_says_what_it_waits_for_and_goes_on_when_the_second_is_there[True]",
     "replay/test_auditing.py::test_a_run_on_several_devices_is_audited_by_several_workers",
-    "replay/test_auditing.py::"
     "replay/test_script_audit.py::test_a_plain_script_is_audited_too_and_names_what_was_there_before",
     "replay/test_script_audit.py::test_a_script_that_went_on_is_audited_from_its_beginning_by_the_code_of_each_start",
     "run/test_evaluation.py::test_a_loader_with_workers_is_measured_so_too[False]",
