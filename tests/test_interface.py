@@ -67,7 +67,7 @@ def test_a_name_an_argument_or_an_option_less_is_noticed():
     whole, fewer = interface(), [name for name in samestep.__all__ if name != "EMA"]
     assert next(line for line in whole if line not in interface(fewer)).startswith("EMA(")
     others = {words: command for words, command in COMMANDS.items() if words != ("train",)}
-    assert "$ samestep train: --list" in {*whole} - {*interface(commands=others)}
+    assert "$ samestep train: --devices" in {*whole} - {*interface(commands=others)}
 
     def narrower(model, *, shuffle=None):
         """One argument less."""
