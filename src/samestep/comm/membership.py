@@ -131,11 +131,6 @@ class Membership:
         """Whether a supervisor announces quorums, and there is a store at which the ranks can connect again."""
         return self._quorums.can_heal
 
-    @property
-    def needs_all(self) -> bool:
-        """Whether each rank has state that no other has."""
-        return self._quorums.needs_all
-
     def rely_on_all(self) -> None:
         """Turns healing off: each rank has state that no other has. Hung ranks are still found."""
         if self.plan.num_active < self.world_size:

@@ -215,7 +215,7 @@ def run_chunks(
             if oldest is not None and task.records:
                 results = [leaf for call in work.calls.values() for leaf in call.outputs if leaf is not None]
                 entered_ids = {id(leaf) for call in work.calls.values() for leaf in call.inputs}
-                replicas.check_graph(results, None, oldest._sequence_nr(), entered_ids)
+                replicas.check_graph(results, oldest._sequence_nr(), entered_ids)
     except BaseException as error:  # whatever the forward raises: workers have their chunks of it, too
         work.error = _explained(error, module, task, work.failed_chunk)
     return work

@@ -72,8 +72,8 @@ class Driver:
     def unneeded(self) -> tuple[list[int], list[int]]:
         """The calls and images that the workers may drop, once."""
         lists = list(self.released), list(self.dropped)
-        self.released.clear()
-        self.dropped.clear()
+        # Not `clear`: a finalizer may have added to them meanwhile.
+        del self.released[: len(lists[0])], self.dropped[: len(lists[1])]
         return lists
 
 

@@ -290,17 +290,14 @@ class Replicas:
                     "would not see it. Write it outside: after optimizer.step(), or in the training loop"
                 )
 
-    def check_graph(
-        self, outputs: Sequence[Tensor], token: Tensor | None, oldest: int, leaves: Collection[int] = ()
-    ) -> None:
+    def check_graph(self, outputs: Sequence[Tensor], oldest: int, leaves: Collection[int] = ()) -> None:
         """Raises if a gradient would leave a chunk by another way than its stand-ins and inputs, `leaves` by id."""
-        entrance = None if token is None else token.grad_fn
         names = {id(parameter): name for parameter, name in zip(self.parameters, self.names, strict=True)}
         waiting: list[Any] = [output.grad_fn for output in outputs if output.grad_fn is not None]
         seen: set[Any] = set()
         while waiting:
             node = waiting.pop()
-            if node in seen or node is entrance:
+            if node in seen:
                 continue
             seen.add(node)
             name = node.name()
