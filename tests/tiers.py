@@ -16,12 +16,7 @@ from worlds import DEVICE
 TESTS = Path(__file__).parent
 PYTHON = sys.executable  # tests may change it
 OWN_FOLDERS = {TESTS, TESTS.parent / "benchmarks"}
-STARTING_MODULES = {
-    "subprocess",
-    "multiprocessing",
-    "samestep.launcher.supervisor",
-    "samestep.verify.program_runner",
-}
+STARTING_MODULES = {"subprocess", "multiprocessing", "samestep.launcher.supervisor", "samestep.verify.program_runner"}
 STARTING_NAMES = {*STARTING_MODULES, "fork", "ask_torch", "check_ranks"}
 STARTING_TESTS = {  # the command that starts processes is only named by a string, or is a question to a child process
     "cli/test_help.py::test_what_follows_a_script_keeps_its_underscores",

@@ -12,11 +12,7 @@ from samestep.run.trainer import Trainer
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (the extra frameworks)")
 
-STRATEGIES = {
-    "replicate": "replicate",
-    "zero1": "zero1",
-    "sharded": Sharded(),
-}
+STRATEGIES = {"replicate": "replicate", "zero1": "zero1", "sharded": Sharded()}
 TOKENS = torch.randint(16, (24, 6), generator=torch.Generator().manual_seed(0))
 
 

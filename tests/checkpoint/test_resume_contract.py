@@ -100,11 +100,7 @@ def fit(communicator, run_dir=None, resume=None, allow=False, epochs=2, **change
     options = {"checkpoint_steps": 1, "checkpoint_minutes": None, "keep": 99, **c.get("options", {})}
     with Trainer(run, model, optimizer, c["loss"], run_dir=run_dir, scheduler=scheduler, **options) as trainer:
         trainer.fit(
-            c.get("data", points()),
-            epochs,
-            shuffle=c.get("shuffle", True),
-            resume=resume,
-            allow_contract_change=allow,
+            c.get("data", points()), epochs, shuffle=c.get("shuffle", True), resume=resume, allow_contract_change=allow
         )
         return trainer.digest, optimizer.param_groups[0]["lr"]
 

@@ -227,12 +227,7 @@ def test_arrays_come_back_in_rows():
 
 
 def test_names_tell_the_place_and_never_collide():
-    value = {
-        "a": {"b": torch.zeros(1)},
-        "a.b": torch.ones(1),
-        0: torch.ones(2),
-        "0": torch.ones(3),
-    }
+    value = {"a": {"b": torch.zeros(1)}, "a.b": torch.ones(1), 0: torch.ones(2), "0": torch.ones(3)}
     packed = pack(value, "p")
     assert list(packed.tensors) == ["p.a.b", "p.a.b#2", "p.0", "p.0#2"]
     assert is_same(unpack(packed.facts, packed.tensors), value)

@@ -27,11 +27,7 @@ SHORT = """
 """
 NINES = "9" * 20
 WORDS = (*SHORT.split(), NINES, "9" * 5000, f"-{NINES}", "x " * 3000, f"cpu:{NINES}", f"localhost:{NINES}")
-FIRST = {
-    "train": ("mlp",),
-    "run": ("ok.py",),
-    "verify": ("ok.py", "mlp"),
-}
+FIRST = {"train": ("mlp",), "run": ("ok.py",), "verify": ("ok.py", "mlp")}
 ENDLESS = {  # what such a word asks for is right, and has no end
     "--epochs": lambda word: word.lstrip("0").isdecimal(),
     "--open": lambda word: True,

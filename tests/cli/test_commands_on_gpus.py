@@ -105,15 +105,7 @@ def test_a_variable_that_names_no_gpu_ends_the_command_and_cpu_workers_are_told(
 def test_ranks_of_another_launcher_find_their_gpus(recorded, folder, tmp_path, launcher):
     recipe = ["-m", "samestep.recipes.mlp", *map(str, (*TRAIN[2:], "--run-dir", tmp_path / "run"))]
     if launcher == "torchrun":
-        command = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            "2",
-            *recipe,
-        ]
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *recipe]
         places = [{}]
     else:  # each task sees one GPU, its cuda:0
         command = [sys.executable, *recipe]

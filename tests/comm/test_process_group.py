@@ -14,15 +14,7 @@ import group_training
 import pytest
 import torch
 import torch.distributed as dist
-from group_programs import (
-    CASES,
-    FACTOR,
-    definition,
-    drawn,
-    end_without_goodbye,
-    in_group,
-    same_fold,
-)
+from group_programs import CASES, FACTOR, definition, drawn, end_without_goodbye, in_group, same_fold
 from worlds import DEVICE, PATIENCE_SECONDS, cpu_only, in_turns, processes
 
 from samestep.comm.connecting import connect_process_group

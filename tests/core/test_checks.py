@@ -21,11 +21,7 @@ from samestep.errors import UsageError
         (0.0, {"above": 0, "whole": False}, "it must be above 0 (--keep-all)"),
         (math.nan, {"above": 0, "whole": False}, "it must be a finite number, above 0 (--keep-all)"),
         (math.inf, {"above": 0, "whole": False}, "it must be a finite number, above 0 (--keep-all)"),
-        (
-            1.0,
-            {"above": 0, "below": 1, "whole": False},
-            "it must be above 0 and below 1 (--keep-all)",
-        ),
+        (1.0, {"above": 0, "below": 1, "whole": False}, "it must be above 0 and below 1 (--keep-all)"),
         (None, {"whole": False}, "it must be a finite number (--keep-all)"),
         (0, {"low": 1, "option": "-o keep"}, "it must be 1 or more (-o keep)"),
         (0, {"low": 1, "option": ""}, "it must be 1 or more"),

@@ -6,15 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from samestep.core.microbatches import microbatch_ranges
-from samestep.core.tree import (
-    Block,
-    TreeSum,
-    UnorderedTreeSum,
-    aligned_blocks,
-    are_siblings,
-    rank_blocks,
-    tree_sum,
-)
+from samestep.core.tree import Block, TreeSum, UnorderedTreeSum, aligned_blocks, are_siblings, rank_blocks, tree_sum
 
 
 def pair(left, right):

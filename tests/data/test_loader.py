@@ -507,9 +507,7 @@ def test_lists_arrays_tensor_datasets_and_subsets_are_datasets():
 
 
 @pytest.mark.parametrize(
-    "indices",
-    [range(4, 10), [9, -1, 0, 9, 3, 5], torch.tensor([2, 1, 7, 0, 9, 4])],
-    ids=["range", "list", "tensor"],
+    "indices", [range(4, 10), [9, -1, 0, 9, 3, 5], torch.tensor([2, 1, 7, 0, 9, 4])], ids=["range", "list", "tensor"]
 )
 @pytest.mark.parametrize("options", [{}, {"cache": "device"}], ids=["memory", "device"])
 def test_a_part_of_tensors_is_gathered_from_them_as_it_is_read_one_by_one(indices, options):

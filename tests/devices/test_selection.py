@@ -81,8 +81,7 @@ def test_where_no_variable_limits_what_is_seen_workers_use_the_indices_as_they_a
 
 
 @pytest.mark.parametrize(
-    ("spec", "expected"),
-    [("cpu", "1 CPU worker"), ("cpu:2", "2 CPU workers"), ("0,4", "cuda:0,cuda:4 (NVIDIA H200)")],
+    ("spec", "expected"), [("cpu", "1 CPU worker"), ("cpu:2", "2 CPU workers"), ("0,4", "cuda:0,cuda:4 (NVIDIA H200)")]
 )
 def test_a_selection_is_described_in_a_few_words(spec: str, expected: str) -> None:
     assert select(spec, EIGHT).describe() == expected

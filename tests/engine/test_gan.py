@@ -148,9 +148,7 @@ def test_each_step_draws_from_a_stream_of_its_own_that_no_device_count_changes()
             return inner
 
         *_, discriminate, generate = make_steps(
-            communicator,
-            discriminator=noting("d", discriminator_loss),
-            generator=noting("g", generator_loss),
+            communicator, discriminator=noting("d", discriminator_loss), generator=noting("g", generator_loss)
         )
         discriminate(real_samples(24))
         generate(real_samples(24))

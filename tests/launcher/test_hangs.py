@@ -60,11 +60,7 @@ MATRIX = {  # the looks, the options of `hanging`, the slots that hang
     "before the timeout none hangs": (LOST[:20], {}, []),
     "after it one hangs": (LOST[:22], {}, [0]),
     "time in which the output is full is not counted": (LOST, {"counts": False}, []),
-    "a sign of life starts the time anew": (
-        [{0: ("forward", 0.0, 0)}] * 15 + [{0: ("forward", -1.0, 0)}] * 15,
-        {},
-        [],
-    ),
+    "a sign of life starts the time anew": ([{0: ("forward", 0.0, 0)}] * 15 + [{0: ("forward", -1.0, 0)}] * 15, {}, []),
     "workers that wait for each other in an exchange do not hang": (BOTH, {}, []),
     "nor do those that wait for another quorum": (still(s0="regroup", s1="regroup"), {}, []),
     "all hang that are blocked in connecting with a rank lost meanwhile": (
@@ -81,11 +77,7 @@ MATRIX = {  # the looks, the options of `hanging`, the slots that hang
     "unless its processes compute": (SCRIPT, {"used": 0.1}, []),
     "a worker in an exchange that the others have left hangs": (waiting(s0="exchange"), {}, [0]),
     "unless those may hang themselves": (still(s0="exchange", s1="regroup"), {}, []),
-    "of one in an exchange with one that hangs only the latter hangs": (
-        waiting(s0="exchange", s2="forward"),
-        {},
-        [2],
-    ),
+    "of one in an exchange with one that hangs only the latter hangs": (waiting(s0="exchange", s2="forward"), {}, [2]),
     "a silent worker in a regrouping hangs while others there show signs of life": (waiting(s0="regroup"), {}, [0]),
     "a stopped worker hangs wherever it is": (BOTH, {"stopped": (1,)}, [1]),
     "unless all are stopped": (BOTH, {"stopped": (0, 1)}, []),

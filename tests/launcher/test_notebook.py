@@ -161,10 +161,7 @@ AFTER_BACKWARD = """
 @needs_fake_gpus
 @pytest.mark.parametrize(
     ("cells", "printed"),
-    [
-        (CELLS, ["True False", "(2, 'cuda:0', 12.0)", "(1, 'cuda:0', 18.0)"]),
-        (AFTER_BACKWARD, ["False 2", "False 2"]),
-    ],
+    [(CELLS, ["True False", "(2, 'cuda:0', 12.0)", "(1, 'cuda:0', 18.0)"]), (AFTER_BACKWARD, ["False 2", "False 2"])],
     ids=["asked for GPUs", "backward on the CPU"],
 )
 def test_a_notebook_whose_forks_would_break_launches(cells, printed):

@@ -141,8 +141,7 @@ def ended(communicator, ends, asking):
 
 
 @pytest.mark.parametrize(
-    ("ends", "at"),
-    [(("on_step_end", 4), 5), (("on_step_end", 5), 6), (("on_epoch_end", 1), 3), (("on_fit_start",), 1)],
+    ("ends", "at"), [(("on_step_end", 4), 5), (("on_step_end", 5), 6), (("on_epoch_end", 1), 3), (("on_fit_start",), 1)]
 )
 def test_a_request_to_end_is_that_of_all_ranks(ends, at):
     alone = in_turns(1, ended, ends, [0])

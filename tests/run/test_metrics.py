@@ -10,11 +10,7 @@ from samestep import metrics
 from samestep.engine.losses import Mean
 from samestep.errors import UsageError
 
-CLASSIFICATION = {
-    "accuracy": metrics.accuracy,
-    "top_3": metrics.top_k(3),
-    "cross_entropy": metrics.cross_entropy,
-}
+CLASSIFICATION = {"accuracy": metrics.accuracy, "top_3": metrics.top_k(3), "cross_entropy": metrics.cross_entropy}
 TOKENS = {
     "cross_entropy": metrics.cross_entropy,
     "token_accuracy": metrics.token_accuracy,

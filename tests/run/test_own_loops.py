@@ -306,11 +306,7 @@ def test_of_several_steps_the_contract_is_listed_by_step(tmp_path):
             UsageError,
             "was saved without a loader",
         ),
-        (
-            lambda p, f: p.run.load_checkpoint(__file__, p.step),
-            UsageError,
-            "is a file; needed: the folder",
-        ),
+        (lambda p, f: p.run.load_checkpoint(__file__, p.step), UsageError, "is a file; needed: the folder"),
         (
             lambda p, f: write_json(f / CONTRACT_FILE, {}) or p.run.load_checkpoint(f, p.step),
             UsageError,

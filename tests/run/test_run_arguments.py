@@ -154,10 +154,7 @@ def test_only_the_first_rank_prints(capsys):
             lambda run: run.train_step(None, None, None, gradient_clip_val=1),
             "Run.train_step has no argument 'gradient_clip_val'; did you mean 'max_grad_norm'?",
         ),
-        (
-            lambda run: run.loader([1], batch_size=3),
-            "Run.loader has no argument 'batch_size'; it takes dataset, ",
-        ),
+        (lambda run: run.loader([1], batch_size=3), "Run.loader has no argument 'batch_size'; it takes dataset, "),
         (lambda run: run.evaluate(None, [1], {}, forwards=1), "Run.evaluate has no argument 'forwards'; did you mean"),
         (lambda run: run.predict(None, [1], metrics={}), "Run.predict has no argument 'metrics'; it takes model, "),
         (

@@ -8,11 +8,7 @@ from stateful_program import EITHER, EQUAL, Program, changing, refused
 
 MODES = [
     changing("train and eval", "out if self.training else out * 3.0", "net.eval()"),
-    changing(
-        "child in eval",
-        "out if self.inner.training else out * 3.0",
-        "net.inner.eval()",
-    ),
+    changing("child in eval", "out if self.inner.training else out * 3.0", "net.inner.eval()"),
     changing(
         "default dtype",
         "out * (3.0 if torch.ones(1).dtype == torch.float64 else 1.0)",
@@ -118,14 +114,7 @@ MODES = [
                 """,
         }.items()
     ),
-    changing(
-        "time",
-        "out * (1 + time.time() % 1)",
-        "",
-        before="import time",
-        expect=refused("Net"),
-        python=False,
-    ),
+    changing("time", "out * (1 + time.time() % 1)", "", before="import time", expect=refused("Net"), python=False),
     changing("process id", "out * (1 + os.getpid() % 97)", "", before="import os", expect=refused("Net"), python=False),
     changing(
         "thread",

@@ -86,11 +86,7 @@ GLOBALS = [
         before="TRAIN, TUNE = object(), object()\nmode = TRAIN",
     ),
     changing(
-        "module by its id",
-        "out * gains.get(id(self), 1.0)",
-        "gains[id(net)] = 3.0",
-        before="gains = {}",
-        expect=EITHER,
+        "module by its id", "out * gains.get(id(self), 1.0)", "gains[id(net)] = 3.0", before="gains = {}", expect=EITHER
     ),
     changing(
         "context variable",
@@ -226,11 +222,7 @@ FUNCTIONS = [
         before="import utils",
         files={"utils.py": "def act(h):\n    return h\n"},
     ),
-    changing(
-        "functional patched",
-        "F.relu(out)",
-        "F.relu = F.gelu",
-    ),
+    changing("functional patched", "F.relu(out)", "F.relu = F.gelu"),
     changing(
         "method of an instance",
         "self.act(out)",
@@ -289,10 +281,7 @@ FUNCTIONS = [
 ATTRIBUTES = [
     changing("class attribute", "out * self.gain", "Net.gain = 3.0", after="Net.gain = 1.0"),
     changing(
-        "attribute of another class",
-        "out * Config.gain",
-        "Config.gain = 3.0",
-        before="class Config:\n    gain = 1.0",
+        "attribute of another class", "out * Config.gain", "Config.gain = 3.0", before="class Config:\n    gain = 1.0"
     ),
     changing("property", "out * self.gain", "Net.gain = property(lambda self: 3.0)", after="Net.gain = 1.0"),
     changing(
@@ -360,10 +349,7 @@ ATTRIBUTES = [
         EITHER,
     ),
     changing(
-        "functions in a plain list",
-        "self.acts[-1](out)",
-        "net.acts.append(torch.sin)",
-        init="self.acts = [torch.tanh]",
+        "functions in a plain list", "self.acts[-1](out)", "net.acts.append(torch.sin)", init="self.acts = [torch.tanh]"
     ),
     changing(
         "NumPy table of the module",

@@ -50,10 +50,7 @@ PATTERNS = {
     "values": Pattern(worlds=(2, 3, 4)),
     "visible_devices": Pattern(num_microbatches=None),
 }
-OTHERS = {
-    *("backward_on_a_thread", "collects", "ends", "named_by_the_clock", "refused", "unseeded"),
-    "usual",
-}
+OTHERS = {*("backward_on_a_thread", "collects", "ends", "named_by_the_clock", "refused", "unseeded"), "usual"}
 
 
 def script(name):

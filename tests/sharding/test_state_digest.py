@@ -26,12 +26,7 @@ def test_digest_and_checksum_are_those_of_one_device(worlds, references, strateg
 
 
 @pytest.mark.parametrize(
-    ("strategy", "refused"),
-    [
-        ("sharded", ["digest", "average"]),
-        ("zero1", ["digest"]),
-        ("replicate", []),
-    ],
+    ("strategy", "refused"), [("sharded", ["digest", "average"]), ("zero1", ["digest"]), ("replicate", [])]
 )
 def test_what_a_rank_has_a_part_of_is_not_given_as_the_whole(worlds, strategy, refused):
     for said in worlds(2).run(messages, strategy):
