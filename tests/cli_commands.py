@@ -1,28 +1,76 @@
 """The table of all commands by the words that call them, and the command as a user calls it."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
+import time
 
+import forked
 import psutil
 import typer
 
 from samestep.cli.main import app
+from samestep.devices.portable import CAPS, PORTABLE_VARIABLE
+from samestep.launcher.job import TRAINING
+from samestep.launcher.os_processes import server_variables
 
 SAMESTEP = (sys.executable, "-m", "samestep")
+IMPORTED = ("torch.distributed", "samestep.cli.main", "samestep.launcher.forkserver", *TRAINING)
+AT_START = ("PYTHON", "OMP_", "MKL_", "OPENBLAS_", "ATEN_", "SAMESTEP_PORTABLE", "TORCH")
+"""How variables begin that are read at Python's start, or while torch is imported."""
+STACK_SECONDS = 5.0
+COMMAND = """
+    import json, os, runpy, signal, socket, sys
+    from samestep.devices.portable import CAPS
+    from samestep.launcher import forkserver
+    from samestep.launcher.os_processes import ServerProcess, TITLE_ROOM, held_signals
+
+    imported, real = json.loads(sys.argv.pop(1)), ServerProcess.start
+
+    def start(variables, start_method="fork"):  # a fork server as a fork of this process, which has torch
+        wanted = {**os.environ, **variables}
+        if start_method != "fork" or any(wanted.get(name) != imported.get(name) for name in {*variables, *CAPS}):
+            return real(variables, start_method)
+        ours, theirs = socket.socketpair()
+        parent, end = str(os.getpid()), theirs.detach()
+        with held_signals():
+            pid = os.fork()
+            if not pid:
+                try:
+                    os.setsid()
+                    signal.set_wakeup_fd(-1)
+                    for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
+                        signal.signal(signum, signal.SIG_DFL)
+                    os.closerange(3, end), os.closerange(end + 1, 1 << 16)
+                    os.environ.update(variables)
+                    sys.argv[1:] = [str(end), parent, start_method, TITLE_ROOM]
+                    forkserver.main()
+                finally:
+                    os._exit(1)
+        os.close(end)
+        return ServerProcess(pid, ours)
+
+    ServerProcess.start = start
+    runpy.run_module("samestep", run_name="__main__", alter_sys=True)
+"""
 
 
 def samestep(*words, cwd, command=SAMESTEP, timeout=240, **variables):
     """Runs the command with further environment variables; one that does not end fails with where its ranks are."""
-    environment = {**os.environ, "COLUMNS": "200", **variables}
-    words = [*map(str, (*command, *words))]
+    environment, words = {**os.environ, "COLUMNS": "200", **variables}, [*map(str, words)]
+    if _may_be_forked(command, words, environment):
+        return _forked(words, cwd, timeout, environment)
+    words = [*map(str, command), *words]
     options = {"cwd": cwd, "env": environment, "text": True}
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options) as running:
         try:
             stdout, stderr = running.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
-            stdout, stderr = _ended(running)
+            _show_stacks([running.pid])
+            running.kill()
+            stdout, stderr = running.communicate()
             raise AssertionError(f"{' '.join(words)} did not end within {timeout} s\n{stdout}\n{stderr}") from None
         except BaseException:
             running.kill()
@@ -30,19 +78,36 @@ def samestep(*words, cwd, command=SAMESTEP, timeout=240, **variables):
     return subprocess.CompletedProcess(words, running.returncode, stdout, stderr)
 
 
-def _ended(running):
-    """Ends a command whose ranks hang, by the signal at which they write their stacks; what it printed."""
-    for process in psutil.Process(running.pid).children(recursive=True):
+def _may_be_forked(command, words, environment):
+    """Whether a command is the same as a fork of a process that has imported torch."""
+    if "--portable" in words or command != SAMESTEP or words[0] not in ("run", "verify", "train"):
+        return False
+    changed = {name for name in {*environment, *os.environ} if environment.get(name) != os.environ.get(name)}
+    return not [name for name in changed if name.startswith(AT_START) and name not in forked.AT_IMPORT]
+
+
+def _forked(words, cwd, timeout, environment):
+    """The same by a fork of a process that has imported torch; for `train` on CPUs, with portable kernels."""
+    is_portable = words[0] == "train" and "FAKE_CUDA_DEVICES" not in environment and "--no-portable" not in words
+    caps = {PORTABLE_VARIABLE: "1", **CAPS} if is_portable else {}
+    own = {name: environment.get(name) for name in ("OMP_NUM_THREADS", "PYTHONHASHSEED")}
+    process = (json.dumps({**server_variables(1), **caps, **own}), *words), environment, cwd
+    try:
+        (found,) = forked.run_all(COMMAND, [process], timeout, IMPORTED, on_timeout=_show_stacks, **caps)
+    except subprocess.TimeoutExpired as error:
+        raise AssertionError(f"{words} did not end within {timeout} s\n{error.output}\n{error.stderr}") from None
+    return subprocess.CompletedProcess(words, *found)
+
+
+def _show_stacks(pids):
+    """Ends commands whose ranks hang, by the signal at which they write their stacks."""
+    for process in [child for pid in pids for child in psutil.Process(pid).children(recursive=True)]:
         try:
             if "samestep worker" in " ".join(process.cmdline()):
                 process.send_signal(signal.SIGABRT)
         except psutil.Error:
             continue
-    try:
-        return running.communicate(timeout=20)
-    except subprocess.TimeoutExpired:
-        running.kill()
-        return running.communicate()
+    time.sleep(STACK_SECONDS)
 
 
 def write_table(path):

@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.append(str(Path(__file__).parent / "fake_cuda" / "dist-packages"))
 
 import fake_cuda
-import gpus
+import forked
 from tiers import LONG_FILES, SLOW, SLOW_ON_GPUS, SMOKE, name_of, starts_processes, watch
 from worlds import DEVICE, World, close_mesh
 
@@ -181,7 +181,7 @@ def _nothing_left_behind(request):
     assert not changed, f"environment variables changed: {sorted(changed)}"
     if not pooled:
         close_mesh()  # FSDP2 on one rank opens a process group in this process
-        before |= gpus.SERVER_PIDS  # which stay for later tests
+        before |= forked.SERVER_PIDS  # which stay for later tests
         left = [child for child in psutil.Process().children(recursive=True) if child.pid not in before]
         alive = [child for child in left if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
         assert not alive, f"processes left behind: {alive}"

@@ -1,18 +1,13 @@
 """Fake GPUs for tests: the environment that gives them to a process, and small programs that run on them."""
 
-import atexit
 import json
 import os
-import signal
 import subprocess
-import sys
-import tempfile
 import textwrap
-from contextlib import suppress
-from multiprocessing import Pipe
 from pathlib import Path
 
 import fake_cuda
+import forked
 import pytest
 from marked import free_port
 
@@ -41,45 +36,7 @@ LEAVE = """
         os._exit(0)
 """
 
-SERVER = """
-    import gc, importlib, os, sys
-    from multiprocessing.connection import Connection
-    connection = Connection(int(sys.argv[1]))
-    for name in sys.argv[2:]:
-        importlib.import_module(name)
-    gc.freeze()
-    assert len(os.listdir("/proc/self/task")) == 1
-    def serve():
-        while True:
-            pids = []
-            try:
-                programs = connection.recv()
-            except EOFError:
-                sys.exit()
-            for program in programs:
-                pids.append(os.fork())
-                if not pids[-1]:
-                    return become(*program)
-            connection.send(pids)
-            connection.send([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids])
-    def become(text, args, variables, *files):
-        connection.close()
-        os.environ.clear()
-        os.environ.update(variables)
-        for fd, path in enumerate((os.devnull, *files)):
-            file = os.open(path, os.O_RDWR | os.O_APPEND)
-            os.dup2(file, fd)
-            os.close(file)
-        sys.argv[1:] = args
-        names = vars(sys.modules["__main__"])
-        for name in [name for name in names if not name.startswith("__")]:
-            del names[name]
-        return compile(text, "<string>", "exec"), names
-    exec(*serve())
-"""
 IMPORTED = ("torch", "torch._dynamo", "torch.distributed.tensor.parallel", "numpy")
-AT_IMPORT = ("OMP_NUM_THREADS", "PYTHONPATH", "FAKE_CUDA_NVML", "FAKE_CUDA_MEMORY_MIB")
-"""Variables that are read while torch is imported, so that their values have a server of their own."""
 
 
 needs_fake_gpus = pytest.mark.fake_gpus  # skipped where they are not built (conftest.py)
@@ -127,66 +84,8 @@ def run_processes(program, *places, devices=2, order="late", timeout=300, **vari
 
 
 def _run_all(program, processes, timeout, stderr=subprocess.PIPE):
-    """Runs a program's text in processes, (arguments, environment) each; by process its exit status, stdout, stderr.
-
-    They are forks of a process that has imported torch, which takes more time than most of these programs.
-    """
-    text, programs = textwrap.dedent(program), []
-    with tempfile.TemporaryDirectory() as folder:
-        for number, (arguments, own) in enumerate(processes):
-            files = [Path(folder, f"{number}.{name}") for name in ("stdout", "stderr")]
-            for file in files:
-                file.touch()
-            written = files if stderr == subprocess.PIPE else files[:1] * 2
-            programs.append((files, (text, [*map(str, arguments)], own, *map(str, written))))
-        server = _server(tuple((name, processes[0][1].get(name)) for name in AT_IMPORT))
-        server.send([each for _, each in programs])
-        pids = server.recv()
-        try:
-            if not server.poll(timeout):
-                raise subprocess.TimeoutExpired(text, timeout)
-        except BaseException:
-            for pid in pids:  # a server that is there has not told of their end: none is another's number by now
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            server.recv()
-            raise
-        statuses = server.recv()
-        return [
-            (status, *(file.read_text() for file in files))
-            for status, (files, _) in zip(statuses, programs, strict=True)
-        ]
-
-
-_servers = {}
-SERVER_PIDS = set()
-
-
-def _server(variables):
-    """The connection to the server with these variables, one of the last two."""
-    if variables not in _servers:
-        while len(_servers) > 1:
-            _end_server(next(iter(_servers)))
-        ours, theirs = Pipe()
-        own = {name: value for name, value in {**os.environ, **dict(variables)}.items() if value is not None}
-        command = [sys.executable, "-c", textwrap.dedent(SERVER), str(theirs.fileno()), *IMPORTED]
-        started = subprocess.Popen(command, env={**own, "FAKE_CUDA_DEVICES": "1"}, pass_fds=[theirs.fileno()])
-        theirs.close()
-        SERVER_PIDS.add(started.pid)
-        _servers[variables] = ours, started
-    return _servers[variables][0]
-
-
-def _end_server(variables):
-    connection, process = _servers.pop(variables)
-    connection.close()
-    process.wait()
-
-
-@atexit.register
-def _end_servers():
-    for variables in [*_servers]:
-        _end_server(variables)
+    """Runs a program's text in processes, (arguments, environment) each; by process its exit status, stdout, stderr."""
+    return forked.run_all(program, [(*each, os.getcwd()) for each in processes], timeout, IMPORTED, stderr)
 
 
 def places(world_size, **variables):

@@ -264,10 +264,10 @@ def script(folder, source, net=NET):
     return path
 
 
-def once(path, devices, *words, options=()):
+def once(path, devices, *words, options=(), **variables):
     """Runs a script once, in its folder."""
     options = ("--devices", f"cpu:{devices}", "--logical-devices", 4, *options)
-    return samestep("run", *options, path, *words, cwd=path.parent, PYTHONWARNINGS="default")
+    return samestep("run", *options, path, *words, cwd=path.parent, **variables)
 
 
 def without_bars(text):
@@ -338,7 +338,7 @@ def said_before_the_error(ended):
 
 def test_chunks_say_raise_and_warn_in_their_order_on_any_number_of_devices(tmp_path):
     path = script(tmp_path, CHUNKS)
-    one, *others = (once(path, devices, "fail") for devices in DEVICES)
+    one, *others = (once(path, devices, "fail", PYTHONWARNINGS="default") for devices in DEVICES)
     assert one.stdout.count("chunk 0.0\n") == 3
     assert one.stdout.count("TooBig'> row 9.0 is above 8 9.0\n") == 1
     assert one.stdout.count("TooBig'> row 100 is above 8 100\n") == 1

@@ -1,0 +1,123 @@
+"""Programs of tests as forks of a process that has imported what they would import: torch alone takes seconds.
+
+A program about what is imported when, or about the start of Python, is started by `subprocess`.
+"""
+
+import atexit
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+from contextlib import suppress
+from multiprocessing import Pipe
+from pathlib import Path
+
+SERVER = """
+    import gc, importlib, os, sys
+    from multiprocessing.connection import Connection
+    connection = Connection(int(sys.argv[1]))
+    for name in sys.argv[2].split():
+        importlib.import_module(name)
+    gc.freeze()
+    assert len(os.listdir("/proc/self/task")) == 1
+    def serve():
+        while True:
+            pids = []
+            try:
+                programs = connection.recv()
+            except EOFError:
+                sys.exit()
+            for program in programs:
+                pids.append(os.fork())
+                if not pids[-1]:
+                    return become(*program)
+            connection.send(pids)
+            connection.send([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids])
+    def become(text, args, variables, folder, *files):
+        connection.close()
+        os.environ.clear()
+        os.environ.update(variables)
+        os.chdir(folder)
+        for fd, path in enumerate((os.devnull, *files)):
+            file = os.open(path, os.O_RDWR | os.O_APPEND)
+            os.dup2(file, fd)
+            os.close(file)
+        sys.argv[1:] = args
+        names = vars(sys.modules["__main__"])
+        for name in [name for name in names if not name.startswith("__")]:
+            del names[name]
+        return compile(text, "<string>", "exec"), names
+    exec(*serve())
+"""
+AT_IMPORT = ("OMP_NUM_THREADS", "PYTHONPATH", "FAKE_CUDA_NVML", "FAKE_CUDA_MEMORY_MIB")
+"""Variables that are read while torch is imported, so that their values have a server of their own."""
+SERVERS = 3  # at most, of which the one that was asked for first is ended
+TITLE_ROOM = " " * 128  # for processes that show another command line
+
+
+def run_all(program, processes, timeout, imported, stderr=subprocess.PIPE, on_timeout=lambda pids: None, **at_import):
+    """Runs a program's text in processes, (arguments, environment, folder) each; of each its status, stdout and stderr.
+
+    What they are forks of has imported some modules, with further variables `at_import`.
+    """
+    text, programs = textwrap.dedent(program), []
+    with tempfile.TemporaryDirectory() as place:
+        for number, (arguments, own, folder) in enumerate(processes):
+            files = [Path(place, f"{number}.{name}") for name in ("stdout", "stderr")]
+            for file in files:
+                file.touch()
+            written = files if stderr == subprocess.PIPE else files[:1] * 2
+            programs.append((files, (text, [*map(str, arguments)], own, str(folder), *map(str, written))))
+        own = {name: processes[0][1].get(name) for name in AT_IMPORT} | at_import
+        server = _server(tuple(own.items()), imported)
+        server.send([each for _, each in programs])
+        pids = server.recv()
+        try:
+            if not server.poll(timeout):
+                on_timeout(pids)
+                raise subprocess.TimeoutExpired(text, timeout, *(files[0].read_text() for files, _ in programs[:1]))
+        except BaseException:
+            for pid in pids:  # a server that is there has not told of their end: none is another's number by now
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            server.recv()
+            raise
+        statuses = server.recv()
+        return [
+            (status, *(file.read_text() for file in files))
+            for status, (files, _) in zip(statuses, programs, strict=True)
+        ]
+
+
+_servers = {}
+SERVER_PIDS = set()
+
+
+def _server(variables, imported):
+    """The connection to the server with these variables and modules."""
+    if (variables, imported) not in _servers:
+        while len(_servers) >= SERVERS:
+            _end_server(next(iter(_servers)))
+        ours, theirs = Pipe()
+        own = {name: value for name, value in {**os.environ, **dict(variables)}.items() if value is not None}
+        words = [str(theirs.fileno()), " ".join(imported), TITLE_ROOM]
+        command = [sys.executable, "-P", "-c", textwrap.dedent(SERVER), *words]
+        started = subprocess.Popen(command, env={**own, "FAKE_CUDA_DEVICES": "1"}, pass_fds=[theirs.fileno()])
+        theirs.close()
+        SERVER_PIDS.add(started.pid)
+        _servers[variables, imported] = ours, started
+    return _servers[variables, imported][0]
+
+
+def _end_server(key):
+    connection, process = _servers.pop(key)
+    connection.close()
+    process.wait()
+
+
+@atexit.register
+def _end_servers():
+    for key in [*_servers]:
+        _end_server(key)
