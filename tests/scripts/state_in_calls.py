@@ -9,44 +9,12 @@ from stateful_program import EITHER, EQUAL, Program, changing, refused
 MODES = [
     changing("train and eval", "out if self.training else out * 3.0", "net.eval()"),
     changing("child in eval", "out if self.inner.training else out * 3.0", "net.inner.eval()"),
-    changing(
-        "default dtype",
-        "out * (3.0 if torch.ones(1).dtype == torch.float64 else 1.0)",
-        "torch.set_default_dtype(torch.float64)",
-    ),
-    changing(
-        "matmul precision",
-        "out * (3.0 if torch.get_float32_matmul_precision() == 'medium' else 1.0)",
-        "torch.set_float32_matmul_precision('medium')",
-        python=False,
-        expect=EITHER,
-    ),
-    changing(
-        "precision by its new name",
-        "out * (3.0 if torch.backends.cuda.matmul.fp32_precision == 'tf32' else 1.0)",
-        "torch.backends.cuda.matmul.fp32_precision = 'tf32'",
-        expect=EITHER,
-    ),
-    changing(
-        "kind of attention",
-        "out * (1.0 if torch.backends.cuda.flash_sdp_enabled() else 3.0)",
-        "torch.backends.cuda.enable_flash_sdp(False)",
-        expect=EITHER,
-    ),
-    changing(
-        "flag of a backend",
-        "out * (3.0 if torch.backends.mkldnn.enabled else 1.0)",
-        "torch.backends.mkldnn.enabled = True",
-        before="torch.backends.mkldnn.enabled = False",
-        expect=EITHER,
-    ),
-    changing(
-        "deterministic algorithms",
-        "out * (3.0 if torch.is_deterministic_algorithms_warn_only_enabled() else 1.0)",
-        "torch.use_deterministic_algorithms(True, warn_only=True)",
-        python=False,
-        expect=EITHER,
-    ),
+    changing("default dtype", "out * (3.0 if torch.ones(1).dtype == torch.float64 else 1.0)", "torch.set_default_dtype(torch.float64)"),
+    changing("matmul precision", "out * (3.0 if torch.get_float32_matmul_precision() == 'medium' else 1.0)", "torch.set_float32_matmul_precision('medium')", python=False, expect=EITHER),
+    changing("precision by its new name", "out * (3.0 if torch.backends.cuda.matmul.fp32_precision == 'tf32' else 1.0)", "torch.backends.cuda.matmul.fp32_precision = 'tf32'", expect=EITHER),
+    changing("kind of attention", "out * (1.0 if torch.backends.cuda.flash_sdp_enabled() else 3.0)", "torch.backends.cuda.enable_flash_sdp(False)", expect=EITHER),
+    changing("flag of a backend", "out * (3.0 if torch.backends.mkldnn.enabled else 1.0)", "torch.backends.mkldnn.enabled = True", before="torch.backends.mkldnn.enabled = False", expect=EITHER),
+    changing("deterministic algorithms", "out * (3.0 if torch.is_deterministic_algorithms_warn_only_enabled() else 1.0)", "torch.use_deterministic_algorithms(True, warn_only=True)", python=False, expect=EITHER),
     Program(
         "autocast",
         """
@@ -116,20 +84,9 @@ MODES = [
     ),
     changing("time", "out * (1 + time.time() % 1)", "", before="import time", expect=refused("Net"), python=False),
     changing("process id", "out * (1 + os.getpid() % 97)", "", before="import os", expect=refused("Net"), python=False),
-    changing(
-        "thread",
-        "out * (3.0 if threading.current_thread() is threading.main_thread() else 1.0)",
-        "",
-        before="import threading",
-        expect=EITHER,
-    ),
-    changing(
-        "command line and file of the script",
-        "out * (len(sys.argv) + len(Path(__file__).name) + len(Path(sys.argv[0]).name))",
-        "",
-        before="import sys\nfrom pathlib import Path",
-    ),
-]
+    changing("thread", "out * (3.0 if threading.current_thread() is threading.main_thread() else 1.0)", "", before="import threading", expect=EITHER),
+    changing("command line and file of the script", "out * (len(sys.argv) + len(Path(__file__).name) + len(Path(sys.argv[0]).name))", "", before="import sys\nfrom pathlib import Path"),
+]  # fmt: skip
 DRAWS = [
     Program(
         f"draws of {name}",
@@ -237,35 +194,10 @@ WRITES = [
     )
 ]  # fmt: skip
 HOOKS = [
-    changing(
-        "hook on a child, added and removed",
-        "out",
-        "handle = net.inner.register_forward_hook(lambda module, args, h: h * 3.0)",
-        each="if step == 5 and handle:\n    handle.remove()",
-        after="handle = None",
-        expect=EITHER,
-    ),
-    changing(
-        "hook on a child from the start, removed",
-        "out",
-        "handle.remove()",
-        after="handle = net.inner.register_forward_hook(lambda module, args, h: h * 3.0)",
-        expect=EITHER,
-    ),
-    changing(
-        "hook whose state changes",
-        "out",
-        "gain[0] = 3.0",
-        before="gain = [1.0]",
-        after="net.inner.register_forward_hook(lambda module, args, h: h * gain[0])",
-        expect=EITHER,
-    ),
-    changing(
-        "pre-hook on a child",
-        "out",
-        "net.head.register_forward_pre_hook(lambda module, args: (args[0] * 3.0,))",
-        expect=EITHER,
-    ),
+    changing("hook on a child, added and removed", "out", "handle = net.inner.register_forward_hook(lambda module, args, h: h * 3.0)", each="if step == 5 and handle:\n    handle.remove()", after="handle = None", expect=EITHER),
+    changing("hook on a child from the start, removed", "out", "handle.remove()", after="handle = net.inner.register_forward_hook(lambda module, args, h: h * 3.0)", expect=EITHER),
+    changing("hook whose state changes", "out", "gain[0] = 3.0", before="gain = [1.0]", after="net.inner.register_forward_hook(lambda module, args, h: h * gain[0])", expect=EITHER),
+    changing("pre-hook on a child", "out", "net.head.register_forward_pre_hook(lambda module, args: (args[0] * 3.0,))", expect=EITHER),
     changing(
         "backward hook on a child",
         "out",
@@ -275,18 +207,8 @@ HOOKS = [
         expect=EITHER,
     ),
     changing("hook on a parameter", "out", "net.inner.weight.register_hook(lambda g: g * 3.0)"),
-    changing(
-        "hook on all modules",
-        "out",
-        "nn.modules.module.register_module_forward_hook(lambda m, args, h: h * 3.0 if isinstance(m, nn.Linear) else h)",
-        expect=EITHER,
-    ),
-    changing(
-        "hook on the module itself",
-        "out",
-        "net.register_forward_hook(lambda module, args, out: out * 3.0)",
-        expect=EITHER,
-    ),
+    changing("hook on all modules", "out", "nn.modules.module.register_module_forward_hook(lambda m, args, h: h * 3.0 if isinstance(m, nn.Linear) else h)", expect=EITHER),
+    changing("hook on the module itself", "out", "net.register_forward_hook(lambda module, args, out: out * 3.0)", expect=EITHER),
     Program(
         "hook after accumulation",
         """
@@ -334,4 +256,4 @@ HOOKS = [
         finish(net, kept=kept)
         """,
     ),
-]
+]  # fmt: skip
