@@ -65,8 +65,7 @@ def test_a_large_tensor_gives_the_same_bits_in_whatever_pieces_it_goes(ranks, pi
             assert all(same_fold(name, got, wanted) for got, wanted in results)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(("ranks", "transport"), [(1, "shared"), (3, "shared"), (2, "gloo")])
 def test_reductions_through_torch_distributed_have_the_bits_of_the_definition(ranks_of, tmp_path, ranks, transport):
     found = ranks_of(ranks).run(in_group, tmp_path / "store", group_programs.reductions, ([5, 1200],), transport)
     assert found == [[]] * ranks
@@ -77,16 +76,10 @@ def test_the_callers_autocast_is_not_the_groups(ranks_of, tmp_path):
     assert ranks_of(2).run(in_group, tmp_path / "store", group_programs.under_autocast, args) == [[]] * 2
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_collectives_that_move_values_move_every_dtype(ranks_of, tmp_path, ranks):
-    assert ranks_of(ranks).run(in_group, tmp_path / "store", group_programs.movements, (33,)) == [[]] * ranks
-    assert ranks_of(ranks).run(in_group, tmp_path / "gloo", group_programs.movements, (33,), "gloo") == [[]] * ranks
-
-
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_memory_of_any_form_is_reduced_and_autograd_sees_no_change(ranks_of, tmp_path, ranks):
-    for found in ranks_of(ranks).run(in_group, tmp_path / "store", group_programs.strided):
-        assert all(found.values()), found
+@pytest.mark.parametrize(("ranks", "transport"), [(1, "shared"), (3, "shared"), (2, "gloo")])
+def test_collectives_that_move_values_move_every_dtype(ranks_of, tmp_path, ranks, transport):
+    found = ranks_of(ranks).run(in_group, tmp_path / "store", group_programs.movements, (33,), transport)
+    assert found == [[]] * ranks
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -117,7 +110,7 @@ def test_sparse_gradients_are_summed(ranks_of, tmp_path):
     assert ranks_of(3).run(in_group, tmp_path / "store", group_programs.sparse) == [True] * 3
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", [1, 3])
 def test_ddp_ends_in_the_bits_of_the_tree_however_it_fills_its_buckets(ranks_of, tmp_path, ranks):
     by_default, by_hook = group_training.train_by_hand(ranks), group_training.train_by_hand(ranks, torch.div)
     for number, variant in enumerate(group_training.DDP_VARIANTS):
