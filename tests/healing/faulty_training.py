@@ -3,11 +3,11 @@
 JSON holds "folder" (of the run), "faults", a list of {"rank", "step", "phase", "kind"}, and perhaps "spares", "resume",
 "checkpoint_steps", "epochs", "pause" (seconds a microbatch), and "wait_for": a slot that has to be there before step 6
 ends; "options" are the step's, "fused" is Adam's, "plain" leaves BatchNorm out, with "messages" NCCL takes two messages
-for a sum, with "streams" each microbatch has one, "hooked" adds an average and a hook that counts, "thaws" one that
-evaluates at the start and trains the first layer from the second epoch on, "num_workers" fetch samples, "best" is
-the trainer's; "timeout" is that of an exchange, "abort_seconds" that of NCCL's abort. A fault may "skip" so many
-passages, or strike "once", whatever restarts. It leaves a file behind that says where it struck, on the clock that all
-processes share; "pid-SLOT" is there once a worker has taken a step.
+for a sum, with "streams" each microbatch has one, "thaws" adds a hook that evaluates at the start and trains the first
+layer from the second epoch on, "num_workers" fetch samples, "best" is the trainer's; "timeout" is that of an exchange,
+"abort_seconds" that of NCCL's abort. A fault may "skip" so many passages, or strike "once", whatever restarts. It
+leaves a file behind that says where it struck, on the clock that all processes share; "pid-SLOT" is there once a worker
+has taken a step.
 """
 
 import ctypes
@@ -33,12 +33,10 @@ from samestep.comm import group, transport
 from samestep.comm.group import GroupTransport
 from samestep.comm.heartbeat import HEALS, READY_TO_JOIN, HeartbeatPage
 from samestep.comm.shared_memory import SharedTransport
-from samestep.data.checksums import checksum
 from samestep.engine.buffers import BufferMerge
 from samestep.engine.gradients import GradientSum
 from samestep.errors import PeerLostError
 from samestep.metrics import accuracy
-from samestep.run.hooks import EMA
 from samestep.run.run import Run
 from samestep.run.trainer import Trainer
 from samestep.runs import recorder as loggers_module
@@ -100,8 +98,7 @@ class Faults:
             os._exit(3)
         elif fault["kind"] == "sys.exit":
             sys.exit(1)
-        elif fault["kind"] == "memory":
-            raise MemoryError(f"no memory on rank {self._slot}")
+
         elif fault["kind"] == "device":
             raise torch.AcceleratorError(f"CUDA error: something went wrong on rank {self._slot}")
         elif fault["kind"] == "flip":  # a bit of the state
@@ -177,31 +174,6 @@ class Log:
 
     def close(self):
         pass
-
-
-class Counts:
-    """A hook that counts its calls, as state, and notes the events that are not repeated in a worker that joins."""
-
-    def __init__(self):
-        self.counts = {"steps": 0, "epochs": 0, "ended": 0, "scores": 0}
-
-    def on_step_end(self, trainer, result):
-        self.counts["steps"] += 1
-
-    def on_epoch_start(self, trainer, epoch):
-        self.counts["epochs"] += 1
-
-    def on_evaluation_end(self, trainer, metrics):
-        self.counts["scores"] += 1
-
-    def on_epoch_end(self, trainer, record):
-        self.counts["ended"] += 1
-
-    def state_dict(self):
-        return self.counts
-
-    def load_state_dict(self, state):
-        self.counts = state
 
 
 class Thaw:
@@ -309,7 +281,6 @@ def main():
             time.sleep(told["pause"])
         return classify(model, batch)
 
-    hooks = [EMA(0.9), Counts()] if told.get("hooked") else []
     thaws = [Thaw()] if told.get("thaws") else []
     model[0].requires_grad_(not thaws)
     with Trainer(
@@ -317,7 +288,7 @@ def main():
         model,
         optimizer,
         loss,
-        hooks=[*hooks, *thaws, Ends(faults)],
+        hooks=[*thaws, Ends(faults)],
         run_dir=folder,
         loggers=[Log(faults)],
         digest_every=told.get("digest_every", 1),
@@ -348,9 +319,6 @@ def main():
             "digest": trainer.digest,
             "history": [[r.train_loss.hex(), r.eval["accuracy"]] for r in trainer.history],
         }
-    if hooks:
-        ended["counts"] = hooks[1].counts
-        ended["average"] = {name: checksum(tensor) for name, tensor in hooks[0].weights.items()}
     firsts = {}
     for count, when in times:
         firsts.setdefault(count, when)

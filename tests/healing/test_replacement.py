@@ -42,18 +42,3 @@ def test_a_replacement_receives_the_state_and_takes_part(train, name):
     assert (told.steps, told.digests) == (reference.steps, reference.digests)
     assert names(told) == ["start", "death", "heal", "join", "end"]
     assert len(told.ended) == 2
-
-
-@pytest.mark.parametrize("joins", [False, True], ids=["lost", "replaced"])
-def test_hooks_are_called_once_a_step_and_the_average_is_that_of_an_undisturbed_run(train, joins):
-    (reference,) = train(1, hooked=True).ended
-    # Of the second loss some ranks have all that they need for the step, which the others repeat.
-    faults = [KILL, {"rank": 0, "step": 7, "phase": "exchanged", "kind": "SIGKILL"}]
-    more = {"wait_for": 3, "pause": 0.05} if joins else {}
-    told = train(3, faults, Policy(replace=True, max_restarts=1) if joins else None, hooked=True, **more)
-    assert told.outcome.exit_code == 0, told.outcome.failure
-    assert len(told.struck) == 2
-    assert len(told.ended) == 1 + joins
-    for ended in told.ended:
-        assert ended["counts"] == reference["counts"] == {"steps": 12, "epochs": 3, "ended": 3, "scores": 3}
-        assert (ended["digest"], ended["average"]) == (reference["digest"], reference["average"])
