@@ -77,11 +77,15 @@ SLOW = {  # more than ten seconds each, of a kind that a shorter one of the gate
     "benchmarks/test_invariance_benchmark.py::"
     "test_two_processes_change_the_samples_and_parameters_of_ddp_and_no_bit_of_samestep",
     "checkpoint/test_adapters.py::test_adapters_of_a_sharded_model_end_in_the_same_bits_too[3]",
+    "cli/test_commands_on_gpus.py::test_a_run_goes_on_on_other_gpus_from_its_checkpoint[cuda:3]",
+    "cli/test_commands_on_gpus.py::test_a_step_is_replayed_on_any_device[cuda:3]",
     "cli/test_commands_on_gpus.py::test_an_unchanged_script_prints_the_same_on_gpus_as_on_simulated_ones_of_the_cpu",
     "cli/test_commands_on_gpus.py::test_ranks_of_another_launcher_find_their_gpus[torchrun]",
     "cli/test_commands_on_gpus.py::test_the_doctor_finds_nothing_bad[cuda:3-one, on cuda: there is no other]",
+    "cli/test_commands_on_gpus.py::test_training_ends_in_the_same_bits_on_any_devices[one]",
     "cli/test_foreign_folders.py::"
     "test_a_run_whose_file_is_endless_is_gone_on_with_or_refused_in_a_sentence[checkpoints/step-00000004/state.json]",
+    "cli/test_frameworks.py::test_a_real_device_in_a_seed_and_sums_device_by_device_are_found_out",
     "cli/test_frameworks.py::test_as_scripts_for_one_process_they_are_shared_out_with_the_same_bits[accelerate]",
     "cli/test_frameworks.py::test_four_ranks_print_and_save_the_same_on_any_number_of_devices[ddp-2]",
     "cli/test_frameworks.py::test_four_ranks_print_and_save_the_same_on_any_number_of_devices[fsdp-2]",
@@ -106,6 +110,10 @@ SLOW = {  # more than ten seconds each, of a kind that a shorter one of the gate
     "docs/test_documentation.py::"
     "test_a_command_prints_what_its_page_shows"
     "[tutorials.md:samestep run --devices cpu:2 examples/vgg_parts.py --samples 200 --epochs 2]",
+    "docs/test_documentation.py::"
+    "test_a_program_of_another_library_prints_the_same_on_one_device_and_on_two[moving.md:before_lightning.py]",
+    "docs/test_documentation.py::"
+    "test_a_program_of_another_library_prints_the_same_on_one_device_and_on_two[moving.md:before_transformers.py]",
     "docs/test_documentation.py::test_a_program_prints_the_same_on_one_device_and_on_three[detection.md:detection.py]",
     "docs/test_documentation.py::test_a_program_prints_the_same_on_one_device_and_on_three[gans.md:gan.py]",
     "docs/test_documentation.py::test_a_program_prints_the_same_on_one_device_and_on_three[vision.md:vision.py]",

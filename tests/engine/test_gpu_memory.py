@@ -15,7 +15,7 @@ PROGRAM = """
     import samestep
     from samestep.checkpoint.digest import state_digest
 
-    LAYERS, WIDTH, AHEAD, STEPS = 16, 512, 2, 10
+    LAYERS, WIDTH, AHEAD, STEPS = 16, 512, 2, 5
     run = samestep.Run(64, 8)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
     gradient = sum(parameter.nbytes for parameter in model.parameters())

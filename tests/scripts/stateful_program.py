@@ -13,7 +13,7 @@ from textwrap import dedent, indent
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from cli_commands import SAMESTEP, samestep
+from cli_commands import samestep
 
 V = 4
 DEVICES = (1, 2, 3)
@@ -167,21 +167,20 @@ REFUSAL = re.compile(
 
 def run_python(program: Program, folder: Path, script: str | None = None) -> Ended:
     """The program under `python`."""
-    return _run(program, folder, (sys.executable,), script)
+    return _run(program, folder, script, command=(sys.executable,))
 
 
 def run_samestep(program: Program, folder: Path, devices: int) -> Ended:
     """The program under `samestep run`."""
-    words = ("run", "--devices", f"cpu:{devices}", "--logical-devices", V)
-    return _run(program, folder, (*SAMESTEP, *words))
+    return _run(program, folder, None, "run", "--devices", f"cpu:{devices}", "--logical-devices", V)
 
 
-def _run(program, folder, command, script=None):
+def _run(program, folder, script, *words, **options):
     for name, text in {**program.files, "train.py": script or program.script}.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
     try:
-        done = samestep("train.py", cwd=folder, command=command, timeout=SECONDS, OMP_NUM_THREADS="1")
+        done = samestep(*words, "train.py", cwd=folder, timeout=SECONDS, OMP_NUM_THREADS="1", **options)
     except AssertionError as error:  # it did not end
         return Ended(None, "", str(error))
     return Ended(done.returncode, done.stdout, done.stderr)
