@@ -87,6 +87,18 @@ def train_small(communicator, options):
     return state_digest(model, optimizer), steps, dict(ran), scores, draws
 
 
+def agree(reference, results):
+    """All ranks give what one device gives, and together they ran each microbatch of each step once."""
+    for result in results:
+        assert result[0] == reference[0]
+        assert result[1] == reference[1]
+        assert result[3] == reference[3]
+    ran = Counter()
+    for result in results:
+        ran.update(result[2])
+    assert ran == Counter(reference[2])
+
+
 RECIPES = {"lenet": lenet, "mlp": mlp, "simplenet": simplenet, "vgg": vgg, "gpt": gpt}
 RECIPE_SAMPLES = {"lenet": 300, "mlp": 300, "simplenet": 300, "vgg": 40, "gpt": 60}
 RECIPE_BATCH = {"lenet": 128, "mlp": 128, "simplenet": 64, "vgg": 16, "gpt": 16}
@@ -194,28 +206,6 @@ def bits(step):
         hasher.update(f"{name} {values.dtype} {values.shape}".encode())
         hasher.update(values.tobytes())
     return hasher.hexdigest()
-
-
-def train_on_streams(communicator, lengths, options, of_run=None, drop_last=False):
-    """Trains and evaluates on one stream for each microbatch; the weights' bits, losses and a metric."""
-
-    def stream(index, count):
-        generator = torch.Generator().manual_seed(index)
-        return list(
-            zip(torch.randn(lengths[index], 6, generator=generator), torch.arange(lengths[index]) % 3, strict=True)
-        )
-
-    run = Run(2 * len(lengths), len(lengths), communicator=communicator, **(of_run or {}))
-    model = nn.Sequential(nn.Linear(6, 9), nn.LayerNorm(9), nn.Dropout(0.2), nn.Linear(9, 3))
-
-    def loss(model, batch):
-        return functional.cross_entropy(model(batch[0]), batch[1])
-
-    step = run.train_step(model, torch.optim.Adam(model.parameters(), 0.01), loss, **options)
-    loader = run.loader(streams=stream, drop_last=drop_last)
-    losses = [step(batch).loss.hex() for _ in range(2) for batch in loader]
-    found = run.evaluate(step.model, run.loader(streams=stream, drop_last=drop_last), {"accuracy": accuracy})
-    return bits(step), losses, found
 
 
 def own_calls(function, *names):

@@ -270,11 +270,6 @@ def once(path, devices, *words, options=(), **variables):
     return samestep("run", *options, path, *words, cwd=path.parent, **variables)
 
 
-def without_bars(text):
-    """Lines that are not of a progress bar, whose times differ."""
-    return [line for line in text.splitlines() if "it/s]" not in line]
-
-
 def test_what_a_script_does_to_the_world_happens_once_and_the_bits_are_equal(tmp_path):
     results, port = [], free_port()
     for devices in DEVICES:

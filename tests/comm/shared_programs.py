@@ -322,10 +322,6 @@ class Stage:
         """This rank was told not to."""
         self._choice = "gloo"
 
-    def insist(self):
-        """This rank was told to."""
-        self._choice = "shared"
-
     def little_space(self):
         """This process may not map what rank 0 has made."""
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()

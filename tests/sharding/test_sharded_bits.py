@@ -1,9 +1,9 @@
 """`strategy="sharded"` and `"zero1"`: the bits of strategy="replicate" on one device; with twins that fail."""
 
-from collections import Counter
 from unittest import mock
 
 import pytest
+from programs import agree
 from sharded_programs import refused, train
 
 from samestep.core.tree import TreeSum
@@ -43,18 +43,6 @@ def reference_of(references, worlds, options):
         references[key] = worlds(1).run(train, "replicate", options)[0]
         assert len({loss for loss, _ in references[key][1]}) > 1, "a model whose loss does not move proves nothing"
     return references[key]
-
-
-def agree(reference, results):
-    """All ranks give what one device gives, and together they ran each microbatch of each step once."""
-    for result in results:
-        assert result[0] == reference[0]
-        assert result[1] == reference[1]
-        assert result[3] == reference[3]
-    ran = Counter()
-    for result in results:
-        ran.update(result[2])
-    assert ran == Counter(reference[2])
 
 
 @pytest.mark.parametrize(("world_size", "options"), SIZES_AND_CASES)
