@@ -109,7 +109,14 @@ def test_every_script_in_the_folder_is_run():
     assert {path.stem for path in FOLDER.glob("*.py")} == PATTERNS.keys() | OTHERS
 
 
-@pytest.mark.parametrize(("name", "n"), [(name, n) for name in PATTERNS for n in PATTERNS[name].worlds])
+SHOWN = [  # by the gate: on three, as all of them, or on every number
+    pytest.param(name, n, marks=() if name == "draws" or n == min(3, max(pattern.worlds)) else pytest.mark.slow)
+    for name, pattern in PATTERNS.items()
+    for n in pattern.worlds
+]
+
+
+@pytest.mark.parametrize(("name", "n"), SHOWN)
 def test_processes_do_not_change_the_bits_or_the_prints(worlds, tmp_path, alone, name, n):
     assert alone(name).result, alone(name).message
     assert alone(name).chunks

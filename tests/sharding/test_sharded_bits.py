@@ -21,11 +21,8 @@ CASES = [
     {"loss": "masked", "optimizer": "foreach", "epochs": 1},
     {"model": "looped", "loss": "twice", "samples": 67, "epochs": 1},
 ]
-ON_ALL_SIZES = CASES[:2]
 SIZES_AND_CASES = [
-    pytest.param(
-        size, case, marks=() if case in ON_ALL_SIZES or size in (2, 3) else pytest.mark.slow, id=f"{size}-{case}"
-    )
+    pytest.param(size, case, marks=() if case == {} or size == 3 else pytest.mark.slow, id=f"{size}-{case}")
     for size in WORLD_SIZES
     for case in CASES
 ]
