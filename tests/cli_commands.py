@@ -1,4 +1,4 @@
-"""The table of all commands by the words that call them, and the command as a user calls it."""
+"""The table of all commands by the words that call them, and the command or a script as a user calls it."""
 
 import json
 import os
@@ -16,7 +16,8 @@ from samestep.devices.portable import CAPS, PORTABLE_VARIABLE
 from samestep.launcher.job import TRAINING
 from samestep.launcher.os_processes import server_variables
 
-SAMESTEP = (sys.executable, "-m", "samestep")
+PYTHON = (sys.executable,)
+SAMESTEP = (*PYTHON, "-m", "samestep")
 IMPORTED = ("torch.distributed", "samestep.cli.main", "samestep.launcher.forkserver", *TRAINING)
 AT_START = ("PYTHON", "OMP_", "MKL_", "OPENBLAS_", "ATEN_", "SAMESTEP_PORTABLE", "TORCH")
 """How variables begin that are read at Python's start, or while torch is imported."""
@@ -55,13 +56,20 @@ COMMAND = """
     ServerProcess.start = start
     runpy.run_module("samestep", run_name="__main__", alter_sys=True)
 """
+SCRIPT = """
+    import os, runpy, sys
+
+    sys.argv.pop(0)
+    sys.path.insert(0, os.path.dirname(os.path.abspath(sys.argv[0])))
+    runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 
 
 def samestep(*words, cwd, command=SAMESTEP, timeout=240, **variables):
     """Runs the command with further environment variables; one that does not end fails with where its ranks are."""
     environment, words = {**os.environ, "COLUMNS": "200", **variables}, [*map(str, words)]
     if _may_be_forked(command, words, environment):
-        return _forked(words, cwd, timeout, environment)
+        return _forked(command, words, cwd, timeout, environment)
     words = [*map(str, command), *words]
     options = {"cwd": cwd, "env": environment, "text": True}
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options) as running:
@@ -80,20 +88,23 @@ def samestep(*words, cwd, command=SAMESTEP, timeout=240, **variables):
 
 def _may_be_forked(command, words, environment):
     """Whether a command is the same as a fork of a process that has imported torch."""
-    if "--portable" in words or command != SAMESTEP or words[0] not in ("run", "verify", "train"):
+    first = words[0] if words else ""
+    is_ours = command == SAMESTEP and first in ("run", "verify", "train") and "--portable" not in words
+    if not (is_ours or (command == PYTHON and first.endswith(".py"))):
         return False
     changed = {name for name in {*environment, *os.environ} if environment.get(name) != os.environ.get(name)}
     return not [name for name in changed if name.startswith(AT_START) and name not in forked.AT_IMPORT]
 
 
-def _forked(words, cwd, timeout, environment):
+def _forked(command, words, cwd, timeout, environment):
     """The same by a fork of a process that has imported torch; for `train` on CPUs, with portable kernels."""
     is_portable = words[0] == "train" and "FAKE_CUDA_DEVICES" not in environment and "--no-portable" not in words
     caps = {PORTABLE_VARIABLE: "1", **CAPS} if is_portable else {}
     own = {name: environment.get(name) for name in ("OMP_NUM_THREADS", "PYTHONHASHSEED")}
-    process = (json.dumps({**server_variables(1), **caps, **own}), *words), environment, cwd
+    head = () if command == PYTHON else (json.dumps({**server_variables(1), **caps, **own}),)
+    process, program = ((*head, *words), environment, cwd), SCRIPT if command == PYTHON else COMMAND
     try:
-        (found,) = forked.run_all(COMMAND, [process], timeout, IMPORTED, on_timeout=_show_stacks, **caps)
+        (found,) = forked.run_all(program, [process], timeout, IMPORTED, on_timeout=_show_stacks, **caps)
     except subprocess.TimeoutExpired as error:
         raise AssertionError(f"{words} did not end within {timeout} s\n{error.output}\n{error.stderr}") from None
     return subprocess.CompletedProcess(words, *found)
