@@ -92,8 +92,9 @@ def _may_be_forked(command, words, environment):
     is_ours = command == SAMESTEP and first in ("run", "verify", "train") and "--portable" not in words
     if not (is_ours or (command == PYTHON and first.endswith(".py"))):
         return False
-    changed = {name for name in {*environment, *os.environ} if environment.get(name) != os.environ.get(name)}
-    return not [name for name in changed if name.startswith(AT_START) and name not in forked.AT_IMPORT]
+    others = {name for name in {*environment, *os.environ} if environment.get(name) != os.environ.get(name)}
+    others -= {*forked.AT_IMPORT} if "FAKE_CUDA_DEVICES" in environment else {"OMP_NUM_THREADS"}
+    return not any(name.startswith(AT_START) for name in others)
 
 
 def _forked(command, words, cwd, timeout, environment):

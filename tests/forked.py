@@ -53,7 +53,7 @@ SERVER = """
 """
 AT_IMPORT = ("OMP_NUM_THREADS", "PYTHONPATH", "FAKE_CUDA_NVML", "FAKE_CUDA_MEMORY_MIB")
 """Variables that are read while torch is imported, so that their values have a server of their own."""
-SERVERS = 3  # at most, of which the one that was asked for first is ended
+SERVERS = 3  # at most: those that were asked for last
 TITLE_ROOM = " " * 128  # for processes that show another command line
 
 
@@ -97,7 +97,9 @@ SERVER_PIDS = set()
 
 def _server(variables, imported):
     """The connection to the server with these variables and modules."""
-    if (variables, imported) not in _servers:
+    if (variables, imported) in _servers:
+        _servers[variables, imported] = _servers.pop((variables, imported))
+    else:
         while len(_servers) >= SERVERS:
             _end_server(next(iter(_servers)))
         ours, theirs = Pipe()
