@@ -78,11 +78,11 @@ def loss_of(model, batch):
     return Mean(errors.sum(), len(errors)), {"streams": names[:, 0].float().mean()}
 
 
-def train(communicator, make=numbers, options=None, epochs=2, of_fit=None):
+def train(communicator, make):
     run = Run(16, 8, communicator=communicator)
     model = small_model()
-    with Trainer(run, model, torch.optim.Adam(model.parameters(), 0.01), loss_of, **(options or {})) as trainer:
-        history = trainer.fit(run.loader(streams=make), epochs, **(of_fit or {}))
+    with Trainer(run, model, torch.optim.Adam(model.parameters(), 0.01), loss_of) as trainer:
+        history = trainer.fit(run.loader(streams=make), 2)
         return trainer.digest, [(record.train_loss, record.scalars) for record in history]
 
 
