@@ -332,7 +332,7 @@ def _compare(verb: str, why: str, state: str, value: Any, script: ScriptState) -
         return
     with torch._C.DisableTorchFunction():
         own = state if value is None else f"{state}, checksum {checksum(value):016x}"
-        texts = [part.decode() for part in script.communicator.gather_bytes(bytearray(f"{verb}: {own}".encode()))]
+        texts = script.communicator.gather_values(f"{verb}: {own}")
     if len(set(texts)) > 1:
         lines = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(texts))
         raise DeterminismError(f"{why}:\n{lines}\nEvery rank must make the same calls with the same values")

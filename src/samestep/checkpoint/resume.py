@@ -1,11 +1,10 @@
 """Resuming: finding the state to go on from, sending it to all ranks, and comparing its contract.
 
 Rank 0 alone reads files, so that all ranks go on from one and the same checkpoint, even if a writer is still at work in
-the folder or a disk gives one of them other bytes. `receive_state` sends it: facts as JSON, tensors one by one. Nothing
+the folder or a disk gives one of them other bytes. `receive_state` sends it: facts, then tensors one by one. Nothing
 of the program is changed before `check_state` has compared form and contract; `checkpoint.state.restore` then writes.
 """
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -272,14 +271,14 @@ def broadcast_state(
     if communicator.world_size == 1:
         return state
     ours = communicator.rank == source
-    head = json.loads(communicator.share_text(json.dumps(_head(state)) if ours else "", source))
-    if not head:
+    head = communicator.share_value(None if state is None else _head(state), source)
+    if head is None:
         return None
     files: dict[str, dict[str, Stored]] = {}
     for file, forms in head["forms"].items():
         files[file] = {}
         for name, (dtype, shape) in forms.items():
-            whole = _whole(state, file, name) if ours else torch.empty(shape, dtype=getattr(torch, dtype))
+            whole = _whole(state, file, name) if ours else torch.empty(shape, dtype=dtype)
             if whole.numel() > 0:  # as bytes: backends do not send every dtype
                 data = whole.reshape(-1).view(torch.uint8)
                 data.copy_(communicator.share(data if ours else None, source))
@@ -292,14 +291,10 @@ def broadcast_state(
     return Resumed(head["name"], Snapshot(head["step"], files, head["facts"]), folder, head["newer"])
 
 
-def _head(state: Resumed | None) -> dict[str, Any]:
-    """All of a state but its tensors, as JSON."""
-    if state is None:
-        return {}
-    forms = {
-        file: {name: (str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in tensors.items()}
-        for file, tensors in whole_tensors(state.snapshot.files).items()
-    }
+def _head(state: Resumed) -> dict[str, Any]:
+    """All of a state but its tensors."""
+    whole = whole_tensors(state.snapshot.files)
+    forms = {file: {name: (t.dtype, t.shape) for name, t in tensors.items()} for file, tensors in whole.items()}
     folder = None if state.folder is None else str(state.folder)
     snapshot = {"step": state.snapshot.step, "facts": state.snapshot.facts, "forms": forms}
     return {"name": state.name, "folder": folder, "newer": state.newer, **snapshot}

@@ -221,7 +221,7 @@ class Audit:
         """Records the finding, and raises what ends this attempt of the step."""
         membership, world_size, is_state = self._membership, self._membership.world_size, microbatch is None
         label = f"{_device_name(self._device)} of host {platform.node()}"
-        labels = [membership.communicator.share_text(label, rank) for rank in range(world_size)]
+        labels = membership.communicator.gather_values(label)
         action = self._action
         is_in_vain = is_state or self._num_repeats + 1 == ATTEMPTS
         if not wrong or (len(wrong) == world_size if action == "exclude" else is_in_vain):

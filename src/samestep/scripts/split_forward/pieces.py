@@ -1,4 +1,4 @@
-"""Tensors in pieces: how a whole relates to the pieces of its chunks, their bytes in a message, and their sums.
+"""Tensors in pieces: how a whole relates to the pieces of its chunks, and their sums.
 
 Results are joined as `torch.nn.parallel.gather` does: tensors along `dim`, 0-d ones to a vector with one entry a chunk;
 lists, tuples, named tuples, dicts and dataclasses entry by entry; None, numbers and strings must be the same in every
@@ -24,14 +24,11 @@ from samestep.comm.buckets import Bucket, make_buckets
 from samestep.comm.communicator import Communicator
 from samestep.comm.reduction import Reduction, finish_all
 from samestep.core.tree import Block, UnorderedTreeSum, rank_blocks
-from samestep.data.checksums import flattened
 from samestep.errors import UsageError
 from samestep.scripts.split_forward.chunks import is_tensor, take_apart
 
 BUCKET_BYTES = 25 * 2**20
 BUCKETS_AT_ONCE = 4  # of which the exchange is under way: it needs memory for what it receives
-# A multiple of the size of every dtype: `Tensor.view(dtype)` asks that of where a tensor begins.
-BORDER_BYTES = 64
 
 
 @dataclass(frozen=True)
@@ -78,28 +75,6 @@ class Item:
         if self.kind == "stacked":
             return torch.stack(list(pieces))
         return torch.cat([piece.view(-1) for piece in pieces] if self.shapes else list(pieces), self.dim)
-
-
-def pack(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Contiguous tensors as bytes, [n] uint8, each padded to a border of 64 bytes."""
-    parts = []
-    for tensor in tensors:
-        data = flattened(tensor).view(torch.uint8)
-        parts.append(data)
-        if data.numel() % BORDER_BYTES:
-            parts.append(data.new_zeros(-data.numel() % BORDER_BYTES))
-    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=device)
-
-
-def unpack(data: Tensor, offset: int, dtype: torch.dtype, shape: Sequence[int]) -> tuple[Tensor, int]:
-    """The tensor at a byte offset of packed data, as a view, and the offset of the next one."""
-    size = math.prod(shape) * dtype.itemsize
-    return data[offset : offset + size].view(dtype).view(tuple(shape)), offset + packed_size(size)
-
-
-def packed_size(size: int) -> int:
-    """The size of this many bytes when they are packed."""
-    return size + -size % BORDER_BYTES
 
 
 class PieceSums:
