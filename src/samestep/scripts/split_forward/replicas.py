@@ -24,8 +24,7 @@ from samestep.comm.reduction import fold
 from samestep.core.tree import Block, TreeSum
 from samestep.data.checksums import flattened, tensor_checksum, version_of
 from samestep.data.randomness import seed_each
-from samestep.engine.buffers import BufferPlace, is_mean_buffer
-from samestep.engine.losses import wide_dtype
+from samestep.engine.buffers import BufferPlace, in_wide, is_mean_buffer, put_means
 from samestep.engine.side_effects import Watch, plain_attributes, reachable
 from samestep.errors import BufferMergeError, DeterminismError, UsageError
 from samestep.scripts.script_state import ScriptState
@@ -116,9 +115,8 @@ class Buffers:
         try:
             yield
             if means:
-                device = script.communicator.device
-                wide = [flat.to(device, wide_dtype(device)) for place in means if (flat := _flat(place)) is not None]
-                self._sum.push(Block(chunk, 1), torch.cat(wide) * num_rows)
+                left = [buffer for place in means if (buffer := place.get()) is not None]
+                self._sum.push(Block(chunk, 1), in_wide(left, script.communicator.device) * num_rows)
             for index, place in enumerate(self._others):
                 if place in originals:
                     self._keep_first(index, place, originals[place], copies[place], versions[place], chunk)
@@ -148,15 +146,10 @@ class Buffers:
 
     def put_means(self, sums: Sequence[Tensor], blocks: Sequence[Block], num_rows: int) -> None:
         """Writes the mean over all rows of the running statistics, of which each block has a sum."""
-        merged, offset = fold(blocks, list(sums)) / num_rows, 0
-        for place in self._means:
-            target = place.get() if place.module.training else None
-            if target is None:
-                continue
-            value = merged[offset : offset + target.numel()].view(target.shape)
-            offset += target.numel()
-            # `num_batches_tracked` is one of them: a mean of equal whole numbers, which a division may miss by a bit.
-            target.data.copy_(value if target.is_floating_point() else value.round())
+        there = [buffer for place in self._means if place.module.training and (buffer := place.get()) is not None]
+        merged = fold(blocks, list(sums)) / num_rows
+        for buffer, value in zip(there, merged.split([each.numel() for each in there]), strict=True):
+            put_means([buffer.data], value)
 
     def _keep_first(
         self, index: int, place: BufferPlace, original: Tensor, copy: Tensor | None, version: int, chunk: int
@@ -179,11 +172,6 @@ class Buffers:
         # Chunk 0 is the driver's: what it leaves is in no message.
         if chunk == 0 and end is not None:
             self._ends[index] = end.detach().clone()
-
-
-def _flat(place: BufferPlace) -> Tensor | None:
-    buffer = place.get()
-    return None if buffer is None else buffer.detach().reshape(-1)
 
 
 class Replicas:
