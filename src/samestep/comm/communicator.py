@@ -19,7 +19,9 @@ from samestep.core.tree import Block
 DTYPES = (
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128, torch.bool),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+    *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz),
 )
+MAX_DIMS = 64  # of a tensor, as torch has it
 
 
 @dataclass(frozen=True)
@@ -141,17 +143,17 @@ class Communicator:
         """Broadcasts the tensor of rank `source`, with its shape and dtype.
 
         Args:
-            tensor: read on rank `source` only, on the device or in host memory; of at most 8 dimensions.
+            tensor: read on rank `source` only, on the device or in host memory; in memory of any form.
             source: the rank that has it.
 
         Returns:
             A copy: in host memory on every rank if the tensor of rank `source` is, else on the device.
         """
-        form = [0] * 11
+        form = [0] * (3 + MAX_DIMS)
         if self.rank == source:
             assert tensor is not None, "the source has a tensor to share"
-            form = [DTYPES.index(tensor.dtype), int(tensor.device.type == "cpu"), tensor.ndim, *tensor.shape]
-            form += [0] * (11 - len(form))
+            facts = [DTYPES.index(tensor.dtype), int(tensor.device.type == "cpu"), tensor.ndim, *tensor.shape]
+            form[: len(facts)] = facts
         code, is_on_host, ndim, *shape = self.gather_words(form)[source]
         if self.rank != source:
             tensor = torch.empty(shape[:ndim], dtype=DTYPES[code], device=self.device)

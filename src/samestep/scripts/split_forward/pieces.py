@@ -186,9 +186,8 @@ def sum_pieces(
     buckets = make_buckets(likes, BUCKET_BYTES, communicator.world_size)
     sums = PieceSums(communicator, ranges, likes, buckets)
     sums.used = [True] * len(likes)  # also on a rank without a chunk
-    for number, bucket in enumerate(buckets):
-        for position, chunk in enumerate(ranges[communicator.rank]):
-            sums.push(number, chunk, [pieces[index][position] for index in bucket.members])
+    for position, chunk in enumerate(ranges[communicator.rank]):
+        sums.push_chunk(chunk, [column[position] for column in pieces])
     return [total for total in sums.finish() if total is not None]
 
 

@@ -11,7 +11,7 @@ itself, only to its parameters: a model that the script drops is free at once.
 """
 
 import gc
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from operator import is_
 from types import FrameType
@@ -55,7 +55,7 @@ class Buffers:
         self._others: list[BufferPlace] = []
         self._changing: set[str] = set()
         self._sum: TreeSum[Tensor] = TreeSum(Tensor.add_)
-        self._ends: dict[int, Tensor] = {}
+        self._ends: dict[int, Tensor] = {}  # by the numbers of their places
 
     def begin_forward(self, children: Sequence[nn.Module]) -> None:
         """Starts a forward of a module with these children, itself the first."""
@@ -129,14 +129,9 @@ class Buffers:
         """The sums of the running statistics of this process's chunks, a vector a block."""
         return list(self._sum.sums)
 
-    @property
-    def ends(self) -> dict[int, Tensor]:
-        """The other buffers that the first chunk has changed, by the numbers of their places."""
-        return self._ends
-
-    def put_ends(self, ends: Mapping[int, Tensor], device: torch.device) -> None:
-        """Writes the first chunk's values of other buffers."""
-        for index, end in ends.items():
+    def put_ends(self, device: torch.device) -> None:
+        """Writes the values of other buffers that the first chunk has changed."""
+        for index, end in self._ends.items():
             place = self._others[index]
             target = place.get()
             if target is None or target.shape != end.shape or target.dtype != end.dtype:
