@@ -1,9 +1,10 @@
 """Messages between the driver, rank 0, which runs the script, and the workers, which compute chunks.
 
-A message is pickled values and tensors. In host memory: the size of the pickle, the pickle, and the tensors that are
-there, each padded to 64 bytes; tensors on the device travel apart, packed. Both sides must know the sizes of what they
-exchange, so each message begins with a head of a fixed size, which says them, and holds a short message whole: one
-exchange for most. A longer one follows as a second exchange.
+A message is pickled values, among them code and objects of the script's classes, which `Communicator.gather_values`
+refuses, and tensors. In host memory: the size of the pickle, the pickle, and the tensors that are there, each padded to
+64 bytes; tensors on the device travel apart, packed. Both sides must know the sizes of what they exchange, so each
+message begins with a head of a fixed size, which says them, and holds a short message whole: one exchange for most. A
+longer one follows as a second exchange.
 
 What was sent is waited for at the next message (`_finish_sent`). The order of exchanges is the same on both sides, and
 none may be left out: an exception between two of them puts the devices out of step, and `Link.whole` remembers it.
