@@ -19,7 +19,6 @@ Random numbers that are drawn for a microbatch (dropout) come from the process's
 number of processes; a notice is printed. `samestep.DataParallel` seeds each microbatch.
 """
 
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -34,6 +33,7 @@ from samestep.data.batch import place_aligned
 from samestep.data.checksums import checksum
 from samestep.data.nested import leaves, map_tensors, num_samples, take_rows
 from samestep.errors import DataError, DeterminismError, DeviceError, UsageError
+from samestep.scripts.backward import generator_state
 from samestep.scripts.script_state import ScriptState, active, num_visible
 from samestep.scripts.split_forward import pieces
 from samestep.scripts.split_forward.chunks import deal
@@ -159,7 +159,7 @@ def split_and_load(
         )
     state = f"{counted(layout.num_microbatches, 'device')}, {counted(length, 'sample')}"
     _compare("split_and_load", "the ranks got different batches", state, batch, script)
-    script.tutorial = TutorialState(layout, _random_state(script))
+    script.tutorial = TutorialState(layout, generator_state(script.generators.of_torch))
     bounds = [*microbatch_bounds(length, layout.num_microbatches), length]
 
     def part(logical: int) -> Any:
@@ -196,7 +196,7 @@ def allreduce(tensors: Sequence[Any], *, script: ScriptState | None = None) -> N
         layout = DeviceLayout((range(len(rows)),), (HOST,) * len(rows))
     else:
         layout = state.layout
-        if state.generators is not None and state.generators != _random_state(script):
+        if state.generators is not None and state.generators != generator_state(script.generators.of_torch):
             script.notice(
                 "random numbers were drawn between split_and_load and allreduce (by dropout, for one): they depend on "
                 "the number of processes, and so will the result; samestep.DataParallel seeds each microbatch alike"
@@ -317,22 +317,13 @@ def _rows(tensors: Any) -> list[list[Tensor]]:
     return rows
 
 
-def _random_state(script: ScriptState) -> int:
-    """A checksum of the random generators that a microbatch's forward would draw from."""
-    states = [torch.default_generator.get_state()]
-    device = script.communicator.device
-    if device.type != "cpu":
-        states.append(torch.get_device_module(device).get_rng_state())
-    return zlib.crc32(b"".join(state.numpy().tobytes() for state in states))
-
-
 def _compare(verb: str, why: str, state: str, value: Any, script: ScriptState) -> None:
     """Raises if the ranks call a function on different values; None compares the state alone."""
     if script.world_size == 1:
         return
     with torch._C.DisableTorchFunction():
         own = state if value is None else f"{state}, checksum {checksum(value):016x}"
-        texts = [part.decode() for part in script.communicator.gather_bytes(bytearray(f"{verb}: {own}".encode()))]
+        texts = script.communicator.gather_values(f"{verb}: {own}")
     if len(set(texts)) > 1:
         lines = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(texts))
         raise DeterminismError(f"{why}:\n{lines}\nEvery rank must make the same calls with the same values")

@@ -35,6 +35,12 @@ def rows_of(rank, count, width, dtype):
     return (torch.arange(count * width).view(count, width) + 100 * rank).remainder(120).to(dtype)
 
 
+def value_of(rank):
+    """A value of each kind that ranks may share; not of one length."""
+    tensors = {rank: torch.full((rank, 2), 0.5, dtype=torch.bfloat16), "none": torch.empty(0, 3)}
+    return ["ü\ud800" * rank, (None, True, -(2**70), float("inf"), b"\xff"), {"tensors": tensors, 1: torch.Size([3])}]
+
+
 def talk(communicator, counts, width):
     """All that ranks say to each other, of every dtype; each rank holds `counts[rank]` rows."""
     rank, size = communicator.rank, communicator.world_size
@@ -48,6 +54,8 @@ def talk(communicator, counts, width):
     words = [rank, -(2**63), 2**63 - 1, 0x7FF0_0000_0000_0001]  # the last one is a signalling NaN as a float64
     heard["words"] = communicator.gather_words(words)
     heard["no words"] = communicator.gather_words([])
+    heard["values"] = communicator.gather_values(value_of(rank))
+    heard["shared"] = [communicator.share_value(value_of(source), source) for source in range(size)]
     for dtype in (torch.float64, torch.float32):
         rows = rows_of(rank, counts[rank], width, dtype)
         for taken in (0, 1, 4):

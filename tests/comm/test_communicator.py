@@ -1,10 +1,11 @@
 """The communicator: what ranks say to each other is the same over every transport."""
 
 from datetime import timedelta
+from pickle import UnpicklingError
 
 import pytest
 import torch
-from comm_programs import DTYPES, rows_of, talk, train_on_own_loader
+from comm_programs import DTYPES, rows_of, talk, train_on_own_loader, value_of
 from worlds import in_turns
 
 from samestep.comm.communicator import make_communicator
@@ -31,6 +32,8 @@ def check(heard, counts, width):
     words = [[rank, -(2**63), 2**63 - 1, 0x7FF0_0000_0000_0001] for rank in range(size)]
     assert heard["words"] == words
     assert heard["no words"] == [[]] * size
+    values = [value_of(rank) for rank in range(size)]
+    assert repr(heard["values"]) == repr(heard["shared"]) == repr(values)
     for dtype in (torch.float64, torch.float32):
         for taken in (0, 1, 4):
             rows, got = heard[f"header {dtype} {taken}"]
@@ -52,6 +55,15 @@ def test_ranks_that_take_turns_hear_each_other(world_size, counts, width):
 def test_real_processes_hear_each_other(worlds, world_size, counts):
     for heard in worlds(world_size).run(talk, counts, 3):
         check(heard, counts, 3)
+
+
+@pytest.mark.parametrize("verb", ["gather_values", "share_value"])
+def test_nothing_that_another_rank_sends_runs(verb):
+    def program(communicator):
+        with pytest.raises(UnpicklingError, match="weights_only"):
+            getattr(communicator, verb)(breakpoint)
+
+    in_turns(2, program)
 
 
 def test_rows_without_columns_are_gathered_too():

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from samestep.core.microbatches import microbatch_ranges
-from samestep.core.tree import Block, TreeSum, UnorderedTreeSum, aligned_blocks, are_siblings, rank_blocks, tree_sum
+from samestep.core.tree import Block, TreeSum, aligned_blocks, are_siblings, rank_blocks, tree_sum
 
 
 def pair(left, right):
@@ -48,19 +48,6 @@ def test_ranks_that_ship_aligned_blocks_build_the_same_tree(num_microbatches, da
         for block, value in zip(ours.blocks, ours.sums, strict=True):
             everything.push(block, value)
     assert everything.root() == rfc_6962(list(range(num_leaves)))
-
-
-@given(st.integers(0, 40), st.integers(1, 40), st.randoms(use_true_random=False))
-def test_leaves_pushed_in_any_order_end_in_the_blocks_of_the_counter(start, length, random):
-    leaves = list(range(start, start + length))
-    counter, unordered = TreeSum(pair), UnorderedTreeSum(lambda left, right, older: pair(left, right))
-    for leaf in leaves:
-        counter.push(Block(leaf, 1), leaf)
-    random.shuffle(leaves)
-    for leaf in leaves:
-        unordered.push(Block(leaf, 1), leaf)
-    assert unordered.take() == list(counter.sums)
-    assert unordered.take() == []
 
 
 def test_the_blocks_of_the_worked_example():

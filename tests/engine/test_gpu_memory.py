@@ -118,7 +118,7 @@ ABANDONED = """
         parameter.grad = torch.ones_like(parameter)
     sums.push(0, torch.zeros((), device=device))
     torch.cuda.synchronize()
-    sizes = {sum.flat.untyped_storage().nbytes() for tree in sums._trees for sum in tree.sums}
+    sizes = {flat.untyped_storage().nbytes() for each in sums._sums for flat in each.sums}
     sums.start()
     for reduction in sums._started:
         reduction.fold()

@@ -13,6 +13,8 @@ from driving import driving
 from torch import nn
 from worlds import device_of
 
+from samestep.comm import buckets
+from samestep.comm.buckets import FlatSum
 from samestep.comm.transport import LocalTransport
 from samestep.core.tree import Block
 from samestep.engine.forward_backward import backward_on_this_thread
@@ -131,8 +133,13 @@ class RightSum:
     def push(self, block, value):
         self._values[block] = value
 
-    def take(self):
-        return [functools.reduce(torch.add, [self._values[block] for block in sorted(self._values, reverse=True)])]
+    def pop_sibling(self, block):
+        return None
+
+    @property
+    def sums(self):
+        flats = [self._values[block].flat for block in sorted(self._values, reverse=True)]
+        return [FlatSum(functools.reduce(torch.add, flats), [])]
 
 
 def a_block_a_rank(ranges, num_leaves):
@@ -156,7 +163,7 @@ def breakers():
     return {
         "own sum": [Patch(derivatives, "make_sums", own_sums), Patch(serve, "make_sums", own_sums)],
         "own join": [Patch(shared_forward, "decode", own_join)],
-        "right sum": [Patch(pieces, "UnorderedTreeSum", RightSum), Patch(pieces, "rank_blocks", a_block_a_rank)],
+        "right sum": [Patch(buckets, "TreeSum", RightSum), Patch(pieces, "rank_blocks", a_block_a_rank)],
         "small buckets": [Patch(pieces, "BUCKET_BYTES", 64), Patch(calls, "BUCKET_BYTES", 64)],
     }
 

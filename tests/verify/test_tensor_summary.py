@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from samestep.verify.summaries import bits, distance, norm, row_checksums, summarize_rows, summarize_tensor
+from samestep.verify.summaries import bits, distance, norm, sample_checksums, summarize_rows, summarize_tensor
 
 
 @settings(max_examples=30)
@@ -49,10 +49,10 @@ def test_two_tensors_that_are_not_numbers_in_the_same_places_are_no_distance_apa
 
 def test_a_sample_has_the_same_checksum_wherever_it_stands_in_a_batch():
     x, y = torch.randn(6, 4), torch.arange(6)
-    whole = row_checksums([x, y], 6)
-    assert row_checksums({"x": x[2:], "y": y[2:]}, 4) == whole[2:]
+    whole = sample_checksums([x, y], 6)
+    assert sample_checksums({"x": x[2:], "y": y[2:]}, 4) == whole[2:]
     assert len(set(whole)) == 6
     x[5, 0] += 1e-6
-    changed = row_checksums([x, y], 6)
+    changed = sample_checksums([x, y], 6)
     assert changed[:5] == whole[:5]
     assert changed[5] != whole[5]

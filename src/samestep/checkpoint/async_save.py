@@ -6,7 +6,6 @@ The methods of a saver are called by the thread that trains. Its own thread touc
 and hands over a result or an error, which `_reap` takes, and sentences on failed attempts, by a deque.
 """
 
-import json
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -30,7 +29,6 @@ from samestep.errors import RunFolderError
 from samestep.files import retrying, writing
 
 HostFiles = dict[str, dict[str, Tensor]]
-_WORDS = 5  # of the size of a file, and its SHA-256
 
 
 @dataclass(frozen=True)
@@ -210,14 +208,14 @@ def write_sharded(
     # Every rank has to know the temporary folder. None if a good checkpoint of this step is kept: no rank writes then.
     with ExitStack() as until:
         begun = on_main(communicator, lambda: begin_checkpoint(until, folder, state.step, replaces))
-        name = json.loads(communicator.share_text(json.dumps(begun and str(begun.relative_to(folder)))))
+        name = communicator.share_value(begun and str(begun.relative_to(folder)))
         temporary = None if name is None else folder / name
         parts = {} if temporary is None else _write_parts(communicator, temporary, shards)
         snapshot = replace(state, files=whole)
         path = on_main(
             communicator, lambda: str(complete_checkpoint(folder, snapshot, temporary, parts, keep, replaces))
         )
-        return folder / Path(communicator.share_text(path or "")).name
+        return folder / Path(communicator.share_value(path)).name
 
 
 @torch.no_grad()
@@ -240,11 +238,11 @@ def _write_parts(
         error = failure
     # Before the exchange: a rank without its file has no checksum to send.
     raise_together(communicator, error)
-    rows = communicator.gather_words([word for written in mine for word in _as_words(written)])
+    rows = communicator.gather_values([(written.size, written.sha256) for written in mine])
     return {
-        part_name(file, other, ranks): _from_words(row[_WORDS * number : _WORDS * (number + 1)])
+        part_name(file, other, ranks): Written(*facts)
         for other, row in enumerate(rows)
-        for number, file in enumerate(shards)
+        for file, facts in zip(shards, row, strict=True)
     }
 
 
@@ -252,14 +250,3 @@ def _has_rows(shard: LocalShard) -> bool:
     """Whether every rank has whole rows."""
     row = max(1, shard.shape[1:].numel())
     return all(cut % row == 0 for cut in shard.sharding.cuts)
-
-
-def _as_words(written: Written) -> list[int]:
-    digest = bytes.fromhex(written.sha256)
-    # As signed 64-bit words, the type in which ranks gather numbers.
-    return [written.size, *(int.from_bytes(digest[k : k + 8], "big", signed=True) for k in range(0, 32, 8))]
-
-
-def _from_words(words: list[int]) -> Written:
-    digest = b"".join(word.to_bytes(8, "big", signed=True) for word in words[1:])
-    return Written(words[0], digest.hex())

@@ -25,7 +25,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import chain, zip_longest
 from typing import Any
 
 import torch
@@ -290,10 +290,8 @@ class Drift:
         """Finds the first entry that differs, and raises a `DeterminismError` on all ranks."""
         membership, entries = self._membership, list(_entries(step))
         draws = checksum(list(leaves(generator_states(membership.communicator.device))))
-        rows = membership.communicator.gather_words([len(entries), draws])
-        most = max(count for count, _ in rows)  # one rank may have an entry more
-        own = [total for _, total in entries] + [0] * (most - len(entries))
-        columns = zip(*membership.communicator.gather_words(own), strict=True)
+        rows = membership.communicator.gather_values((draws, [total for _, total in entries]))
+        columns = list(zip_longest(*(own for _, own in rows)))  # one rank may have an entry more
         found = []
         for number, column in enumerate(columns):
             name = entries[number][0] if number < len(entries) else "the number of entries"
@@ -303,11 +301,11 @@ class Drift:
         before = None if self._equal_at is None else self._equal_at[self._steps.index(step)]
         since = "" if before is None else f" (they agreed after step {before})"
         advice = "" if before == step.num_steps - 1 else "; digest_every=1 compares after every step"
-        drew = ", and so do the random generators" if len({draws for _, draws in rows}) > 1 else ""
+        drew = ", and so do the random generators" if len({draws for draws, _ in rows}) > 1 else ""
         raise DeterminismError(
             f"the ranks' states differ after step {step.num_steps}{since}: {name} of rank {rank} is not that of rank "
-            f"{other}; {len(found)} of {most} entries differ{drew}. Something was written, set or drawn on one rank "
-            f"only: look for what depends on run.rank or run.is_main, in hooks and callbacks too{advice}"
+            f"{other}; {len(found)} of {len(columns)} entries differ{drew}. Something was written, set or drawn on one "
+            f"rank only: look for what depends on run.rank or run.is_main, in hooks and callbacks too{advice}"
         )
 
 

@@ -1,20 +1,16 @@
 """Resuming: finding the state to go on from, sending it to all ranks, and comparing its contract.
 
 Rank 0 alone reads files, so that all ranks go on from one and the same checkpoint, even if a writer is still at work in
-the folder or a disk gives one of them other bytes. `receive_state` sends it: facts as JSON, tensors one by one. Nothing
+the folder or a disk gives one of them other bytes. `receive_state` sends it: facts, then tensors one by one. Nothing
 of the program is changed before `check_state` has compared form and contract; `checkpoint.state.restore` then writes.
 """
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from samestep.checkpoint.contract_diff import ContractChange, check_contract_kept, differences, explain, shown
 from samestep.checkpoint.local_shards import ShardSpec, Stored, whole_tensors
@@ -265,50 +261,37 @@ def check_state(
 def broadcast_state(
     communicator: Communicator, state: Resumed | None, source: int = 0, shard_spec: ShardSpec | None = None
 ) -> Resumed | None:
-    """The state of rank `source` on every rank, None if it has none; a collective call.
+    """The state of rank `source`, which others have not, on every rank, None if it has none; a collective call.
 
     One tensor at a time is whole on all ranks; of those that `shard_spec` shards the others keep their local shard.
     """
     if communicator.world_size == 1:
         return state
-    ours = communicator.rank == source
-    head = json.loads(communicator.share_text(json.dumps(_head(state)) if ours else "", source))
-    if not head:
+    head = communicator.share_value(None if state is None else _head(state), source)
+    if head is None:
         return None
     files: dict[str, dict[str, Stored]] = {}
-    for file, forms in head["forms"].items():
+    for file, names in head["names"].items():
         files[file] = {}
-        for name, (dtype, shape) in forms.items():
-            whole = _whole(state, file, name) if ours else torch.empty(shape, dtype=getattr(torch, dtype))
-            if whole.numel() > 0:  # as bytes: backends do not send every dtype
-                data = whole.reshape(-1).view(torch.uint8)
-                data.copy_(communicator.share(data if ours else None, source))
-            sharding = None if ours or shard_spec is None else shard_spec.sharding_of(file, name, whole.shape)
-            files[file][name] = whole
-            if sharding is not None and shard_spec is not None:
-                # In memory of its own, so that that of the whole is freed.
-                files[file][name] = LocalShard(sharding.part(whole, shard_spec.rank).clone(), sharding)
+        for name in names:
+            own = None if state is None else state.snapshot.files[file][name]
+            assert not isinstance(own, LocalShard), "the rank that sends a state has it whole"
+            whole = communicator.share(own, source)
+            files[file][name] = whole if own is None else own
+            if own is None and shard_spec is not None:
+                sharding = shard_spec.sharding_of(file, name, whole.shape)
+                if sharding is not None:  # in memory of its own, so that that of the whole is freed
+                    files[file][name] = LocalShard(sharding.part(whole, shard_spec.rank).clone(), sharding)
     folder = None if head["folder"] is None else Path(head["folder"])
     return Resumed(head["name"], Snapshot(head["step"], files, head["facts"]), folder, head["newer"])
 
 
-def _head(state: Resumed | None) -> dict[str, Any]:
-    """All of a state but its tensors, as JSON."""
-    if state is None:
-        return {}
-    forms = {
-        file: {name: (str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in tensors.items()}
-        for file, tensors in whole_tensors(state.snapshot.files).items()
-    }
+def _head(state: Resumed) -> dict[str, Any]:
+    """All of a state but its tensors, of which it has the names."""
+    names = {file: list(tensors) for file, tensors in whole_tensors(state.snapshot.files).items()}
     folder = None if state.folder is None else str(state.folder)
-    snapshot = {"step": state.snapshot.step, "facts": state.snapshot.facts, "forms": forms}
+    snapshot = {"step": state.snapshot.step, "facts": state.snapshot.facts, "names": names}
     return {"name": state.name, "folder": folder, "newer": state.newer, **snapshot}
-
-
-def _whole(state: Resumed | None, file: str, name: str) -> Tensor:
-    value = None if state is None else state.snapshot.files[file][name]
-    assert isinstance(value, Tensor), "the rank that sends a state has it whole"
-    return value.contiguous()
 
 
 def _newest(folder: Path, what: str, advice: str, tell: Callable[[str], None]) -> Resumed:

@@ -1,12 +1,15 @@
-"""Buckets: the layout of many tensors in a few flat ones, which travel in large messages."""
+"""Buckets: many tensors in a few flat ones, which travel in large messages; and their sums along the tree."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from samestep.comm.reduction import ALIGNMENT_ELEMENTS
+from samestep.core.tree import Block, TreeSum
 
 PINNED_BYTES = 32 * 2**20  # torch rounds pinned memory up to a power of two, and keeps it; the driver stages the rest
 FILLED_BYTES = 2**20  # up to which a flat tensor is zeroed whole, by one launch, and not its gaps alone
@@ -22,6 +25,11 @@ class Bucket:
     numel: int  # elements of the flat tensor, padded to divide evenly among the ranks
     dtype: torch.dtype  # dtype of all members
     device: torch.device  # device of all members
+
+    @cached_property
+    def like(self) -> Tensor:
+        """Length, dtype and device of the flat tensor, without its memory."""
+        return torch.zeros((), dtype=self.dtype, device=self.device).expand(self.numel)
 
     def empty(self) -> Tensor:
         """A flat tensor of this layout, filled with zeros, on a 256-byte border."""
@@ -46,6 +54,76 @@ class Bucket:
             flat.as_strided(tensors[i].shape, dense_strides(tensors[i]), flat.storage_offset() + offset)
             for i, offset in zip(self.members, self.offsets, strict=True)
         ]
+
+
+class FlatSum(NamedTuple):
+    """The members of a bucket in one flat tensor, and the view of each in it."""
+
+    flat: Tensor
+    views: list[Tensor]
+
+
+class BucketSum:
+    """The sums of a bucket's members along the tree, pushed from left to right.
+
+    With `reuses`, the memory of right operands is kept for later leaves, also of later sums.
+    """
+
+    def __init__(self, bucket: Bucket, tensors: Sequence[Tensor], reuses: bool = False) -> None:
+        self._bucket, self._tensors, self._reuses = bucket, tensors, reuses
+        self._spare: list[FlatSum] = []
+        self.begin()
+
+    @property
+    def sums(self) -> list[Tensor]:
+        """The flat sum over each block, from left to right."""
+        return [total.flat for total in self._tree.sums]
+
+    def begin(self) -> None:
+        """Starts anew; the sums so far are not kept, and never written to again."""
+        spare, reuses = self._spare, self._reuses
+
+        def add(left: FlatSum, right: FlatSum) -> FlatSum:
+            left.flat.add_(right.flat)
+            # No other reference to the right operand exists: only roots, and sums that are sent, leave this object, and
+            # both are left operands or were never added.
+            if reuses:
+                spare.append(right)
+            return left
+
+        self._tree: TreeSum[FlatSum] = TreeSum(add)
+
+    def push(self, leaf: int, members: Sequence[Tensor | None]) -> tuple[Tensor, bool]:
+        """Adds a leaf, with zeros for None; returns it flat, or its sum with the left sibling and true."""
+        dense = [None if each is None else each.to_dense() if each.is_sparse else each for each in members]
+        # A right leaf needs no memory of its own. The left one does: autograd may give two parameters the same memory
+        # (https://github.com/pytorch/pytorch/issues/34082), so nothing is ever added to what it made.
+        block = Block(leaf, 1)
+        left = self._tree.pop_sibling(block)
+        total = self._empty() if left is None else left
+        views, present = [], []
+        for view, each in zip(total.views, dense, strict=True):
+            if each is not None:
+                views.append(view)
+                present.append(each)
+            else:
+                # Reused memory holds another leaf; and 0 is added, since it makes 0 of -0.
+                view.zero_() if left is None else view.add_(0)
+        if present:
+            (torch._foreach_copy_ if left is None else torch._foreach_add_)(views, present)
+        # The left sibling's memory takes the sum, so about 1 + log2 of this rank's leaves are alive at once.
+        self._tree.push(block if left is None else Block(leaf - 1, 2), total)
+        return total.flat, left is not None
+
+    def root(self) -> FlatSum | None:
+        """The sum of everything; None without a leaf."""
+        return self._tree.root()
+
+    def _empty(self) -> FlatSum:
+        """Memory for a leaf, whose gaps between the members are zero."""
+        if self._spare:
+            return self._spare.pop()  # the gaps of both operands were zero, and so are those of their sum
+        return FlatSum(*self._bucket.unfilled(self._tensors))
 
 
 def make_buckets(tensors: Sequence[Tensor], bucket_bytes: int, world_size: int) -> tuple[Bucket, ...]:

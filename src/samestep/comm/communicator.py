@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from io import BytesIO
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +19,9 @@ from samestep.core.tree import Block
 DTYPES = (
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128, torch.bool),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+    *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz),
 )
+MAX_DIMS = 64  # of a tensor, as torch has it
 
 
 @dataclass(frozen=True)
@@ -89,12 +93,11 @@ class Communicator:
         rows: list[list[int]] = received.tolist()
         return rows
 
-    def gather_bytes(self, data: bytes | bytearray | memoryview) -> list[bytes]:
-        """The bytes of all ranks, by rank, at least one of each; they may differ in number."""
-        ours = torch.frombuffer(data, dtype=torch.uint8)
+    def gather_values(self, value: Any) -> list[Any]:
+        """The values of all ranks, by rank: numbers, texts and tensors, however nested, which end in host memory."""
+        ours = _as_bytes(value)
         sizes = [row[0] for row in self.gather_words([len(ours)])]
-        parts = self.gather_rows(ours.view(-1, 1), sizes).view(-1).split(sizes)
-        return [part.numpy().tobytes() for part in parts]
+        return [_from_bytes(part) for part in self.gather_rows(ours.view(-1, 1), sizes).view(-1).split(sizes)]
 
     def gather_header(
         self, rows: Tensor, counts: Sequence[int], words: Sequence[int]
@@ -140,17 +143,17 @@ class Communicator:
         """Broadcasts the tensor of rank `source`, with its shape and dtype.
 
         Args:
-            tensor: read on rank `source` only, on the device or in host memory; of at most 8 dimensions.
+            tensor: read on rank `source` only, on the device or in host memory; in memory of any form.
             source: the rank that has it.
 
         Returns:
             A copy: in host memory on every rank if the tensor of rank `source` is, else on the device.
         """
-        form = [0] * 11
+        form = [0] * (3 + MAX_DIMS)
         if self.rank == source:
             assert tensor is not None, "the source has a tensor to share"
-            form = [DTYPES.index(tensor.dtype), int(tensor.device.type == "cpu"), tensor.ndim, *tensor.shape]
-            form += [0] * (11 - len(form))
+            facts = [DTYPES.index(tensor.dtype), int(tensor.device.type == "cpu"), tensor.ndim, *tensor.shape]
+            form[: len(facts)] = facts
         code, is_on_host, ndim, *shape = self.gather_words(form)[source]
         if self.rank != source:
             tensor = torch.empty(shape[:ndim], dtype=DTYPES[code], device=self.device)
@@ -160,14 +163,9 @@ class Communicator:
         self.transport.broadcast(shared, source)
         return shared.cpu() if is_on_host else shared
 
-    def share_bytes(self, data: bytes, source: int = 0) -> bytes:
-        """The bytes of rank `source`, at least one, on every rank; those of other ranks are ignored."""
-        ours = torch.frombuffer(bytearray(data), dtype=torch.uint8) if self.rank == source else None
-        return self.share(ours, source).numpy().tobytes()
-
-    def share_text(self, text: str, source: int = 0) -> str:
-        """The text of rank `source`, not empty, on every rank."""
-        return self.share_bytes(text.encode(), source).decode()
+    def share_value(self, value: Any, source: int = 0) -> Any:
+        """The value of rank `source`, as `gather_values` takes it, on every rank; that of another is not read."""
+        return _from_bytes(self.share(_as_bytes(value) if self.rank == source else None, source))
 
     def meet(self) -> None:
         """Returns when every rank has called it; one may work alone before that for as long as its process lives."""
@@ -187,6 +185,17 @@ class Communicator:
         if self.control is not self.transport:
             self.control.close()
         self.transport.close()
+
+
+def _as_bytes(value: Any) -> Tensor:
+    buffer = BytesIO()
+    torch.save(value, buffer)
+    return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
+
+
+def _from_bytes(data: Tensor) -> Any:
+    # weights_only: of what another process sends nothing is run.
+    return torch.load(BytesIO(data.numpy().tobytes()), "cpu", weights_only=True)
 
 
 def make_communicator(environment: Environment, device: torch.device, timeout: timedelta) -> Communicator:

@@ -16,7 +16,6 @@ from samestep.comm.communicator import Communicator
 from samestep.errors import (
     CheckpointError,
     ContractError,
-    PeerLostError,
     RunFolderError,
     UsageError,
 )
@@ -44,12 +43,12 @@ def raise_together(communicator: Communicator, error: Exception | None) -> None:
     failed = [rank for rank, (has,) in enumerate(communicator.gather_words([error is not None])) if has]
     if not failed:
         return
-    theirs = communicator.share_bytes(b"" if error is None else packed(error), failed[0])
+    theirs = communicator.share_value(None if error is None else packed(error), failed[0])
     raise unpacked(theirs) if error is None or failed[0] != communicator.rank else error
 
 
 def packed(error: BaseException) -> bytes:
-    """An exception as bytes, with its notes and causes; see `portable` for those that cannot be rebuilt."""
+    """An exception as bytes, with its notes and causes; of one that cannot be rebuilt elsewhere a plain one."""
     links, seen = [], set()
     current: BaseException | None = error
     while current is not None and id(current) not in seen:
@@ -66,26 +65,6 @@ def unpacked(data: bytes) -> BaseException:
     for error, cause in pairwise(links):
         error.__cause__ = cause
     return links[0]
-
-
-def portable(error: BaseException) -> BaseException:
-    """The exception itself if it can be rebuilt elsewhere, else a plain one with its text, raised from it.
-
-    The plain one is of the nearest base class among Python's and ours that takes a text alone, at worst RuntimeError.
-    """
-    if _form(error) is not None:
-        return error
-    plain = _plain(error)
-    plain.__cause__ = error
-    return plain
-
-
-def blamed(error: BaseException, rank: int, where: str) -> BaseException:
-    """An exception of another rank, raised from a `PeerLostError`, so that this rank does not count as failed."""
-    peer = PeerLostError(where, (rank,))
-    peer.__cause__ = error.__cause__
-    error.__cause__ = peer
-    return error
 
 
 class _Text(str):

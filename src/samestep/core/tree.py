@@ -71,31 +71,6 @@ class TreeSum(Generic[T]):
         return total
 
 
-class UnorderedTreeSum(Generic[T]):
-    """Sums leaves along the tree, pushed in any order: a block waits for its sibling.
-
-    `add` adds two partial sums, the left one first; the third argument is the one that was here before the other.
-    """
-
-    def __init__(self, add: Callable[[T, T, T], T]) -> None:
-        self._add = add
-        self._sums: dict[Block, T] = {}
-
-    def push(self, block: Block, value: T) -> None:
-        """Adds a block, and adds up the siblings that this completes."""
-        while (sibling := Block(block.start ^ block.size, block.size)) in self._sums:
-            older = self._sums.pop(sibling)
-            left, right = (older, value) if sibling < block else (value, older)
-            block, value = Block(min(sibling, block).start, 2 * block.size), self._add(left, right, older)
-        self._sums[block] = value
-
-    def take(self) -> list[T]:
-        """The sums of all blocks, from left to right; they are not kept."""
-        sums = [self._sums[block] for block in sorted(self._sums)]
-        self._sums.clear()
-        return sums
-
-
 def are_siblings(left: Block, right: Block) -> bool:
     """Whether two adjacent blocks are the two halves of one aligned block."""
     # By absolute index: a rank that begins at microbatch 1 must not pair it with 2, since the tree pairs 2 with 3.

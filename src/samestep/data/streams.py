@@ -338,10 +338,9 @@ class Streams:
         rows = membership.communicator.gather_words(row)
         saved = self._saved
         if is_due:
-            ours = json.dumps({index: asdict(state) for index, state in states.items()})
-            gathered = membership.communicator.gather_bytes(bytearray(ours.encode()))
-            by_index = {key: state for part in gathered for key, state in json.loads(part).items()}
-            saved = [StreamState(**by_index[str(index)]) for index in range(self.num_streams)]
+            gathered = membership.communicator.gather_values({index: asdict(state) for index, state in states.items()})
+            by_index = {index: state for part in gathered for index, state in part.items()}
+            saved = [StreamState(**by_index[index]) for index in range(self.num_streams)]
         membership.heartbeat.enter(before)
         return tuple(sum(column) - 1 for column in zip(*rows, strict=True)), saved
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from samestep.comm.environment import parse_audit
 from samestep.comm.membership import Membership
 from samestep.core.seeds import derive_seed, microbatch_seed
-from samestep.data.checksums import flattened, lacks_bytes, position_weights
+from samestep.data.checksums import lacks_bytes, quick_sums
 from samestep.data.nested import leaves
 from samestep.engine.buffers import BufferMerge
 from samestep.engine.forward_backward import ForwardBackward, backward_on_this_thread
@@ -36,8 +36,6 @@ from samestep.errors import AuditError, PeerLostError
 from samestep.text import listed, notify
 
 AUDIT_STREAM = 2**35  # distinct from the streams of steps, samples and evaluations
-COLUMNS = 512  # 64-bit words of a row, which have weights of their own
-LARGE_BYTES = 2**20  # from which a tensor is not copied beside others
 ATTEMPTS = 3  # of a step that is repeated by the same ranks
 MOST_NAMES = 5
 OWNER, AUDITOR = 0, 1
@@ -79,7 +77,6 @@ class Audit:
         self._model, self._optimizers, self._compiling = step.model, step.optimizers, step.compiling
         self._every, self._action = parse_audit(step.config.audit)
         self._device = self._membership.communicator.device
-        self._weights = position_weights(0, COLUMNS, self._device)
         self._nothing = torch.zeros((), dtype=torch.int64, device=self._device)
         self._owner = self._auditor = self._step = -1
         self._num_repeats = 0  # of the step under way
@@ -221,7 +218,7 @@ class Audit:
         """Records the finding, and raises what ends this attempt of the step."""
         membership, world_size, is_state = self._membership, self._membership.world_size, microbatch is None
         label = f"{_device_name(self._device)} of host {platform.node()}"
-        labels = [membership.communicator.share_text(label, rank) for rank in range(world_size)]
+        labels = membership.communicator.gather_values(label)
         action = self._action
         is_in_vain = is_state or self._num_repeats + 1 == ATTEMPTS
         if not wrong or (len(wrong) == world_size if action == "exclude" else is_in_vain):
@@ -273,31 +270,8 @@ class Audit:
 
     @torch.no_grad()
     def _sum_of(self, tensors: Iterable[Tensor]) -> Tensor:
-        """A checksum of the bytes of some tensors, in their order; 0-d int64 on the device.
-
-        It differs if one bit does. The sum of 64-bit words, modulo 2^64, each times an odd weight of its column.
-        """
-        # `tensor_checksum` multiplies each word by a weight of its own, which takes twenty times as long: as long as a
-        # small microbatch. Here a row of words is added to the others first.
-        rows, small = [], []
-        for tensor in tensors:
-            dense = tensor.to_dense() if tensor.is_sparse else tensor
-            flat = flattened(dense.data).view(torch.uint8).to(self._device)
-            if flat.numel() >= LARGE_BYTES:
-                end = flat.numel() // (8 * COLUMNS) * (8 * COLUMNS)
-                whole = flat[:end] if flat.storage_offset() % 8 == 0 else flat[:end].clone()
-                rows.append(whole.view(torch.int64).view(-1, COLUMNS).sum(0))
-                flat = flat[end:]
-            small.append(flat)
-        if not small:
-            return self._nothing
-        size = sum(flat.numel() for flat in small)
-        small.append(torch.zeros(-size % (8 * COLUMNS), dtype=torch.uint8, device=self._device))
-        rows.append(torch.cat(small).view(torch.int64).view(-1, COLUMNS).sum(0))
-        total = rows[0]
-        for row in rows[1:]:  # so that tensors that change places are seen
-            total = total * 1_000_003 + row
-        return (total * self._weights).sum()
+        """A checksum of some tensors, 0-d int64 on the device."""
+        return quick_sums([tensors], self._device)[0]
 
 
 def _read(value: Any) -> list[Tensor]:

@@ -75,6 +75,18 @@ def is_mean_buffer(module: nn.Module, key: str) -> bool:
     return isinstance(module, _NormBase) and key in MEAN_BUFFERS
 
 
+def in_wide(statistics: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Running statistics, one after another in a wide flat tensor: times the samples a leaf of their sum."""
+    return torch.cat([each.detach().reshape(-1).to(device, wide_dtype(device)) for each in statistics])
+
+
+def put_means(targets: list[Tensor], merged: Tensor) -> None:
+    """Writes merged statistics, one after another in a wide flat tensor, to targets of one dtype."""
+    # A count of batches is an integer, and its mean over microbatches is one but for rounding.
+    values = merged if targets[0].is_floating_point() else merged.round()
+    torch._foreach_copy_(targets, _split(values, [target.shape for target in targets]))
+
+
 class BufferMerge:
     """Restores the buffers before each microbatch and merges what the microbatches left of them.
 
@@ -251,11 +263,8 @@ class BufferMerge:
         return parts
 
     def _wide(self) -> Tensor:
-        """The running statistics of the step's start, of all groups in one wide flat tensor."""
-        device = self._groups[0].flat.device
-        wide = torch.empty(sum(group.flat.numel() for group in self._groups), dtype=wide_dtype(device), device=device)
-        torch._foreach_copy_(list(self._by_group(wide)), [group.flat for group in self._groups])
-        return wide
+        """The running statistics of the step's start, of all groups."""
+        return in_wide([group.flat for group in self._groups], self._groups[0].flat.device)
 
     def _save_end(self, index: int, end: Tensor | None) -> None:
         """Remembers a microbatch's result in a buffer that has no rule for merging."""
@@ -305,10 +314,7 @@ class BufferMerge:
         if ok is not None:
             merged = torch.where(ok, merged, self._wide())
         for part, group in zip(self._by_group(merged), self._groups, strict=True):
-            targets = _present(self._tensors, group.indices)
-            # A count of batches is an integer, and its mean over microbatches is one but for rounding.
-            values = part if targets[0].is_floating_point() else part.round()
-            torch._foreach_copy_(targets, _split(values, [target.shape for target in targets]))
+            put_means(_present(self._tensors, group.indices), part)
 
     def _check_others(self, blocks_by_rank: Sequence[Sequence[Block]]) -> None:
         """Checks that all microbatches left the other buffers alike, and takes the common values."""

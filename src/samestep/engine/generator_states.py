@@ -1,4 +1,4 @@
-"""States of random generators: those of a process, and of generators of a program's own, as they are saved."""
+"""States of random generators, as they are saved."""
 
 import random
 from collections.abc import Mapping, Sequence
@@ -47,32 +47,6 @@ def _check_numpy(state: Mapping[str, Any]) -> None:
 def _check_python(state: Sequence[Any]) -> None:
     if not all(0 <= word < 2**32 for word in state[1]):  # CPython keeps the lowest 32 bits of each
         raise CheckpointError("the checkpoint's state of Python's generator has words of more than 32 bits")
-
-
-def state_of(generator: Any) -> Any:
-    """The state of a generator of the script's own, one of `data.randomness.GENERATORS`."""
-    if isinstance(generator, torch.Generator):
-        return generator.get_state()
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    is_old = isinstance(generator, np.random.RandomState)
-    return _arrays_as_tensors(generator.get_state(legacy=False) if is_old else generator.bit_generator.state)
-
-
-def restore_state(generator: Any, state: Any) -> None:
-    """Sets a generator of the script's own; raises a `CheckpointError` for a state of another form."""
-    check_alike("generator", state, state_of(generator))
-    if isinstance(generator, torch.Generator):
-        generator.set_state(state)
-    elif isinstance(generator, random.Random):
-        _check_python(state)
-        generator.setstate(state)
-    else:
-        _check_numpy(state)
-        if isinstance(generator, np.random.RandomState):
-            generator.set_state(_tensors_as_arrays(state))
-        else:
-            generator.bit_generator.state = _tensors_as_arrays(state)
 
 
 def check_alike(what: str, there: Any, here: Any) -> None:

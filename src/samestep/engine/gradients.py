@@ -7,16 +7,15 @@ the last layers overlaps with the backward of the first.
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from samestep.comm.buckets import Bucket, make_buckets
+from samestep.comm.buckets import Bucket, BucketSum, FlatSum, make_buckets
 from samestep.comm.communicator import Communicator
 from samestep.comm.reduction import Reduction, finish_all
-from samestep.core.tree import Block, TreeSum
+from samestep.core.tree import Block
 from samestep.engine.norms import NORM_ELEMENTS, block_norm, block_norms, finite_sum, join_norms
 from samestep.engine.observer import Observers
 from samestep.engine.strategy import StepGradients
@@ -25,13 +24,6 @@ from samestep.errors import DeterminismError
 
 OBSERVED_STEPS = 2  # in which nothing is sent during a backward, to see whether it adds to a gradient again
 REUSED_BYTES = 4 * 2**20  # memory of larger gradients is allocated anew: nothing beside copying them, and none is held
-
-
-class FlatSum(NamedTuple):
-    """The gradients of a bucket in one flat tensor, and the view of each member in it."""
-
-    flat: Tensor
-    views: list[Tensor]
 
 
 class GradientSum(StepGradients):
@@ -70,11 +62,9 @@ class GradientSum(StepGradients):
         self._groups = _by_dtype(self._buckets)
         self._is_one_block = len(self._buckets) == 1 and self._buckets[0].length <= NORM_ELEMENTS
         self._bucket_of = {index: number for number, bucket in enumerate(self._buckets) for index in bucket.members}
-        # Length, dtype and device of the buckets, without their memory: for ranks that have no microbatch.
-        self._likes = [torch.zeros((), dtype=b.dtype, device=b.device).expand(b.numel) for b in self._buckets]
         self._zero = torch.zeros((), device=self.parameters[0].device)
         self._reuses = sum(self.bucket_bytes) <= REUSED_BYTES
-        self._spare: list[list[FlatSum]] = [[] for _ in self._buckets]
+        self._sums = [BucketSum(bucket, self.parameters, self._reuses) for bucket in self._buckets]
         self._hooks: list[RemovableHandle] = []
         self._steps_to_observe: float = OBSERVED_STEPS + 1
         self.begin(())
@@ -104,7 +94,8 @@ class GradientSum(StepGradients):
         self._is_only = sum(block.size for blocks in blocks_by_rank for block in blocks) == 1
         self._alone = {block for blocks in blocks_by_rank for block in blocks if block.size == 1}  # without a sibling
         # The sums of the step before are never written to again, since the user may hold them as `parameter.grad`.
-        self._trees = [self._new_tree(number) for number in range(len(self._buckets))]
+        for each in self._sums:
+            each.begin()
         self._started: list[Reduction] = []  # in the order of the buckets, which is that of all ranks
         self._under_way: list[Reduction] = []  # those of them that are not known to be done
         self._results: list[FlatSum] = []
@@ -158,12 +149,14 @@ class GradientSum(StepGradients):
     def finish(self) -> None:
         if self._communicator.world_size == 1:
             # On the same tree as several ranks: one device is no special case.
-            roots = [tree.root() for tree in self._trees]
+            roots = [each.root() for each in self._sums]
             self._results = [root for root in roots if root is not None]
             assert len(self._results) == len(roots), "the only rank has run all microbatches, at least one"
         else:
             self._results = [FlatSum(flat, []) for flat in finish_all(self._started)]
-        self._trees, self._started, self._under_way = [], [], []  # they would keep what was sent until the next step
+        self._started, self._under_way = [], []  # they would keep what was sent until the next step
+        for each in self._sums:
+            each.begin()
 
     def norm(self) -> Tensor:
         """The 2-norm of all sums: 0-d, of at least 32 bits; `engine.norms` explains its blocks."""
@@ -202,26 +195,6 @@ class GradientSum(StepGradients):
     def remove_hooks(self) -> None:
         _remove(self._hooks)
 
-    def _new_tree(self, number: int) -> TreeSum[FlatSum]:
-        """A tree for one bucket, whose additions free the memory of the right operands for later microbatches."""
-        spare, reuses = self._spare[number], self._reuses
-
-        def add(left: FlatSum, right: FlatSum) -> FlatSum:
-            left.flat.add_(right.flat)
-            # No other reference to the right operand exists: only roots, and sums that are sent, leave this object, and
-            # both are left operands or were never added.
-            if reuses and right.views:
-                spare.append(right)
-            return left
-
-        return TreeSum(add)
-
-    def _empty(self, number: int) -> FlatSum:
-        """Memory for the gradients of one bucket, whose gaps between the members are zero."""
-        if self._spare[number]:
-            return self._spare[number].pop()  # the gaps of both operands were zero, and so are those of their sum
-        return FlatSum(*self._buckets[number].unfilled(self.parameters))
-
     def _views(self, number: int) -> list[Tensor]:
         """The members' sums, as views of a bucket's result."""
         result = self._results[number]
@@ -242,33 +215,16 @@ class GradientSum(StepGradients):
 
     def _push_bucket(self, number: int, microbatch: int) -> None:
         """Pushes a microbatch's gradients of one bucket on the tree; after the last one the exchange starts."""
-        bucket, tree, block = self._buckets[number], self._trees[number], Block(microbatch, 1)
-        # A right leaf needs no memory of its own. The left one does: autograd may give two parameters the same memory
-        # (https://github.com/pytorch/pytorch/issues/34082), so nothing is ever added to what it made.
-        left = tree.pop_sibling(block)
-        total = self._empty(number) if left is None else left
-        present, gradients = [], []
-        for view, index in zip(total.views, bucket.members, strict=True):
-            gradient = self.parameters[index].grad
-            if gradient is None:
-                # Reused memory holds the gradient of another microbatch; and 0 is added, since it makes 0 of -0.
-                view.zero_() if left is None else view.add_(0)
-                continue
-            self._used[index] = True
-            present.append(view)
-            gradients.append(gradient.to_dense() if gradient.is_sparse else gradient)
-        if present:
-            (torch._foreach_copy_ if left is None else torch._foreach_add_)(present, gradients)
-        gradients.clear()
-        # Else the next buckets are added to while all of `.grad` is there.
-        if not (self._observers.reads_gradients or self.keeps):
-            for index in bucket.members:
+        members = self._buckets[number].members
+        flat, has_left = self._sums[number].push(microbatch, [self.parameters[index].grad for index in members])
+        for index in members:
+            self._used[index] |= self.parameters[index].grad is not None
+            # Else the next buckets are added to while all of `.grad` is there.
+            if not (self._observers.reads_gradients or self.keeps):
                 self.parameters[index].grad = None
         # Not finite if this or the left microbatch's are not. A large gradient is read once for both siblings.
-        is_read = not self._is_only and (self._reuses or left is not None or block in self._alone)
-        self._totals.append(finite_sum(total.flat) if is_read else self._zero)
-        # The left sibling's memory takes the sum, so about 1 + log2 of this rank's microbatches are alive at once.
-        tree.push(block if left is None else Block(microbatch - 1, 2), total)
+        is_read = not self._is_only and (self._reuses or has_left or Block(microbatch, 1) in self._alone)
+        self._totals.append(finite_sum(flat) if is_read else self._zero)
         if self._is_last and self._communicator.world_size > 1:
             self._send(number)
 
@@ -279,9 +235,8 @@ class GradientSum(StepGradients):
         is_last = number == len(self._buckets) - 1
         if is_last:
             self._fold_earlier()
-        sums = [total.flat for total in self._trees[number].sums]
-        like, scatter = self._likes[number], self.zero1 is not None
-        reduction = self._communicator.reduce(self._blocks_by_rank, sums, like, scatter)
+        sums, like = self._sums[number].sums, self._buckets[number].like
+        reduction = self._communicator.reduce(self._blocks_by_rank, sums, like, scatter=self.zero1 is not None)
         self._started.append(reduction)
         if not is_last:
             self._fold_earlier()

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from samestep.comm.buckets import aligned_zeros, dense_strides
 from samestep.comm.communicator import Communicator
 from samestep.data.batch import memory_border
-from samestep.data.checksums import flattened, lacks_bytes, tensor_checksum, version_of, versions_of
+from samestep.data.checksums import lacks_bytes, quick_sums, tensor_checksum, version_of, versions_of
 from samestep.data.nested import leaves
 from samestep.errors import DeterminismError, UsageError
 
@@ -153,20 +153,7 @@ class PurityCheck:
 
     def _sum(self) -> Tensor:
         """A number for the values of each parameter."""
-        sums = [_sum_of_words(parameter.data) for parameter in self._parameters]
-        return torch.stack([each.to(sums[0].device) for each in sums])
-
-
-def _sum_of_words(tensor: Tensor) -> Tensor:
-    """The sum of a tensor's memory as 64-bit words, modulo 2^64; the same if words change places."""
-    # Not `tensor_checksum`, which takes a hundred times as long: this is done after each microbatch of two steps.
-    # Of memory as it is: words of fewer bits would be widened first, to a copy of twice the size or more.
-    is_plain = dense_strides(tensor) == tensor.stride() and not tensor.is_conj()
-    flat = tensor.as_strided((tensor.numel(),), (1,)) if is_plain else flattened(tensor)
-    size = flat.element_size()
-    num_even = flat.numel() - flat.numel() % max(1, 8 // size) if flat.storage_offset() * size % 8 == 0 else 0
-    rest = flat[num_even:].view({1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(size, torch.int64))
-    return flat[:num_even].view(torch.int64).sum() + rest.sum(dtype=torch.int64)
+        return quick_sums([[parameter] for parameter in self._parameters], self._parameters[0].device)
 
 
 def move_model(model: nn.Module, device: torch.device) -> None:
@@ -243,11 +230,9 @@ def check_same_model(model: nn.Module, communicator: Communicator) -> None:
         return
     # Checksums, not values: a start compares gigabytes, and only the name of a difference is needed.
     sums = [int(tensor_checksum(tensor)) for tensor in named.values()]
-    # The number first: ranks that gather different numbers of words would hang or mix them up.
-    count = communicator.gather_words([len(sums)])
-    if len({row[0] for row in count}) > 1:
-        raise DeterminismError(f"the ranks built different models: {[row[0] for row in count]} parameters and buffers")
-    rows = communicator.gather_words(sums)
+    rows = communicator.gather_values(sums)
+    if len(set(map(len, rows))) > 1:
+        raise DeterminismError(f"the ranks built different models: {[*map(len, rows)]} parameters and buffers")
     for name, column in zip(named, zip(*rows, strict=True), strict=True):
         if len(set(column)) > 1:
             raise DeterminismError(

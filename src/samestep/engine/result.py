@@ -108,7 +108,7 @@ class StepStats:
         if any(word not in (RAN_NONE, words[source]) for word in words):
             raise _other_names()
         if RAN_NONE in words:
-            self.names = tuple(json.loads(communicator.share_text(json.dumps(self.names), source)))
+            self.names = communicator.share_value(self.names, source)
 
     def sums(self, num_leaves: int) -> tuple[Any, Any]:
         """Total and count over the microbatches with samples, along the tree: floats, or 0-d tensors on the device."""

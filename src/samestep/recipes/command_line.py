@@ -94,7 +94,7 @@ def trainer_options(run: Run, arguments: argparse.Namespace, data: str) -> dict[
     if folder is None:
         name = Path(sys.argv[0]).stem
         found = (_unfinished(name) if resume == "auto" else None) or new_folder_name(name)
-        folder = Path(run.membership.perform(lambda: run.communicator.share_text(str(found))))
+        folder = Path(run.membership.perform(lambda: run.communicator.share_value(str(found))))
     if not is_replay:
         run.print(f"data     {data}\nrun      {folder}")
     given, common = vars(arguments), vars(make_parser(None, data="", epochs=1, batch=1, lr=1).parse_args([]))

@@ -9,14 +9,12 @@ run: buffers are restored and generators seeded before each.
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from io import BytesIO
 from operator import itemgetter
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from samestep.comm.communicator import Communicator
 from samestep.comm.membership import Membership
 from samestep.comm.reduction import tree_sum_rows
 from samestep.core.microbatches import in_microbatch_order
@@ -100,7 +98,7 @@ def _evaluate(
     def end_batch() -> None:
         if not of_states:
             return
-        gathered = [pair for found in _gather(communicator, states) for pair in found.items()]
+        gathered = [pair for found in communicator.gather_values(states) for pair in found.items()]
         for _, of_metrics in sorted(gathered, key=lambda pair: pair[0]):
             for name, metric in of_states.items():
                 metric.push(of_metrics[name])
@@ -163,7 +161,8 @@ def _predict(membership: Membership, model: nn.Module, loader: Loader, forward: 
 
     _forward_all(membership, model, loader, forward, precision, keep)
     membership.heartbeat.enter("exchange")
-    of_all = _gather(membership.communicator, ([_plain(each, lambda leaf: leaf) for each in structures], outputs))
+    ours = [_plain(each, lambda leaf: leaf) for each in structures], outputs
+    of_all = membership.communicator.gather_values(ours)
     in_order = [found for _, found in sorted((pair for _, each in of_all for pair in each.items()), key=itemgetter(0))]
     kinds = {is_by_sample for is_by_sample, _ in in_order}
     if {True, False} <= kinds:
@@ -214,14 +213,6 @@ def _host_copy(leaf: Any) -> Any:
         f"predict takes tensors, numbers and strings, however nested, got {describe(leaf)}; say what to keep with "
         "forward=lambda model, batch: …"
     )
-
-
-def _gather(communicator: Communicator, value: Any) -> list[Any]:
-    """A value of each rank, tensors in dicts, lists and tuples, on every rank."""
-    buffer = BytesIO()
-    torch.save(value, buffer)
-    # weights_only: of what another process sends nothing is run.
-    return [torch.load(BytesIO(part), weights_only=True) for part in communicator.gather_bytes(buffer.getbuffer())]
 
 
 def _carry_out(membership: Membership, loader: Loader, attempt: Callable[[Loader], T]) -> T:

@@ -69,7 +69,8 @@ def save(
     def attempt() -> str:
         communicator = membership.communicator
         if not is_sharded(steps):
-            return communicator.share_text(on_main(communicator, write) or "")
+            name: str = communicator.share_value(on_main(communicator, write))
+            return name
         # Before any rank writes, as `write` does on rank 0.
         on_main(communicator, check_ours)
         written = partial(write_sharded, communicator, folder, capture(steps, values), keep, replaces=True)

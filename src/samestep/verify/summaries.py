@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from samestep.data.checksums import flattened, position_weights, tensor_checksum
+from samestep.data.checksums import row_checksums, tensor_checksum
 from samestep.data.nested import leaves
 
 WIDTH = 16
@@ -72,22 +72,14 @@ def distance(ours: Sequence[float], theirs: Sequence[float]) -> float:
 
 
 @torch.no_grad()
-def row_checksums(value: Any, length: int) -> list[int]:
+def sample_checksums(value: Any, length: int) -> list[int]:
     """A checksum of each sample of a nested value: its rows of all tensors and arrays with `length` rows."""
     total = torch.zeros(length, dtype=torch.int64)
     for leaf in leaves(value):
         tensor = torch.from_numpy(leaf) if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "fiub" else leaf
         if not isinstance(tensor, Tensor) or tensor.ndim == 0 or tensor.shape[0] != length:
             continue
-        plain = flattened(local_part(tensor)).cpu()
-        words = plain.view({1: torch.uint8, 2: torch.int16}.get(plain.element_size(), torch.int32)).reshape(length, -1)
-        weights = position_weights(0, words.shape[1], words.device)
-        total = total * 1_000_003
-        # A few rows at a time: int64 is wider than the data.
-        step = max(1, CHUNK // max(1, words.shape[1]))
-        for start in range(0, length, step):
-            part = words[start : start + step].to(torch.int64)
-            total[start : start + step] += ((part + 1) * weights).sum(1)
+        total = total * 1_000_003 + row_checksums(local_part(tensor), length).cpu()
     rows: list[int] = total.tolist()
     return rows
 

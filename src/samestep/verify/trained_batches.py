@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import dataloader
 
 from samestep.data.nested import leaves
-from samestep.verify.summaries import bits, num_rows, row_checksums
+from samestep.verify.summaries import bits, num_rows, sample_checksums
 from samestep.verify.wraps import DISTRIBUTED, Wrap
 
 MAX_NUMBERS = 8
@@ -165,7 +165,7 @@ def seen_batch(index: Any, value: Any) -> SeenBatch:
     length = len(ids) if ids is not None and len(ids) > 1 else num_rows(value)
     rows = None
     if length:
-        found = tuple(row_checksums(value, length))
+        found = tuple(sample_checksums(value, length))
         rows = found if any(found) else None
     return SeenBatch(ids, rows, len(ids) if ids is not None else length)
 

@@ -31,7 +31,7 @@ from samestep.verify.summaries import (
     local_part,
     norm,
     num_rows,
-    row_checksums,
+    sample_checksums,
     summarize_rows,
     summarize_tensor,
     unsharded,
@@ -101,7 +101,7 @@ class ModuleRecorder:
             names = {id(part): name for name, part in model.named_modules()}
             with torch._C.DisableTorchFunction():
                 length = None if self.in_microbatches else num_rows(args)
-                rows = row_checksums(args, length) if length else None
+                rows = sample_checksums(args, length) if length else None
             self._root = RootCall(names, type(model).__name__, rows)
         self._stack.append(module)
 

@@ -1,4 +1,4 @@
-"""Tensors in pieces: how a whole relates to the pieces of its chunks, their bytes in a message, and their sums.
+"""Tensors in pieces: how a whole relates to the pieces of its chunks, and their sums.
 
 Results are joined as `torch.nn.parallel.gather` does: tensors along `dim`, 0-d ones to a vector with one entry a chunk;
 lists, tuples, named tuples, dicts and dataclasses entry by entry; None, numbers and strings must be the same in every
@@ -20,18 +20,15 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from samestep.comm.buckets import Bucket, make_buckets
+from samestep.comm.buckets import Bucket, BucketSum, make_buckets
 from samestep.comm.communicator import Communicator
 from samestep.comm.reduction import Reduction, finish_all
-from samestep.core.tree import Block, UnorderedTreeSum, rank_blocks
-from samestep.data.checksums import flattened
+from samestep.core.tree import rank_blocks
 from samestep.errors import UsageError
 from samestep.scripts.split_forward.chunks import is_tensor, take_apart
 
 BUCKET_BYTES = 25 * 2**20
 BUCKETS_AT_ONCE = 4  # of which the exchange is under way: it needs memory for what it receives
-# A multiple of the size of every dtype: `Tensor.view(dtype)` asks that of where a tensor begins.
-BORDER_BYTES = 64
 
 
 @dataclass(frozen=True)
@@ -80,28 +77,6 @@ class Item:
         return torch.cat([piece.view(-1) for piece in pieces] if self.shapes else list(pieces), self.dim)
 
 
-def pack(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Contiguous tensors as bytes, [n] uint8, each padded to a border of 64 bytes."""
-    parts = []
-    for tensor in tensors:
-        data = flattened(tensor).view(torch.uint8)
-        parts.append(data)
-        if data.numel() % BORDER_BYTES:
-            parts.append(data.new_zeros(-data.numel() % BORDER_BYTES))
-    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=device)
-
-
-def unpack(data: Tensor, offset: int, dtype: torch.dtype, shape: Sequence[int]) -> tuple[Tensor, int]:
-    """The tensor at a byte offset of packed data, as a view, and the offset of the next one."""
-    size = math.prod(shape) * dtype.itemsize
-    return data[offset : offset + size].view(dtype).view(tuple(shape)), offset + packed_size(size)
-
-
-def packed_size(size: int) -> int:
-    """The size of this many bytes when they are packed."""
-    return size + -size % BORDER_BYTES
-
-
 class PieceSums:
     """This rank's sums, along the tree, of the pieces of "copied" items: they arrive bucket by bucket, in any order."""
 
@@ -118,25 +93,23 @@ class PieceSums:
         self._communicator, self._likes, self._buckets = communicator, likes, buckets
         self._mine = ranges[communicator.rank]
         self._blocks_by_rank = rank_blocks(tuple(ranges), ranges[-1].stop)
-        self._sums: list[UnorderedTreeSum[Tensor]] = [UnorderedTreeSum(_add) for _ in buckets]
-        self._pushed: set[tuple[int, int]] = set()
+        self._sums = [BucketSum(bucket, likes) for bucket in buckets]
+        self._next = [self._mine.start] * len(buckets)  # of each bucket, the first chunk that is not in its sum
 
     @torch.no_grad()
     def push(self, number: int, chunk: int, pieces: Sequence[Tensor | None]) -> None:
-        """Adds a chunk's pieces of the members of one bucket."""
-        bucket = self._buckets[number]
-        # Memory of our own: autograd may give two parameters the same. What the chunk has not used is zero there.
-        flat = bucket.empty()
-        targets, sources = [], []
-        for view, index, piece in zip(bucket.views(flat, self._likes), bucket.members, pieces, strict=True):
-            if piece is not None:
-                self.used[index] = True
-                targets.append(view)
-                sources.append(piece.to_dense() if piece.is_sparse else piece)
-        if targets:
-            torch._foreach_copy_(targets, sources)
-        self._sums[number].push(Block(chunk, 1), flat)
-        self._pushed.add((number, chunk))
+        """Adds a chunk's pieces of the members of one bucket; each bucket's come in the order of the chunks."""
+        self._skip_to(number, chunk)
+        self._sums[number].push(chunk, pieces)
+        self._next[number] = chunk + 1
+        for index, piece in zip(self._buckets[number].members, pieces, strict=True):
+            self.used[index] |= piece is not None
+
+    def _skip_to(self, number: int, chunk: int) -> None:
+        """Pushes zeros of the chunks before one that have used nothing of a bucket: the tree is over all chunks."""
+        while self._next[number] < chunk:
+            self._sums[number].push(self._next[number], [None] * len(self._buckets[number].members))
+            self._next[number] += 1
 
     def push_chunk(self, chunk: int, pieces: Sequence[Tensor | None]) -> None:
         """Adds a chunk's pieces of all items."""
@@ -200,19 +173,10 @@ class PieceSums:
             yield from zip(buckets, finish_all([self._reduce(number) for number in numbers]), strict=True)
 
     def _reduce(self, number: int) -> Reduction:
-        bucket = self._buckets[number]
-        for chunk in self._mine:
-            # The tree is over all chunks: one that has used nothing here is a leaf of zeros, on any process.
-            if (number, chunk) not in self._pushed:  # no result depends on these members
-                self.push(number, chunk, [None] * len(bucket.members))
-        sums = self._sums[number].take()
-        like = torch.zeros((), dtype=bucket.dtype, device=bucket.device).expand(bucket.numel)
+        self._skip_to(number, self._mine.stop)
+        sums, like = self._sums[number].sums, self._buckets[number].like
+        self._sums[number].begin()
         return self._communicator.reduce(self._blocks_by_rank, sums, like, at_first=self._at_first)
-
-
-def _add(left: Tensor, right: Tensor, older: Tensor) -> Tensor:
-    # The left operand first, as everywhere: of two NaNs a sum has the bits of the first.
-    return torch.add(left, right, out=older)
 
 
 def sum_pieces(
@@ -222,9 +186,8 @@ def sum_pieces(
     buckets = make_buckets(likes, BUCKET_BYTES, communicator.world_size)
     sums = PieceSums(communicator, ranges, likes, buckets)
     sums.used = [True] * len(likes)  # also on a rank without a chunk
-    for number, bucket in enumerate(buckets):
-        for position, chunk in enumerate(ranges[communicator.rank]):
-            sums.push(number, chunk, [pieces[index][position] for index in bucket.members])
+    for position, chunk in enumerate(ranges[communicator.rank]):
+        sums.push_chunk(chunk, [column[position] for column in pieces])
     return [total for total in sums.finish() if total is not None]
 
 

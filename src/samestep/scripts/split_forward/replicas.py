@@ -11,7 +11,7 @@ itself, only to its parameters: a model that the script drops is free at once.
 """
 
 import gc
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from operator import is_
 from types import FrameType
@@ -24,8 +24,7 @@ from samestep.comm.reduction import fold
 from samestep.core.tree import Block, TreeSum
 from samestep.data.checksums import flattened, tensor_checksum, version_of
 from samestep.data.randomness import seed_each
-from samestep.engine.buffers import BufferPlace, is_mean_buffer
-from samestep.engine.losses import wide_dtype
+from samestep.engine.buffers import BufferPlace, in_wide, is_mean_buffer, put_means
 from samestep.engine.side_effects import Watch, plain_attributes, reachable
 from samestep.errors import BufferMergeError, DeterminismError, UsageError
 from samestep.scripts.script_state import ScriptState
@@ -56,7 +55,7 @@ class Buffers:
         self._others: list[BufferPlace] = []
         self._changing: set[str] = set()
         self._sum: TreeSum[Tensor] = TreeSum(Tensor.add_)
-        self._ends: dict[int, Tensor] = {}
+        self._ends: dict[int, Tensor] = {}  # by the numbers of their places
 
     def begin_forward(self, children: Sequence[nn.Module]) -> None:
         """Starts a forward of a module with these children, itself the first."""
@@ -116,9 +115,8 @@ class Buffers:
         try:
             yield
             if means:
-                device = script.communicator.device
-                wide = [flat.to(device, wide_dtype(device)) for place in means if (flat := _flat(place)) is not None]
-                self._sum.push(Block(chunk, 1), torch.cat(wide) * num_rows)
+                left = [buffer for place in means if (buffer := place.get()) is not None]
+                self._sum.push(Block(chunk, 1), in_wide(left, script.communicator.device) * num_rows)
             for index, place in enumerate(self._others):
                 if place in originals:
                     self._keep_first(index, place, originals[place], copies[place], versions[place], chunk)
@@ -131,14 +129,9 @@ class Buffers:
         """The sums of the running statistics of this process's chunks, a vector a block."""
         return list(self._sum.sums)
 
-    @property
-    def ends(self) -> dict[int, Tensor]:
-        """The other buffers that the first chunk has changed, by the numbers of their places."""
-        return self._ends
-
-    def put_ends(self, ends: Mapping[int, Tensor], device: torch.device) -> None:
-        """Writes the first chunk's values of other buffers."""
-        for index, end in ends.items():
+    def put_ends(self, device: torch.device) -> None:
+        """Writes the values of other buffers that the first chunk has changed."""
+        for index, end in self._ends.items():
             place = self._others[index]
             target = place.get()
             if target is None or target.shape != end.shape or target.dtype != end.dtype:
@@ -148,15 +141,10 @@ class Buffers:
 
     def put_means(self, sums: Sequence[Tensor], blocks: Sequence[Block], num_rows: int) -> None:
         """Writes the mean over all rows of the running statistics, of which each block has a sum."""
-        merged, offset = fold(blocks, list(sums)) / num_rows, 0
-        for place in self._means:
-            target = place.get() if place.module.training else None
-            if target is None:
-                continue
-            value = merged[offset : offset + target.numel()].view(target.shape)
-            offset += target.numel()
-            # `num_batches_tracked` is one of them: a mean of equal whole numbers, which a division may miss by a bit.
-            target.data.copy_(value if target.is_floating_point() else value.round())
+        there = [buffer for place in self._means if place.module.training and (buffer := place.get()) is not None]
+        merged = fold(blocks, list(sums)) / num_rows
+        for buffer, value in zip(there, merged.split([each.numel() for each in there]), strict=True):
+            put_means([buffer.data], value)
 
     def _keep_first(
         self, index: int, place: BufferPlace, original: Tensor, copy: Tensor | None, version: int, chunk: int
@@ -179,11 +167,6 @@ class Buffers:
         # Chunk 0 is the driver's: what it leaves is in no message.
         if chunk == 0 and end is not None:
             self._ends[index] = end.detach().clone()
-
-
-def _flat(place: BufferPlace) -> Tensor | None:
-    buffer = place.get()
-    return None if buffer is None else buffer.detach().reshape(-1)
 
 
 class Replicas:

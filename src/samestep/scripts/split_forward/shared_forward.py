@@ -292,7 +292,7 @@ def _merge(script: ScriptState, shared: Shared, task: Forward, work: Work, answe
     if sums and (num_rows := sum(map(chunks.num_rows, range(chunks.num_chunks)))):
         blocks = [block for blocks in rank_blocks(task.ranges, chunks.num_chunks) for block in blocks]
         buffers.put_means([total.clone() for total in sums], blocks, num_rows)
-    buffers.put_ends(buffers.ends, script.communicator.device)
+    buffers.put_ends(script.communicator.device)
     if lost := work.lost.union(*(head["lost"] for head, _ in answers)):
         script.notice(
             f"{', '.join(sorted(lost)[:5])}: written inside the wrapped forward, and lost after it, as with "

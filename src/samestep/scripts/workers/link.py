@@ -1,9 +1,10 @@
 """Messages between the driver, rank 0, which runs the script, and the workers, which compute chunks.
 
-A message is pickled values and tensors. In host memory: the size of the pickle, the pickle, and the tensors that are
-there, each padded to 64 bytes; tensors on the device travel apart, packed. Both sides must know the sizes of what they
-exchange, so each message begins with a head of a fixed size, which says them, and holds a short message whole: one
-exchange for most. A longer one follows as a second exchange.
+A message is pickled values, among them code and objects of the script's classes, which `Communicator.gather_values`
+refuses, and tensors. In host memory: the size of the pickle, the pickle, and the tensors that are there, each padded to
+64 bytes; tensors on the device travel apart, packed. Both sides must know the sizes of what they exchange, so each
+message begins with a head of a fixed size, which says them, and holds a short message whole: one exchange for most. A
+longer one follows as a second exchange.
 
 What was sent is waited for at the next message (`_finish_sent`). The order of exchanges is the same on both sides, and
 none may be left out: an exception between two of them puts the devices out of step, and `Link.whole` remembers it.
@@ -21,14 +22,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from samestep.comm.buckets import make_buckets
+from samestep.comm.buckets import make_buckets, round_up
 from samestep.comm.communicator import Communicator
 from samestep.comm.transport import Connection, Pending
 from samestep.data.checksums import flattened
 from samestep.errors import DeterminismError
-from samestep.scripts.split_forward.pieces import BORDER_BYTES, pack, packed_size
 
 SIZE_BYTES = 8
+BORDER_BYTES = 64  # a multiple of the size of every dtype: where a tensor begins must be a multiple of its own
 # Padded to 64 bytes: what follows in a head begins on a border, as the tensors of a message must.
 WORDS = struct.Struct("=3Q?39x")  # bytes of two messages, of what follows on the device; whether any does
 HEAD_BYTES = 16 * 1024
@@ -119,11 +120,12 @@ class Link:
 
     def _tell(self, message: Message, parts: Sequence[Message]) -> None:
         shared = _padded(message.on_host)
-        sizes = [sum(packed_size(each.nbytes) for each in part.on_device) for part in parts]
+        sizes = [sum(_padded_size(each.nbytes) for each in part.on_device) for part in parts]
         self._send([(shared, _padded(part.on_host)) for part in parts], sizes, range(1, self.world_size))
         # One exchange for all workers, which each of them must then take part in, also with nothing of its own.
         if any(sizes):
-            self._start(pack([each for part in parts for each in part.on_device], self._nothing.device), [0, *sizes])
+            on_device = [piece for part in parts for piece in _padded(part.on_device)]
+            self._start(torch.cat([self._nothing, *on_device]), [0, *sizes])
 
     def next_message(self) -> tuple[Received, Received]:
         """On a worker: the shared message and its part of the next one."""
@@ -153,7 +155,7 @@ class Link:
 
     def answer(self, message: Message) -> None:
         """On a worker: answers a message, and does not wait until the driver has read it."""
-        on_device = pack(message.on_device, self._nothing.device)
+        on_device = torch.cat([self._nothing, *_padded(message.on_device)])
         self._send([(_padded(message.on_host), [])], [len(on_device)], range(1))
         if self._has_device:
             self._start(on_device, [len(on_device), *[0] * (self.world_size - 1)])
@@ -301,11 +303,11 @@ def decode(received: Received) -> tuple[Any, list[Tensor]]:
         return None, []
     size = SIZE_BYTES + int.from_bytes(data[:SIZE_BYTES].numpy().tobytes())
     content, forms = pickle.loads(data[SIZE_BYTES:size].numpy().tobytes())
-    tensors, offsets = [], {True: packed_size(size), False: 0}
+    tensors, offsets = [], {True: _padded_size(size), False: 0}
     for dtype, span, shape, stride, is_on_host in forms:
         source = data if is_on_host else on_device
         start = source.storage_offset() + offsets[is_on_host]
-        offsets[is_on_host] += packed_size(span * dtype.itemsize)
+        offsets[is_on_host] += _padded_size(span * dtype.itemsize)
         # No view, all of which have one version: a write to one would count as a write to all that a graph has saved.
         tensor = torch.empty(0, dtype=dtype, device=source.device)
         tensors.append(tensor.set_(source.untyped_storage(), start // dtype.itemsize, shape, stride))
@@ -313,10 +315,13 @@ def decode(received: Received) -> tuple[Any, list[Tensor]]:
 
 
 def _padded(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Contiguous tensors as bytes, as `pack` has them, without a copy."""
+    """Contiguous tensors as bytes, without a copy, and what fills the place of each."""
     pieces = []
     for tensor in tensors:
-        pieces.append(flattened(tensor).view(torch.uint8))
-        if gap := -tensor.nbytes % BORDER_BYTES:
-            pieces.append(GAP[:gap])
+        data = flattened(tensor).view(torch.uint8)
+        pieces += [data, data.new_zeros(_padded_size(len(data)) - len(data))]
     return pieces
+
+
+def _padded_size(size: int) -> int:
+    return round_up(size, BORDER_BYTES)
