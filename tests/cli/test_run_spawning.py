@@ -301,8 +301,9 @@ def train(gpu, args):
         raise ValueError(f"of rank {rank}")
     if rank == args.exit:
         os._exit(7)
-    place = os.environ.get("SAMESTEP_TOKEN", "").rpartition(":")[2]  # the device that it really has
-    torch.manual_seed(rank + (args.world_size * int(place or rank) if args.leak else 0))
+    # The device that it really has.
+    place = json.loads(os.environ.get("SAMESTEP_WORKER", "{}")).get("device_index", rank)
+    torch.manual_seed(rank + (args.world_size * place if args.leak else 0))
     model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 3))
     drawn = torch.Generator().manual_seed(1)
     data = TensorDataset(torch.randn(96, 6, generator=drawn), torch.randint(3, (96,), generator=drawn))

@@ -120,7 +120,7 @@ class Run:
         microbatch_ranges(count, world_size - spares, active_shares(shares, world_size, spares))
         self.device = own_device(device, environment) if communicator is None else communicator.device
         make_current(self.device)
-        threads = num_threads or environment.num_threads or 1
+        threads = num_threads or environment.settings.num_threads or 1
         if rerun is None and asks_for_portable():  # a replay decides it before it reads a checkpoint
             make_portable(self.device.type)
         self.contract = Contract(global_batch_size, count, seed, self.device.type, threads, portable_form())
@@ -653,7 +653,7 @@ def _ranks_now(
 
     In an earlier run of the program workers may have been lost, and others have joined.
     """
-    joins = environment.joins
+    joins = environment.settings.joins
     if (page := heartbeat.page) is not None:
         quorum = page.quorum()
         heartbeat.quorum, joins = quorum.number, joins and heartbeat.slot not in quorum.slots
