@@ -3,14 +3,15 @@
 import inspect
 import json
 from collections import Counter
+from dataclasses import fields
 
 import pytest
 import torch
 from train_programs import classification, classifier, points
 from worlds import DEVICE, in_turns
 
+from samestep.engine.config import StepConfig, StepOptions
 from samestep.errors import DeterminismError, DeviceError, UsageError
-from samestep.run.arguments import StepOptions
 from samestep.run.run import Run
 from samestep.run.trainer import Trainer
 
@@ -174,9 +175,12 @@ def test_an_argument_of_another_name_is_answered_with_the_right_one(call, answer
     assert refusal(lambda: call(Run(8))).startswith(answer)
 
 
-def test_a_trainer_takes_the_options_of_a_step():
-    parameters = inspect.signature(Run.train_step).parameters.values()
-    assert list(StepOptions.__annotations__) == [one.name for one in parameters if one.kind is one.KEYWORD_ONLY]
+def test_a_step_and_a_trainer_show_the_options_of_a_step_with_their_defaults():
+    defaults = {field.name: field.default for field in fields(StepConfig)[-len(StepOptions.__annotations__) :]}
+    assert list(StepOptions.__annotations__) == list(defaults)
+    for function in (Run.train_step, Trainer):
+        shown = list(inspect.signature(function).parameters.values())[-len(defaults) :]
+        assert {one.name: one.default for one in shown if one.kind is one.KEYWORD_ONLY} == defaults
 
 
 def test_a_run_shows_its_contract():

@@ -34,6 +34,7 @@ from samestep.checkpoint.storage import Snapshot, newest_checkpoint
 from samestep.checkpoint.verified_files import read_manifest
 from samestep.comm.environment import MAX_THREADS, Environment, read_environment
 from samestep.data.batch import Batch
+from samestep.engine.config import StepOptions
 from samestep.engine.observer import StepObserver, observed_by
 from samestep.engine.portable_kernels import make_portable
 from samestep.engine.rank_device import own_device
@@ -46,7 +47,6 @@ from samestep.patch import exits_raised
 from samestep.recipes.catalog import MODULES
 from samestep.replay.observed_step import ObservedStep, describe_error
 from samestep.replay.views import Check, Replay, StepView, Tier
-from samestep.run.arguments import StepOptions
 from samestep.run.rerun import Rerun, rerunning
 from samestep.run.trainer import Trainer
 from samestep.runs.ledger import (

@@ -13,14 +13,13 @@ from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 from weakref import finalize
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from samestep.checkpoint.contract import Contract, check_contract, check_same_gpus
 from samestep.checkpoint.contract_diff import check_contract_kept, differences
@@ -37,19 +36,17 @@ from samestep.data.tensors import TensorData
 from samestep.devices.device import keep_freed_memory
 from samestep.devices.portable import asks_for_portable
 from samestep.devices.selection import describe_unused_cores
-from samestep.engine.config import StepConfig
+from samestep.engine.config import StepConfig, StepOptions
 from samestep.engine.determinism import make_deterministic
 from samestep.engine.drawn_before import DrawnBefore, DrawnParameters
 from samestep.engine.generator_states import generator_states, restore_generators
 from samestep.engine.kernel_flags import ENFORCED, check_flags
 from samestep.engine.losses import LossFn, describe
-from samestep.engine.observer import StepObserver
 from samestep.engine.portable_kernels import describe_late_caps, make_portable, portable_form
-from samestep.engine.precision import OnNonFinite
 from samestep.engine.rank_device import make_current, own_device
 from samestep.engine.step import TrainStep
 from samestep.engine.strategy import Strategy
-from samestep.engine.strategy_options import Sharded, StrategyOptions, as_strategy
+from samestep.engine.strategy_options import Sharded
 from samestep.errors import SamestepError, UsageError
 from samestep.files import CHECKPOINT_RETRIES, retrying
 from samestep.run.arguments import answers_unknown
@@ -296,19 +293,7 @@ class Run:
         model: nn.Module,
         optimizer: Optimizer | Sequence[Optimizer],
         loss_fn: LossFn,
-        *,
-        counts_fn: Callable[[Any], Any] | None = None,
-        scheduler: LRScheduler | None = None,
-        max_grad_norm: float | None = None,
-        precision: str = "32-true",
-        on_nonfinite: OnNonFinite = "raise",
-        late_check: bool | None = None,
-        overlap: bool = True,
-        bucket_bytes: int | None = None,
-        compile: bool = False,
-        strategy: str | StrategyOptions = "replicate",
-        audit: int | str | None = None,
-        observers: Sequence[StepObserver] = (),
+        **options: Unpack[StepOptions],
     ) -> TrainStep:
         """Makes a training step; several may share a model (a GAN has two). Tier `bitwise`.
 
@@ -323,19 +308,20 @@ class Run:
             counts_fn: for losses with several denominators: `counts_fn(batch)` returns numbers, which are summed over
                 the global batch and handed over as `loss_fn(model, batch, counts)`; the loss then returns the
                 microbatch's 0-d share of the loss, which is summed and not divided again.
-            scheduler: stepped after every step; leave out one that counts epochs, and step it yourself.
-            max_grad_norm: clip the gradient of the global batch to this 2-norm.
-            precision: "32-true", "bf16-mixed" or "16-mixed" (autocast; with a power-of-two loss scale for the last).
-            on_nonfinite: "raise" when the loss or gradient is not finite, or "skip" that update.
+            scheduler: stepped after every step, if given; leave out one that counts epochs, and step it yourself.
+            max_grad_norm: clip the gradient of the global batch to this 2-norm; no clipping by default.
+            precision: "32-true", the default, "bf16-mixed" or "16-mixed" (autocast; with a power-of-two loss scale for
+                the last).
+            on_nonfinite: "raise", the default, when the loss or gradient is not finite, or "skip" that update.
             late_check: let the device skip a non-finite update, and raise when its scalars are read; the default on
                 accelerators with fused Adam or AdamW, which support it. Else the host checks before each update.
-            overlap: send a bucket while backward goes on.
+            overlap: sends a bucket while backward goes on; the default.
             bucket_bytes: size of a message; 32 MiB on CUDA devices, else 8 MiB. The bits depend on neither.
-            compile: run forward and loss through `torch.compile`, with deterministic settings. The bits are equal on
+            compile: runs forward and loss through `torch.compile`, with deterministic settings. Bits are equal on
                 all numbers of devices, and differ from those without it.
-            strategy: the placement of the state on the ranks: "replicate" (each has all of it), "zero1" (each has 1/D
-                of the optimizer's), "sharded" (each has 1/D), or `samestep.Sharded` with options. Equal bits; see
-                docs/strategies.md.
+            strategy: the placement of the state on the ranks: "replicate" (the default: each has all of it), "zero1"
+                (each has 1/D of the optimizer's), "sharded" (each has 1/D), or `samestep.Sharded` with options. Equal
+                bits; see docs/strategies.md.
             audit: in every so many steps another device computes one microbatch again, and the ranks compare their
                 states, which finds devices that compute wrong bits; see docs/wrong-bits.md. It costs
                 1/(audit * num_microbatches) of a step. If one does, it is left out as a lost one: audit=10 is
@@ -349,21 +335,18 @@ class Run:
         A step that is audited raises an `AuditError` on the rank that is left out, or on all ranks if the run ends.
         """
         optimizers = _checked_optimizers(optimizer)
-        audit = chosen_audit() if audit is None else audit
         if any(each in self._sharded for each in model.modules()):
             raise UsageError(
                 "a training step has sharded this model over the ranks already; several steps over one model need "
                 "strategy='replicate' for each of them"
             )
-        if isinstance(scheduler, ReduceLROnPlateau):
-            raise UsageError(
-                "ReduceLROnPlateau follows a measured value: leave scheduler=… out, and call its step(value) yourself"
-            )
-        if scheduler is not None and not isinstance(scheduler, LRScheduler):
-            raise UsageError(
-                f"got {describe(scheduler)} as scheduler; needed: one of torch.optim.lr_scheduler, made of the "
-                "optimizer"
-            )
+        if options.get("audit") is None:
+            options["audit"] = chosen_audit()
+        contract, scheduler = self.contract, options.get("scheduler")
+        drawn = self._drawn_before.parameters(model)
+        if drawn:
+            options["observers"] = (*options.get("observers", ()), DrawnParameters(drawn))
+        config = StepConfig(loss_fn, contract.seed, self._num_streams, contract.global_batch_size, **options)
         # By their groups, which a wrapper of an optimizer shares with it.
         groups = {id(group) for each in optimizers for group in each.param_groups}
         if scheduler is not None and groups.isdisjoint(map(id, scheduler.optimizer.param_groups)):
@@ -372,33 +355,13 @@ class Run:
                 "it of the step's optimizer"
             )
         check_flags(ENFORCED, self.device.type, "where samestep.Run needs")
-        drawn = self._drawn_before.parameters(model)
-        chosen = as_strategy(strategy)
-        if self._has_steps and isinstance(chosen, Sharded) != self.membership.plan.is_dealt:
+        if self._has_steps and isinstance(config.placement, Sharded) != self.membership.plan.is_dealt:
             raise UsageError(
                 "strategy='sharded' deals the microbatches to the ranks in turn, for all training steps of a run: give "
                 "it to all of them or to none"
             )
-        stream = self._num_streams
         self._num_streams += 1
-        config = StepConfig(
-            self.contract.seed,
-            stream,
-            loss_fn,
-            counts_fn=counts_fn,
-            max_grad_norm=max_grad_norm,
-            precision=precision,
-            on_nonfinite=on_nonfinite,
-            late_check=late_check,
-            overlap=overlap,
-            bucket_bytes=bucket_bytes,
-            compile=compile,
-            strategy=chosen,
-            global_batch_size=self.contract.global_batch_size,
-            audit=audit,
-        )
-        watching = [*observers, *([DrawnParameters(drawn)] if drawn else [])]
-        step = TrainStep(self.membership, model, optimizers, config, scheduler, watching)
+        step = TrainStep(self.membership, model, optimizers, config)
         self._has_steps = True
         if step.sharded_state is not None and not step.sharded_state.has_whole_parameters:
             self._sharded[model] = step.strategy

@@ -21,10 +21,11 @@ from samestep.comm.communicator import Communicator
 from samestep.comm.exceptions import on_main
 from samestep.comm.requests import END_OF_FIT
 from samestep.data.loader import Loader
+from samestep.engine.config import StepOptions
 from samestep.engine.losses import LossFn
 from samestep.errors import CheckpointError, UsageError
 from samestep.files import CHECKPOINT_RETRIES
-from samestep.run.arguments import StepOptions, answers_unknown
+from samestep.run.arguments import answers_unknown
 from samestep.run.hooks import Hooks
 from samestep.run.progress import Progress, enter_training_mode, make_loader, num_batches
 from samestep.run.rerun import current_rerun
