@@ -57,7 +57,6 @@ class Trainer:
             None writes nothing.
         loggers: further loggers, any objects with `log(step, scalars)` and `close()`. Only rank 0 calls them; their
             draws leave the global generators as they are.
-        name: of the run, shown in the picture.
         contract: further fields of the contract.
         checkpoint_steps: write a checkpoint after every so many steps; None for by time alone.
         checkpoint_minutes: write one when the last is that old, by rank 0's clock; None for by steps alone. One is
@@ -91,7 +90,6 @@ class Trainer:
         *,
         run_dir: str | Path | None = None,
         loggers: Iterable[Logger] = (),
-        name: str = "run",
         contract: Mapping[str, Any] | None = None,
         checkpoint_steps: int | None = None,
         checkpoint_minutes: float | None = CHECKPOINT_MINUTES,
@@ -117,7 +115,6 @@ class Trainer:
         self.step = run.train_step(model, optimizer, loss_fn, **step_options)
         self.step.extra_state = self._hooks.state
         self._precision = step_options.get("precision", "32-true")
-        self._name = name
         self._contract = {
             **run.contract.as_json(),
             **step_contract(self.step),
@@ -326,7 +323,7 @@ class Trainer:
                 self._end_fit(loader)
                 self._hooks.call("on_fit_end")
             except KeyboardInterrupt:
-                log.draw(self.history, self._name)
+                log.draw(self.history)
                 raise
             except Exception as error:
                 # An audit that has raised it has ended no step, after which its findings would be recorded.
@@ -573,7 +570,7 @@ class Trainer:
         kept = f"; to go on: {how}" if log.folder is not None else ", and nothing was kept: it has no run_dir"
         self.say(f"stopped after step {self.step.num_steps}{kept}")
         self._say_kept(loader)
-        log.draw(self.history, self._name)
+        log.draw(self.history)
         self.close()
         raise SystemExit(128 + signum)
 
@@ -621,7 +618,7 @@ class Trainer:
         def record_end(digest: str) -> None:
             if log.is_writer:
                 log.finish_checkpoints()
-                log.draw(self.history, self._name)
+                log.draw(self.history)
                 log.event("end", digest=digest)  # after all else is written
 
         def end_on_main() -> None:

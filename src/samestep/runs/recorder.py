@@ -312,7 +312,7 @@ class Recorder:
         for logger in self._loggers:
             logger.log(step, scalars)
 
-    def draw(self, evals: Mapping[int, float], name: str) -> None:
+    def draw(self, evals: Mapping[int, float]) -> None:
         """Draws the losses so far, with those of evaluations by the updates done."""
         if self._folder is None or not is_installed("matplotlib"):
             return
@@ -322,7 +322,8 @@ class Recorder:
         self.flush()
         losses = read_losses(self._folder / LEDGER_FILE)
         if losses:
-            draw_losses(self._folder / PICTURE_FILE, [name], loss_series(0, Curve.of(losses), Curve.of(evals)))
+            series = loss_series(0, Curve.of(losses), Curve.of(evals))
+            draw_losses(self._folder / PICTURE_FILE, [self._folder.absolute().name], series)
 
     def flush(self) -> None:
         """Writes the gathered lines of the ledger."""

@@ -335,14 +335,14 @@ class RunLog:
             self._recorder.flush()
             self.display.line(line)
 
-    def draw(self, history: Sequence[EpochRecord], name: str) -> None:
+    def draw(self, history: Sequence[EpochRecord]) -> None:
         """Draws the losses so far, on the rank that writes."""
         if self._recorder is not None:
             per_epoch = max(1, self._step.num_steps // max(1, len(history)))
             evals = {record.epoch * per_epoch: record.eval["loss"] for record in history if "loss" in record.eval}
             # A library that it loads may draw.
             with self._generators.aside(self._step.num_steps):
-                self._recorder.draw(evals, name)
+                self._recorder.draw(evals)
 
     # Checkpoints: whole states are written by a thread, sharded ones by all ranks while training waits.
 
