@@ -136,7 +136,7 @@ def test_a_derived_port_needs_no_privilege_and_lies_below_the_ephemeral_ones(job
         ({"LOCAL_WORLD_SIZE": "9"}, "LOCAL_WORLD_SIZE=9 and WORLD_SIZE=8"),
         ({"LOCAL_RANK": "4"}, "LOCAL_RANK=4 and LOCAL_WORLD_SIZE=4"),
         ({"MASTER_PORT": "http"}, "MASTER_PORT is 'http'; it must be a number"),
-        ({"MASTER_PORT": "70000"}, "MASTER_PORT=70000; a port is at most 65535"),
+        ({"MASTER_PORT": "70000"}, "MASTER_PORT=70000; it must be at most 65535"),
         ({"MASTER_PORT": "0"}, "WORLD_SIZE=8 but no MASTER_PORT"),
         ({"MASTER_PORT": None}, "no MASTER_PORT"),
     ],

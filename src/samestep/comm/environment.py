@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
-from samestep.checks import check_choice
+from samestep.checks import check_choice, check_number
 from samestep.errors import PeerLostError, UsageError
 
 LOOPBACK = "127.0.0.1"
@@ -107,9 +107,7 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
     # A lone WORLD_SIZE=1 is common in containers, and harmless.
     if _number(env, "WORLD_SIZE", 1) > 1 or _number(env, "RANK", 0) > 0:
         missing = "RANK" if "WORLD_SIZE" in env else "WORLD_SIZE"
-        raise UsageError(
-            f"the environment variable {missing} is not set; RANK and WORLD_SIZE are set or unset together"
-        )
+        raise UsageError(f"the environment variable {missing} is not set; RANK and WORLD_SIZE are set together or not")
     return Environment()
 
 
@@ -125,17 +123,12 @@ def _checked(env: Mapping[str, str], names: Sequence[str], launcher: str) -> Env
         raise UsageError(f"got {names[3]}={local_world_size} and {names[1]}={world_size}; needed: 1 to {world_size}")
     local_rank = _number(env, names[2], rank % local_world_size)
     if local_rank >= local_world_size:
-        raise UsageError(
-            f"got {names[2]}={local_rank} and {names[3]}={local_world_size}; needed: the first below the second"
-        )
+        raise UsageError(f"got {names[2]}={local_rank} and {names[3]}={local_world_size}; the first must be lower")
     port = _number(env, "MASTER_PORT", _shared_port(env, launcher) if launcher in ("slurm", "mpi") else 0)
     address = env.get("MASTER_ADDR") or (_first_slurm_host(env) if launcher == "slurm" else None) or LOOPBACK
     if world_size > 1 and port == 0:
-        raise UsageError(
-            f"got {names[1]}={world_size} but no MASTER_PORT; start by torchrun or samestep run, or set it"
-        )
-    if port > MAX_PORT:
-        raise UsageError(f"got MASTER_PORT={port}; a port is at most {MAX_PORT}")
+        raise UsageError(f"got {names[1]}={world_size} but no MASTER_PORT; use torchrun or samestep run, or set it")
+    check_number("MASTER_PORT", port, high=MAX_PORT, option="")
     # Without it each node would host a store of its own, and all would wait until the timeout.
     if not env.get("MASTER_ADDR") and launcher in ("mpi", "other") and local_world_size < world_size:
         raise UsageError("a run over several nodes needs MASTER_ADDR: set it to the first node's address")

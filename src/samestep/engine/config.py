@@ -6,8 +6,9 @@ from typing import Any, TypedDict
 
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from samestep.checks import check_choice, check_number, check_type
 from samestep.comm.environment import parse_audit
-from samestep.engine.losses import LossFn, describe
+from samestep.engine.losses import LossFn
 from samestep.engine.observer import StepObserver
 from samestep.engine.precision import OnNonFinite, check_precision
 from samestep.engine.strategy_options import Sharded, StrategyOptions, as_strategy
@@ -55,22 +56,14 @@ class StepConfig:
     observers: Sequence[StepObserver] = ()
 
     def __post_init__(self) -> None:
-        if not callable(self.loss_fn):
-            raise UsageError(f"got {describe(self.loss_fn)} as loss_fn; it must be a function loss_fn(model, batch)")
-        limit = self.max_grad_norm
-        if limit is not None and not (isinstance(limit, int | float) and limit > 0):
-            raise UsageError(f"got max_grad_norm={limit!r}; it must be above 0, or None for no clipping")
-        if self.on_nonfinite not in ("raise", "skip"):
-            raise UsageError(f"got on_nonfinite={self.on_nonfinite!r}; it is 'raise' or 'skip'")
+        check_type("loss_fn", self.loss_fn, callable(self.loss_fn), "a function loss_fn(model, batch)")
+        if self.max_grad_norm is not None:
+            check_number("max_grad_norm", self.max_grad_norm, above=0, whole=False, option="")
+        check_choice("on_nonfinite", self.on_nonfinite, ("raise", "skip"), option="")
         if isinstance(self.scheduler, ReduceLROnPlateau):
-            raise UsageError(
-                "ReduceLROnPlateau follows a measured value: leave scheduler=… out, and call its step(value) yourself"
-            )
-        if self.scheduler is not None and not isinstance(self.scheduler, LRScheduler):
-            raise UsageError(
-                f"got {describe(self.scheduler)} as scheduler; needed: one of torch.optim.lr_scheduler, made of the "
-                "optimizer"
-            )
+            raise UsageError("ReduceLROnPlateau follows a measured value: leave it out, and call its step yourself")
+        fits = isinstance(self.scheduler, LRScheduler | None)
+        check_type("scheduler", self.scheduler, fits, "one of torch.optim.lr_scheduler, made of the optimizer")
         placement = self.placement
         if self.audit is not None:
             parse_audit(self.audit)

@@ -105,9 +105,7 @@ class TrainStep:
         refuse_sync_batchnorm(model)
         wrappers = (nn.DataParallel, nn.parallel.DistributedDataParallel)
         if found := [type(module).__name__ for module in model.modules() if isinstance(module, wrappers)]:
-            raise UsageError(
-                f"the model has a {found[0]}; a step shares its microbatches out itself: pass the module in it"
-            )
+            raise UsageError(f"the model has a {found[0]}; a step shares out its microbatches: pass the module in it")
         if divided := [name for name, parameter in model.named_parameters() if is_dtensor(parameter)]:
             raise UsageError(
                 f"parameter {divided[0]} is a DTensor (of parallelize_module, fully_shard or another training step), "

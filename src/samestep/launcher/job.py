@@ -78,9 +78,7 @@ class Policy:
     def check_devices(self, count: int, num_workers: int) -> None:
         """Checks the numbers of devices and workers against the policy."""
         if count < self.min_devices:
-            raise UsageError(
-                f"got {count} devices and --min-devices {self.min_devices}; needed: no more than there are"
-            )
+            raise UsageError(f"got {count} devices and --min-devices {self.min_devices}; give no more than there are")
         if num_workers < count:
             raise UsageError(
                 f"got {num_workers} logical devices and {count} devices; needed: at least one logical device each "

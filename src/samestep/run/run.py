@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from samestep.checkpoint.contract import Contract, check_contract, check_same_gpus
 from samestep.checkpoint.contract_diff import check_contract_kept, differences
-from samestep.checks import check_number
+from samestep.checks import check_counts, check_number, check_type
 from samestep.comm.communicator import DTYPES, Communicator, make_communicator
 from samestep.comm.environment import Environment, chosen_audit, read_environment
 from samestep.comm.heartbeat import LEAVES_EARLY, READY_TO_JOIN, Heartbeat, HeartbeatPage
@@ -41,7 +41,7 @@ from samestep.engine.determinism import make_deterministic
 from samestep.engine.drawn_before import DrawnBefore, DrawnParameters
 from samestep.engine.generator_states import generator_states, restore_generators
 from samestep.engine.kernel_flags import ENFORCED, check_flags
-from samestep.engine.losses import LossFn, describe
+from samestep.engine.losses import LossFn
 from samestep.engine.portable_kernels import describe_late_caps, make_portable, portable_form
 from samestep.engine.rank_device import make_current, own_device
 from samestep.engine.step import TrainStep
@@ -52,7 +52,7 @@ from samestep.files import CHECKPOINT_RETRIES, retrying
 from samestep.run.arguments import answers_unknown
 from samestep.run.rerun import current_rerun
 from samestep.run.signals import stopping_on_request
-from samestep.text import counted, show
+from samestep.text import describe, show
 
 DEFAULT_TIMEOUT_SECONDS = 600.0
 MAX_TIMEOUT_SECONDS = 366 * 86_400.0
@@ -106,13 +106,12 @@ class Run:
             device, shares, spares, communicator = rerun.device, None, 0, None
             num_threads = rerun.num_threads if num_threads is None else num_threads
         count = check_contract(global_batch_size, num_microbatches, seed)
-        if num_threads is not None:
-            check_number("num_threads", num_threads, 1)
+        check_counts(num_threads=num_threads)
         check_number("timeout_seconds", timeout_seconds, above=0, high=MAX_TIMEOUT_SECONDS, whole=False, option="")
         is_script = device is None and communicator is None  # a rerun has a device
         environment = read_environment() if communicator is None else Environment()
         world_size = environment.world_size if communicator is None else communicator.world_size
-        _check_spares(spares, world_size)
+        check_number("spares", spares, 0, world_size - 1, option="")  # one at least is left to work
         # For its errors alone: more devices than microbatches, or shares that cannot be.
         microbatch_ranges(count, world_size - spares, active_shares(shares, world_size, spares))
         self.device = own_device(device, environment) if communicator is None else communicator.device
@@ -336,10 +335,7 @@ class Run:
         """
         optimizers = _checked_optimizers(optimizer)
         if any(each in self._sharded for each in model.modules()):
-            raise UsageError(
-                "a training step has sharded this model over the ranks already; several steps over one model need "
-                "strategy='replicate' for each of them"
-            )
+            raise UsageError("a step has sharded this model already; several over one need strategy='replicate'")
         if options.get("audit") is None:
             options["audit"] = chosen_audit()
         contract, scheduler = self.contract, options.get("scheduler")
@@ -350,16 +346,10 @@ class Run:
         # By their groups, which a wrapper of an optimizer shares with it.
         groups = {id(group) for each in optimizers for group in each.param_groups}
         if scheduler is not None and groups.isdisjoint(map(id, scheduler.optimizer.param_groups)):
-            raise UsageError(
-                f"the {type(scheduler).__name__} is of another optimizer, and would change no rate of this step; make "
-                "it of the step's optimizer"
-            )
+            raise UsageError(f"the {type(scheduler).__name__} is of another optimizer; make it of the step's optimizer")
         check_flags(ENFORCED, self.device.type, "where samestep.Run needs")
         if self._has_steps and isinstance(config.placement, Sharded) != self.membership.plan.is_dealt:
-            raise UsageError(
-                "strategy='sharded' deals the microbatches to the ranks in turn, for all training steps of a run: give "
-                "it to all of them or to none"
-            )
+            raise UsageError("strategy='sharded' holds for all training steps of a run: give it to all or to none")
         self._num_streams += 1
         step = TrainStep(self.membership, model, optimizers, config)
         self._has_steps = True
@@ -630,18 +620,9 @@ def _ranks_now(
     return Environment(), (0,), join_store(environment, timeout)
 
 
-def _check_spares(spares: int, world_size: int) -> None:
-    """Raises a `UsageError` unless some devices remain that are not spare."""
-    if isinstance(spares, bool) or not isinstance(spares, int) or not 0 <= spares < world_size:
-        raise UsageError(
-            f"got spares={spares!r} for {counted(world_size, 'device')}; one at least must be left to work"
-        )
-
-
 def _checked_optimizers(value: Any) -> tuple[Optimizer, ...]:
     """One or several optimizers as a tuple."""
     optimizers = tuple(value) if isinstance(value, Sequence) else (value,)
     for optimizer in optimizers:
-        if not isinstance(optimizer, Optimizer):
-            raise UsageError(f"got {describe(optimizer)} as optimizer; needed: a torch.optim.Optimizer, or several")
+        check_type("optimizer", optimizer, isinstance(optimizer, Optimizer), "a torch.optim.Optimizer, or several")
     return optimizers

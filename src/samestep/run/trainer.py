@@ -17,6 +17,7 @@ from samestep.checkpoint.contract_diff import ContractChange
 from samestep.checkpoint.digest import state_digest
 from samestep.checkpoint.local_shards import is_sharded
 from samestep.checkpoint.run_folder import CHECKPOINT_FOLDER, WEIGHTS_FILE
+from samestep.checks import check_counts
 from samestep.comm.communicator import Communicator
 from samestep.comm.exceptions import on_main
 from samestep.comm.requests import END_OF_FIT
@@ -34,7 +35,7 @@ from samestep.run.signals import stopping_on_request
 from samestep.runs.history import BestMetric, EpochRecord, mean_of
 from samestep.runs.ledger import learning_rates
 from samestep.runs.recorder import Logger
-from samestep.runs.run_log import RunLog, check_counts
+from samestep.runs.run_log import RunLog
 from samestep.text import counted, visible
 
 if TYPE_CHECKING:
@@ -170,9 +171,7 @@ class Trainer:
         """
         folder, best = self._log.folder, self.best
         if folder is None or best is None:
-            raise UsageError(
-                "there are no best weights: they are kept by Trainer(run_dir=…, best=…) after an evaluation in fit"
-            )
+            raise UsageError("there are no best weights: Trainer(run_dir=…, best=…) keeps them after an evaluation")
         from samestep.checkpoint.resume import weights_applied
 
         self._perform_on_main(self._log.finish_checkpoints)
@@ -266,9 +265,7 @@ class Trainer:
         if (rerun := current_rerun()) is not None:
             resume, allow_contract_change = rerun.checkpoint(self), True
         elif self._log.has_begun and resume not in (None, "auto", self._resume):
-            raise UsageError(
-                f"got resume={str(resume)!r} in a later call of fit; give it to the first one, as all of them"
-            )
+            raise UsageError(f"got resume={str(resume)!r} in a later call of fit; give it to the first one too")
         progress, self._resume = self._progress, resume
         loader = make_loader(self.run, dataset, len(self.history), num_workers, collate_fn, shuffle)
         if self._log.folder is not None and isinstance(loader, DataLoader) and loader.persistent_workers:

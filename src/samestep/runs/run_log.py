@@ -28,7 +28,7 @@ from samestep.checkpoint.run_folder import (
     take_lock,
 )
 from samestep.checkpoint.state import check_storable
-from samestep.checks import check_number
+from samestep.checks import check_counts, check_number
 from samestep.comm.events import Channel
 from samestep.comm.heartbeat import HeartbeatPage
 from samestep.comm.membership import Membership
@@ -467,10 +467,3 @@ class RunLog:
         if self._recorder is not None:
             seconds = {"blocked_seconds": round(blocked, 6), "seconds": round(saved.seconds, 6)}
             self._recorder.event("checkpoint", saved.step, name=saved.name, **seconds)
-
-
-def check_counts(**counts: int | None) -> None:
-    """Raises a `UsageError` for a count that is not a whole number from 1 on."""
-    for name, value in counts.items():
-        if value is not None:
-            check_number(name, value, 1)
