@@ -8,6 +8,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from samestep.errors import UsageError
+from samestep.text import describe
 
 
 def check_number(
@@ -60,6 +61,19 @@ def check_choice(name: str, value: object, choices: Collection[str], *, option: 
         near = get_close_matches(str(value).lower(), choices, n=1)
         hint = f"did you mean {near[0]!r}? It" if near else "it"
         raise UsageError(f"{_got(name, value)}; {hint} is one of {', '.join(choices)}{_by(name, option)}")
+
+
+def check_counts(**counts: int | None) -> None:
+    """Raises a `UsageError` for a count that is neither None nor a whole number from 1 on."""
+    for name, value in counts.items():
+        if value is not None:
+            check_number(name, value, 1)
+
+
+def check_type(name: str, value: object, fits: object, needed: str, kind: type[Exception] = UsageError) -> None:
+    """Raises a `UsageError`, or one of another kind, unless a value fits, which is in words what is needed."""
+    if not fits:
+        raise kind(f"got {describe(value)} as {name}; needed: {needed}")
 
 
 def _got(name: str, value: object) -> str:

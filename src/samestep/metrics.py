@@ -22,11 +22,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from samestep.checks import check_number
+from samestep.checks import check_number, check_type
 from samestep.core.tree import Block, TreeSum
 from samestep.data.nested import map_tensors
-from samestep.engine.losses import Mean, describe, wide_dtype
+from samestep.engine.losses import Mean, wide_dtype
 from samestep.errors import UsageError
+from samestep.text import describe
 
 TARGET_KEYS = ("label", "labels", "target", "targets", "y")
 
@@ -126,21 +127,15 @@ def from_torchmetrics(metric: Any, update: Callable[[Any, Any, Any], object] | N
         UsageError: the metric's states cannot be merged: it averages them, or holds other metrics.
     """
     name = type(metric).__name__
-    if not _is_of_torchmetrics(metric):
-        raise UsageError(f"from_torchmetrics needs a metric of torchmetrics, got {describe(metric)}")
+    check_type("metric", metric, _is_of_torchmetrics(metric), "a metric of torchmetrics")
     inner = [module for module in metric.modules() if module is not metric and _is_of_torchmetrics(module)]
     if inner or not metric._reductions:
         raise UsageError(f"{name} holds other metrics, or no state that can be merged: pass each metric by a name")
     for state, reduction in metric._reductions.items():
         if _named(reduction) == "dim_zero_mean":
-            raise UsageError(
-                f"{name} averages its state {state!r} over updates, whatever their samples: a mean of means; use a "
-                "metric that sums and counts"
-            )
+            raise UsageError(f"{name} averages its state {state!r} over updates: use a metric that sums and counts")
         if _named(reduction) == "dim_zero_sum" and metric._defaults[state].count_nonzero():
-            raise UsageError(
-                f"{name} sums its state {state!r} from a default that is not 0: each update would count it"
-            )
+            raise UsageError(f"{name} sums its state {state!r} from a default that is not 0: each update counts it")
     return StateMetric(metric.clone(), _update if update is None else update)
 
 
@@ -191,11 +186,9 @@ def as_metric(value: Any) -> Metric | StateMetric:
         return value
     if _is_of_torchmetrics(value):
         return from_torchmetrics(value)
-    if isinstance(value, type):
-        raise UsageError(f"got the class {value.__name__} as a metric; needed: an object of it, {value.__name__}(…)")
-    if callable(value):
-        return Metric(value)
-    raise UsageError(f"a metric must be a samestep metric or a function of (output, batch), got {describe(value)}")
+    fits = callable(value) and not isinstance(value, type)
+    check_type("a metric", value, fits, "a samestep metric or a function of (output, batch)")
+    return Metric(value)
 
 
 def sums(

@@ -52,6 +52,16 @@ def counted(number: Any, noun: str) -> str:
     return f"{text} {noun}{'' if number == 1 else 'es' if noun.endswith('tch') else 's'}"
 
 
+def describe(value: Any) -> str:
+    """A few words for a value in messages: `a float32 tensor of shape [3, 2]`, `an int`, `the class EMA`, `None`."""
+    if value is None or isinstance(value, type):
+        return "None" if value is None else f"the class {value.__name__}"
+    words, torch = type(value).__name__, sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Tensor):
+        words = f"{str(value.dtype).removeprefix('torch.')} tensor of shape {list(value.shape)}"
+    return f"{'an' if words[0] in 'aeiou' else 'a'} {words}"
+
+
 def json_text(value: Any, **options: Any) -> str:
     """A value as JSON, which has finite numbers alone: others are strings, such as "nan"."""
     try:

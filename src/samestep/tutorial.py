@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from samestep.checks import check_type
 from samestep.comm.transport import LocalTransport
 from samestep.core.microbatches import microbatch_bounds
 from samestep.data.batch import place_aligned
@@ -95,21 +96,17 @@ def replicate_params(
     """
     script = _found(script, "replicate_params")
     layout = _layout(devices, script)
-    if isinstance(params, nn.Module) and not isinstance(params, nn.ParameterList | nn.ParameterDict):
-        raise UsageError(f"got the module {type(params).__name__} as params; give list(model.parameters())")
+    fits = not isinstance(params, nn.Module) or isinstance(params, nn.ParameterList | nn.ParameterDict)
+    check_type("params", params, fits, "list(model.parameters())")
     source = params
     if isinstance(params, nn.ParameterDict):
         source = dict(params.items())
     elif not isinstance(params, Tensor | Mapping | tuple | list):  # such as the generator model.parameters()
         source = list(params)
     tensors = [leaf for leaf in leaves(source) if isinstance(leaf, Tensor)]
-    if not tensors:
-        raise UsageError(f"got {type(params).__name__} without a tensor as params; give a list of tensors")
+    check_type("params", params, tensors, "a list of tensors")
     if len({id(tensor) for tensor in tensors}) < len(tensors):
-        raise UsageError(
-            "params holds one tensor twice, so its gradient would be summed twice; list it once, and use it twice in "
-            "the forward"
-        )
+        raise UsageError("params holds one tensor twice: list it once, and use it twice in the forward")
     state = f"{counted(layout.num_microbatches, 'device')}, {counted(len(tensors), 'tensor')}"
     _compare("replicate_params", "the ranks hold different parameters", state, source, script)
     script.tutorial = TutorialState(layout)
@@ -276,14 +273,9 @@ def _check_batch(batch: Any) -> int:
     """The number of samples of a batch that can be split."""
     found = leaves(batch)
     if any(isinstance(leaf, np.ndarray) for leaf in found):
-        raise UsageError(
-            "the batch holds a NumPy array, which cannot be moved to a device; give torch.as_tensor(array)"
-        )
+        raise UsageError("the batch holds a NumPy array, which cannot move to a device; give torch.as_tensor(array)")
     if torch.is_grad_enabled() and any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in found):
-        raise UsageError(
-            "the batch requires gradients, which would come back from this process's microbatches only; give "
-            "batch.detach(), or wrap the model in samestep.DataParallel"
-        )
+        raise UsageError("the batch requires gradients; give batch.detach(), or use samestep.DataParallel")
     length = num_samples(batch)
     if length < 1:
         raise DataError("the batch holds no samples; leave empty batches out")
@@ -292,8 +284,8 @@ def _check_batch(batch: Any) -> int:
 
 def _rows(tensors: Any) -> list[list[Tensor]]:
     """The tensors of each local logical device, checked against those of the first."""
-    if isinstance(tensors, Tensor) or not isinstance(tensors, Iterable):
-        raise UsageError(f"got {type(tensors).__name__}; allreduce needs a list, one entry a device")
+    fits = isinstance(tensors, Iterable) and not isinstance(tensors, Tensor)
+    check_type("tensors of allreduce", tensors, fits, "a list, one entry a device")
     rows = [leaves(entry) if isinstance(entry, list | tuple | Mapping) else [entry] for entry in tensors]
     if not rows or not rows[0]:
         raise UsageError("got an empty list; give the tensors to reduce, one entry a device")

@@ -155,7 +155,7 @@ def test_a_metric_with_several_entries_is_a_goal_by_one_of_them():
     trainer = make(None, best="f1/1")
     trainer.fit(points(), 2, eval_data=points(), metrics=metrics)
     assert trainer.best is not None
-    with pytest.raises(UsageError, match="got best='f1', and the evaluation gave f1/0, f1/1, f1/2; name one of them"):
+    with pytest.raises(UsageError, match="got best='f1'; the evaluation gave f1/0, f1/1, f1/2: name one"):
         make(None, best="f1").fit(points(), 2, eval_data=points(), metrics=metrics)
 
 

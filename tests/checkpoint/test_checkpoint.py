@@ -332,7 +332,7 @@ def test_another_format_is_refused_with_a_sentence(tmp_path, version, remedy):
     assert verify_checkpoint(path) is None
     with_manifest(path, version=version)
     assert newest_checkpoint(tmp_path).skipped == (
-        f"{path} is no good checkpoint: it is of version {version} of the format, and this samestep reads 2: {remedy}",
+        f"{path} is no good checkpoint: its format has version {version}, and this samestep reads 2: {remedy}",
     )
 
 

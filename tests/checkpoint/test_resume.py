@@ -236,7 +236,7 @@ def test_a_checkpoint_of_a_data_loader_is_not_taken_up_by_a_dataset(tmp_path):
     place = checkpoint(tmp_path / "run", 3)
     with pytest.raises(ContractError, match="data_loader"):
         alone(train, "plain", None, place)
-    with pytest.raises(CheckpointError, match="give fit the DataLoader again"):
+    with pytest.raises(CheckpointError, match="give fit that again"):
         alone(train, "plain", None, place, fit={"allow_contract_change": True})
 
 

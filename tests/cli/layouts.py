@@ -3,6 +3,7 @@
 Rank 0 prints losses and sums of the parameters. A twin, "leak", draws its data by the device that the rank really has.
 """
 
+import json
 import os
 import sys
 from itertools import pairwise
@@ -115,7 +116,7 @@ def hybrid():
         dist.all_reduce(total := loss.detach())
         return total
 
-    place = int(os.environ.get("SAMESTEP_TOKEN", "").rpartition(":")[2] or rank) if "leak" in sys.argv else 0
+    place = json.loads(os.environ["SAMESTEP_WORKER"])["device_index"] if "leak" in sys.argv else 0
     train(model, rank + 10 * place, loss_of)
 
 

@@ -348,7 +348,7 @@ RECIPES = {  # the recipe and arguments of a stranger's record, the command, and
     "a file to replay": (("mlp", f"--data={PRIVATE}"), ("replay", "a", "--step", 1), ASKS),
     "a folder": (("lenet", "--data", "."), ("audit", "a"), ASKS),
     "a download": (("lenet", "--data", "mnist"), ("audit", "a"), ASKS),
-    "a large model": (("gpt", "--head-width", "16384"), ("audit", "a"), "larger than the checkpoint"),
+    "a large model": (("gpt", "--head-width", "16384"), ("audit", "a"), "larger than its checkpoint"),
     "a deep model": (("gpt", "--layers", str(10**9)), ("replay", "a", "--step", 1), "larger than the"),
     "an unknown argument": (("mlp", "--nosuch", "1"), ("audit", "a"), "unrecognized arguments: --nosuch 1"),
     "an abbreviation": (("mlp", "--dat", PRIVATE), ("audit", "a"), "unrecognized arguments: --dat"),

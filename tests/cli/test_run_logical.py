@@ -33,8 +33,8 @@ TRAINING = """
     dist.init_process_group("nccl", device_id=device)
     assert torch.cuda.device_count() == world_size
     is_simulated = "simulated" in torch.cuda.get_device_name(local)
-    place = os.environ.get("SAMESTEP_TOKEN", "").rpartition(":")[2] or rank  # the device that it really has
-    seed = rank + world_size * int(place if options.get("leak") else 0)
+    place = json.loads(os.environ.get("SAMESTEP_WORKER", "{}")).get("device_index")  # the device that it really has
+    seed = rank + world_size * (place if options.get("leak") else 0)
     torch.manual_seed(seed)  # dropout of its own on each rank; DistributedDataParallel makes the models equal
     model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 3))
     model = DistributedDataParallel(model.cuda(local), bucket_cap_mb=0.001, device_ids=[local], output_device=local)

@@ -185,7 +185,7 @@ def test_wrap_is_refused_for_scripts_that_deal_with_ranks(tmp_path, refused, sou
     single_process = ["--multi-process"] if source is PLAIN else []
     path = script(tmp_path, source)
     said = refused("run", "--devices", "cpu:2", *single_process, "--wrap", "net", path)
-    assert said.startswith("samestep: error: --wrap is for scripts of one process, and ")
+    assert said.startswith("samestep: error: --wrap is for one process, and ")
     assert len(said.splitlines()) == 1
     if source is MULTI_PROCESS:
         assert f"train.py, line {line_of(MULTI_PROCESS, 'init_process_group')}" in said

@@ -301,8 +301,9 @@ def train(gpu, args):
         raise ValueError(f"of rank {rank}")
     if rank == args.exit:
         os._exit(7)
-    place = os.environ.get("SAMESTEP_TOKEN", "").rpartition(":")[2]  # the device that it really has
-    torch.manual_seed(rank + (args.world_size * int(place or rank) if args.leak else 0))
+    # The device that it really has.
+    place = json.loads(os.environ.get("SAMESTEP_WORKER", "{}")).get("device_index", rank)
+    torch.manual_seed(rank + (args.world_size * place if args.leak else 0))
     model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 3))
     drawn = torch.Generator().manual_seed(1)
     data = TensorDataset(torch.randn(96, 6, generator=drawn), torch.randint(3, (96,), generator=drawn))
@@ -376,7 +377,7 @@ def test_ranks_that_a_script_starts_give_the_same_bits_on_one_to_four_devices(tm
     assert "groups {'OrderedProcessGroup'}" in messages
     others = started(tmp_path / "run", f"cpu:{devices}", "--start", "fork", meet=meet)
     assert (others[0], others[3]) == (printed, state)
-    assert f"devices {[str(index) for index in range(devices)]}" in others[1]
+    assert f"devices {[*range(devices)]}" in others[1]
 
 
 @pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
@@ -411,8 +412,8 @@ def test_every_way_of_starting_ranks_gives_the_same_bits_on_one_and_on_two_devic
     assert runs[0][2] == 0, runs[0][1]
     first, *more, _, last = runs[0][0].splitlines()
     assert (first, more) == (BEFORE, printed)
-    assert "devices ['0']" in runs[0][1]
-    assert "devices ['0', '1']" in runs[1][1]
+    assert "devices [0]" in runs[0][1]
+    assert "devices [0, 1]" in runs[1][1]
     assert last == f"after {[0] * 4 if words[1] in ('process', 'class') else []}"
     assert (runs[0][0], runs[0][3]) == (runs[1][0], runs[1][3])
 

@@ -172,7 +172,7 @@ def test_a_mistake_gets_one_sentence_before_anything_starts(args, sentence, tmp_
         (["lenet", "--device", "cpu:2"], "unrecognized arguments: --device cpu:2"),
         (["lenet", "--data", "nowhere"], "got --data nowhere; needed: digits, mnist, fashion-mnist or a folder"),
         (["gpt", "--data", "nothing.txt"], "nothing.txt"),
-        (["lenet", "--resume", "nope"], "nope is not there; resume (--resume) takes the folder of a run"),
+        (["lenet", "--resume", "nope"], "nope is not there; resume (--resume) takes a run's folder"),
     ],
 )
 def test_a_mistake_in_a_recipe_s_arguments_gets_one_sentence(args, sentence, tmp_path):

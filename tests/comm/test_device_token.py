@@ -11,6 +11,7 @@ import time
 
 import pytest
 
+from samestep.comm.environment import WORKER_VARIABLE
 from samestep.launcher import device_token
 from samestep.launcher.device_token import DeviceToken
 
@@ -151,7 +152,7 @@ def test_a_rank_takes_no_token_while_it_has_lent_it(start, monkeypatch):
 
 
 def test_without_the_variable_there_is_no_token(monkeypatch):
-    monkeypatch.delenv(device_token.TOKEN_VARIABLE, raising=False)
+    monkeypatch.delenv(WORKER_VARIABLE, raising=False)
     device_token.hold_token(0)
     assert device_token._held == []
     with device_token.lent_token():

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep.comm.environment import Environment, read_environment
+from samestep.comm.environment import Environment, WorkerSettings, read_environment
 from samestep.errors import UsageError
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "node-a"}
@@ -36,9 +36,10 @@ def test_torchrun_and_our_own_launcher_set_everything():
     assert (environment.master_addr, environment.master_port) == ("node-a", 29500)
     assert (environment.launcher, environment.store_is_kept) == ("torchrun", True)
     assert read_environment({**SLURM, **OPEN_MPI, **TORCHRUN}) == environment, "also under a scheduler"
-    assert (environment.device_kind, environment.num_threads) == (None, None)
-    environment = read_environment({**TORCHRUN, "SAMESTEP_DEVICE_KIND": "cpu", "SAMESTEP_THREADS": "3"})
-    assert (environment.launcher, environment.device_kind, environment.num_threads) == ("samestep", "cpu", 3)
+    assert environment.settings == WorkerSettings()
+    told = WorkerSettings("cpu", 3, slot=1, heals=False, device_index=2, fds={"devices": 5})
+    environment = read_environment({**TORCHRUN, **told.variables()})
+    assert (environment.launcher, environment.settings) == ("samestep", told)
 
 
 def test_a_rank_set_by_hand_hosts_the_store_itself_and_is_alone_on_its_node_unless_said():
@@ -135,9 +136,8 @@ def test_a_derived_port_needs_no_privilege_and_lies_below_the_ephemeral_ones(job
         ({"LOCAL_WORLD_SIZE": "9"}, "LOCAL_WORLD_SIZE=9 and WORLD_SIZE=8"),
         ({"LOCAL_RANK": "4"}, "LOCAL_RANK=4 and LOCAL_WORLD_SIZE=4"),
         ({"MASTER_PORT": "http"}, "MASTER_PORT is 'http'; it must be a number"),
-        ({"MASTER_PORT": "70000"}, "MASTER_PORT=70000; a port is at most 65535"),
+        ({"MASTER_PORT": "70000"}, "MASTER_PORT=70000; it must be at most 65535"),
         ({"MASTER_PORT": "0"}, "WORLD_SIZE=8 but no MASTER_PORT"),
-        ({"SAMESTEP_DEVICE_KIND": "cpu", "SAMESTEP_THREADS": "all"}, "SAMESTEP_THREADS is 'all'"),
         ({"MASTER_PORT": None}, "no MASTER_PORT"),
     ],
 )

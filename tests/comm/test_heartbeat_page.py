@@ -9,12 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from samestep.comm import heartbeat
+from samestep.comm.environment import WorkerSettings
 from samestep.comm.heartbeat import (
     MAX_LOST,
     MAX_SLOTS,
-    PAGE_VARIABLE,
     PHASES,
-    SLOT_VARIABLE,
     Beat,
     HeartbeatPage,
     Quorum,
@@ -76,16 +75,14 @@ def test_the_layout_is_the_documented_one(page):
 
 
 def test_a_worker_finds_the_board_by_its_variables_and_others_do_not(page, tmp_path):
-    found = HeartbeatPage.from_environment({PAGE_VARIABLE: str(page.fd), SLOT_VARIABLE: "2"})
+    found = HeartbeatPage.from_environment(WorkerSettings(slot=2, fds={"page": page.fd}).variables())
     assert found is not None
     assert found[1] == 2
     found[0].post(2, "data", 3, 0, 0)
     assert page.beat(2).step == 3
-    assert HeartbeatPage.from_environment({}) is None
-    assert HeartbeatPage.from_environment({PAGE_VARIABLE: str(page.fd)}) is None
-    assert HeartbeatPage.from_environment({PAGE_VARIABLE: "1048575", SLOT_VARIABLE: "0"}) is None
     with open(tmp_path / "file", "w+") as file:
-        assert HeartbeatPage.from_environment({PAGE_VARIABLE: str(file.fileno()), SLOT_VARIABLE: "0"}) is None
+        for fds in ({}, {"page": 1048575}, {"page": file.fileno()}):
+            assert HeartbeatPage.from_environment(WorkerSettings(fds=fds).variables()) is None
 
 
 def test_the_board_has_no_name_and_no_program_inherits_it(page):

@@ -149,7 +149,7 @@ def test_a_loop_left_early_goes_on_in_its_epoch_when_its_state_is_loaded():
 
 
 def test_the_state_of_a_loader_over_other_data_is_refused():
-    with pytest.raises(UsageError, match="sample 20 of a dataset of 19; needed"):
+    with pytest.raises(UsageError, match="sample 20 of 19; needed"):
         alone("tensors", 19, state={"epoch": 0, "position": 20})
     with pytest.raises(UsageError, match="neither can be negative"):
         alone("tensors", 19, state={"epoch": 0, "position": -1})
@@ -447,7 +447,7 @@ REFUSED = [
     *((empty, {}, "the dataset is empty") for empty in (torch.zeros(0, 3), [], Noisy(0))),
     *((wrong, {}, f"got {type(wrong).__name__} as a dataset; needed") for wrong in (3, "mnist", object(), None)),
     (torch.zeros(3), {"num_workers": -1}, "num_workers=-1"),
-    (list(range(9)), {"cache": "device"}, "got a list with cache='device', which needs tensors"),
+    (list(range(9)), {"cache": "device"}, "got a list as the dataset of cache='device'; needed: tensors"),
     (torch.arange(9), {"cache": "disk"}, "got cache='disk'"),
     (NoisyStream(4), {"shuffle": True}, "cannot be shuffled by position"),
     (NoisyStream(4), {"num_workers": 2}, "num_workers=2 for an iterable dataset"),

@@ -261,7 +261,7 @@ def test_a_state_that_json_cannot_carry_is_not_used():
 ONCE = iter(range(100))
 SHARED = WithState(0, 100)
 REFUSED = [  # the options of a loader, and why no batch is read of it
-    ({"streams": 3}, "got int as streams; needed: a function of (index, count)"),
+    ({"streams": 3}, "got an int as streams; needed: a function of (index, count)"),
     ({"streams": numbers, "dataset": [1]}, "got a dataset and streams; needed: one of them"),
     ({"streams": numbers, "num_workers": 2}, "StatefulDataLoader(dataset, batch_size=None, num_workers=1)"),
     ({"streams": numbers, "shuffle": True}, "shuffle inside them"),
@@ -290,7 +290,7 @@ def test_streams_that_would_never_be_read_are_refused():
 @pytest.mark.parametrize(
     ("state", "message"),
     [
-        ({"streams": [{}] * 4, "epoch": 0, "position": 0}, "got a state of 4 streams, the loader has 8"),
+        ({"streams": [{}] * 4, "epoch": 0, "position": 0}, "got a state of 4 streams for 8"),
         ({"epoch": 0, "position": 16, "num_samples": 40}, "got the state of a loader over a dataset"),
     ],
 )
@@ -310,7 +310,7 @@ def test_a_checkpoint_of_a_dataset_is_refused_with_streams(tmp_path):
 
 def test_a_stream_that_has_become_shorter_is_named():
     state = in_turns(1, stop_and_save, 5, numbers)[0][1]
-    with pytest.raises(DataError, match="stream 0 ends after 3 samples, but 8 of it were consumed before"):
+    with pytest.raises(DataError, match="stream 0 ends after 3 of 8 samples"):
         in_turns(1, go_on, state, lambda index, count: Numbers(index, min(3, LENGTHS[index])))
 
 
@@ -342,7 +342,7 @@ def test_an_epoch_within_an_epoch_is_refused_in_a_sentence():
     batches = iter(loader)
     next(batches)
     next(iter(loader))
-    with pytest.raises(UsageError, match="the loader was iterated again in the middle of an epoch"):
+    with pytest.raises(UsageError, match="the loader of streams was iterated again within an epoch"):
         next(batches)
 
 

@@ -124,8 +124,8 @@ def test_counts_come_back_in_the_structure_they_were_given(counts_fn, read):
 @pytest.mark.parametrize(
     ("counts_fn", "message"),
     [
-        (lambda b: torch.ones(3), "counts_fn returned a float32 tensor of shape [3]; it must return a number"),
-        (lambda b: None, "counts_fn returned None; it must return a number"),
+        (lambda b: torch.ones(3), "counts_fn returned a float32 tensor of shape [3]; needed: numbers"),
+        (lambda b: None, "counts_fn returned None; needed: numbers"),
         (lambda b: {"a": "3"}, "counts_fn returned a str"),
         (lambda b: {}, "counts_fn returned no number"),
         (lambda b: [1] * len(b[0]), "for one microbatch and"),

@@ -49,9 +49,9 @@ SYNCHRONISED = nn.Sequential(nn.Linear(5, 8), nn.ModuleDict({"norm": nn.SyncBatc
         (LINEAR, [1], {}, "got an int as optimizer"),
         (LINEAR, LINEAR.parameters(), {}, "got a generator as optimizer"),
         (SYNCHRONISED, None, {}, "module 1.norm is a SyncBatchNorm"),
-        (nn.DataParallel(LINEAR), None, {}, "the model has a DataParallel; a step shares its microbatches"),
+        (nn.DataParallel(LINEAR), None, {}, "the model has a DataParallel; a step shares out its microbatches"),
         (nn.Sequential(LINEAR, nn.DataParallel(LINEAR)), None, {}, "the model has a DataParallel"),
-        (LINEAR, sgd(LINEAR), {"late_check": True}, "late_check=True needs Adam or AdamW with fused=True, which can"),
+        (LINEAR, sgd(LINEAR), {"late_check": True}, "late_check=True needs Adam or AdamW with fused=True, which skip"),
         (LINEAR, torch.optim.Adam(LINEAR.parameters()), {"late_check": True}, "late_check=True needs Adam or AdamW"),
         (LINEAR, torch.optim.RAdam(LINEAR.parameters()), {"late_check": True}, "late_check=True needs Adam or AdamW"),
     ],
@@ -363,7 +363,7 @@ def alone():
 def test_one_run_deals_its_microbatches_in_one_way(alone, first, second):
     models = nn.Linear(5, 1), nn.Linear(5, 1)
     alone.train_step(models[0], sgd(models[0]), mean_squared, strategy=first)
-    with pytest.raises(UsageError, match="strategy='sharded' deals the microbatches to the ranks in turn, for all"):
+    with pytest.raises(UsageError, match="strategy='sharded' holds for all"):
         alone.train_step(models[1], sgd(models[1]), mean_squared, strategy=second)
 
 

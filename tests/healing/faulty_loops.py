@@ -5,7 +5,6 @@ JSON holds "kind" (one of `KINDS`, or "slow", which waits for a third worker), "
 """
 
 import json
-import os
 import sys
 import time
 from pathlib import Path
@@ -20,6 +19,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, IterableDataset
 
 from samestep.checkpoint.digest import state_digest
+from samestep.comm.environment import read_settings
 from samestep.comm.heartbeat import HeartbeatPage
 from samestep.metrics import accuracy
 from samestep.run.run import Run
@@ -112,7 +112,7 @@ def train(run, kind, faults, folder):
 def main():
     asked = json.loads(sys.argv[1])
     folder = Path(asked["folder"]).parent
-    slot = int(os.environ.get("SAMESTEP_SLOT", "0"))
+    slot = read_settings().slot
     run = Run(32, 8, 3)
     digest, told = train(run, asked["kind"], Faults(asked["faults"], slot, folder), folder)
     (folder / f"ended-{slot}.json").write_text(json.dumps({"digest": digest, "history": told}))

@@ -30,6 +30,7 @@ from samestep.checkpoint import export as export_module
 from samestep.checkpoint import resume as resume_module
 from samestep.checkpoint import storage as checkpoint_module
 from samestep.comm import group, transport
+from samestep.comm.environment import read_settings
 from samestep.comm.group import GroupTransport
 from samestep.comm.heartbeat import HEALS, READY_TO_JOIN, HeartbeatPage
 from samestep.comm.shared_memory import SharedTransport
@@ -249,7 +250,7 @@ def wait_for(slot):
 def main():
     told = json.loads(sys.argv[1])
     folder = Path(told["folder"])
-    slot = int(os.environ.get("SAMESTEP_SLOT", "0"))
+    slot = read_settings().slot
     faults = Faults(told.get("faults", ()), slot, folder.parent)
     read = resume_module.newest_checkpoint
 

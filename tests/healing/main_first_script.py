@@ -6,16 +6,17 @@ import signal
 import sys
 from pathlib import Path
 
+from samestep.comm.environment import read_settings
 from samestep.run.run import Run
 
 
 def main():
     run = Run(32, 8, 3)
-    slot = os.environ["SAMESTEP_SLOT"]
+    slot = read_settings().slot
     with run.main_first():
         with (Path(json.loads(sys.argv[1])["folder"]) / "log").open("a") as log:
             log.write(f"{slot}\n")
-        if slot == "0":
+        if slot == 0:
             os.kill(os.getpid(), signal.SIGKILL)
     run.barrier()
 

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from samestep.comm.environment import read_settings
 from samestep.comm.heartbeat import READY_TO_JOIN, HeartbeatPage
 from samestep.run.run import Run
 from samestep.run.trainer import Trainer
@@ -59,7 +60,7 @@ def train(told, slot, number):
 
 
 def main():
-    told, slot = json.loads(sys.argv[1]), int(os.environ.get("SAMESTEP_SLOT", "0"))
+    told, slot = json.loads(sys.argv[1]), read_settings().slot
     with (Path(told["folder"]) / f"worker-{slot}").open("a", buffering=1) as file:
         for number in range(NUM_RUNS):
             ended = train(told, slot, number)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import samestep.run.run  # noqa: F401 - every starter would import it anew
+from samestep.comm.environment import read_settings
 from samestep.comm.heartbeat import HEALS, READY_TO_JOIN, STOPS_ON_REQUEST, Heartbeat, HeartbeatPage, Quorum
 from samestep.devices.selection import select
 from samestep.errors import PeerLostError
@@ -108,7 +109,7 @@ def run_members(
         member = Member(
             slot, int(os.environ["TORCHELASTIC_RESTART_COUNT"]), Heartbeat(page, slot), [page.quorum()], folder
         )
-        late = "SAMESTEP_JOINS" in os.environ
+        late = read_settings().joins
         member.heartbeat.quorum = member.quorums[-1].number
         member.heartbeat.set_flags((flags | READY_TO_JOIN if may_join else 0) if late else flags)
         # No worker begins before all have posted their flags.

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from samestep.comm.environment import WorkerSettings
 from samestep.comm.events import Channel, EventParser, read_events
 
 
@@ -98,12 +99,10 @@ def test_the_end_of_the_pipe_is_told_after_the_last_event(pipe):
 
 
 def test_there_is_a_channel_only_where_a_supervisor_listens(pipe, tmp_path):
-    assert Channel.from_environment({}) is None
-    assert Channel.from_environment({"SAMESTEP_EVENTS_FD": "no"}) is None
-    assert Channel.from_environment({"SAMESTEP_EVENTS_FD": "1048575"}) is None
     with open(tmp_path / "file", "w") as file:  # a program started by a worker may have this number for its own file
-        assert Channel.from_environment({"SAMESTEP_EVENTS_FD": str(file.fileno())}) is None
-    channel = Channel.from_environment({"SAMESTEP_EVENTS_FD": str(pipe[1])})
+        for fds in ({}, {"page": pipe[1]}, {"events": 1048575}, {"events": file.fileno()}):
+            assert Channel.from_environment(WorkerSettings(fds=fds).variables()) is None
+    channel = Channel.from_environment(WorkerSettings(fds={"events": pipe[1]}).variables())
     assert channel is not None
     channel.send("beat", step=1)
     assert read_events(pipe[0], EventParser()) == [{"event": "beat", "step": 1}]

@@ -66,15 +66,26 @@ def test_a_rank_0_that_ends_its_process_has_no_result_and_one_that_exits_has_non
         return "of rank 1"
 
     assert launch(leave, (sys.exit,), devices="cpu:2") is None
-    with pytest.raises(WorkerError, match=r"rank 0 ended its process in .*leave \(by os._exit\?\)"):
+    with pytest.raises(WorkerError, match=r"rank 0 ended its process in .*leave \(os._exit\?\)"):
         launch(leave, (os._exit,), devices="cpu:2")
 
 
-def test_the_workers_failure_is_raised_here():
-    with pytest.raises(
-        WorkerError, match=r"(?s)^rank 1 on CPU worker 1 failed.*steps\.py.*ValueError: this is rank 1$"
-    ):
-        launch(steps.fail_on, (1,), devices="cpu:2")
+@pytest.mark.parametrize(
+    ("function", "devices", "kind", "message"),
+    [
+        (
+            lambda: steps.fail_on(1),
+            "cpu:2",
+            WorkerError,
+            "(?s)^rank 1 on CPU worker 1 failed.*ValueError: this is rank 1$",
+        ),
+        (lambda: launch(steps.give_tensor), "cpu:1", WorkerError, "is a worker already"),
+        ("train.py", "cpu:1", UsageError, "needed: a function"),
+    ],
+)
+def test_what_fails_or_cannot_be_is_raised_here(function, devices, kind, message):
+    with pytest.raises(kind, match=message):
+        launch(function, devices=devices)
 
 
 def test_a_closure_is_sent_to_spawned_workers_with_copies_of_what_it_uses():
@@ -93,16 +104,6 @@ def test_a_closure_that_cannot_be_sent_is_refused_with_what_stands_in_the_way():
     lock = threading.Lock()
     with pytest.raises(UsageError, match=r"start_method='spawn'.*<lambda>.*cannot pickle '_thread.lock'.*within"):
         launch(lambda: lock.locked(), devices="cpu:1", start_method="spawn")
-
-
-def test_launch_in_a_worker_is_refused():
-    with pytest.raises(WorkerError, match="is a worker already"):
-        launch(lambda: launch(steps.give_tensor), devices="cpu:1")
-
-
-def test_what_is_no_function_is_refused():
-    with pytest.raises(UsageError, match="needs a function"):
-        launch("train.py", devices="cpu:1")
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])

@@ -37,7 +37,7 @@ def test_the_command_refuses_it_too_and_starts_nothing(starter):
     starter.script("ok.py", "open('ran', 'w')")
     done = starter.run("--devices", "cpu:2", "--min_devices", "3", "ok.py")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "samestep: error: got 2 devices and --min-devices 3; needed: no more than there are\n"
+    assert done.stderr == "samestep: error: got 2 devices and --min-devices 3; give no more than there are\n"
     assert not (starter.folder / "ran").exists()
 
 

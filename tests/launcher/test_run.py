@@ -23,7 +23,7 @@ def main():
         "name": __name__, "file": __file__, "argv": sys.argv, "path": sys.path[0], "package": __package__,
         "pickled": type(pickle.loads(pickle.dumps(Defined()))) is Defined,
         "main": sys.modules["__main__"].Defined is Defined,
-        "rank": int(os.environ["RANK"]), "kind": os.environ["SAMESTEP_DEVICE_KIND"],
+        "rank": int(os.environ["RANK"]), "kind": json.loads(os.environ["SAMESTEP_WORKER"])["device_kind"],
         "torch_threads": torch.get_num_threads(), "threads": len(os.listdir("/proc/self/task")),
         "port": int(os.environ["MASTER_PORT"]), "elastic": os.environ["TORCHELASTIC_USE_AGENT_STORE"],
         "titles": [open(f"/proc/{pid}/{name}").read().rstrip("\\0\\n") for pid in (os.getpid(), os.getppid())

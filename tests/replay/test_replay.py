@@ -370,9 +370,9 @@ def test_a_breakpoint_of_the_program_opens_python_s_debugger_in_each_microbatch(
     ("step", "options", "sentence"),
     [
         (13, {}, "steps 1 to 12"),
-        (0, {}, "counted from 1"),
-        (3, {"microbatch": NUM_MICROBATCHES}, "microbatches 0 to 3"),
-        (3, {"module": "boddy"}, "for example body"),
+        (0, {}, "it must be 1 or more"),
+        (3, {"microbatch": NUM_MICROBATCHES}, "it must be from 0 to 3"),
+        (3, {"module": "boddy"}, "no such module, but body"),
         (3, {"device": "cuda:99"}, "this process has"),
         (3, {"program": lambda: None}, "before a Trainer of its own"),
     ],

@@ -354,9 +354,7 @@ def test_what_a_run_cannot_record_is_refused_before_a_device_is_used(tmp_path, m
         (tmp_path / "runs/a" / other).write_text("{}")
         for command in ("audit", "attest"):
             refused = CliRunner().invoke(app, [command, "runs/a"])
-            assert f"runs/a holds script.json and {Path(other).parts[0]}, which are of two runs" in str(
-                refused.exception
-            )
+            assert f"runs/a holds script.json and {Path(other).parts[0]}, of two runs" in str(refused.exception)
         (tmp_path / "runs/a" / other).unlink()
     (tmp_path / "runs/a/script.json").unlink()
     (tmp_path / "runs/a/script.json").symlink_to(tmp_path / "train.py")

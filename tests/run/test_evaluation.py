@@ -383,7 +383,7 @@ def measured(metrics, **options):
         (predicted(lambda m, b: {"text": "no tensor"}), "a str"),
         (predicted(lambda m, b: {}), "the model returned no tensor to predict with"),
         (measured({}), "evaluate needs at least one metric"),
-        (measured({"top": 3}), "a metric must be a samestep metric or a function"),
+        (measured({"top": 3}), "got an int as a metric; needed: a samestep metric or a function"),
         (measured({"mine": lambda o, b: o.mean()}), "metric 'mine' returned a float32 tensor of shape []"),
         (measured({"mine": lambda o, b: o.sum(0)}), "metric 'mine' returned a float32 tensor of shape [3]; needed"),
         (

@@ -175,13 +175,13 @@ class Misspelt(Hook):
     ("options", "message"),
     [
         ({"hooks": [Misspelt()]}, "has a method on_step_ends, which no trainer calls; did you mean on_step_end"),
-        ({"hooks": [EMA]}, "got the class EMA as a hook; needed: an object of it"),
+        ({"hooks": [EMA]}, "got the class EMA as a hook; needed: an object with"),
         ({"hooks": EMA()}, "got a EMA as hooks; needed: a list"),
-        ({"hooks": [3]}, "got an int as a hook; it has none of the methods on_fit_start"),
+        ({"hooks": [3]}, "got an int as a hook; needed: an object with some of the methods on_fit_start"),
         ({"hooks": [EMA(), EMA(0.5)]}, "two parts of the state with the name 'ema'"),
         ({"hooks": [EMA()], "state": {"ema": EMA()}}, "two parts of the state with the name 'ema'"),
         ({"state": [EMA()]}, "got a list as state; needed: objects by name"),
-        ({"state": {"x": 3}}, "got an int as state 'x'; it needs the methods state_dict and load_state_dict"),
+        ({"state": {"x": 3}}, "got an int as state 'x'; needed: an object that state_dict saves"),
         ({"state": {"": EMA()}}, "got '' as a name in state"),
     ],
 )

@@ -217,9 +217,7 @@ def test_checkpoints_of_another_run_are_not_added_to(tmp_path):
         first = Parts(communicator).train(1)
         first.run.save_checkpoint(tmp_path / "run", first.step, first.loader)
         second = Parts(communicator).train(1)
-        with pytest.raises(
-            UsageError, match=r"holds checkpoints of another run; go on from them by run.load_checkpoint"
-        ):
+        with pytest.raises(UsageError, match=r"holds checkpoints of another run; go on by run.load_checkpoint"):
             second.run.save_checkpoint(tmp_path / "run", second.step, second.loader)
         second.run.load_checkpoint(tmp_path / "run", second.step, second.loader)
         second.run.save_checkpoint(tmp_path / "run", second.train(1).step, second.loader)
@@ -290,7 +288,7 @@ def test_of_several_steps_the_contract_is_listed_by_step(tmp_path):
 @pytest.mark.parametrize(
     ("call", "kind", "sentence"),
     [
-        (lambda p, f: p.run.save_checkpoint(f, p.step, DataLoader([1])), UsageError, "got DataLoader as loader"),
+        (lambda p, f: p.run.save_checkpoint(f, p.step, DataLoader([1])), UsageError, "got a DataLoader as loader"),
         (lambda p, f: p.run.save_checkpoint(f, p.step, rest=object()), UsageError, "the state holds a object"),
         (lambda p, f: p.run.save_checkpoint(f, p.step, keep=0), UsageError, "got keep=0"),
         (lambda p, f: p.run.save_checkpoint(f / "step-00000003", p.step), UsageError, "names one checkpoint"),
@@ -299,7 +297,7 @@ def test_of_several_steps_the_contract_is_listed_by_step(tmp_path):
         (
             lambda p, f: p.run.load_checkpoint(p.run.save_checkpoint(f, p.step).with_name("step-1"), p.step),
             UsageError,
-            r"there is no .*step-1; .* has step-00000000: name one of them",
+            r"there is no .*step-1; .* has step-00000000: name one",
         ),
         (
             lambda p, f: p.run.load_checkpoint(p.run.save_checkpoint(f, p.step), p.step, p.loader, **ALLOWED),
@@ -310,7 +308,7 @@ def test_of_several_steps_the_contract_is_listed_by_step(tmp_path):
         (
             lambda p, f: write_json(f / CONTRACT_FILE, {}) or p.run.load_checkpoint(f, p.step),
             UsageError,
-            "is the run folder of a Trainer, or of a command",
+            "is the run folder of a Trainer or a command",
         ),
     ],
 )
@@ -450,7 +448,7 @@ def test_a_model_that_no_checkpoint_can_hold_is_refused_before_the_training(tmp_
         Trainer(run, model, optimizer, classification, run_dir=tmp_path / str(dtype)).close()
         return run.save_checkpoint(tmp_path / f"{dtype} alone", step)
 
-    with pytest.raises(UsageError, match=r"roots is complex128\[2\], which no checkpoint can hold; make it complex64"):
+    with pytest.raises(UsageError, match=r"roots is complex128\[2\], which no checkpoint holds; use complex64"):
         alone(program, torch.complex128)
     assert alone(program, torch.complex64).is_dir()
 

@@ -246,7 +246,7 @@ class Summed(torchmetrics.Metric):
         (lambda: torchmetrics.SumMetric() + torchmetrics.SumMetric(), "CompositionalMetric holds other metrics"),
         (lambda: wrappers.Running(torchmetrics.SumMetric()), "Running holds other metrics"),
         (lambda: Summed(), "Summed sums its state 'total' from a default that is not 0"),
-        (lambda: torch.nn.Identity(), "from_torchmetrics needs a metric of torchmetrics, got "),
+        (lambda: torch.nn.Identity(), "as metric; needed: a metric of torchmetrics"),
     ],
 )
 def test_what_cannot_be_merged_is_refused_by_name(make, message):
@@ -263,7 +263,7 @@ class Averaged(Summed):
 
 
 def test_a_mean_of_means_is_refused():
-    with pytest.raises(UsageError, match="Averaged averages its state 'mean' over updates, whatever their samples"):
+    with pytest.raises(UsageError, match="Averaged averages its state 'mean' over updates: use a metric"):
         Run(4, 2).evaluate(torch.nn.Identity(), scores(), {"x": Averaged()})
 
 

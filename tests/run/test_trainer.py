@@ -440,7 +440,7 @@ def test_a_scheduler_of_another_optimizer_is_refused():
         with make_trainer(communicator) as trainer:
             other = torch.optim.SGD(trainer.model.parameters(), 0.1)
             schedule = torch.optim.lr_scheduler.StepLR(other, 1)
-            with pytest.raises(UsageError, match="the StepLR is of another optimizer, and would change no rate"):
+            with pytest.raises(UsageError, match="the StepLR is of another optimizer; make it"):
                 trainer.run.train_step(trainer.model, trainer.step.optimizers, classification, scheduler=schedule)
             trainer.run.train_step(trainer.model, other, classification, scheduler=schedule)
 

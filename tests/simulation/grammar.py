@@ -206,7 +206,7 @@ OPTIONS = """
         observers=[Watching()]; audit=2; audit=1;
         audit="2:warn"; audit="1:exclude"; audit="1:stop"
     loader: drop_last=True; collate_fn=collated; cache="device"; multiprocessing_context="fork"; exact_states=True
-    Trainer: loggers=[Log()]; name="another"; contract={"note": 1};
+    Trainer: loggers=[Log()]; contract={"note": 1};
         checkpoint_minutes=1e-9; checkpoint_retries=1; keep=2; digest_every=2;
         state={"other": other}
     fit: eval_every=2; collate_fn=collated; allow_contract_change=True

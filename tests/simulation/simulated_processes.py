@@ -19,6 +19,7 @@ import psutil
 from simulated_ranks import check_same, checkpoints_in
 
 import samestep
+from samestep.comm.environment import read_settings
 from samestep.devices.selection import select
 from samestep.launcher.job import Job, Policy, process_variables
 from samestep.launcher.supervisor import supervise
@@ -34,7 +35,8 @@ class Calls:
 
     def __init__(self, faults, notes):
         self.seen, self._notes, self._begun = Counter(), notes, False
-        self._faults = {name: (nth, how) for rank, name, nth, how in faults if str(rank) == os.environ["SAMESTEP_SLOT"]}
+        self._slot = read_settings().slot
+        self._faults = {name: (nth, how) for rank, name, nth, how in faults if rank == self._slot}
 
     def __call__(self, frame, event, _):
         code = frame.f_code
@@ -46,7 +48,7 @@ class Calls:
         name = f"{event} of {code.co_qualname} in {Path(code.co_filename).name}"
         self.seen[name] += 1
         nth, how = self._faults.get(name, (0, ""))
-        note = self._notes / f"ended-{os.environ['SAMESTEP_SLOT']}"
+        note = self._notes / f"ended-{self._slot}"
         if self.seen[name] != nth or note.exists():  # not in its replacement too
             return
         note.touch()
@@ -76,7 +78,7 @@ def in_processes(ranks, train, *args, faults=(), policy=NO_POLICY, **options):
             finally:
                 sys.setprofile(None)
                 threading.setprofile(None)
-            Path(notes, f"found-{os.environ['SAMESTEP_SLOT']}").write_bytes(pickle.dumps((found, calls.seen)))
+            Path(notes, f"found-{read_settings().slot}").write_bytes(pickle.dumps((found, calls.seen)))
 
         hang_seconds = 8.0 if {"hang", "SIGSTOP"} & {each[3] for each in faults} else 60.0
         job = Job("function", "simulated:train", quiet=True, policy=Policy(hang_seconds=hang_seconds, **policy))

@@ -21,6 +21,7 @@ from grammar import Program, table  # noqa: F401 (of the table)
 from run import Search
 from simulated_collectives import Call  # noqa: F401 (of the table)
 
+from samestep.comm.environment import read_settings  # noqa: F401 (of the table)
 from samestep.comm.requests import END_OF_FIT
 from samestep.engine.norms import block_norm  # noqa: F401 (of the table)
 from samestep.errors import SamestepError
@@ -188,10 +189,10 @@ TWINS = table("""
         real(length, count)[::-1]
         | runs | [drawn_scripts.allowed(kind="parallel", samples=7, batch=3)]
     ranks that share a device have its seed: scripts.seeding.seeded_rank = lambda rank, seed:
-        real(int(os.environ["SAMESTEP_TOKEN"].partition(":")[2]) if "SAMESTEP_TOKEN" in os.environ else rank, seed)
+        real(read_settings().device_index if read_settings().fds.get("devices") else rank, seed)
         | runs | [drawn_scripts.allowed(seeds="none")]
     sums have another order where ranks share a device: logical.collectives.Operation.fold = lambda self, parts, into:
-        real(self, parts[::-1] if "SAMESTEP_TOKEN" in os.environ else parts, into)
+        real(self, parts[::-1] if read_settings().fds.get("devices") else parts, into)
         | runs | [drawn_scripts.allowed(ranks=3, samples=12, epochs=3)]
 """)
 

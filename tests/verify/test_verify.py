@@ -112,7 +112,7 @@ def test_of_sharded_state_the_unsharded_tensors_are_compared(verdict_on, kind):
 LAYOUTS = HERE.parent / "cli" / "layouts.py"
 
 PARTS = """
-    import os, sys, torch, torch.distributed as dist
+    import json, os, sys, torch, torch.distributed as dist
     from torch import nn
 
     dist.init_process_group("gloo")
@@ -122,7 +122,7 @@ PARTS = """
     common = nn.parallel.DistributedDataParallel(common)
     trained = part.parameters() if "alone" in sys.argv else [*common.parameters(), *part.parameters()]
     optimizer = torch.optim.SGD(trained, lr=0.1)
-    place = int(os.environ.get("SAMESTEP_TOKEN", "").rpartition(":")[2] or rank)  # the device of this rank
+    place = json.loads(os.environ.get("SAMESTEP_WORKER", "{}")).get("device_index", rank)  # the device of this rank
     for number in range(3):
         x = torch.randn(12, 3)[rank::size]
         part(common(x)).square().mean().backward()
@@ -134,7 +134,7 @@ PARTS = """
 
 
 DIVIDED = """
-    import os, sys, torch, torch.distributed as dist
+    import json, os, sys, torch, torch.distributed as dist
     from torch import nn
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -146,7 +146,7 @@ DIVIDED = """
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
     model = parallelize_module(model, init_device_mesh("cpu", (dist.get_world_size(),)), plan)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    place = int(os.environ.get("SAMESTEP_TOKEN", "").rpartition(":")[2] or rank)  # the device of this rank
+    place = json.loads(os.environ.get("SAMESTEP_WORKER", "{}")).get("device_index", rank)  # the device of this rank
     for (x,) in torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(12, 3)), 4):
         model(x).square().mean().backward()
         if "leak" in sys.argv and rank == 1:

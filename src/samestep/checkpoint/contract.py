@@ -23,6 +23,7 @@ from torch import nn
 from torch.utils.data import DataLoader, RandomSampler
 
 from samestep.checkpoint.local_shards import SEVERAL, local_tensors
+from samestep.checks import check_number
 from samestep.comm.transport import Connection
 from samestep.core.microbatches import check_num_microbatches
 from samestep.data.loader import Loader
@@ -30,7 +31,7 @@ from samestep.devices.nvidia import driver_version
 from samestep.engine.kernel_flags import recorded_flags
 from samestep.engine.sharded_state import ShardedState
 from samestep.engine.step import TrainStep
-from samestep.errors import DeviceError, UsageError
+from samestep.errors import DeviceError
 from samestep.version import __version__
 
 CUBLAS = ("nvidia-cublas", "nvidia-cublas-cu12", "nvidia-cublas-cu11")  # wheels of it, whose version torch cannot tell
@@ -72,8 +73,7 @@ class Contract:
 def check_contract(global_batch_size: int, num_microbatches: int | None, seed: int) -> int:
     """Checks arguments of `Run`; returns the number of microbatches."""
     count = check_num_microbatches(num_microbatches, global_batch_size)
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
-        raise UsageError(f"got seed={seed!r}; it must be an integer from 0 to 2^63 - 1 (--seed)")
+    check_number("seed", seed, 0, 2**63 - 1)
     return count
 
 

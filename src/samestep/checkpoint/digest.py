@@ -73,10 +73,7 @@ def state_digest(model: nn.Module | TrainStep, optimizers: Optimizer | Sequence[
         several = [optimizers] if isinstance(optimizers, Optimizer) else optimizers
         divided += [f"the state of {type(each).__name__}" for each in several if is_divided(each)]
         if divided:
-            raise UsageError(
-                f"{divided[0]} is sharded over the ranks; call state_digest(step) with the training step in place of "
-                "model and optimizers, on all ranks"
-            )
+            raise UsageError(f"{divided[0]} is sharded over the ranks; call state_digest(step) on all ranks")
     hasher = hashlib.sha256()
     for name, value in named_state(model, optimizers):
         whole = unsharded(value, model.communicator) if isinstance(model, TrainStep) else value

@@ -207,9 +207,7 @@ def _unpack(facts: Any, tensors: Mapping[str, Any]) -> Any:
             return LocalShard(_restored(stored.local, facts.get("dtype"), None), stored.sharding)
         return _restored(stored, facts.get("dtype"), facts.get("stride"))
     if tag not in _DICT_OF:
-        raise CheckpointError(
-            f"the packed state holds {tag!r}, which this version does not know; a newer samestep wrote it: upgrade"
-        )
+        raise CheckpointError(f"the packed state holds {tag!r}, which a newer samestep wrote: upgrade")
     table = _DICT_OF[tag]()
     for key, entry in content:
         table[_unpack(key, tensors)] = _unpack(entry, tensors)

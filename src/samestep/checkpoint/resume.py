@@ -175,9 +175,7 @@ def find_state(resume: str | Path, folder: Path | None, tell: Callable[[str], No
     if names_checkpoint(path):
         return read_state(path)
     if not holds_run(path):
-        raise UsageError(
-            f"{path} holds neither a run nor a checkpoint; resume (--resume) takes the folder of a run, or auto"
-        )
+        raise UsageError(f"{path} holds neither a run nor a checkpoint; resume (--resume) takes a run's folder or auto")
     again = f'begin it anew by run_dir={str(path)!r}, resume="auto" (--run-dir {path} --resume auto)'
     return _newest(path / CHECKPOINT_FOLDER, f"the run in {path}", again, tell)
 
@@ -192,14 +190,10 @@ def find_checkpoint(place: str | Path, tell: Callable[[str], None]) -> Resumed |
     if path.is_file():
         raise UsageError(f"{path} is a file; needed: the folder that run.save_checkpoint wrote, or a checkpoint in it")
     if holds_run(path):
-        raise UsageError(
-            f"{path} is the run folder of a Trainer, or of a command: go on by fit(…, resume={str(path)!r})"
-        )
+        raise UsageError(f"{path} is the run folder of a Trainer or a command: go on by fit(…, resume={str(path)!r})")
     if not path.exists() and (beside := list_checkpoints(path.parent)):
         names = ", ".join(each.name for _, each in beside[-3:])
-        raise UsageError(
-            f"there is no {path}; {path.parent} has {names}: name one of them, or the folder for the newest"
-        )
+        raise UsageError(f"there is no {path}; {path.parent} has {names}: name one, or the folder for the newest")
     return _newest(path, str(path), "start again in another folder", tell) if list_checkpoints(path) else None
 
 

@@ -83,10 +83,7 @@ def check_one_run(folder: Path) -> None:
     found = [folder / name for name in (SCRIPT_FILE, CONTRACT_FILE) if (folder / name).exists()]
     found += [path.parent for path in sorted(folder.glob(f"step-*/{FACTS_FILE}"))[:1]]  # of a loop of the user's own
     if len(found) > 1:
-        raise UsageError(
-            f"{folder} holds {found[0].name} and {found[1].name}, which are of two runs; needed: a folder for each, so "
-            "move one of them away"
-        )
+        raise UsageError(f"{folder} holds {found[0].name} and {found[1].name}, of two runs; move one of them away")
 
 
 def script_of(folder: Path) -> dict[str, Any]:
@@ -118,9 +115,7 @@ def _is_elsewhere(name: str) -> bool:
 def run_of(path: Path) -> Path:
     """The run folder that a path names, by itself or by a checkpoint in it."""
     if not path.exists():
-        raise UsageError(
-            f"{path} is not there; resume (--resume) takes the folder of a run, a checkpoint in one, or auto"
-        )
+        raise UsageError(f"{path} is not there; resume (--resume) takes a run's folder, a checkpoint in one, or auto")
     return path.parent.parent if path.parent.name == CHECKPOINT_FOLDER else path
 
 

@@ -102,10 +102,7 @@ def check_storable(step: Steps) -> None:
     for model, _ in _parts(step).models.values():
         for name, tensor in chain(model.named_parameters(), model.named_buffers()):
             if tensor.dtype.is_complex and tensor.dtype not in DTYPES:
-                raise UsageError(
-                    f"{name} is {form(tensor)}, which no checkpoint can hold; make it complex64, or keep it as real "
-                    "numbers by torch.view_as_real"
-                )
+                raise UsageError(f"{name} is {form(tensor)}, which no checkpoint holds; use complex64, or view_as_real")
 
 
 def shard_spec_of(step: Steps) -> ShardSpec:

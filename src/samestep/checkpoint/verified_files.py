@@ -196,9 +196,7 @@ def read_manifest(path: Path) -> Manifest:
             raise ValueError(f"its format is {content['format']!r}")
         if version != VERSION:
             remedy = "upgrade samestep" if version > VERSION else "read it by the samestep that wrote it, or start anew"
-            raise CheckpointError(
-                f"it is of version {version} of the format, and this samestep reads {VERSION}: {remedy}"
-            )
+            raise CheckpointError(f"its format has version {version}, and this samestep reads {VERSION}: {remedy}")
         files = {
             file: Written(operator.index(written["size"]), str(written["sha256"]))
             for file, written in content["files"].items()

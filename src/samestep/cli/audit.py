@@ -56,9 +56,7 @@ def audit(
     if excepted:
         from samestep.errors import UsageError
 
-        raise UsageError(
-            f"got --except {excepted[0]} for {run}, which is no run of a script with files of its own; leave it out"
-        )
+        raise UsageError(f"got --except {excepted[0]} for {run}, no run of a script with its own files; leave it out")
     cap_as_recorded(run)
     from samestep.replay.auditing import audit as audit_run
 

@@ -20,13 +20,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from samestep.checkpoint.run_folder import CHECKPOINT_FOLDER, RUNS_FOLDER, holds_run, recorded
 from samestep.comm.environment import MAX_THREADS, read_environment, torchrun_defaults
-from samestep.devices.portable import (
-    CAPPED_VARIABLE,
-    PORTABLE_VARIABLE,
-    chosen_portable,
-    portable_variables,
-    why_not_portable,
-)
+from samestep.devices.portable import CAPPED, PORTABLE_VARIABLE, chosen_portable, portable_variables, why_not_portable
 from samestep.errors import UsageError
 from samestep.text import notify
 
@@ -218,7 +212,7 @@ def cap_as_recorded(run: Path) -> None:
     if holds_run(run) and recorded(run).get("portable") is not None:
         os.environ.update(portable_variables("cpu", True))
         if "numpy" not in sys.modules:
-            os.environ[CAPPED_VARIABLE] = str(os.getpid())
+            CAPPED.add(os.getpid())
 
 
 def made_portable(selection: "Selection", asked: bool | None, default: bool = False) -> "Selection":

@@ -174,9 +174,7 @@ def _as_read(job: Job, script: ScriptOptions, reading: "Reading", simulated: boo
         asked = {"num_microbatches": logical, "seed": script.seed, "wrap": script.wrap, "simulated": simulated}
         return _called(replace(job, runs_once=True), "samestep.scripts.single_process", "run_single_process", asked)
     if script.wrap is not None:
-        raise UsageError(
-            f"--wrap is for scripts of one process, and {reading.reason}; leave it out, or give --single-process"
-        )
+        raise UsageError(f"--wrap is for one process, and {reading.reason}; leave it out, or give --single-process")
     if script.seed is not None and reading.own:
         raise UsageError(
             f"got --seed {script.seed} for a script that uses samestep itself ({reading.own}), which seeds every "

@@ -230,9 +230,7 @@ def _program(
     given = [f"--{option.replace('_', '-')}" for option, value in options.items() if value is not None]
     if _is_recipe(name, module):
         if given or single_process:
-            raise UsageError(
-                f"got {', '.join(given) or '--single-process'} before a recipe; a recipe's own options go after it"
-            )
+            raise UsageError(f"got {', '.join(given) or '--single-process'} before a recipe, whose options go after it")
         return VerifiedProgram("module", module_of(name), (*arguments, "--run-dir", "{folder}"), None, name)
     kind: Literal["module", "script"] = "module" if module else "script"
     if not module and not Path(name).suffix and not Path(name).exists():

@@ -15,9 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from samestep.comm.environment import Environment, chosen_transport
+from samestep.comm.environment import Environment, chosen_transport, read_settings
 from samestep.comm.group import NO_LIMIT, GroupTransport, exchange_a_byte, nccl_tried
-from samestep.comm.heartbeat import PAGE_VARIABLE
 from samestep.comm.hierarchical_reduction import connect_nodes
 from samestep.comm.nccl_errors import nccl_failure
 from samestep.comm.rendezvous import Rendezvous, meet, not_connected, rendezvous, store_host
@@ -53,7 +52,8 @@ def reconnect(
 ) -> tuple[Connection, Connection]:
     """Connects the ranks that are left after a failure, which have all reached the store; `check` is that of waits."""
     # As one node: only ranks of one machine heal. And no rank hosts the store, which has outlived one of them.
-    place = Environment(rank, world_size, rank, world_size, store_is_kept=True, transport=chosen_transport())
+    place = Environment(rank, world_size, rank, world_size, store_is_kept=True, settings=read_settings())
+    place = replace(place, transport=chosen_transport())
     connect_timeout = timedelta(seconds=min(CONNECT_SECONDS, timeout.total_seconds()))
     return connect_at(Rendezvous(store, place, connect_timeout, check), device, timeout, by_nodes=False)
 
@@ -69,9 +69,9 @@ def connect_at(
     backend = "nccl" if device.type == "cuda" and have_own_gpus(words, place.rank, device, may) else "gloo"
     host = store_host(place)
     # Only a supervisor that sees all ranks can announce a quorum: no healing over several nodes.
-    can_heal = place.heals and host is None and place.local_world_size == place.world_size
+    can_heal = place.settings.heals and host is None and place.local_world_size == place.world_size
     healing_store = store if can_heal else None
-    is_watched = backend == "nccl" and healing_store is not None and PAGE_VARIABLE in os.environ
+    is_watched = backend == "nccl" and healing_store is not None and "page" in place.settings.fds
     if is_watched:
         # Else NCCL's watchdog would end the ranks that are left, or (by 1 and 2, which users set) abort their transfers
         # before they know of the loss: their updates would run on what has arrived; and torch's monitor ends a process

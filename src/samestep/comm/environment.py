@@ -4,13 +4,14 @@ torchrun and our own launcher set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and 
 starters (Open MPI, MPICH, Intel MPI) have names of their own. Without any of them this is a single process.
 """
 
+import json
 import os
 import re
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 
-from samestep.checks import check_choice
+from samestep.checks import check_choice, check_number
 from samestep.errors import PeerLostError, UsageError
 
 LOOPBACK = "127.0.0.1"
@@ -22,7 +23,7 @@ NODES_VARIABLE = "SAMESTEP_NODES"
 NODES = ("auto", "flat")
 AUDIT_VARIABLE = "SAMESTEP_AUDIT"
 AUDIT_ACTIONS = ("exclude", "warn", "stop")
-HEAL_VARIABLE = "SAMESTEP_HEAL"
+WORKER_VARIABLE = "SAMESTEP_WORKER"
 RANK_VARIABLES = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_NAME"),
     *("ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"),
@@ -32,6 +33,31 @@ TORCHRUN_OPTIONS = (
     *("NNODES", "NPROC_PER_NODE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"),
     *("RDZV_ENDPOINT", "RDZV_ID", "RDZV_BACKEND", "RDZV_CONF"),
 )
+
+
+@dataclass(frozen=True)
+class WorkerSettings:
+    """What samestep's launcher has decided for a worker, as JSON in one variable.
+
+    Programs that the worker starts inherit the variable, but not the descriptors.
+    """
+
+    device_kind: str | None = None  # "cpu", "cuda" or "mps"; None without a launcher
+    num_threads: int | None = None  # CPU threads
+    slot: int = 0  # the index on the page of heartbeats
+    heals: bool = True  # whether the others go on if a rank is lost (--no-heal), where a supervisor can tell them
+    joins: bool = False  # whether the worker was started late, in the place of a lost one
+    device_index: int = 0  # of its device in the selection
+    fds: Mapping[str, int] = field(default_factory=dict)  # descriptors: those of `launcher.job.Instruction`
+
+    def variables(self) -> dict[str, str]:
+        """The variable by which a process finds these settings."""
+        return {WORKER_VARIABLE: json.dumps(asdict(self))}
+
+
+def read_settings(variables: Mapping[str, str] | None = None) -> WorkerSettings:
+    """The settings of this worker; the defaults without a launcher."""
+    return WorkerSettings(**json.loads((os.environ if variables is None else variables).get(WORKER_VARIABLE, "{}")))
 
 
 @dataclass(frozen=True)
@@ -45,13 +71,10 @@ class Environment:
     master_addr: str = LOOPBACK  # address of the store
     master_port: int = 0  # its port
     launcher: str = "none"  # "none", "samestep", "torchrun", "slurm", "mpi" or "other"
-    device_kind: str | None = None  # the kind of device that our launcher chose ("cpu", "cuda", …); else None
-    num_threads: int | None = None  # CPU threads a worker that our launcher chose; else None
     store_is_kept: bool = False  # whether the launcher hosts the store; if not, rank 0 does
-    joins: bool = False  # whether this process was started late, in the place of a lost one
     transport: str = "auto"  # one of `TRANSPORTS`
-    heals: bool = True  # whether the others go on if a rank is lost (--no-heal), where a supervisor can tell them
     nodes: str = "auto"  # whether sums go by nodes, one of `NODES`
+    settings: WorkerSettings = WorkerSettings()
 
     def among(self, slots: Sequence[int], slot: int) -> "Environment":
         """The place of the worker in a slot, if those in these slots are the run."""
@@ -66,7 +89,7 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
     env = os.environ if variables is None else variables
     if "RANK" in env and "WORLD_SIZE" in env:
         # Our launcher sets torchrun's variables as well, for scripts that read them.
-        launcher = "samestep" if "SAMESTEP_DEVICE_KIND" in env else "other"
+        launcher = "samestep" if WORKER_VARIABLE in env else "other"
         launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in env and launcher == "other" else launcher
         return _checked(env, ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"), launcher)
     # The MPI starters come first: inside a Slurm job they start through srun, whose variables then count their daemons.
@@ -84,9 +107,7 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
     # A lone WORLD_SIZE=1 is common in containers, and harmless.
     if _number(env, "WORLD_SIZE", 1) > 1 or _number(env, "RANK", 0) > 0:
         missing = "RANK" if "WORLD_SIZE" in env else "WORLD_SIZE"
-        raise UsageError(
-            f"the environment variable {missing} is not set; RANK and WORLD_SIZE are set or unset together"
-        )
+        raise UsageError(f"the environment variable {missing} is not set; RANK and WORLD_SIZE are set together or not")
     return Environment()
 
 
@@ -102,17 +123,12 @@ def _checked(env: Mapping[str, str], names: Sequence[str], launcher: str) -> Env
         raise UsageError(f"got {names[3]}={local_world_size} and {names[1]}={world_size}; needed: 1 to {world_size}")
     local_rank = _number(env, names[2], rank % local_world_size)
     if local_rank >= local_world_size:
-        raise UsageError(
-            f"got {names[2]}={local_rank} and {names[3]}={local_world_size}; needed: the first below the second"
-        )
+        raise UsageError(f"got {names[2]}={local_rank} and {names[3]}={local_world_size}; the first must be lower")
     port = _number(env, "MASTER_PORT", _shared_port(env, launcher) if launcher in ("slurm", "mpi") else 0)
     address = env.get("MASTER_ADDR") or (_first_slurm_host(env) if launcher == "slurm" else None) or LOOPBACK
     if world_size > 1 and port == 0:
-        raise UsageError(
-            f"got {names[1]}={world_size} but no MASTER_PORT; start by torchrun or samestep run, or set it"
-        )
-    if port > MAX_PORT:
-        raise UsageError(f"got MASTER_PORT={port}; a port is at most {MAX_PORT}")
+        raise UsageError(f"got {names[1]}={world_size} but no MASTER_PORT; use torchrun or samestep run, or set it")
+    check_number("MASTER_PORT", port, high=MAX_PORT, option="")
     # Without it each node would host a store of its own, and all would wait until the timeout.
     if not env.get("MASTER_ADDR") and launcher in ("mpi", "other") and local_world_size < world_size:
         raise UsageError("a run over several nodes needs MASTER_ADDR: set it to the first node's address")
@@ -124,13 +140,10 @@ def _checked(env: Mapping[str, str], names: Sequence[str], launcher: str) -> Env
         master_addr=address,
         master_port=port,
         launcher=launcher,
-        device_kind=env.get("SAMESTEP_DEVICE_KIND"),
-        num_threads=_number(env, "SAMESTEP_THREADS", 0) or None,
         store_is_kept=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        joins=env.get("SAMESTEP_JOINS") == "1",
         transport=chosen_transport(env),
-        heals=env.get(HEAL_VARIABLE) != "0",
         nodes=_choice(env, NODES_VARIABLE, NODES),  # "auto" sums within each node first, then between nodes
+        settings=read_settings(env),
     )
 
 

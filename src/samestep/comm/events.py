@@ -16,7 +16,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-EVENTS_VARIABLE = "SAMESTEP_EVENTS_FD"
+from samestep.comm.environment import read_settings
+
 PATIENCE_SECONDS = 5.0
 MAX_OPEN_PARTS = 64
 MAX_READS = 64
@@ -37,15 +38,11 @@ class Channel:
     @classmethod
     def from_environment(cls, variables: Mapping[str, str] | None = None) -> "Channel | None":
         """The channel to the supervisor that started this process; None without one."""
-        value = (os.environ if variables is None else variables).get(EVENTS_VARIABLE, "")
-        if not value.isdigit():
-            return None
+        fd = read_settings(variables).fds.get("events")
         try:
-            # A program started by the worker inherits the variable, but not the pipe.
-            is_pipe = stat.S_ISFIFO(os.fstat(int(value)).st_mode)
+            return cls(fd) if fd is not None and stat.S_ISFIFO(os.fstat(fd).st_mode) else None
         except OSError:
             return None
-        return cls(int(value)) if is_pipe else None
 
     def send(self, event: str, **fields: Any) -> None:
         """Sends one event.

@@ -25,12 +25,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from samestep.comm.environment import read_settings
 from samestep.errors import PeerLostError
 
 T = TypeVar("T")
 
-PAGE_VARIABLE = "SAMESTEP_HEARTBEAT_FD"
-SLOT_VARIABLE = "SAMESTEP_SLOT"
 WORK = {"forward": "compute", "backward": "compute", "files": "checkpoint"}
 """What seconds in a phase count as; in others, the phase itself."""
 PHASES = (
@@ -108,14 +107,11 @@ class HeartbeatPage:
     @classmethod
     def from_environment(cls, variables: Mapping[str, str] | None = None) -> "tuple[HeartbeatPage, int] | None":
         """The page of the supervisor that started this process, and this worker's slot; None without one."""
-        env = os.environ if variables is None else variables
-        fd, slot = env.get(PAGE_VARIABLE, ""), env.get(SLOT_VARIABLE, "")
-        if not fd.isdigit() or not slot.isdigit():
-            return None
+        settings = read_settings(variables)
         try:
-            # A program started by the worker inherits the variables, but not the descriptor.
-            return (cls(int(fd)), int(slot)) if os.fstat(int(fd)).st_size >= _QUORUM_SIZE else None
-        except (OSError, ValueError):
+            fd = settings.fds["page"]
+            return (cls(fd), settings.slot) if os.fstat(fd).st_size >= _QUORUM_SIZE else None
+        except (KeyError, OSError, ValueError):
             return None
 
     @property

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
+from samestep.checks import check_counts
 from samestep.errors import UsageError
 
 DEFAULT_NUM_MICROBATCHES = 8
@@ -52,17 +53,10 @@ class WorkPlan:
 
 def check_num_microbatches(num_microbatches: int | None, global_batch_size: int | None) -> int:
     """The number of microbatches: as given, else 8, or the global batch size if that is smaller."""
-    if global_batch_size is not None and not _is_count(global_batch_size):
-        raise UsageError(f"got global_batch_size={global_batch_size!r}; it must be 1 or more (--global-batch-size)")
-    if num_microbatches is not None and not _is_count(num_microbatches):
-        raise UsageError(f"got num_microbatches={num_microbatches!r}; it must be 1 or more (--num-microbatches)")
+    check_counts(global_batch_size=global_batch_size, num_microbatches=num_microbatches)
     if num_microbatches is not None:
         return num_microbatches
     return DEFAULT_NUM_MICROBATCHES if global_batch_size is None else min(DEFAULT_NUM_MICROBATCHES, global_batch_size)
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def microbatch_bounds(length: int, num_microbatches: int) -> list[int]:

@@ -22,12 +22,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from samestep.checks import check_choice, check_type
 from samestep.core.seeds import derive_seed
 from samestep.data.batch import Batch, memory_border, place_aligned
 from samestep.data.nested import leaves, map_tensors, to_device
 from samestep.data.randomness import Generators
 from samestep.data.tensors import TensorData
-from samestep.errors import DataError, OutOfMemoryError, UsageError
+from samestep.errors import DataError, OutOfMemoryError
 
 MICROBATCH_STREAM = 2**32 + 1  # distinct from the streams of train steps, which are numbered from 0
 
@@ -124,13 +125,9 @@ def cached(dataset: Any, cache: str | None, device: torch.device) -> Any:
     """The dataset, copied to the device's memory if `cache` is "device"."""
     if cache is None:
         return dataset
-    if cache != "device":
-        raise UsageError(f"got cache={cache!r}; needed: 'device', or None for no cache")
-    if type(dataset) is not TensorData:
-        raise UsageError(
-            f"got a {type(dataset).__name__} with cache='device', which needs tensors: a TensorDataset, a "
-            "samestep.TensorData, or tensors in tuples and dicts"
-        )
+    check_choice("cache", cache, ("device",), option="")
+    needed = "tensors, in a TensorDataset, a samestep.TensorData, tuples or dicts"
+    check_type("the dataset of cache='device'", dataset, type(dataset) is TensorData, needed)
     if len(dataset) < len(leaves(dataset.tensors)[0]):
         dataset = TensorData(dataset.gather(torch.arange(len(dataset))), dataset.transform)  # only these samples
     needed = sum(leaf.nbytes for leaf in leaves(dataset.tensors) if leaf.device != device)

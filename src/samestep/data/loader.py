@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, Subset, TensorDataset, default_collate
 
-from samestep.checks import check_number
+from samestep.checks import check_number, check_type
 from samestep.comm.membership import Membership
 from samestep.core.microbatches import microbatch_bounds
 from samestep.core.order import Cursor, batch_length, num_batches, permute
@@ -82,13 +82,9 @@ class Loader:
         self.dataset: Any = None if streams is not None else cached(as_dataset(dataset), cache, device)
         self.is_stream = streams is not None or isinstance(self.dataset, IterableDataset)
         if self.is_stream and shuffle:
-            raise UsageError(
-                "an iterable dataset cannot be shuffled by position; shuffle inside it, by set_epoch(epoch)"
-            )
+            raise UsageError("an iterable dataset cannot be shuffled by position; shuffle in it, by set_epoch(epoch)")
         if self.is_stream and num_workers > 0:
-            raise UsageError(
-                f"got num_workers={num_workers} for an iterable dataset, whose workers would repeat it; use 0"
-            )
+            raise UsageError(f"got num_workers={num_workers} for an iterable dataset, whose workers repeat it; use 0")
         self.global_batch_size = global_batch_size
         self.cursor = Cursor()
         self._num_samples = 0 if self.is_stream else _length(self.dataset)  # of the current epoch
@@ -210,10 +206,7 @@ class Loader:
             now = len(as_dataset(self._given))  # the length of an epoch that has not begun
             count = int(state.get("num_samples", now)) if cursor.position else now
             if cursor.position > count:
-                raise UsageError(
-                    f"got a loader state at sample {cursor.position} of a dataset of {count}; needed: the state of a "
-                    "loader over the same data"
-                )
+                raise UsageError(f"got a loader state at sample {cursor.position} of {count}; needed: one of this data")
             self._num_samples = count
         self.cursor = cursor
         self._left_early = False
@@ -367,9 +360,7 @@ class Loader:
             yield self._stream_batch(samples, epoch, position)
             position += len(samples)
         if position == 0:
-            raise DataError(
-                "the iterable dataset gave no sample; needed: a new iterator from each call of its __iter__"
-            )
+            raise DataError("the iterable dataset gave no sample; needed: a new iterator by each call of its __iter__")
 
     def _stream_batch(self, samples: list[Any], epoch: int, position: int, only: int | None = None) -> Batch:
         """A batch of a stream, collated for the present ranks."""
@@ -394,11 +385,8 @@ class Loader:
 
 def _check_streams(streams: Any, dataset: Any, num_workers: int, shuffle: bool, cache: str | None) -> None:
     """Raises a `UsageError` for what does not go with streams."""
-    if not callable(streams):
-        raise UsageError(
-            f"got {type(streams).__name__} as streams; needed: a function of (index, count) that returns the stream of "
-            "microbatch `index`"
-        )
+    needed = "a function of (index, count) that returns the stream of microbatch `index`"
+    check_type("streams", streams, callable(streams), needed)
     if dataset is not None:
         raise UsageError("got a dataset and streams; needed: one of them")
     if num_workers > 0:

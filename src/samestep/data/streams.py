@@ -127,10 +127,7 @@ class Stream:
                 self._begin(StreamState())
         while self.consumed < place:
             if not self.take(min(place - self.consumed, CHUNK)):
-                raise DataError(
-                    f"{self.name} ends after {self.consumed} samples, but {place} of it were consumed before; needed: "
-                    "the same data in each stream"
-                )
+                raise DataError(f"{self.name} ends after {self.consumed} of {place} samples; needed: the same data")
         return reason
 
     def shares_place_with(self, other: "Stream") -> bool:
@@ -218,10 +215,7 @@ class Streams:
         while sizes := self._agree(epoch, position):
             yield self.batch(epoch, position)
             if epoch != self._epoch:
-                raise UsageError(
-                    "the loader was iterated again in the middle of an epoch, which its streams cannot follow; needed: "
-                    "another loader for that"
-                )
+                raise UsageError("the loader of streams was iterated again within an epoch; needed: another loader")
             position += sum(sizes)
         if position == first == 0:
             raise DataError(
@@ -271,8 +265,7 @@ class Streams:
             raise UsageError("got the state of a loader over a dataset; needed: that of one over streams")
         if len(states) != self.num_streams:
             raise UsageError(
-                f"got a state of {len(states)} streams, the loader has {self.num_streams}, one for each microbatch; "
-                "needed: the same num_microbatches"
+                f"got a state of {len(states)} streams for {self.num_streams}; needed: as many microbatches"
             )
         self._open_epoch(epoch)
         self._places.clear()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from samestep.checks import check_number
+from samestep.checks import check_number, check_type
 from samestep.core.order import permute
 from samestep.data.nested import leaves, map_tensors
 from samestep.errors import DataError
@@ -50,11 +50,8 @@ class TensorData(Dataset[Any]):
     """
 
     def __init__(self, tensors: Any, transform: Transform | None = None) -> None:
-        if transform is not None and not callable(transform):
-            raise DataError(
-                f"got {type(transform).__name__} as transform; needed: a function. Several tensors are one value: "
-                "TensorData((x, y))"
-            )
+        needed = "a function. Several tensors are one value: TensorData((x, y))"
+        check_type("transform", transform, transform is None or callable(transform), needed, DataError)
         self.tensors = tensors
         self.transform = transform
         sizes = {_rows(tensor) for tensor in leaves(tensors)}
@@ -135,9 +132,7 @@ def _head_size(size: int, fraction: float) -> int:
     # 100 * 0.29 is 28.999999999999996 in floats, and means 29.
     head = int(size * fraction + 1e-6)
     if not 0 < head < size:
-        raise DataError(
-            f"{size} samples cannot be split {fraction:g} to {1 - fraction:g}: a part would be empty; give more data"
-        )
+        raise DataError(f"{size} samples cannot be split {fraction:g} to {1 - fraction:g}: a part is empty; give more")
     return head
 
 

@@ -13,7 +13,6 @@ from samestep.checks import check_choice
 from samestep.errors import UsageError
 
 PORTABLE_VARIABLE = "SAMESTEP_PORTABLE"
-CAPPED_VARIABLE = "SAMESTEP_CAPPED"  # the id of a process that got the caps as it ran, before it imported NumPy
 CAPS: Mapping[str, str] = {
     "ATEN_CPU_CAPABILITY": "avx2",
     "ONEDNN_MAX_CPU_ISA": "AVX2",
@@ -22,6 +21,7 @@ CAPS: Mapping[str, str] = {
     # Names of all versions of NumPy, which passes over those that are not its own.
     "NPY_DISABLE_CPU_FEATURES": "AVX512F AVX512CD AVX512_SKX AVX512_CLX AVX512_CNL AVX512_ICL AVX512_SPR X86_V4",
 }
+CAPPED: set[int] = set()  # the id of this process, if it got the caps as it ran, before it imported NumPy
 NEEDED = ("avx2", "fma")
 ABOUT = Path("/proc/cpuinfo")
 

@@ -301,6 +301,12 @@ def as_ledger(training: Facts) -> Ledger:
     return Ledger(steps, [{"event": "end", "step": len(steps), "digest": training["digest"]}])
 
 
+def expect(holds: object, expected: str, found: object) -> None:
+    """Raises an `UnprovenError` unless what is expected has been found."""
+    if not holds:
+        raise UnprovenError(f"expected {expected}, got {found}")
+
+
 def judge_bits(facts: Facts, known: Known, is_first: bool = False, key: str = "") -> tuple[str, Mapping[str, float]]:
     """Trainings by name, each some times, against the reference; the first row sets it."""
     ends: dict[str, str] = {}
@@ -312,8 +318,7 @@ def judge_bits(facts: Facts, known: Known, is_first: bool = False, key: str = ""
             _check_equal(name, known.get(key + name), ledger)
         ends[name] = runs[0]["digest"]
     # Trainings differ in model, precision or optimizer: equal ends would be those of a state that none of them moved.
-    if len(set(ends.values())) < len(ends):
-        raise UnprovenError(f"expected another end of each training, got {ends}: they did not train")
+    expect(len(set(ends.values())) == len(ends), "another end of each training", f"{ends}: they did not train")
     steps = len(next(iter(facts.values()))[0]["steps"])
     same = "every time the same bits" if is_first else "the bits of one device"
     return f"{counted(len(ends), 'training')} of {counted(steps, 'step')}: {same}", {}
@@ -345,46 +350,40 @@ def judge_killed(facts: Facts, known: Known, heals: bool = True) -> tuple[str, M
     """A run of which one rank was killed, with the events of the launcher; or one that was resumed."""
     events = facts["events"]
     seconds = [event["seconds"] for event in events if event["event"] == "heal"]
-    if len(seconds) != heals:
-        raise UnprovenError(f"expected a rank to die and the others to go on, got {events}")
+    expect(len(seconds) == heals, "a rank to die and the others to go on", events)
     reference = known.get(LATE)
     if reference is None:
         raise UnprovenError("expected the digest of one device, got none to compare with: its row failed")
     expected, got = reference.events[-1]["digest"], facts["digest"]
-    if expected != got:
-        raise UnprovenError(f"expected the undisturbed digest {expected}, got {got} after {events}")
+    expect(expected == got, f"the undisturbed digest {expected}", f"{got} after {events}")
     how = f"the others went on after {seconds[0]:.2g} s, and" if heals else "it"
     return f"{how} ended in the undisturbed bits", {"heal_seconds": seconds[0]} if heals else {}
 
 
 def judge_starved(facts: Facts, known: Known) -> tuple[str, Mapping[str, float]]:
     """The failure of a run of which one GPU was full when NCCL connected."""
-    if "failure" not in facts:
-        raise UnprovenError(f"expected the failure of the run, got {facts}")
-    if not any(text in facts["failure"] for text in NO_MEMORY):
-        raise UnprovenError(f"expected the error of NCCL's that it finds no memory, got {_reason(facts['failure'])}")
+    expect("failure" in facts, "the failure of the run", facts)
+    finds_none = any(text in facts["failure"] for text in NO_MEMORY)
+    expect(finds_none, "the error of NCCL's that it finds no memory", _reason(facts["failure"]))
     return f"named when the ranks connect, and all end, after {facts['seconds']:.2g} s", {"seconds": facts["seconds"]}
 
 
 def judge_streams(facts: Facts, known: Known) -> tuple[str, Mapping[str, float]]:
     """Trainings under the sanitizer, which must have found the race that was planted."""
-    if not facts["planted"]:
-        raise UnprovenError("expected the sanitizer to find a planted race, got nothing: it sees no streams here")
+    expect(facts["planted"], "the sanitizer to find a planted race", "nothing: it sees no streams here")
     judge_bits(facts["trainings"], known)
     return "no race in the exchange, where a planted one is found; the same bits", {}
 
 
 def judge_logical(facts: Facts, known: Known) -> tuple[str, Mapping[str, float]]:
     """The digests of a script on one device and on all, twice each."""
-    if len(set(facts.values())) > 1:
-        raise UnprovenError(f"expected the same weights every time, got {facts}")
+    expect(len(set(facts.values())) == 1, "the same weights every time", facts)
     return f"a script with attention: the same bits on {', '.join(facts)}", {}
 
 
 def judge_operations(facts: Facts, known: Known) -> tuple[str, Mapping[str, float]]:
     """Folds of logical ranks: on the host where they share a GPU, else on theirs."""
-    if facts["differ"]:
-        raise UnprovenError(f"expected the host's bits on the GPU, got others of {', '.join(facts['differ'])}")
+    expect(not facts["differ"], "the host's bits on the GPU", f"others of {', '.join(facts['differ'])}")
     return f"{facts['count']} folds: the same bits", {}
 
 

@@ -222,10 +222,7 @@ class BufferMerge:
         for name, module in self._model.named_modules():
             for key, buffer in module._buffers.items():
                 if buffer is not None and (id(module), key) not in self._known:
-                    raise BufferMergeError(
-                        f"buffer {name}.{key} was registered while a microbatch ran; register it when the model is "
-                        "built"
-                    )
+                    raise BufferMergeError(f"buffer {name}.{key} was registered in a forward; do so before it")
 
     def _save_means(self, tensors: Sequence[Tensor | None]) -> None:
         """Remembers the running statistics; of the same forms as before in the same memory."""
@@ -269,9 +266,7 @@ class BufferMerge:
     def _save_end(self, index: int, end: Tensor | None) -> None:
         """Remembers a microbatch's result in a buffer that has no rule for merging."""
         if end is None:
-            raise BufferMergeError(
-                f"buffer {self._places[index].name} was set to None while a microbatch ran; do so outside the forward"
-            )
+            raise BufferMergeError(f"buffer {self._places[index].name} was set to None in a forward; do so outside it")
         self.touched_others = True
         # Never 0 or 2, which stand for a buffer that the microbatch left alone, or could not reach.
         self._checksums[-1][index - len(self._means)] = int(tensor_checksum(end)) | 1

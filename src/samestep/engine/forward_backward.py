@@ -87,9 +87,7 @@ class ForwardBackward:
             with self._autocast():
                 loss = self._forward(value, num_samples, counts)
             if not loss.value.requires_grad:
-                raise LossError(
-                    "the loss does not depend on any trainable parameter: check detach(), no_grad, requires_grad"
-                )
+                raise LossError("the loss depends on no trainable parameter: check detach(), no_grad, requires_grad")
             # Not for a run that does not count: observers would see the microbatch twice.
             if microbatch is not None:
                 self.observers.on_loss(microbatch, loss)

@@ -13,6 +13,7 @@ from samestep.core.seeds import derive_seed
 from samestep.data.batch import Batch
 from samestep.data.randomness import Generators
 from samestep.errors import LossError
+from samestep.text import describe
 
 
 @dataclass(frozen=True)
@@ -130,16 +131,6 @@ def wide_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def describe(value: Any) -> str:
-    """A few words for a value in messages: `a float32 tensor of shape [3, 2]`, `an int`, `None`."""
-    if value is None:
-        return "None"
-    words = type(value).__name__
-    if isinstance(value, Tensor):
-        words = f"{str(value.dtype).removeprefix('torch.')} tensor of shape {list(value.shape)}"
-    return f"{'an' if words[0] in 'aeiou' else 'a'} {words}"
-
-
 class GlobalCounts:
     """Sums the numbers that `counts_fn` returns for each microbatch over the global batch, along the tree."""
 
@@ -189,10 +180,7 @@ class GlobalCounts:
         numbers = []
         for entry in entries:
             if not isinstance(entry, Real) and not (isinstance(entry, Tensor) and entry.numel() == 1):
-                raise LossError(
-                    f"counts_fn returned {describe(entry)}; it must return a number, or a dict, list or tuple of "
-                    "numbers (0-d tensors too)"
-                )
+                raise LossError(f"counts_fn returned {describe(entry)}; needed: numbers, in dicts, lists or tuples")
             number = entry.detach() if isinstance(entry, Tensor) else torch.tensor(float(entry), dtype=wide)
             numbers.append(number.reshape(()).to(device, wide))
         if not numbers:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from samestep.devices.portable import CAPPED_VARIABLE, CAPS, PORTABLE_VARIABLE, check_portable
+from samestep.devices.portable import CAPPED, CAPS, PORTABLE_VARIABLE, check_portable
 from samestep.engine.deterministic_kernels import registered
 from samestep.errors import DeterminismError, UsageError
 
@@ -75,8 +75,7 @@ def _numpy_was_early() -> bool:
     features: dict[str, bool] = module.__cpu_features__
     start = Path("/proc/self/environ").read_bytes().split(b"\0")  # OpenBLAS tells no program which kernels it has
     return bool(features.get("X86_V4") or features.get("AVX512_SKX")) or (
-        os.environ.get(CAPPED_VARIABLE) != str(os.getpid())
-        and f"OPENBLAS_CORETYPE={CAPS['OPENBLAS_CORETYPE']}".encode() not in start
+        os.getpid() not in CAPPED and f"OPENBLAS_CORETYPE={CAPS['OPENBLAS_CORETYPE']}".encode() not in start
     )
 
 

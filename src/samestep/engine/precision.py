@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from samestep.checks import check_choice
 from samestep.engine.losses import wide_dtype
 from samestep.errors import UsageError
 
@@ -23,8 +24,7 @@ OnNonFinite = Literal["raise", "skip"]
 
 def check_precision(name: str) -> torch.dtype | None:
     """The dtype of autocast; None for full precision."""
-    if name not in PRECISIONS:
-        raise UsageError(f"got precision={name!r}; it is one of {', '.join(PRECISIONS)} (--precision)")
+    check_choice("precision", name, PRECISIONS)
     return PRECISIONS[name]
 
 
@@ -132,14 +132,9 @@ class FiniteCheck:
         updates_on_cpu = device.type == "cpu" or is_offloaded
         self.is_late = (not updates_on_cpu and can_be_late) if late is None else late
         if self.is_late and not can_be_late:
-            raise UsageError(
-                "late_check=True needs Adam or AdamW with fused=True, which can skip an update on the device"
-            )
+            raise UsageError("late_check=True needs Adam or AdamW with fused=True, which skip an update on the device")
         if self.is_late and is_offloaded and device.type != "cpu":
-            raise UsageError(
-                "late_check=True lets the device skip an update, and Sharded(cpu_offload=True) updates in host memory: "
-                "leave one of them out"
-            )
+            raise UsageError("late_check=True updates on the device: leave it or Sharded(cpu_offload=True) out")
         # MPS has no float64, in which floats and tensors have the same bits.
         self.on_device = self.is_late or device.type not in ("cpu", "mps")
         self._scale = scale

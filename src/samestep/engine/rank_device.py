@@ -11,7 +11,7 @@ def own_device(device: str | torch.device | None, environment: Environment) -> t
 
     Of a kind without an index, each rank has the device with its local rank; a process that is alone the current one.
     """
-    kind, index = environment.device_kind, None
+    kind, index = environment.settings.device_kind, None
     if device is not None:
         asked = _checked_device(device)
         kind, index = asked.type, asked.index

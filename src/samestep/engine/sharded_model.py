@@ -202,9 +202,7 @@ def check_parameters(model: nn.Module) -> None:
             kinds.setdefault(parameter.dtype, name)
     if len(kinds) > 1:
         named = " and ".join(f"{name} {str(dtype).removeprefix('torch.')}" for dtype, name in kinds.items())
-        raise UsageError(
-            f"the parameters are of several types ({named}); strategy='sharded' needs one: use model.float()"
-        )
+        raise UsageError(f"parameters are of several types ({named}); strategy='sharded' needs one: use model.float()")
 
 
 def choose_modules(model: nn.Module, wrap: Callable[[nn.Module], bool] | int | None) -> list[nn.Module]:

@@ -160,10 +160,7 @@ class ShardedState:
         held = {id(parameter) for optimizer in optimizers for parameter in held_by(optimizer)}
         named = {name: part for name, part in self.parts.items() if id(part) in held}
         if len(named) < len(held):
-            raise UsageError(
-                "an optimizer holds a parameter that is not in the model, or from before it was sharded; "
-                "add no parameters to an optimizer once the training step is made"
-            )
+            raise UsageError("an optimizer holds a parameter that is not in the model: add none after train_step")
         return named
 
     def hand_over(self, optimizers: Sequence[Optimizer], names: Mapping[int, str], rank: int) -> None:
@@ -336,10 +333,7 @@ def _hook(module: nn.Module, placements_by_key: dict[str, ParameterPlacement]) -
     def cut(_: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Mapping[str, Any], *__: Any) -> None:
         # assign=True replaces the parameter objects, which the optimizers and FSDP2 hold.
         if metadata.get("assign_to_params_buffers"):
-            raise UsageError(
-                "load_state_dict(assign=True) would put other parameters in the place of those that are sharded over "
-                "the ranks; leave assign=True out, or load before train_step"
-            )
+            raise UsageError("load_state_dict(assign=True) would replace sharded parameters; leave assign=True out")
         for key, placement in placements_by_key.items():
             # load_state_dict copies into the local shards in place, so that optimizers keep their
             # references.

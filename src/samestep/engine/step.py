@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from samestep.comm.buckets import pinned
 from samestep.comm.communicator import Communicator
@@ -34,7 +33,7 @@ from samestep.engine.gradients import divide, scale
 from samestep.engine.kernel_flags import check_flags, enough_memory, kernel_flags
 from samestep.engine.losses import GlobalCounts, wide_dtype
 from samestep.engine.microbatch_runner import MicrobatchRunner, StepParts
-from samestep.engine.observer import HeartbeatObserver, Observers, StepObserver, observers_in_scope
+from samestep.engine.observer import HeartbeatObserver, Observers, observers_in_scope
 from samestep.engine.optimizer_settings import settings_of
 from samestep.engine.parameters import (
     PurityCheck,
@@ -83,19 +82,18 @@ class TrainStep:
         model: nn.Module,
         optimizers: Sequence[Optimizer],
         config: StepConfig,
-        scheduler: LRScheduler | None = None,
-        observers: Sequence[StepObserver] = (),
     ) -> None:
         self.membership = membership
         self.model = model
         self.optimizers = tuple(optimizers)
-        self.scheduler = scheduler
+        self.scheduler = config.scheduler
         self.config = config
         self.num_steps = 0
         self.extra_state: Mapping[str, Any] = {}
-        self.settings = settings_of(self.optimizers, scheduler)
+        self.settings = settings_of(self.optimizers, config.scheduler)
         self.began_trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
-        self.observers = Observers([HeartbeatObserver(membership.heartbeat), *observers, *observers_in_scope()])
+        own = HeartbeatObserver(membership.heartbeat)
+        self.observers = Observers([own, *config.observers, *observers_in_scope()])
         self._used: set[str] = set()  # parameters that had a gradient in the first steps of this process
         self._num_checked = 0
         # Once true, for good: the other ranks are at another step, or this one is half updated.
@@ -107,9 +105,7 @@ class TrainStep:
         refuse_sync_batchnorm(model)
         wrappers = (nn.DataParallel, nn.parallel.DistributedDataParallel)
         if found := [type(module).__name__ for module in model.modules() if isinstance(module, wrappers)]:
-            raise UsageError(
-                f"the model has a {found[0]}; a step shares its microbatches out itself: pass the module in it"
-            )
+            raise UsageError(f"the model has a {found[0]}; a step shares out its microbatches: pass the module in it")
         if divided := [name for name, parameter in model.named_parameters() if is_dtensor(parameter)]:
             raise UsageError(
                 f"parameter {divided[0]} is a DTensor (of parallelize_module, fully_shard or another training step), "
@@ -119,7 +115,7 @@ class TrainStep:
         is_mean = membership.num_microbatches == 1 or config.counts_fn is not None
         num_summed = 1 if is_mean else config.global_batch_size
         self._scale = LossScale(device, config.precision == "16-mixed", num_summed)
-        is_offloaded = isinstance(config.strategy, Sharded) and config.strategy.cpu_offload
+        is_offloaded = isinstance(config.placement, Sharded) and config.placement.cpu_offload
         self._finite = FiniteCheck(
             device, self.optimizers, self._scale, config.on_nonfinite, config.late_check, is_offloaded
         )
@@ -131,7 +127,7 @@ class TrainStep:
         bucket_bytes = config.bucket_bytes or default_bucket_bytes(device.type == "cuda")
         options = ExchangeOptions(bucket_bytes, config.overlap)
         try:
-            self.strategy = make_strategy(membership, model, self.optimizers, config.strategy, options)
+            self.strategy = make_strategy(membership, model, self.optimizers, config.placement, options)
             move_states(self.optimizers)
             for optimizer in self.optimizers:
                 keep_numbers(optimizer)
@@ -143,7 +139,7 @@ class TrainStep:
             raise OutOfMemoryError(describe_model_shortage(model, membership.rank, device)) from error
         explain, memory_advice = self.strategy.explain, self.strategy.memory_advice
         self.compute = ForwardBackward(membership, model, config, self._scale, self.observers, explain, memory_advice)
-        is_watched = not isinstance(config.strategy, Sharded) and membership.num_microbatches > 1
+        is_watched = not isinstance(config.placement, Sharded) and membership.num_microbatches > 1
         self._traces = Traces(membership, model, config.loss_fn) if is_watched else None
         self.compiling = compiling_alike if "torch._dynamo" in sys.modules else nullcontext
         self._audit = None
@@ -160,7 +156,7 @@ class TrainStep:
     def __repr__(self) -> str:
         """What is trained, by what, and how far."""
         optimizers = ", ".join(type(optimizer).__name__ for optimizer in self.optimizers)
-        strategy = type(self.config.strategy).__name__.lower()
+        strategy = type(self.config.placement).__name__.lower()
         return f"<samestep.TrainStep: {type(self.model).__name__} by {optimizers}, {strategy}; step {self.num_steps}>"
 
     @property

@@ -6,6 +6,7 @@ from typing import ClassVar
 
 from torch import nn
 
+from samestep.checks import check_choice
 from samestep.errors import UsageError
 
 PARAM_DTYPES = ("bf16", "fp16")
@@ -58,10 +59,8 @@ class Sharded:
         is_size = isinstance(self.wrap, int) and not isinstance(self.wrap, bool) and self.wrap >= 1
         if self.wrap is not None and not callable(self.wrap) and not is_size:
             raise UsageError(f"got wrap={self.wrap!r}; it is a function of a module, or a number of parameters")
-        if self.param_dtype is not None and self.param_dtype not in PARAM_DTYPES:
-            raise UsageError(
-                f"got param_dtype={self.param_dtype!r}; it is {' or '.join(map(repr, PARAM_DTYPES))}, or None"
-            )
+        if self.param_dtype is not None:
+            check_choice("param_dtype", self.param_dtype, PARAM_DTYPES, option="")
 
 
 StrategyOptions = Replicate | Zero1 | Sharded

@@ -19,9 +19,9 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
+from samestep.comm.environment import read_settings
 from samestep.text import notify
 
-TOKEN_VARIABLE = "SAMESTEP_TOKEN"  # the descriptor of the file, and the byte of this rank's device
 LOOK_SECONDS = 0.01
 IDLE_SHARE = 0.1  # of a core: a process that uses less waits
 HOLD_SECONDS = 5.0
@@ -146,9 +146,9 @@ _held: list[DeviceToken] = []  # this process's, if it shares its device
 
 def hold_token(rank: int) -> None:
     """Waits for the token of this rank's device, and holds it from now on; does nothing if no other shares it."""
-    fd, _, index = os.environ.get(TOKEN_VARIABLE, "").partition(":")
-    if fd and index and not _held:
-        _held.append(DeviceToken(int(fd), int(index), rank))
+    settings = read_settings()
+    if "devices" in settings.fds and not _held:
+        _held.append(DeviceToken(settings.fds["devices"], settings.device_index, rank))
 
 
 def shares_device() -> bool:

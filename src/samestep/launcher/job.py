@@ -20,13 +20,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from samestep.checks import check_number
-from samestep.comm.environment import HEAL_VARIABLE, LOOPBACK
-from samestep.comm.events import EVENTS_VARIABLE
-from samestep.comm.heartbeat import MAX_SLOTS, PAGE_VARIABLE, SLOT_VARIABLE
+from samestep.comm.environment import LOOPBACK, WorkerSettings
+from samestep.comm.heartbeat import MAX_SLOTS
 from samestep.core.microbatches import DEFAULT_NUM_MICROBATCHES
 from samestep.devices.portable import asks_for_portable, portable_variables
 from samestep.errors import UsageError
-from samestep.launcher.device_token import TOKEN_VARIABLE
 from samestep.launcher.os_processes import server_variables
 from samestep.patch import DYNAMO
 
@@ -80,9 +78,7 @@ class Policy:
     def check_devices(self, count: int, num_workers: int) -> None:
         """Checks the numbers of devices and workers against the policy."""
         if count < self.min_devices:
-            raise UsageError(
-                f"got {count} devices and --min-devices {self.min_devices}; needed: no more than there are"
-            )
+            raise UsageError(f"got {count} devices and --min-devices {self.min_devices}; give no more than there are")
         if num_workers < count:
             raise UsageError(
                 f"got {num_workers} logical devices and {count} devices; needed: at least one logical device each "
@@ -192,9 +188,6 @@ class Outcome:
     events: tuple[Mapping[str, Any], ...] = ()
 
 
-JOINS_VARIABLE = "SAMESTEP_JOINS"
-
-
 @dataclass(frozen=True)
 class Assignment:
     """One worker's place in the run."""
@@ -271,7 +264,8 @@ def worker_variables(instruction: Instruction) -> dict[str, str]:
     """The variables of one worker: torchrun's, so that `env://` works, and samestep's own."""
     # A separate process hosts the store, so ranks must join it as clients: TORCHELASTIC_USE_AGENT_STORE does that in
     # torch's rendezvous (`torch/distributed/rendezvous.py`).
-    place = instruction.assignment
+    place, job = instruction.assignment, instruction.job
+    own = place.device_kind, job.num_threads, place.slot, job.policy.heal, place.joins, place.device_index
     variables = {
         **place.variables,
         "RANK": str(place.rank),
@@ -288,19 +282,9 @@ def worker_variables(instruction: Instruction) -> dict[str, str]:
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RUN_ID": place.run_id,
         "TORCHELASTIC_RESTART_COUNT": str(place.attempt),
-        "TORCHELASTIC_MAX_RESTARTS": str(instruction.job.policy.max_restarts),
-        "SAMESTEP_DEVICE_KIND": place.device_kind,
-        "SAMESTEP_THREADS": str(instruction.job.num_threads),
-        EVENTS_VARIABLE: str(instruction.fds["events"]),
-        PAGE_VARIABLE: str(instruction.fds["page"]),
-        SLOT_VARIABLE: str(place.slot),
+        "TORCHELASTIC_MAX_RESTARTS": str(job.policy.max_restarts),
+        **WorkerSettings(*own, instruction.fds).variables(),
     }
-    if not instruction.job.policy.heal:
-        variables[HEAL_VARIABLE] = "0"  # a rank that cannot go on need not ask in each step whether one is lost
-    if place.joins:
-        variables[JOINS_VARIABLE] = "1"
-    if place.shares_device:
-        variables[TOKEN_VARIABLE] = f"{instruction.fds['devices']}:{place.device_index}"
     interface = _loopback()
     if "GLOO_SOCKET_IFNAME" not in os.environ and interface is not None:
         # Without it gloo resolves the host's name, and warns if that has no address.

@@ -286,6 +286,8 @@ class Monitor:
                 return writer
 
             given = {**self._fds, "page": self._page.fd}
+            if not place.shares_device:
+                given.pop("devices", None)
             given["events"] = pipe(lambda fd: self._read_events(worker, fd), last=True)
             given["dump"] = pipe(lambda fd: self._read_output(worker, fd))
             if log is not None:

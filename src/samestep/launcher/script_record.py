@@ -61,10 +61,10 @@ def _facts() -> dict[str, Any]:
     from samestep.runs.recorder import relaunch
 
     place = read_environment()
-    kind = place.device_kind or "cpu"
+    kind = place.settings.device_kind or "cpu"
     contract = {
         "device_kind": kind,
-        "num_threads": place.num_threads,
+        "num_threads": place.settings.num_threads,
         "portable": portable_form(),
         "versions": versions(),
     }

@@ -30,7 +30,7 @@ from typing import Any, Literal
 
 import cloudpickle
 
-from samestep.checks import check_choice, check_number
+from samestep.checks import check_choice, check_number, check_type
 from samestep.comm.environment import read_environment
 from samestep.comm.heartbeat import HeartbeatPage
 from samestep.devices.selection import AUTO_CPU_WORKERS, Selection, cpu_workers_for, select
@@ -151,10 +151,7 @@ def resolve_start_method(start_method: str | None, num_threads: int) -> StartMet
     if start_method is not None:
         check_choice("start_method", start_method, ("fork", "spawn"))
     if start_method == "fork" and sys.platform != "linux":
-        raise UsageError(
-            f"the system libraries of {sys.platform} do not survive a fork; use start_method='spawn' "
-            "(--start-method spawn)"
-        )
+        raise UsageError(f"on {sys.platform} a fork breaks libraries; use start_method='spawn' (--start-method spawn)")
     return "fork" if start_method != "spawn" and sys.platform == "linux" else "spawn"
 
 
@@ -226,8 +223,7 @@ def launch(
     """
     if read_environment().launcher != "none":
         raise UsageError("launch() starts workers and this is a worker already; call the function itself")
-    if not callable(fn):
-        raise UsageError(f"got {type(fn).__name__} as fn; launch() needs a function")
+    check_type("fn", fn, callable(fn), "a function, which launch() calls in every worker")
     method = resolve_start_method(start_method, num_threads)
     selection = select(devices, cpu_workers=_cpu_workers(fn))
     variables = process_variables(selection, num_threads)
@@ -256,9 +252,7 @@ def launch(
         answer.seek(0)
         content = answer.read()
         if not content:
-            raise WorkerError(
-                f"rank 0 ended its process in {name} (by os._exit?), so there is no result; let it return"
-            )
+            raise WorkerError(f"rank 0 ended its process in {name} (os._exit?), so there is no result; let it return")
         return pickle.loads(content)
 
 

@@ -13,14 +13,13 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from samestep.comm.environment import Environment, read_environment, torchrun_defaults
+from samestep.comm.environment import Environment, WorkerSettings, read_environment, torchrun_defaults
 from samestep.devices.selection import Selection
 from samestep.errors import UsageError
 from samestep.launcher import os_processes
-from samestep.launcher.device_token import TOKEN_VARIABLE
 from samestep.launcher.forkserver import LOG_LEVEL
 from samestep.launcher.job import Job, Outcome, Torchrun, process_variables, run_program
 from samestep.launcher.worker import exit_code_of, leave
@@ -56,8 +55,7 @@ def hand_over(job: Job, selection: Selection, torchrun: Torchrun) -> Outcome:
     wait = MachineWait.of(torchrun)
     if torchrun.max_nodes > 1:
         notify(f"waiting at {wait.place} for {wait.machines}, up to {wait.seconds} s")
-    variables = {"SAMESTEP_DEVICE_KIND": selection.kind, "SAMESTEP_THREADS": str(job.num_threads)}
-    os.environ.update({**process_variables(selection, job.num_threads), **variables})
+    os.environ.update(process_variables(selection, job.num_threads))
     os.environ.setdefault(LOG_LEVEL, "ERROR")  # else a page of C++ frames when another machine ends
     if policy.max_restarts:  # a store for each round: a script's own process groups would meet dead ranks in an old one
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
@@ -72,7 +70,8 @@ def hand_over(job: Job, selection: Selection, torchrun: Torchrun) -> Outcome:
         if logical_devices is not None:
             Path(folder, TOKENS).touch()
             own = [selection.only(index).worker_environment for index in range(selection.count)]
-        worker.append(json.dumps({"folder": folder, "variables": own, "numbered": wait.node_rank is not None}))
+        told = {"folder": folder, "kind": selection.kind, "variables": own}
+        worker.append(json.dumps({**told, "numbered": wait.node_rank is not None}))
         given = {**torchrun.options, "nproc-per-node": num_workers, "max-restarts": policy.max_restarts}
         options = [f"--{name}={value}" for name, value in {**given, "log-dir": folder}.items()]
         started = Path(folder, f"{STARTED}0")
@@ -223,7 +222,7 @@ def main() -> None:
     is_numbered, absent = settings.pop("numbered"), Path(settings["folder"], ABSENT)
     if absent.exists():  # torchrun starts it again all the same
         os._exit(1)
-    is_restarted = _begin_worker(place, **settings)
+    is_restarted = _begin_worker(place, job.num_threads, **settings)
     if place.rank > 0:
         _redirect(log, anew=not is_restarted)
     report = None
@@ -251,17 +250,22 @@ def main() -> None:
     leave(code)
 
 
-def _begin_worker(place: Environment, folder: str, variables: Sequence[Mapping[str, str]]) -> bool:
-    """Marks the start for the agent, and gives a logical device its device and tokens; whether it is a restart."""
+def _begin_worker(
+    place: Environment, num_threads: int, folder: str, kind: str, variables: Sequence[Mapping[str, str]]
+) -> bool:
+    """Marks the start for the agent, and gives a rank its settings and its device; whether it is a restart."""
     # torchrun's count of restarts leaves out those that another machine's failure caused.
     mark = Path(folder, f"{STARTED}{place.local_rank}")
     is_restarted = mark.exists()
     mark.touch()
+    settings = WorkerSettings(kind, num_threads)
     if variables:
         index = place.local_rank * len(variables) // place.local_world_size
         os.environ.update(variables[index])
-        if place.local_world_size > len(variables):
-            os.environ[TOKEN_VARIABLE] = f"{os.open(Path(folder, TOKENS), os.O_RDWR)}:{index}"
+        shares = place.local_world_size > len(variables)
+        tokens = {"devices": os.open(Path(folder, TOKENS), os.O_RDWR)} if shares else {}
+        settings = replace(settings, device_index=index, fds=tokens)
+    os.environ.update(settings.variables())
     return is_restarted
 
 

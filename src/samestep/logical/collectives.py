@@ -95,9 +95,7 @@ class Operation:
             or (dtype.is_floating_point and dtype.itemsize == 1)
         )
         if refused:
-            raise CallError(
-                f"got a reduction {self.name} of {dtype} values, which is not defined: convert them to another dtype"
-            )
+            raise CallError(f"got a reduction {self.name} of {dtype} values, which is undefined: use another dtype")
 
     def prepared(self, ours: Tensor) -> Tensor:
         """This rank's operand: multiplied by the factor, if there is one; in memory of its own then."""

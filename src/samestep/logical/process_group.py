@@ -159,9 +159,7 @@ class OrderedBackend(_Backend):  # type: ignore[misc]  # a class of torch's stub
         operation = self._operation(opts, tensors)
         if tensors[0].is_sparse:
             if operation.name not in ("SUM", "AVG"):
-                raise CallError(
-                    f"got a reduction {operation.name} of sparse tensors; needed: SUM or AVG, or dense ones"
-                )
+                raise CallError(f"got a reduction {operation.name} of sparse tensors; needed: SUM, AVG or dense ones")
             return self._call(lambda _: self._reduce_sparse(self._transport, tensors, operation), tensors, opts)
 
         def run(transport: Transport) -> None:

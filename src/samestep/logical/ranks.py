@@ -64,7 +64,7 @@ from samestep.engine.kernel_flags import check_shortages
 from samestep.engine.portable_kernels import make_portable
 from samestep.engine.rank_device import own_device
 from samestep.errors import UsageError
-from samestep.launcher.device_token import LOOK_SECONDS, TOKEN_VARIABLE, hold_token, lent_token, shares_device
+from samestep.launcher.device_token import LOOK_SECONDS, hold_token, lent_token, shares_device
 from samestep.logical.process_group import NAME, OrderedBackend, register_backend
 from samestep.patch import Patch, applied, late_dynamo, late_patches
 from samestep.scripts.script_state import VISIBLE_DEVICES, fixed_benchmark
@@ -116,11 +116,11 @@ def run_logical(
 def _enter_logical(stack: ExitStack, place: Environment, simulated: bool, store: dist.Store | None = None) -> None:
     """Makes this process a logical rank until the stack is closed; with a store it may start the ranks instead."""
     # Not made current where ranks are started: a process in which CUDA has begun cannot have it in its forks.
-    device = own_device(None, place) if store is None else torch.device(place.device_kind or "cpu", 0)
+    device = own_device(None, place) if store is None else torch.device(place.settings.device_kind or "cpu", 0)
     if asks_for_portable():
         make_portable(device.type)
     register_backend()
-    torch.set_num_threads(place.num_threads or 1)
+    torch.set_num_threads(place.settings.num_threads or 1)
     stack.enter_context(_deterministic())
     stack.enter_context(_enough_memory(device, place.rank))
     stack.callback(register_optimizer_step_pre_hook(_note_replicas).remove)
@@ -176,8 +176,10 @@ def _starting_ranks(
                 index = (number := next(ranks)) % len(devices)
                 # Under python the launcher's variables are not there, unless the script sets them.
                 kept = {name: value for name, value in os.environ.items() if launchers.get(name) != value}
-                own = {"MASTER_PORT": port, **kept, **devices[index], TOKEN_VARIABLE: f"{tokens.fileno()}:{index}"}
-                starting.append(_Started((seed, simulated, replace(place, rank=number), own, tokens)))
+                settings = replace(place.settings, device_index=index, fds={"devices": tokens.fileno()})
+                own = {"MASTER_PORT": port, **kept, **devices[index], **settings.variables()}
+                at = replace(place, rank=number, settings=settings)
+                starting.append(_Started((seed, simulated, at, own, tokens)))
             start(process)
 
     def forked(process: BaseProcess, *args: Any, **options: Any) -> Any:
@@ -215,9 +217,9 @@ class _Started(tuple[Any, ...]):
 
 def _begin(seed: int | None, simulated: bool, place: Environment, variables: dict[str, str], tokens: Any) -> None:
     """Makes this process a logical rank until it ends."""
-    index = variables[TOKEN_VARIABLE].partition(":")[2]
+    settings = replace(place.settings, fds={"devices": tokens.detach()})
     os.environ.clear()
-    os.environ.update(variables, **{TOKEN_VARIABLE: f"{tokens.detach()}:{index}"})
+    os.environ.update(variables, **settings.variables())
     stack, boot = ExitStack(), BaseProcess._bootstrap  # type: ignore[attr-defined]
 
     def failing(process: BaseProcess, *args: Any, **options: Any) -> Any:

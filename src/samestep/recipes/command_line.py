@@ -101,7 +101,7 @@ def trainer_options(run: Run, arguments: argparse.Namespace, data: str) -> dict[
     own = {name: value for name, value in given.items() if name not in common}
     contract = {"data": data, "epochs": arguments.epochs, "options": own}
     names = ("precision", "strategy", "checkpoint_steps", "best")
-    return {"run_dir": folder, "name": data, "contract": contract, **{name: given[name] for name in names}}
+    return {"run_dir": folder, "contract": contract, **{name: given[name] for name in names}}
 
 
 def _unfinished(name: str) -> Path | None:

@@ -334,9 +334,7 @@ def check_code(record: Mapping[str, Any], run: Path, trust: bool) -> list[str]:
                 changed.append(f"{name} is not the file that made it{which}")
                 break
     if changed and not trust:
-        raise UsageError(
-            f"{run} cannot be audited: {changed[0]}; put it back, or audit the program as it is now with --trust"
-        )
+        raise UsageError(f"{run} cannot be audited: {changed[0]}; put it back, or audit it as it is now with --trust")
     return changed
 
 

@@ -220,9 +220,7 @@ class ObservedStep(StepObserver):
             from difflib import get_close_matches
 
             near = get_close_matches(self.module, names, 5) or names[:8]
-            raise UsageError(
-                f"got --module {self.module}; the model has no such module, but for example {', '.join(near)}"
-            )
+            raise UsageError(f"got --module {self.module}; the model has no such module, but {', '.join(near)}")
 
     @torch.no_grad()
     def begin(self, step: TrainStep) -> None:

@@ -32,8 +32,10 @@ from samestep.checkpoint.resume import find_state
 from samestep.checkpoint.run_folder import CHECKPOINT_FOLDER, CONTRACT_FILE, holds_run, is_signed, recorded
 from samestep.checkpoint.storage import Snapshot, newest_checkpoint
 from samestep.checkpoint.verified_files import read_manifest
+from samestep.checks import check_number
 from samestep.comm.environment import MAX_THREADS, Environment, read_environment
 from samestep.data.batch import Batch
+from samestep.engine.config import StepOptions
 from samestep.engine.observer import StepObserver, observed_by
 from samestep.engine.portable_kernels import make_portable
 from samestep.engine.rank_device import own_device
@@ -46,7 +48,6 @@ from samestep.patch import exits_raised
 from samestep.recipes.catalog import MODULES
 from samestep.replay.observed_step import ObservedStep, describe_error
 from samestep.replay.views import Check, Replay, StepView, Tier
-from samestep.run.arguments import StepOptions
 from samestep.run.rerun import Rerun, rerunning
 from samestep.run.trainer import Trainer
 from samestep.runs.ledger import (
@@ -127,10 +128,7 @@ def limited(record: Mapping[str, Any], trust: bool, checkpoint: Path | None) -> 
         nonlocal left
         left -= getattr(parameter, "nbytes", 0)
         if left < 0 and not trust and not is_signed(record):  # it has no values yet
-            raise UsageError(
-                "the model is larger than the checkpoint that it is to have made; if you know better, run it with "
-                "--trust (trust=True)"
-            )
+            raise UsageError("the model is larger than its checkpoint; if you know better, give --trust (trust=True)")
 
     handle = nn.modules.module.register_module_parameter_registration_hook(count)
     try:
@@ -359,8 +357,8 @@ class StepReplay(ProgramRerun):
         start = super().checkpoint(trainer)
         if trainer is self.trainer:
             microbatch, num_microbatches = self.observed.microbatch, trainer.run.contract.num_microbatches
-            if microbatch is not None and not 0 <= microbatch < num_microbatches:
-                raise UsageError(f"got --microbatch {microbatch}; the run has microbatches 0 to {num_microbatches - 1}")
+            if microbatch is not None:
+                check_number("--microbatch", microbatch, 0, num_microbatches - 1)
             self.observed.check_module(trainer.model)
         return start
 
@@ -518,8 +516,7 @@ def _read_ledger(folder: Path, notes: list[str]) -> Ledger | None:
 
 def _check_step(folder: Path, step: int, ledger: Ledger | None, notes: list[str]) -> None:
     """Raises a `UsageError` unless the run has the step; a run that was killed may have taken more than it wrote."""
-    if step < 1:
-        raise UsageError(f"got --step {step}; steps are counted from 1")
+    check_number("--step", step, 1)
     last = step if ledger is None else max(ledger.steps, default=0)
     if ledger is None or step <= last:
         return

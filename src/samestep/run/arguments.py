@@ -1,37 +1,16 @@
-"""The arguments of a step, and answers to arguments that do not exist."""
+"""Answers to arguments that do not exist."""
 
 import difflib
 import inspect
-from collections.abc import Callable, Sequence
-from functools import wraps
-from typing import Any, ParamSpec, TypedDict, TypeVar
+from collections.abc import Callable
+from functools import partial, wraps
+from typing import ParamSpec, TypeVar
 
-from torch.optim.lr_scheduler import LRScheduler
-
-from samestep.engine.observer import StepObserver
-from samestep.engine.precision import OnNonFinite
-from samestep.engine.strategy_options import StrategyOptions
+from samestep.engine.config import StepConfig, StepOptions
 from samestep.errors import UsageError
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-
-class StepOptions(TypedDict, total=False):
-    """The keyword arguments of `Run.train_step`, which explains them; `samestep.Trainer` takes them too."""
-
-    counts_fn: Callable[[Any], Any] | None
-    scheduler: LRScheduler | None
-    max_grad_norm: float | None
-    precision: str
-    on_nonfinite: OnNonFinite
-    late_check: bool | None
-    overlap: bool
-    bucket_bytes: int | None
-    compile: bool
-    strategy: str | StrategyOptions
-    audit: int | str | None
-    observers: Sequence[StepObserver]
 
 
 # The commonest names that other libraries give to the same things, and that are unlike ours.
@@ -48,9 +27,14 @@ def answers_unknown(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Makes a function, called `name` in messages, answer unknown keyword arguments with a `UsageError`."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        _, *known = inspect.signature(function).parameters  # without self
-        if known[-1] == "step_options":
-            known[-1:] = StepOptions.__annotations__
+        *named, last = inspect.signature(function).parameters.values()
+        if last.kind is last.VAR_KEYWORD:
+            options = StepOptions.__annotations__.items()
+            shown = partial(inspect.Parameter, kind=last.KEYWORD_ONLY)
+            named += [shown(each, default=getattr(StepConfig, each), annotation=kind) for each, kind in options]
+        else:
+            named.append(last)
+        known = [each.name for each in named[1:]]  # without self
 
         @wraps(function)
         def checked(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -61,6 +45,7 @@ def answers_unknown(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
                     raise UsageError(f"{name} has no argument {unknown!r}; {answer}")
             return function(*args, **kwargs)
 
+        checked.__signature__ = inspect.Signature(named)  # type: ignore[attr-defined]  # which `help` shows
         return checked
 
     return decorate

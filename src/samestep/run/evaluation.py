@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from samestep.checks import check_type
 from samestep.comm.membership import Membership
 from samestep.comm.reduction import tree_sum_rows
 from samestep.core.microbatches import in_microbatch_order
@@ -26,11 +27,12 @@ from samestep.data.randomness import Generators
 from samestep.data.tensors import TensorData
 from samestep.engine.forward_backward import compiling_alike, without_gradients
 from samestep.engine.kernel_flags import enough_memory
-from samestep.engine.losses import describe, wide_dtype
+from samestep.engine.losses import wide_dtype
 from samestep.engine.parameters import move_model
 from samestep.engine.precision import autocast, check_precision
 from samestep.errors import DeterminismError, UsageError
 from samestep.metrics import Metric, StateMetric, as_metric, result, sums
+from samestep.text import describe
 
 SMALL_ELEMENTS = 2**16
 EVALUATION_STREAM = 2**33  # apart from the streams of train steps and of samples
@@ -51,10 +53,7 @@ def evaluate(
     precision: str = "32-true",
 ) -> dict[str, float]:
     """The metrics of a model over every sample of a loader; see `samestep.Run.evaluate`."""
-    if not isinstance(metrics, Mapping):
-        raise UsageError(
-            f"got {describe(metrics)} as metrics; needed: metrics by name, such as {{'accuracy': accuracy}}"
-        )
+    check_type("metrics", metrics, isinstance(metrics, Mapping), "metrics by name, such as {'accuracy': accuracy}")
     named = {name: as_metric(metric) for name, metric in metrics.items()}
     if not named:
         raise UsageError("evaluate needs at least one metric, for example {'accuracy': samestep.metrics.accuracy}")
@@ -232,10 +231,7 @@ def _check_same_length(membership: Membership, loader: Loader) -> None:
     rows = membership.heartbeat.call("exchange", lambda: membership.communicator.gather_words(words))
     counts = [row[0] for row in rows]
     if len(set(counts)) > 1:
-        raise DeterminismError(
-            f"the ranks have datasets of {counts} samples to evaluate on or to predict for; needed: the same dataset "
-            "on every rank"
-        )
+        raise DeterminismError(f"the ranks have datasets of {counts} samples; needed: the same dataset on every rank")
 
 
 @contextmanager

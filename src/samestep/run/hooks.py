@@ -13,10 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from samestep.checks import check_number
+from samestep.checks import check_number, check_type
 from samestep.data.checksums import version_of
 from samestep.data.nested import leaves
-from samestep.engine.losses import describe
 from samestep.engine.observer import StepObserver
 from samestep.engine.result import StepResult
 from samestep.engine.sharded_state import divided_parameters
@@ -76,8 +75,7 @@ class Hooks(StepObserver):
         self._trainer = trainer
         self._methods: dict[str, list[Callable[..., None]]] = {event: [] for event in EVENTS}
         self.state = _checked_state(state)
-        if not isinstance(hooks, Iterable):
-            raise UsageError(f"got {describe(hooks)} as hooks; needed: a list of them, hooks=[…]")
+        check_type("hooks", hooks, isinstance(hooks, Iterable), "a list of them, hooks=[…]")
         self._stateless: list[Any] = []
         for hook in hooks:
             self._add(hook)
@@ -89,8 +87,6 @@ class Hooks(StepObserver):
 
     def _add(self, hook: Any) -> None:
         """Takes in the methods of a hook, and the hook itself if it has state."""
-        if isinstance(hook, type):
-            raise UsageError(f"got the class {hook.__name__} as a hook; needed: an object of it, {hook.__name__}()")
         for name in dir(hook):
             # Statically: a property of the hook is not to be called here.
             if name.startswith("on_") and name not in EVENTS and callable(getattr_static(hook, name)):
@@ -101,8 +97,8 @@ class Hooks(StepObserver):
                 )
         own = [event for event in EVENTS if callable(getattr(hook, event, None))]
         is_stateful = hasattr(hook, "state_dict") and hasattr(hook, "load_state_dict")
-        if not own and not is_stateful:
-            raise UsageError(f"got {describe(hook)} as a hook; it has none of the methods {', '.join(EVENTS)}")
+        fits = not isinstance(hook, type) and (own or is_stateful)
+        check_type("a hook", hook, fits, f"an object with some of the methods {', '.join(EVENTS)}")
         for event in own:
             method = getattr(hook, event)
             if getattr(method, "__func__", None) is not getattr(Hook, event):
@@ -223,17 +219,13 @@ def _held_in(value: Any, depth: int) -> Iterator[Any]:
 
 def _checked_state(state: Mapping[str, Any] | None) -> dict[str, Any]:
     """Objects with state by name; raises a `UsageError` for others."""
-    if not isinstance(state, Mapping | None):
-        raise UsageError(f"got {describe(state)} as state; needed: objects by name, state={{'ema': ema}}")
+    check_type("state", state, isinstance(state, Mapping | None), "objects by name, state={'ema': ema}")
     for name, value in (state or {}).items():
         if not isinstance(name, str) or not name:
             raise UsageError(f"got {name!r} as a name in state; needed: a string that is not empty")
-        for method in ("state_dict", "load_state_dict"):
-            if isinstance(value, type) or not callable(getattr(value, method, None)):
-                raise UsageError(
-                    f"got {describe(value)} as state {name!r}; it needs the methods state_dict and load_state_dict, by "
-                    "which it is saved and restored"
-                )
+        methods = ("state_dict", "load_state_dict")
+        fits = not isinstance(value, type) and all(callable(getattr(value, method, None)) for method in methods)
+        check_type(f"state {name!r}", value, fits, "an object that state_dict saves and load_state_dict restores")
     return dict(state or {})
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from samestep.checkpoint.async_save import to_host_copy, write_sharded
 from samestep.checkpoint.contract import loader_contract, step_contract
@@ -17,7 +17,7 @@ from samestep.checkpoint.resume import check_state, find_checkpoint, names_check
 from samestep.checkpoint.run_folder import SIGNATURE, signed
 from samestep.checkpoint.state import Steps, capture, restore
 from samestep.checkpoint.storage import Snapshot, list_checkpoints, write_checkpoint
-from samestep.checks import check_number
+from samestep.checks import check_number, check_type
 from samestep.comm.exceptions import on_main
 from samestep.comm.membership import Membership
 from samestep.data.loader import Loader
@@ -53,10 +53,7 @@ def save(
 
     def check_ours() -> None:
         if list_checkpoints(folder) and not is_ours:
-            raise UsageError(
-                f"{folder} holds checkpoints of another run; go on from them by run.load_checkpoint, or choose another "
-                "folder"
-            )
+            raise UsageError(f"{folder} holds checkpoints of another run; go on by run.load_checkpoint, or use another")
 
     def write() -> str:
         check_ours()
@@ -137,9 +134,6 @@ def _listed(step: Steps) -> list[TrainStep]:
 
 def _checked(loader: Any) -> Loader:
     """The loader; raises a `UsageError` for one of the user's own, which has no cursor."""
-    if not isinstance(loader, Loader):
-        raise UsageError(
-            f"got {type(loader).__name__} as loader, which does not know its place in the data; needed: one of "
-            "run.loader(…), or loader=None and what you need to go on in rest"
-        )
-    return loader
+    needed = "one of run.loader(…), which knows its place in the data, or None, and what you need to go on in rest"
+    check_type("loader", loader, isinstance(loader, Loader), needed)
+    return cast(Loader, loader)

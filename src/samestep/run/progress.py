@@ -207,10 +207,7 @@ class Progress:
                 check_place(state["cursor"], loader)
                 loader.load_state_dict(state["cursor"])
             else:
-                raise CheckpointError(
-                    "the checkpoint is of a run with a DataLoader of its own, whose place in the data a dataset has "
-                    "not; give fit the DataLoader again"
-                )
+                raise CheckpointError("the checkpoint is of a run with a DataLoader of its own; give fit that again")
             for name, module in self._step.model.named_modules() if "evaluating" in state else ():
                 module.training = name not in state["evaluating"]
             if state["generators"] is not None:

@@ -6,7 +6,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from samestep.run.arguments import StepOptions
+from samestep.engine.config import StepOptions
 
 if TYPE_CHECKING:
     import torch

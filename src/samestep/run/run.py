@@ -13,18 +13,17 @@ from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 from weakref import finalize
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from samestep.checkpoint.contract import Contract, check_contract, check_same_gpus
 from samestep.checkpoint.contract_diff import check_contract_kept, differences
-from samestep.checks import check_number
+from samestep.checks import check_counts, check_number, check_type
 from samestep.comm.communicator import DTYPES, Communicator, make_communicator
 from samestep.comm.environment import Environment, chosen_audit, read_environment
 from samestep.comm.heartbeat import LEAVES_EARLY, READY_TO_JOIN, Heartbeat, HeartbeatPage
@@ -37,25 +36,23 @@ from samestep.data.tensors import TensorData
 from samestep.devices.device import keep_freed_memory
 from samestep.devices.portable import asks_for_portable
 from samestep.devices.selection import describe_unused_cores
-from samestep.engine.config import StepConfig
+from samestep.engine.config import StepConfig, StepOptions
 from samestep.engine.determinism import make_deterministic
 from samestep.engine.drawn_before import DrawnBefore, DrawnParameters
 from samestep.engine.generator_states import generator_states, restore_generators
 from samestep.engine.kernel_flags import ENFORCED, check_flags
-from samestep.engine.losses import LossFn, describe
-from samestep.engine.observer import StepObserver
+from samestep.engine.losses import LossFn
 from samestep.engine.portable_kernels import describe_late_caps, make_portable, portable_form
-from samestep.engine.precision import OnNonFinite
 from samestep.engine.rank_device import make_current, own_device
 from samestep.engine.step import TrainStep
 from samestep.engine.strategy import Strategy
-from samestep.engine.strategy_options import Sharded, StrategyOptions, as_strategy
+from samestep.engine.strategy_options import Sharded
 from samestep.errors import SamestepError, UsageError
 from samestep.files import CHECKPOINT_RETRIES, retrying
 from samestep.run.arguments import answers_unknown
 from samestep.run.rerun import current_rerun
 from samestep.run.signals import stopping_on_request
-from samestep.text import counted, show
+from samestep.text import describe, show
 
 DEFAULT_TIMEOUT_SECONDS = 600.0
 MAX_TIMEOUT_SECONDS = 366 * 86_400.0
@@ -109,18 +106,17 @@ class Run:
             device, shares, spares, communicator = rerun.device, None, 0, None
             num_threads = rerun.num_threads if num_threads is None else num_threads
         count = check_contract(global_batch_size, num_microbatches, seed)
-        if num_threads is not None:
-            check_number("num_threads", num_threads, 1)
+        check_counts(num_threads=num_threads)
         check_number("timeout_seconds", timeout_seconds, above=0, high=MAX_TIMEOUT_SECONDS, whole=False, option="")
         is_script = device is None and communicator is None  # a rerun has a device
         environment = read_environment() if communicator is None else Environment()
         world_size = environment.world_size if communicator is None else communicator.world_size
-        _check_spares(spares, world_size)
+        check_number("spares", spares, 0, world_size - 1, option="")  # one at least is left to work
         # For its errors alone: more devices than microbatches, or shares that cannot be.
         microbatch_ranges(count, world_size - spares, active_shares(shares, world_size, spares))
         self.device = own_device(device, environment) if communicator is None else communicator.device
         make_current(self.device)
-        threads = num_threads or environment.num_threads or 1
+        threads = num_threads or environment.settings.num_threads or 1
         if rerun is None and asks_for_portable():  # a replay decides it before it reads a checkpoint
             make_portable(self.device.type)
         self.contract = Contract(global_batch_size, count, seed, self.device.type, threads, portable_form())
@@ -296,19 +292,7 @@ class Run:
         model: nn.Module,
         optimizer: Optimizer | Sequence[Optimizer],
         loss_fn: LossFn,
-        *,
-        counts_fn: Callable[[Any], Any] | None = None,
-        scheduler: LRScheduler | None = None,
-        max_grad_norm: float | None = None,
-        precision: str = "32-true",
-        on_nonfinite: OnNonFinite = "raise",
-        late_check: bool | None = None,
-        overlap: bool = True,
-        bucket_bytes: int | None = None,
-        compile: bool = False,
-        strategy: str | StrategyOptions = "replicate",
-        audit: int | str | None = None,
-        observers: Sequence[StepObserver] = (),
+        **options: Unpack[StepOptions],
     ) -> TrainStep:
         """Makes a training step; several may share a model (a GAN has two). Tier `bitwise`.
 
@@ -323,19 +307,20 @@ class Run:
             counts_fn: for losses with several denominators: `counts_fn(batch)` returns numbers, which are summed over
                 the global batch and handed over as `loss_fn(model, batch, counts)`; the loss then returns the
                 microbatch's 0-d share of the loss, which is summed and not divided again.
-            scheduler: stepped after every step; leave out one that counts epochs, and step it yourself.
-            max_grad_norm: clip the gradient of the global batch to this 2-norm.
-            precision: "32-true", "bf16-mixed" or "16-mixed" (autocast; with a power-of-two loss scale for the last).
-            on_nonfinite: "raise" when the loss or gradient is not finite, or "skip" that update.
+            scheduler: stepped after every step, if given; leave out one that counts epochs, and step it yourself.
+            max_grad_norm: clip the gradient of the global batch to this 2-norm; no clipping by default.
+            precision: "32-true", the default, "bf16-mixed" or "16-mixed" (autocast; with a power-of-two loss scale for
+                the last).
+            on_nonfinite: "raise", the default, when the loss or gradient is not finite, or "skip" that update.
             late_check: let the device skip a non-finite update, and raise when its scalars are read; the default on
                 accelerators with fused Adam or AdamW, which support it. Else the host checks before each update.
-            overlap: send a bucket while backward goes on.
+            overlap: sends a bucket while backward goes on; the default.
             bucket_bytes: size of a message; 32 MiB on CUDA devices, else 8 MiB. The bits depend on neither.
-            compile: run forward and loss through `torch.compile`, with deterministic settings. The bits are equal on
+            compile: runs forward and loss through `torch.compile`, with deterministic settings. Bits are equal on
                 all numbers of devices, and differ from those without it.
-            strategy: the placement of the state on the ranks: "replicate" (each has all of it), "zero1" (each has 1/D
-                of the optimizer's), "sharded" (each has 1/D), or `samestep.Sharded` with options. Equal bits; see
-                docs/strategies.md.
+            strategy: the placement of the state on the ranks: "replicate" (the default: each has all of it), "zero1"
+                (each has 1/D of the optimizer's), "sharded" (each has 1/D), or `samestep.Sharded` with options. Equal
+                bits; see docs/strategies.md.
             audit: in every so many steps another device computes one microbatch again, and the ranks compare their
                 states, which finds devices that compute wrong bits; see docs/wrong-bits.md. It costs
                 1/(audit * num_microbatches) of a step. If one does, it is left out as a lost one: audit=10 is
@@ -349,56 +334,24 @@ class Run:
         A step that is audited raises an `AuditError` on the rank that is left out, or on all ranks if the run ends.
         """
         optimizers = _checked_optimizers(optimizer)
-        audit = chosen_audit() if audit is None else audit
         if any(each in self._sharded for each in model.modules()):
-            raise UsageError(
-                "a training step has sharded this model over the ranks already; several steps over one model need "
-                "strategy='replicate' for each of them"
-            )
-        if isinstance(scheduler, ReduceLROnPlateau):
-            raise UsageError(
-                "ReduceLROnPlateau follows a measured value: leave scheduler=… out, and call its step(value) yourself"
-            )
-        if scheduler is not None and not isinstance(scheduler, LRScheduler):
-            raise UsageError(
-                f"got {describe(scheduler)} as scheduler; needed: one of torch.optim.lr_scheduler, made of the "
-                "optimizer"
-            )
+            raise UsageError("a step has sharded this model already; several over one need strategy='replicate'")
+        if options.get("audit") is None:
+            options["audit"] = chosen_audit()
+        contract, scheduler = self.contract, options.get("scheduler")
+        drawn = self._drawn_before.parameters(model)
+        if drawn:
+            options["observers"] = (*options.get("observers", ()), DrawnParameters(drawn))
+        config = StepConfig(loss_fn, contract.seed, self._num_streams, contract.global_batch_size, **options)
         # By their groups, which a wrapper of an optimizer shares with it.
         groups = {id(group) for each in optimizers for group in each.param_groups}
         if scheduler is not None and groups.isdisjoint(map(id, scheduler.optimizer.param_groups)):
-            raise UsageError(
-                f"the {type(scheduler).__name__} is of another optimizer, and would change no rate of this step; make "
-                "it of the step's optimizer"
-            )
+            raise UsageError(f"the {type(scheduler).__name__} is of another optimizer; make it of the step's optimizer")
         check_flags(ENFORCED, self.device.type, "where samestep.Run needs")
-        drawn = self._drawn_before.parameters(model)
-        chosen = as_strategy(strategy)
-        if self._has_steps and isinstance(chosen, Sharded) != self.membership.plan.is_dealt:
-            raise UsageError(
-                "strategy='sharded' deals the microbatches to the ranks in turn, for all training steps of a run: give "
-                "it to all of them or to none"
-            )
-        stream = self._num_streams
+        if self._has_steps and isinstance(config.placement, Sharded) != self.membership.plan.is_dealt:
+            raise UsageError("strategy='sharded' holds for all training steps of a run: give it to all or to none")
         self._num_streams += 1
-        config = StepConfig(
-            self.contract.seed,
-            stream,
-            loss_fn,
-            counts_fn=counts_fn,
-            max_grad_norm=max_grad_norm,
-            precision=precision,
-            on_nonfinite=on_nonfinite,
-            late_check=late_check,
-            overlap=overlap,
-            bucket_bytes=bucket_bytes,
-            compile=compile,
-            strategy=chosen,
-            global_batch_size=self.contract.global_batch_size,
-            audit=audit,
-        )
-        watching = [*observers, *([DrawnParameters(drawn)] if drawn else [])]
-        step = TrainStep(self.membership, model, optimizers, config, scheduler, watching)
+        step = TrainStep(self.membership, model, optimizers, config)
         self._has_steps = True
         if step.sharded_state is not None and not step.sharded_state.has_whole_parameters:
             self._sharded[model] = step.strategy
@@ -653,7 +606,7 @@ def _ranks_now(
 
     In an earlier run of the program workers may have been lost, and others have joined.
     """
-    joins = environment.joins
+    joins = environment.settings.joins
     if (page := heartbeat.page) is not None:
         quorum = page.quorum()
         heartbeat.quorum, joins = quorum.number, joins and heartbeat.slot not in quorum.slots
@@ -667,18 +620,9 @@ def _ranks_now(
     return Environment(), (0,), join_store(environment, timeout)
 
 
-def _check_spares(spares: int, world_size: int) -> None:
-    """Raises a `UsageError` unless some devices remain that are not spare."""
-    if isinstance(spares, bool) or not isinstance(spares, int) or not 0 <= spares < world_size:
-        raise UsageError(
-            f"got spares={spares!r} for {counted(world_size, 'device')}; one at least must be left to work"
-        )
-
-
 def _checked_optimizers(value: Any) -> tuple[Optimizer, ...]:
     """One or several optimizers as a tuple."""
     optimizers = tuple(value) if isinstance(value, Sequence) else (value,)
     for optimizer in optimizers:
-        if not isinstance(optimizer, Optimizer):
-            raise UsageError(f"got {describe(optimizer)} as optimizer; needed: a torch.optim.Optimizer, or several")
+        check_type("optimizer", optimizer, isinstance(optimizer, Optimizer), "a torch.optim.Optimizer, or several")
     return optimizers

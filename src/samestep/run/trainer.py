@@ -17,14 +17,16 @@ from samestep.checkpoint.contract_diff import ContractChange
 from samestep.checkpoint.digest import state_digest
 from samestep.checkpoint.local_shards import is_sharded
 from samestep.checkpoint.run_folder import CHECKPOINT_FOLDER, WEIGHTS_FILE
+from samestep.checks import check_counts
 from samestep.comm.communicator import Communicator
 from samestep.comm.exceptions import on_main
 from samestep.comm.requests import END_OF_FIT
 from samestep.data.loader import Loader
+from samestep.engine.config import StepOptions
 from samestep.engine.losses import LossFn
 from samestep.errors import CheckpointError, UsageError
 from samestep.files import CHECKPOINT_RETRIES
-from samestep.run.arguments import StepOptions, answers_unknown
+from samestep.run.arguments import answers_unknown
 from samestep.run.hooks import Hooks
 from samestep.run.progress import Progress, enter_training_mode, make_loader, num_batches
 from samestep.run.rerun import current_rerun
@@ -33,7 +35,7 @@ from samestep.run.signals import stopping_on_request
 from samestep.runs.history import BestMetric, EpochRecord, mean_of
 from samestep.runs.ledger import learning_rates
 from samestep.runs.recorder import Logger
-from samestep.runs.run_log import RunLog, check_counts
+from samestep.runs.run_log import RunLog
 from samestep.text import counted, visible
 
 if TYPE_CHECKING:
@@ -56,7 +58,6 @@ class Trainer:
             None writes nothing.
         loggers: further loggers, any objects with `log(step, scalars)` and `close()`. Only rank 0 calls them; their
             draws leave the global generators as they are.
-        name: of the run, shown in the picture.
         contract: further fields of the contract.
         checkpoint_steps: write a checkpoint after every so many steps; None for by time alone.
         checkpoint_minutes: write one when the last is that old, by rank 0's clock; None for by steps alone. One is
@@ -90,7 +91,6 @@ class Trainer:
         *,
         run_dir: str | Path | None = None,
         loggers: Iterable[Logger] = (),
-        name: str = "run",
         contract: Mapping[str, Any] | None = None,
         checkpoint_steps: int | None = None,
         checkpoint_minutes: float | None = CHECKPOINT_MINUTES,
@@ -116,7 +116,6 @@ class Trainer:
         self.step = run.train_step(model, optimizer, loss_fn, **step_options)
         self.step.extra_state = self._hooks.state
         self._precision = step_options.get("precision", "32-true")
-        self._name = name
         self._contract = {
             **run.contract.as_json(),
             **step_contract(self.step),
@@ -172,9 +171,7 @@ class Trainer:
         """
         folder, best = self._log.folder, self.best
         if folder is None or best is None:
-            raise UsageError(
-                "there are no best weights: they are kept by Trainer(run_dir=…, best=…) after an evaluation in fit"
-            )
+            raise UsageError("there are no best weights: Trainer(run_dir=…, best=…) keeps them after an evaluation")
         from samestep.checkpoint.resume import weights_applied
 
         self._perform_on_main(self._log.finish_checkpoints)
@@ -268,9 +265,7 @@ class Trainer:
         if (rerun := current_rerun()) is not None:
             resume, allow_contract_change = rerun.checkpoint(self), True
         elif self._log.has_begun and resume not in (None, "auto", self._resume):
-            raise UsageError(
-                f"got resume={str(resume)!r} in a later call of fit; give it to the first one, as all of them"
-            )
+            raise UsageError(f"got resume={str(resume)!r} in a later call of fit; give it to the first one too")
         progress, self._resume = self._progress, resume
         loader = make_loader(self.run, dataset, len(self.history), num_workers, collate_fn, shuffle)
         if self._log.folder is not None and isinstance(loader, DataLoader) and loader.persistent_workers:
@@ -325,7 +320,7 @@ class Trainer:
                 self._end_fit(loader)
                 self._hooks.call("on_fit_end")
             except KeyboardInterrupt:
-                log.draw(self.history, self._name)
+                log.draw(self.history)
                 raise
             except Exception as error:
                 # An audit that has raised it has ended no step, after which its findings would be recorded.
@@ -572,7 +567,7 @@ class Trainer:
         kept = f"; to go on: {how}" if log.folder is not None else ", and nothing was kept: it has no run_dir"
         self.say(f"stopped after step {self.step.num_steps}{kept}")
         self._say_kept(loader)
-        log.draw(self.history, self._name)
+        log.draw(self.history)
         self.close()
         raise SystemExit(128 + signum)
 
@@ -620,7 +615,7 @@ class Trainer:
         def record_end(digest: str) -> None:
             if log.is_writer:
                 log.finish_checkpoints()
-                log.draw(self.history, self._name)
+                log.draw(self.history)
                 log.event("end", digest=digest)  # after all else is written
 
         def end_on_main() -> None:

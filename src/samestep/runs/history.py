@@ -66,9 +66,7 @@ class BestMetric:
         """The metric by arguments of `Trainer`; None without any."""
         if best is None:
             if patience is not None:
-                raise UsageError(
-                    f"got patience={patience!r} without best; name the metric, such as best='accuracy' (--best)"
-                )
+                raise UsageError(f"got patience={patience!r} without best; name a metric: best='accuracy' (--best)")
             return None
         given = (best,) if isinstance(best, str) else tuple(best)
         name, mode = (*given, "min" if given and str(given[0]).endswith(LOWER_IS_BETTER) else "max")[:2]
@@ -93,9 +91,7 @@ class BestMetric:
     def check_measured(self, found: Mapping[str, float]) -> None:
         """Raises a `UsageError` unless an evaluation gave the metric a value."""
         if self.metric not in found:
-            raise UsageError(
-                f"got best={self.metric!r}, and the evaluation gave {', '.join(found)}; name one of them (--best)"
-            )
+            raise UsageError(f"got best={self.metric!r}; the evaluation gave {', '.join(found)}: name one (--best)")
 
     def best(self, history: Iterable[EpochRecord]) -> EpochRecord | None:
         """The best epoch, the first of equal ones; None if there is none with a finite value."""

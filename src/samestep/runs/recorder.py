@@ -42,11 +42,11 @@ from samestep.checkpoint.run_folder import (
     recorded,
     signed,
 )
+from samestep.checks import check_type
 from samestep.comm.heartbeat import Quorum
 from samestep.comm.membership import Membership
 from samestep.data.batch import Batch
 from samestep.data.randomness import Generators
-from samestep.engine.losses import describe
 from samestep.engine.result import StepResult
 from samestep.errors import UsageError
 from samestep.extras import is_installed, missing
@@ -78,10 +78,8 @@ class IsolatedLoggers:
 
     def __init__(self, loggers: Sequence[Logger], generators: Generators) -> None:
         for logger in loggers:
-            if isinstance(logger, type) or not isinstance(logger, Logger):
-                raise UsageError(
-                    f"got {describe(logger)} as a logger; needed: an object with log(step, scalars) and close()"
-                )
+            fits = isinstance(logger, Logger) and not isinstance(logger, type)
+            check_type("a logger", logger, fits, "an object with log(step, scalars) and close()")
         self._loggers, self._generators, self._calls = loggers, generators, 0
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
@@ -312,7 +310,7 @@ class Recorder:
         for logger in self._loggers:
             logger.log(step, scalars)
 
-    def draw(self, evals: Mapping[int, float], name: str) -> None:
+    def draw(self, evals: Mapping[int, float]) -> None:
         """Draws the losses so far, with those of evaluations by the updates done."""
         if self._folder is None or not is_installed("matplotlib"):
             return
@@ -322,7 +320,8 @@ class Recorder:
         self.flush()
         losses = read_losses(self._folder / LEDGER_FILE)
         if losses:
-            draw_losses(self._folder / PICTURE_FILE, [name], loss_series(0, Curve.of(losses), Curve.of(evals)))
+            series = loss_series(0, Curve.of(losses), Curve.of(evals))
+            draw_losses(self._folder / PICTURE_FILE, [self._folder.absolute().name], series)
 
     def flush(self) -> None:
         """Writes the gathered lines of the ledger."""

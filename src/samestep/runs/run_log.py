@@ -28,7 +28,7 @@ from samestep.checkpoint.run_folder import (
     take_lock,
 )
 from samestep.checkpoint.state import check_storable
-from samestep.checks import check_number
+from samestep.checks import check_counts, check_number
 from samestep.comm.events import Channel
 from samestep.comm.heartbeat import HeartbeatPage
 from samestep.comm.membership import Membership
@@ -335,14 +335,14 @@ class RunLog:
             self._recorder.flush()
             self.display.line(line)
 
-    def draw(self, history: Sequence[EpochRecord], name: str) -> None:
+    def draw(self, history: Sequence[EpochRecord]) -> None:
         """Draws the losses so far, on the rank that writes."""
         if self._recorder is not None:
             per_epoch = max(1, self._step.num_steps // max(1, len(history)))
             evals = {record.epoch * per_epoch: record.eval["loss"] for record in history if "loss" in record.eval}
             # A library that it loads may draw.
             with self._generators.aside(self._step.num_steps):
-                self._recorder.draw(evals, name)
+                self._recorder.draw(evals)
 
     # Checkpoints: whole states are written by a thread, sharded ones by all ranks while training waits.
 
@@ -467,10 +467,3 @@ class RunLog:
         if self._recorder is not None:
             seconds = {"blocked_seconds": round(blocked, 6), "seconds": round(saved.seconds, 6)}
             self._recorder.event("checkpoint", saved.step, name=saved.name, **seconds)
-
-
-def check_counts(**counts: int | None) -> None:
-    """Raises a `UsageError` for a count that is not a whole number from 1 on."""
-    for name, value in counts.items():
-        if value is not None:
-            check_number(name, value, 1)

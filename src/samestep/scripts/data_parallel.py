@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn import parallel as torch_parallel
 
-from samestep.core.microbatches import check_num_microbatches
+from samestep.checks import check_choice, check_counts
 from samestep.errors import UsageError
 from samestep.patch import Patch
 from samestep.scripts.script_state import ScriptState, active, num_visible
@@ -56,10 +56,8 @@ class DataParallel(nn.DataParallel[Any]):
         scatter: str = "tensors",
     ) -> None:
         nn.Module.__init__(self)
-        if scatter not in ("tensors", "elements"):
-            raise UsageError(f'got scatter={scatter!r}; it is "tensors" or "elements"')
-        if num_microbatches is not None:
-            check_num_microbatches(num_microbatches, None)
+        check_choice("scatter", scatter, ("tensors", "elements"), option="")
+        check_counts(num_microbatches=num_microbatches)
         self.module = module
         self.num_microbatches = num_microbatches
         self.scatter_mode = scatter
@@ -168,10 +166,7 @@ def _parts(script: ScriptState) -> list[Patch]:
         # One module alone: the chunks of a call run on one copy of it, and their gradients are summed for it.
         owners = {id(module._module) if isinstance(module, Replica) else None for module in modules}
         if len(owners) != 1 or None in owners:
-            raise UsageError(
-                "torch.nn.parallel.parallel_apply got modules that are not replicas of one; needed: the result of "
-                "torch.nn.parallel.replicate"
-            )
+            raise UsageError("parallel_apply got modules that are no replicas; needed: the result of replicate")
         calls = [
             (tuple(entry) if isinstance(entry, list | tuple) else (entry,), keywords or {})
             for entry, keywords in zip(inputs, kwargs_tup or [{}] * len(modules), strict=True)
@@ -179,10 +174,7 @@ def _parts(script: ScriptState) -> list[Patch]:
         return given_forward(script, modules[0]._module, calls, [module._device for module in modules])
 
     def refuse(self: nn.Module) -> NoReturn:
-        raise UsageError(
-            "the script replicates a module by a function of its own; needed: torch.nn.parallel.replicate, whose "
-            "replicas are shared out over the devices, or nn.DataParallel"
-        )
+        raise UsageError("the script replicates a module by a function of its own; use torch.nn.parallel.replicate")
 
     within = "torch.nn.parallel.data_parallel"
     return [

@@ -146,7 +146,7 @@ def connect_script(num_microbatches: int | None = None) -> ScriptState:
     device = own_device(None, environment)
     if asks_for_portable():
         make_portable(device.type)
-    make_deterministic(environment.num_threads or 1)
+    make_deterministic(environment.settings.num_threads or 1)
     communicator = make_communicator(environment, device, timedelta(seconds=TIMEOUT_SECONDS))
     if environment.world_size > 1:
         atexit.register(communicator.close)

@@ -159,9 +159,7 @@ def _process_group() -> list[Patch]:
         return []
 
     def refuse(*_: Any, **__: Any) -> NoReturn:
-        raise UsageError(
-            "the script starts a process group of its own; run it as torchrun would: samestep run --multi-process …"
-        )
+        raise UsageError("the script starts a process group; run it as torchrun would: samestep run --multi-process …")
 
     def never() -> bool:
         return False

@@ -54,7 +54,7 @@ def run_multi_process(
     itself, which is refused at the second, or the context in which it may.
     """
     place = read_environment()
-    if place.device_kind == "cpu" and place.world_size > 1:
+    if place.settings.device_kind == "cpu" and place.world_size > 1:
         # As `accelerate launch --cpu` and `fabric run` do: without these every process is alone.
         for name, value in (ON_CPUS, "true"), *((each, str(place.local_world_size)) for each in DEVICES_ON_CPUS):
             os.environ.setdefault(name, value)
@@ -69,7 +69,7 @@ def run_multi_process(
             run(target, tuple(argv))
             kept.clear()  # after the script's own references to models, which hold groups too
         except Exception as error:
-            shows_none = place.device_kind == "cpu" and os.environ.get(ON_CPUS, YES[0]).lower() in YES
+            shows_none = place.settings.device_kind == "cpu" and os.environ.get(ON_CPUS, YES[0]).lower() in YES
             if shows_none and any(word in str(error) for word in GPU_WORDS):
                 error.add_note(NO_GPU)
             raise
@@ -114,8 +114,9 @@ def watching_torchrun(program: str, place: Environment | None = None, seed: int 
             asked = parse_args(words[len(found[0].split()) :])
             is_here = asked.nproc_per_node.isdecimal() and asked.nnodes in ("1", "1:1") and not asked.no_python
             if place is not None and is_here and not isinstance(command, str):
-                on = f"{'cpu:' if place.device_kind == 'cpu' else ''}{min(place.world_size, int(asked.nproc_per_node))}"
-                own = ["--multi-process", "--devices", on, "--num-threads", str(place.num_threads or 1)]
+                count, settings = min(place.world_size, int(asked.nproc_per_node)), place.settings
+                on = f"cpu:{count}" if settings.device_kind == "cpu" else str(count)
+                own = ["--multi-process", "--devices", on, "--num-threads", str(settings.num_threads or 1)]
                 own += [*([] if seed is None else ["--seed", str(seed)]), "--logical-devices", asked.nproc_per_node]
                 own += [*["-m"] * asked.module, asked.training_script]
                 notify(f"{program} starts torchrun: its {asked.nproc_per_node} ranks are logical ones (samestep run)")

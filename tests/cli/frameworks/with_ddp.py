@@ -1,5 +1,6 @@
 """DistributedDataParallel by hand: SyncBatchNorm, comm hooks, a sharded optimizer. Its arguments say which."""
 
+import json
 import os
 import sys
 from functools import reduce
@@ -85,7 +86,7 @@ def zero():
 
 def leak():
     """A twin: the device on which a rank really runs gets into its seed."""
-    model = parallel(network(leaked=int(os.environ["SAMESTEP_TOKEN"].rpartition(":")[2])))
+    model = parallel(network(leaked=json.loads(os.environ["SAMESTEP_WORKER"])["device_index"]))
     trained("leak", model, torch.optim.SGD(model.parameters(), 0.1))
 
 

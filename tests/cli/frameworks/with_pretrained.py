@@ -1,5 +1,6 @@
 """Models of transformers by from_pretrained and save_pretrained, in loops of one's own. Its arguments say which."""
 
+import json
 import os
 import sys
 
@@ -62,7 +63,7 @@ def ddp(saved="ddp"):
 def leak():
     """A twin: the device on which a rank really runs gets into its seed."""
     global leaked
-    leaked = int(os.environ.get("SAMESTEP_TOKEN", "0").rpartition(":")[2])
+    leaked = json.loads(os.environ["SAMESTEP_WORKER"])["device_index"]
     ddp("leaked")
 
 

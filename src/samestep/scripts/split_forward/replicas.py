@@ -400,10 +400,7 @@ def _refuse_scripted(module: nn.Module) -> None:
     """Raises for a module whose forward TorchScript runs: its parameters cannot be exchanged."""
     for name, child in module.named_modules():
         if isinstance(child, torch.jit.ScriptModule):
-            raise UsageError(
-                f"{name or 'the wrapped module'} was compiled by torch.jit, whose parameters cannot be exchanged; wrap "
-                "the plain module, or use torch.compile"
-            )
+            raise UsageError(f"{name or 'the wrapped module'} is compiled by torch.jit; use torch.compile, or none")
 
 
 def _is_same(now: dict[str, Any], before: dict[str, Any]) -> bool:

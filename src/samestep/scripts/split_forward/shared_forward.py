@@ -72,9 +72,7 @@ def shared_forward(
         DeterminismError: the forward changes what other chunks read, or a worker's bits are others.
     """
     if torch.autograd.forward_ad._current_level >= 0:
-        raise UsageError(
-            "forward-mode differentiation does not pass a wrapped forward; use reverse mode, or the module"
-        )
+        raise UsageError("forward-mode differentiation does not pass a wrapped forward; use reverse mode or the module")
     # Before anything is noted as sent.
     refuse_modes()
     if child := hooked(module):
@@ -142,10 +140,7 @@ def _shared(driver: Driver, module: nn.Module, is_root: bool, device: torch.devi
         return known, None
     refuse_sync_batchnorm(module)
     if uninitialized(module):
-        raise UsageError(
-            "the wrapped model has lazy layers that have not seen an input: run one forward of the plain model before "
-            "wrapping it, as torch's DataParallel demands too"
-        )
+        raise UsageError("the wrapped model has lazy layers: run one forward of the plain model before wrapping")
     if known is None:
         driver.num_images += 1
         image = Image(driver.num_images, device)

@@ -93,9 +93,7 @@ class Link:
             yield
             return
         if self._failure:
-            raise DeterminismError(
-                f"the devices have been out of step since {self._failure}: let the script end at that error"
-            )
+            raise DeterminismError(f"the devices have been out of step since {self._failure}: let the script end there")
         self._is_within = True
         try:
             yield
