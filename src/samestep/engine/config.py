@@ -57,11 +57,14 @@ class StepConfig:
 
     def __post_init__(self) -> None:
         check_type("loss_fn", self.loss_fn, callable(self.loss_fn), "a function loss_fn(model, batch)")
-        if self.max_grad_norm is not None:
-            check_number("max_grad_norm", self.max_grad_norm, above=0, whole=False, option="")
+        limit = self.max_grad_norm
+        if limit is not None and not (isinstance(limit, int | float) and limit > 0):  # infinity: the norm alone
+            raise UsageError(f"got max_grad_norm={limit!r}; it must be above 0, or None for no clipping")
         check_choice("on_nonfinite", self.on_nonfinite, ("raise", "skip"), option="")
         if isinstance(self.scheduler, ReduceLROnPlateau):
-            raise UsageError("ReduceLROnPlateau follows a measured value: leave it out, and call its step yourself")
+            raise UsageError(
+                "ReduceLROnPlateau follows a measured value: leave scheduler=… out, and call its step yourself"
+            )
         fits = isinstance(self.scheduler, LRScheduler | None)
         check_type("scheduler", self.scheduler, fits, "one of torch.optim.lr_scheduler, made of the optimizer")
         placement = self.placement

@@ -227,10 +227,8 @@ class Run:
 
         if not isinstance(tensor, Tensor):
             raise UsageError(f"gather takes a tensor, got {describe(tensor)}; torch.tensor(…) makes one of numbers")
-        if tensor.layout != torch.strided or tensor.dtype not in DTYPES or tensor.ndim > 8:
-            raise UsageError(
-                f"gather takes a dense tensor of at most 8 dimensions, got {describe(tensor)} of layout {tensor.layout}"
-            )
+        if tensor.layout != torch.strided or tensor.dtype not in DTYPES:
+            raise UsageError(f"gather takes a dense tensor, got {describe(tensor)} of layout {tensor.layout}")
 
         def gather() -> list[Tensor]:
             ranks = range(self.communicator.world_size)
