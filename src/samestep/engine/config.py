@@ -6,7 +6,7 @@ from typing import Any, TypedDict
 
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from samestep.checks import check_choice, check_number, check_type
+from samestep.checks import check_choice, check_type
 from samestep.comm.environment import parse_audit
 from samestep.engine.losses import LossFn
 from samestep.engine.observer import StepObserver
