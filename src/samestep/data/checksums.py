@@ -74,8 +74,9 @@ def row_checksums(tensor: Tensor, length: int) -> Tensor:
     # `data`, here and where bits are compared: of a parameter made in inference mode and moved since (by `Module.to`),
     # `detach()` has no version counter, without which autograd makes no views.
     flat = flattened(tensor.data)
-    words = flat.view({1: torch.uint8, 2: torch.int16}.get(flat.element_size(), torch.int32)).view(length, -1)
-    sums, most = list[Tensor](), max(1, CHECKSUM_WORDS // length)
+    words = flat.view({1: torch.uint8, 2: torch.int16}.get(flat.element_size(), torch.int32))
+    words = words.view(length, words.numel() // max(1, length))
+    sums, most = list[Tensor](), max(1, CHECKSUM_WORDS // max(1, length))
     # Part by part: what is computed for a word has 2 to 8 times its size, several times over.
     for part in words.split(most, 1):
         weights = position_weights(len(sums) * most, part.shape[1], words.device)
