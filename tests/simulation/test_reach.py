@@ -48,7 +48,7 @@ REASONS = {  # why no program has something, and what belongs to it
     "needs processes": """
         Sharded Run.train_step(strategy=sharded) launch
     """,
-    "takes a compiler seconds for each shape": "Run.train_step(compile)",
+    "takes a compiler seconds for each shape": "Run.train_step(compile) Trainer(compile)",
     "closes what ranks in turns do not have": "Run.close",
     "is called by the end of a with block": "Trainer.close",
     "is given by the checks of faults": "Trainer.fit(resume=auto)",
