@@ -13,7 +13,7 @@ USABLE := .venv/.usable
 READY := .venv/.ready
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: train test test-rest test-all test-gpu fake-cuda golden golden-write emulate simulate simulate-gate check format docs bench bench-short bench-packages prove clean
+.PHONY: train test test-rest test-all test-gpu fake-cuda golden golden-write emulate simulate simulate-gate conformance check format docs bench bench-short bench-packages prove clean
 
 train: $(USABLE)
 	$(BIN)/samestep train lenet
@@ -92,6 +92,11 @@ bench-short: $(READY) bench-packages
 
 bench-packages: $(READY)
 	$(PIP) --quiet --editable '.[bench]'
+
+# Other projects' tests under torchrun and under samestep; SOURCES has checkouts of those whose tests are in no package.
+conformance: $(READY)
+	$(PIP) --quiet --editable '.[conformance]'
+	$(BIN)/python tests/conformance/conformance.py $(if $(SOURCES),--sources $(SOURCES)) $(if $(PAGE),--page)
 
 # Twenty minutes on all devices of this machine; its file, proven-….json, is to be sent in (docs/proven.md).
 prove: $(USABLE)

@@ -1,0 +1,286 @@
+"""One rank of other projects' distributed tests: test after test, in the ranks of a launcher.
+
+    torchrun --nproc-per-node 3 in_rank.py torch MODULE|FILE|FOLDER FOLDER PORT FIRST [TESTS]
+    torchrun --nproc-per-node 2 in_rank.py pytest FILES FOLDER PORT FIRST [TESTS]
+
+The ranks take the place of the processes that the tests start themselves: of torch's test classes, whose tests get a
+group each, and of those that pytest collects. FOLDER takes one line of JSON a test and rank, PORT is the port of the
+store by which ranks meet beside their group, FIRST the test to begin with, TESTS a file with the names of the tests to
+run. A rank whose test failed, or waits for ever, leaves: nobody knows what state its group is in.
+"""
+
+import contextlib
+import datetime
+import faulthandler
+import importlib
+import importlib.util
+import inspect
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+import unittest
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+KIND, SOURCE, FOLDER, PORT, FIRST = sys.argv[1], sys.argv[2], Path(sys.argv[3]), int(sys.argv[4]), int(sys.argv[5])
+BACKEND = os.environ.setdefault("BACKEND", "gloo")  # torch's tests read it, too
+os.environ["TEMP_DIR"] = str(FOLDER / "temp")
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from _pytest.runner import runtestprotocol  # noqa: E402
+from torch.testing._internal import common_distributed, common_fsdp, common_utils  # noqa: E402
+
+LIMIT = 40.0  # seconds, of a test
+OTHERS = 5.0  # seconds for the other ranks to end a test that failed on one
+FAILED = 3
+Outcome = tuple[str, str]  # passes, skips or fails; the text
+
+common_fsdp.DEVICE_COUNT = SIZE
+STORE = dist.TCPStore("127.0.0.1", PORT, is_master=False, timeout=datetime.timedelta(seconds=LIMIT + 60))
+
+
+def main() -> None:
+    """Runs the tests of a source."""
+    if KIND == "torch":
+        classes = [case for source in SOURCE.split(",") for case in test_classes(source)]
+        named = {f"{case.__name__}.{name}": (case, name) for case in classes for name in tests_of(case)}
+        run_all(list(named), lambda name: torch_outcome(*named[name], name))
+    else:
+        arguments = ["-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:timeout", "-q", *SOURCE.split(",")]
+        sys.exit(pytest.main(arguments, plugins=[InRanks()]))
+
+
+def run_all(names: list[str], outcome_of: Callable[[str], Outcome]) -> None:
+    """Runs the tests, until one fails."""
+    if len(sys.argv) > 6:
+        only = set(Path(sys.argv[6]).read_text().split("\n"))
+        names = [name for name in names if name in only]
+    with (FOLDER / f"{RANK}.jsonl").open("a", buffering=1) as lines:
+        for index in range(FIRST, len(names)):
+            meet(f"{index}/begin")
+            write(lines, test=names[index], outcome="begin")
+            began, ended = time.monotonic(), threading.Event()
+            watcher = threading.Thread(target=watch, args=(lines, names[index], index, ended), daemon=True)
+            watcher.start()
+            outcome, text = outcome_of(names[index])
+            seconds = round(time.monotonic() - began, 2)
+            write(lines, test=names[index], outcome=outcome, text=text[-6000:], seconds=seconds)
+            if outcome == "fails":
+                STORE.set(f"{index}/failed", "1")
+                STORE.set(f"{index}/end/{RANK}", "1")
+                with contextlib.suppress(Exception):
+                    STORE.wait([f"{index}/end/{rank}" for rank in range(SIZE)], datetime.timedelta(seconds=OTHERS))
+                os._exit(FAILED)
+            meet(f"{index}/end")
+            ended.set()
+            watcher.join()
+            if STORE.check([f"{index}/failed"]):
+                os._exit(FAILED)
+            end_group()  # of all ranks: one that waits for another's message has got it
+    meet("done")
+
+
+def watch(lines: Any, name: str, index: int, ended: threading.Event) -> None:
+    """Leaves the process when a test takes too long, here or on a rank that has failed."""
+    began, failed = time.monotonic(), 0.0
+    while not ended.wait(0.2):
+        now = time.monotonic()
+        if not failed and STORE.check([f"{index}/failed"]):
+            failed = now
+        if now - began > LIMIT or (failed and now - failed > OTHERS):
+            with (FOLDER / f"stack.{RANK}").open("w+") as file:
+                faulthandler.dump_traceback(file)
+                file.seek(0)
+                write(lines, test=name, outcome="waits" if failed else "hangs", text=file.read()[-6000:])
+            STORE.set(f"{index}/failed", "1")
+            os._exit(FAILED)
+
+
+def meet(name: str) -> None:
+    """Waits until every rank is here."""
+    STORE.set(f"{name}/{RANK}", "1")
+    STORE.wait([f"{name}/{rank}" for rank in range(SIZE)])
+
+
+def write(lines: Any, **entry: Any) -> None:
+    """One line of JSON."""
+    lines.write(json.dumps(entry) + "\n")
+
+
+# torch's test classes
+
+
+OF_RANKS = (
+    common_distributed.MultiProcessTestCase,
+    common_distributed.MultiThreadedTestCase,
+    common_distributed.MultiProcContinuousTest,
+)
+WITH_GROUP = ("TestDistBackend", "FSDPTest", "MultiThreadedTestCase", "MultiProcContinuousTest")
+SKIPS = {skip.exit_code: skip.message for skip in common_distributed.TEST_SKIPS.values()}
+
+
+def test_classes(source: str) -> list[type]:
+    """The test classes of a module, a file or the files of a folder; a file that this torch cannot import has none."""
+    path = Path(source)
+    if path.is_dir():
+        return [case for file in sorted(path.rglob("test_*.py")) for case in test_classes(str(file))]
+    try:
+        if path.suffix == ".py":
+            sys.path[:0] = [str(path.parent)]
+            name = "_".join(path.parts[-2:])[:-3]
+            spec = importlib.util.spec_from_file_location(name, path)
+            assert spec is not None
+            assert spec.loader is not None
+            module = importlib.util.module_from_spec(spec)
+            sys.modules[name] = module
+            spec.loader.exec_module(module)
+        else:
+            module = importlib.import_module(source)
+    except (Exception, SystemExit) as error:
+        print(f"{source} is left out: {type(error).__name__}: {error}")
+        return []
+    if hasattr(module, "DistributedTest"):
+        return [distributed_test(module)]
+    cases = [each for _, each in sorted(vars(module).items()) if inspect.isclass(each)]
+    return [each for each in cases if issubclass(each, OF_RANKS) and each.__module__ == module.__name__]
+
+
+def distributed_test(module: ModuleType) -> type:
+    """The class that torch's distributed_test.py is made of for a backend."""
+    module.PROFILING_SUPPORTED_BACKENDS = []  # the events of a trace have the names of a backend
+    met: list[int] = []
+
+    def sync(*_: Any, **__: Any) -> None:
+        met.append(0)
+        meet(f"barrier/{FIRST}/{len(met)}")
+
+    module.Barrier.sync = sync  # it counts the files of processes that its own launcher has started
+    for folder in ("barrier", "test_dir"):
+        (FOLDER / "temp" / folder).mkdir(parents=True, exist_ok=True)
+    return type("TestDistributed", (module.TestDistBackend, module.DistributedTest._DistTestBase), {})
+
+
+def tests_of(case: type) -> list[str]:
+    """The names of a class's tests."""
+    return sorted(name for name in dir(case) if name.startswith("test"))
+
+
+def torch_outcome(case: Any, name: str, key: str) -> Outcome:
+    """The outcome of a test of torch's on this rank."""
+    for skipped in (case, getattr(case, name)):
+        if getattr(skipped, "__unittest_skip__", False):
+            return "skips", str(skipped.__unittest_skip_why__)
+    try:
+        with group(case, name, key) as test:
+            common_utils.set_rng_seed()
+            getattr(test, name)()
+    except unittest.SkipTest as skip:
+        return "skips", str(skip)
+    except SystemExit as stop:
+        if stop.code in SKIPS:
+            return "skips", SKIPS[stop.code]
+        return ("passes", "") if stop.code in (0, None) else ("fails", f"exit code {stop.code}")
+    except BaseException:
+        return "fails", traceback.format_exc()
+    return "passes", ""
+
+
+@contextlib.contextmanager
+def group(case: Any, name: str, key: str) -> Iterator[Any]:
+    """The test as its own processes make it, with the number of ranks that there are, and its group."""
+    bases = {each.__name__ for each in case.__mro__}
+    if isinstance(inspect.getattr_static(case, "world_size", None), int):
+        case.world_size, case.rank = SIZE, RANK
+    else:
+        own = {"world_size": property(lambda _: SIZE), "__module__": case.__module__}
+        case = type(case.__name__, (case,), own)
+    test = case(name)
+    test.rank, test.file_name = RANK, str(FOLDER / "temp" / f"meet-{key}")
+    Path(test.file_name).parent.mkdir(parents=True, exist_ok=True)
+    if bases & set(WITH_GROUP):
+        seconds = datetime.timedelta(seconds=LIMIT - 10)
+        dist.init_process_group(
+            BACKEND, store=dist.PrefixStore(key, STORE), rank=RANK, world_size=SIZE, timeout=seconds
+        )
+    if "MultiProcContinuousTest" in bases:
+        case.pg = dist.group.WORLD
+    if "MultiThreadedTestCase" in bases:
+        case.global_store = dist.PrefixStore(f"{key}/global", STORE)
+        test.perThreadSetUp()
+    yield test
+    if "MultiThreadedTestCase" in bases:
+        test.perThreadTearDown()
+
+
+def end_group() -> None:
+    """Ends the group, if the test has not."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    torch.set_default_dtype(torch.float32)
+
+
+# Tests that pytest collects
+
+
+class InRanks:
+    """Runs pytest's tests in the ranks."""
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionstart(self) -> None:
+        """The ranks take the place of the processes by which torchmetrics' and Lightning's tests start functions."""
+        metrics = sys.modules.get("unittests.conftest")
+        if metrics is not None:
+            metrics.setup_ddp = torchmetrics_group  # type: ignore[attr-defined]
+            metrics.Pool = lambda **_: RankOfPool()  # type: ignore[attr-defined]
+
+    def pytest_runtestloop(self, session: Any) -> bool:
+        """All tests, as torch's are run."""
+        named = {item.nodeid: item for item in session.items}
+
+        def outcome_of(name: str) -> Outcome:
+            reports = runtestprotocol(named[name], log=False, nextitem=None)
+            bad = [report for report in reports if report.failed]
+            if bad:
+                return "fails", bad[0].longreprtext
+            return ("skips" if any(report.skipped for report in reports) else "passes"), ""
+
+        run_all(list(named), outcome_of)
+        return True
+
+
+class RankOfPool:
+    """A pool of processes, as one of its ranks."""
+
+    def map(self, function: Callable[..., Any], values: Any) -> list[Any]:
+        """The function of this rank's value."""
+        return [function(list(values)[RANK])]
+
+    def starmap(self, function: Callable[..., Any], values: Any) -> list[Any]:
+        """The function of this rank's values."""
+        return [function(*list(values)[RANK])]
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    join = close
+
+
+def torchmetrics_group(rank: int, world_size: int) -> None:
+    """A group of the ranks, anew."""
+    assert (rank, world_size) == (RANK, SIZE)
+    end_group()
+    torchmetrics_group.made += 1  # type: ignore[attr-defined]
+    store = dist.PrefixStore(f"group/{FIRST}/{torchmetrics_group.made}", STORE)  # type: ignore[attr-defined]
+    dist.init_process_group(BACKEND, store=store, rank=rank, world_size=world_size)
+
+
+torchmetrics_group.made = 0  # type: ignore[attr-defined]
+main()
