@@ -8,7 +8,8 @@ import torch
 from engine_programs import bits, in_turns, make_step, perceptron, table
 from torch.nn import functional
 
-from samestep.engine.precision import FiniteCheck, LossScale
+from samestep.engine.finite_check import FiniteCheck
+from samestep.engine.precision import LossScale
 from samestep.engine.result import StepResult
 from samestep.errors import DeterminismError, NonFiniteError, UsageError
 from samestep.run.run import Run

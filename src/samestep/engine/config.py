@@ -8,9 +8,10 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from samestep.checks import check_choice, check_type
 from samestep.comm.environment import parse_audit
+from samestep.engine.finite_check import OnNonFinite
 from samestep.engine.losses import LossFn
 from samestep.engine.observer import StepObserver
-from samestep.engine.precision import OnNonFinite, check_precision
+from samestep.engine.precision import check_precision
 from samestep.engine.strategy_options import Sharded, StrategyOptions, as_strategy
 from samestep.errors import UsageError
 

@@ -28,6 +28,7 @@ from samestep.engine.audit import Audit, AuditFinding, RepeatStepError
 from samestep.engine.buffers import refuse_sync_batchnorm
 from samestep.engine.config import StepConfig, default_bucket_bytes
 from samestep.engine.factory import make_strategy
+from samestep.engine.finite_check import FiniteCheck, divisor, left_out_if
 from samestep.engine.forward_backward import ForwardBackward, backward_on_this_thread, compiling_alike
 from samestep.engine.gradients import divide, scale
 from samestep.engine.kernel_flags import check_flags, enough_memory, kernel_flags
@@ -43,7 +44,7 @@ from samestep.engine.parameters import (
     move_states,
     named_parameters,
 )
-from samestep.engine.precision import FiniteCheck, LossScale, divisor, left_out_if
+from samestep.engine.precision import LossScale
 from samestep.engine.result import ADVICE, Agreed, StepResult, StepStats, read_headers, write_header
 from samestep.engine.sharded_state import ShardedState
 from samestep.engine.side_effects import MOST_NAMES, WATCHED_STEPS, Traces
