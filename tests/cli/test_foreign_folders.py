@@ -349,7 +349,7 @@ RECIPES = {  # the recipe and arguments of a stranger's record, the command, and
     "a folder": (("lenet", "--data", "."), ("audit", "a"), ASKS),
     "a download": (("lenet", "--data", "mnist"), ("audit", "a"), ASKS),
     "a large model": (("gpt", "--head-width", "16384"), ("audit", "a"), "larger than its checkpoint"),
-    "a deep model": (("gpt", "--layers", str(10**9)), ("replay", "a", "--step", 1), "larger than the"),
+    "a deep model": (("gpt", "--layers", str(10**9)), ("replay", "a", "--step", 1), "larger than its"),
     "an unknown argument": (("mlp", "--nosuch", "1"), ("audit", "a"), "unrecognized arguments: --nosuch 1"),
     "an abbreviation": (("mlp", "--dat", PRIVATE), ("audit", "a"), "unrecognized arguments: --dat"),
     "an odd value": (("mlp", "--seed", "{}"), ("audit", "a"), "argument --seed: got {}; it must be a whole number"),

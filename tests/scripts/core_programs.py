@@ -133,7 +133,7 @@ class RightSum:
     def push(self, block, value):
         self._values[block] = value
 
-    def pop_sibling(self, block):
+    def sibling(self, block):
         return None
 
     @property

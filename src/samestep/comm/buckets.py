@@ -99,7 +99,7 @@ class BucketSum:
         # A right leaf needs no memory of its own. The left one does: autograd may give two parameters the same memory
         # (https://github.com/pytorch/pytorch/issues/34082), so nothing is ever added to what it made.
         block = Block(leaf, 1)
-        left = self._tree.pop_sibling(block)
+        left = self._tree.sibling(block)
         total = self._empty() if left is None else left
         views, present = [], []
         for view, each in zip(total.views, dense, strict=True):
@@ -112,7 +112,7 @@ class BucketSum:
         if present:
             (torch._foreach_copy_ if left is None else torch._foreach_add_)(views, present)
         # The left sibling's memory takes the sum, so about 1 + log2 of this rank's leaves are alive at once.
-        self._tree.push(block if left is None else Block(leaf - 1, 2), total)
+        (self._tree.push if left is None else self._tree.added)(block, total)
         return total.flat, left is not None
 
     def root(self) -> FlatSum | None:

@@ -50,15 +50,19 @@ class TreeSum(Generic[T]):
         self._blocks.append(block)
         self._sums.append(value)
 
-    def pop_sibling(self, block: Block) -> T | None:
-        """Takes off the sum of the block's left sibling; None if that is not here, or the block is a left one itself.
+    def sibling(self, block: Block) -> T | None:
+        """The sum of the block's left sibling; None if that is not here, or the block is a left one itself.
 
-        The caller adds the block to it, and pushes the sum as their parent.
+        The caller adds the block to it, and then calls `added`: if the addition fails, nothing has changed here.
         """
-        if not self._blocks or not are_siblings(self._blocks[-1], block):
-            return None
-        self._blocks.pop()
-        return self._sums.pop()
+        is_here = bool(self._blocks) and are_siblings(self._blocks[-1], block)
+        return self._sums[-1] if is_here else None
+
+    def added(self, block: Block, total: T) -> None:
+        """Takes the sum of a block and its left sibling, in that one's place."""
+        left = self._blocks.pop()
+        self._sums.pop()
+        self.push(Block(left.start, 2 * left.size), total)
 
     def root(self) -> T | None:
         """The sum of everything; None without a leaf."""

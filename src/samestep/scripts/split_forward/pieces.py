@@ -100,7 +100,8 @@ class PieceSums:
     def push(self, number: int, chunk: int, pieces: Sequence[Tensor | None]) -> None:
         """Adds a chunk's pieces of the members of one bucket; each bucket's come in the order of the chunks."""
         self._skip_to(number, chunk)
-        self._sums[number].push(chunk, pieces)
+        to = self._buckets[number].device, self._buckets[number].dtype  # a module may move a weight for its chunk
+        self._sums[number].push(chunk, [None if piece is None else piece.to(*to) for piece in pieces])
         self._next[number] = chunk + 1
         for index, piece in zip(self._buckets[number].members, pieces, strict=True):
             self.used[index] |= piece is not None
