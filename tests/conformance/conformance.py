@@ -126,7 +126,7 @@ def run(suite: Suite, ranks: int, launcher: str, root: Path, only: list[str] | N
 def launched(launcher: str, ranks: int, program: list[str]) -> list[str]:
     """The command that runs a program in so many ranks."""
     if launcher == TORCHRUN:
-        return [str(BIN / "torchrun"), "--nproc-per-node", str(ranks), "--master-port", "0", *program]
+        return [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", str(ranks), *program]
     return [str(BIN / "samestep"), "run", "--devices", launcher, "--logical-devices", str(ranks), *program]
 
 
@@ -202,7 +202,7 @@ each.**
 
 ```bash
 make conformance                     # what installed packages have: torch's and Accelerate's tests
-make conformance SOURCES=checkouts   # all of it: checkouts/pytorch, checkouts/torchmetrics
+make conformance SOURCES=checkouts   # torchmetrics' too, of checkouts/torchmetrics
 ```
 
 | tests | version | ranks | pass under torchrun | of these under samestep |
@@ -211,7 +211,7 @@ make conformance SOURCES=checkouts   # all of it: checkouts/pytorch, checkouts/t
 
 A test that skips itself under torchrun, for want of a GPU or of more ranks, and one that fails there, is not counted.
 The classes of torch start processes of their own; here the launcher's ranks take their place, and every test has a
-group of its own. The checkouts are of PyTorch 2.6 (its `test` folder) and of torchmetrics' newest.
+group of its own.
 
 | what differs | it | why |
 |---|---|---|
