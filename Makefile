@@ -93,10 +93,9 @@ bench-short: $(READY) bench-packages
 bench-packages: $(READY)
 	$(PIP) --quiet --editable '.[bench]'
 
-# Other projects' tests under torchrun and under samestep; SOURCES has checkouts of those whose tests are in no package.
+# Other projects' tests under torchrun and under samestep; with PAGE=1 the page is written.
 conformance: $(READY)
-	$(PIP) --quiet --editable '.[conformance]'
-	$(BIN)/python tests/conformance/conformance.py $(if $(SOURCES),--sources $(SOURCES)) $(if $(PAGE),--page)
+	$(BIN)/python tests/conformance/conformance.py $(if $(PAGE),--page)
 
 # Twenty minutes on all devices of this machine; its file, proven-….json, is to be sent in (docs/proven.md).
 prove: $(USABLE)

@@ -94,7 +94,7 @@ def run(suite: Suite, ranks: int, launcher: str, root: Path, only: list[str] | N
         sources = suite.sources if only is None else only
         return {source: script_outcome(launched(launcher, ranks, ["-m", source])) for source in sources}
     places = ",".join(str(root / source) if suite.checkout else source for source in suite.sources)
-    environment = {**os.environ, "USE_PYTEST_POOL": "1"}  # by which torchmetrics' tests share work out
+    environment = {**os.environ}
     if suite.checkout:
         environment["PYTHONPATH"] = f"{root / 'test'}:{root / 'tests'}"
     with tempfile.TemporaryDirectory(prefix="samestep-conformance-") as name:
@@ -108,7 +108,7 @@ def run(suite: Suite, ranks: int, launcher: str, root: Path, only: list[str] | N
         while True:
             store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             (folder / "temp").mkdir(exist_ok=True)
-            arguments = [suite.kind, places, name, str(store.port), str(first), *tests]
+            arguments = [places, name, str(store.port), str(first), *tests]
             command = launched(launcher, ranks, [str(HERE / "in_rank.py"), *arguments])
             ended = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=folder, check=False)
             lines = [
@@ -197,12 +197,11 @@ HEAD = """# Conformance
 
 That one, two and three devices agree shows that samestep agrees with itself. Whether it agrees with the field is what
 other projects' own tests say. They run here unchanged, in the ranks of torchrun and in the ranks of
-`samestep run --logical-devices`, on one device and on two: **{same} of the {total} that pass under torchrun pass on
+`samestep run --logical-devices`, on one device and on two. **{same} of the {total} that pass under torchrun pass on
 each.**
 
 ```bash
-make conformance                     # what installed packages have: torch's and Accelerate's tests
-make conformance SOURCES=checkouts   # torchmetrics' too, of checkouts/torchmetrics
+make conformance            # on one device and on two; with PAGE=1 it writes this page
 ```
 
 | tests | version | ranks | pass under torchrun | of these under samestep |

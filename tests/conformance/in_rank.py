@@ -1,12 +1,11 @@
 """One rank of other projects' distributed tests: test after test, in the ranks of a launcher.
 
-    torchrun --nproc-per-node 3 in_rank.py torch MODULE|FILE|FOLDER FOLDER PORT FIRST [TESTS]
-    torchrun --nproc-per-node 2 in_rank.py pytest FILES FOLDER PORT FIRST [TESTS]
+    torchrun --nproc-per-node 3 in_rank.py MODULE|FILE FOLDER PORT FIRST [TESTS]
 
-The ranks take the place of the processes that the tests start themselves: of torch's test classes, whose tests get a
-group each, and of those that pytest collects. FOLDER takes one line of JSON a test and rank, PORT is the port of the
-store by which ranks meet beside their group, FIRST the test to begin with, TESTS a file with the names of the tests to
-run. A rank whose test failed, or waits for ever, leaves: nobody knows what state its group is in.
+The ranks take the place of the processes that torch's test classes start; each test has a group of its own. FOLDER
+takes one line of JSON a test and rank, PORT is the port of the store by which ranks meet beside their group, FIRST the
+test to begin with, TESTS a file with the names of the tests to run. A rank whose test failed, or waits for ever,
+leaves: nobody knows what state its group is in.
 """
 
 import contextlib
@@ -28,14 +27,12 @@ from types import ModuleType
 from typing import Any
 
 RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-KIND, SOURCE, FOLDER, PORT, FIRST = sys.argv[1], sys.argv[2], Path(sys.argv[3]), int(sys.argv[4]), int(sys.argv[5])
+SOURCE, FOLDER, PORT, FIRST = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
 BACKEND = os.environ.setdefault("BACKEND", "gloo")  # torch's tests read it, too
 os.environ["TEMP_DIR"] = str(FOLDER / "temp")
 
-import pytest  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from _pytest.runner import runtestprotocol  # noqa: E402
 from torch.testing._internal import common_distributed, common_fsdp, common_utils  # noqa: E402
 
 LIMIT = 40.0  # seconds, of a test
@@ -49,19 +46,15 @@ STORE = dist.TCPStore("127.0.0.1", PORT, is_master=False, timeout=datetime.timed
 
 def main() -> None:
     """Runs the tests of a source."""
-    if KIND == "torch":
-        classes = [case for source in SOURCE.split(",") for case in test_classes(source)]
-        named = {f"{case.__name__}.{name}": (case, name) for case in classes for name in tests_of(case)}
-        run_all(list(named), lambda name: torch_outcome(*named[name], name))
-    else:
-        arguments = ["-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:timeout", "-q", *SOURCE.split(",")]
-        sys.exit(pytest.main(arguments, plugins=[InRanks()]))
+    classes = [case for source in SOURCE.split(",") for case in test_classes(source)]
+    named = {f"{case.__name__}.{name}": (case, name) for case in classes for name in tests_of(case)}
+    run_all(list(named), lambda name: torch_outcome(*named[name], name))
 
 
 def run_all(names: list[str], outcome_of: Callable[[str], Outcome]) -> None:
     """Runs the tests, until one fails."""
-    if len(sys.argv) > 6:
-        only = set(Path(sys.argv[6]).read_text().split("\n"))
+    if len(sys.argv) > 5:
+        only = set(Path(sys.argv[5]).read_text().split("\n"))
         names = [name for name in names if name in only]
     with (FOLDER / f"{RANK}.jsonl").open("a", buffering=1) as lines:
         for index in range(FIRST, len(names)):
@@ -227,60 +220,4 @@ def end_group() -> None:
     torch.set_default_dtype(torch.float32)
 
 
-# Tests that pytest collects
-
-
-class InRanks:
-    """Runs pytest's tests in the ranks."""
-
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_sessionstart(self) -> None:
-        """The ranks take the place of the processes by which torchmetrics' and Lightning's tests start functions."""
-        metrics = sys.modules.get("unittests.conftest")
-        if metrics is not None:
-            metrics.setup_ddp = torchmetrics_group  # type: ignore[attr-defined]
-            metrics.Pool = lambda **_: RankOfPool()  # type: ignore[attr-defined]
-
-    def pytest_runtestloop(self, session: Any) -> bool:
-        """All tests, as torch's are run."""
-        named = {item.nodeid: item for item in session.items}
-
-        def outcome_of(name: str) -> Outcome:
-            reports = runtestprotocol(named[name], log=False, nextitem=None)
-            bad = [report for report in reports if report.failed]
-            if bad:
-                return "fails", bad[0].longreprtext
-            return ("skips" if any(report.skipped for report in reports) else "passes"), ""
-
-        run_all(list(named), outcome_of)
-        return True
-
-
-class RankOfPool:
-    """A pool of processes, as one of its ranks."""
-
-    def map(self, function: Callable[..., Any], values: Any) -> list[Any]:
-        """The function of this rank's value."""
-        return [function(list(values)[RANK])]
-
-    def starmap(self, function: Callable[..., Any], values: Any) -> list[Any]:
-        """The function of this rank's values."""
-        return [function(*list(values)[RANK])]
-
-    def close(self) -> None:
-        """Nothing is open."""
-
-    join = close
-
-
-def torchmetrics_group(rank: int, world_size: int) -> None:
-    """A group of the ranks, anew."""
-    assert (rank, world_size) == (RANK, SIZE)
-    end_group()
-    torchmetrics_group.made += 1  # type: ignore[attr-defined]
-    store = dist.PrefixStore(f"group/{FIRST}/{torchmetrics_group.made}", STORE)  # type: ignore[attr-defined]
-    dist.init_process_group(BACKEND, store=store, rank=rank, world_size=world_size)
-
-
-torchmetrics_group.made = 0  # type: ignore[attr-defined]
 main()

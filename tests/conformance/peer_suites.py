@@ -46,15 +46,6 @@ SUITES = (
         least=3,
         is_short=True,
     ),
-    Suite(
-        "torchmetrics: bases/test_ddp.py",
-        "pytest",
-        ("tests/unittests/bases/test_ddp.py",),
-        "torchmetrics",
-        (2,),
-        least=16,
-        checkout="torchmetrics",
-    ),
 )
 
 REASONS = {
