@@ -193,7 +193,7 @@ def write_page(compared: list[Compared]) -> None:
 
 HEAD = """# Conformance
 
-<!-- Written by tests/conformance/conformance.py --page. -->
+<!-- Written by `make conformance PAGE=1`. -->
 
 That one, two and three devices agree shows that samestep agrees with itself. Whether it agrees with the field is what
 other projects' own tests say. They run here unchanged, in the ranks of torchrun and in the ranks of
