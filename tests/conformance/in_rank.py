@@ -5,7 +5,7 @@
 The ranks take the place of the processes that torch's test classes start; each test has a group of its own. FOLDER
 takes one line of JSON a test and rank, PORT is the port of the store by which ranks meet beside their group, FIRST the
 test to begin with, TESTS a file with the names of the tests to run. A rank whose test failed, or waits for ever,
-leaves: nobody knows what state its group is in.
+leaves: the state of its group is not known.
 """
 
 import contextlib
@@ -121,10 +121,8 @@ SKIPS = {skip.exit_code: skip.message for skip in common_distributed.TEST_SKIPS.
 
 
 def test_classes(source: str) -> list[type]:
-    """The test classes of a module, a file or the files of a folder; a file that this torch cannot import has none."""
+    """The test classes of a module or a file; one that this torch cannot import has none."""
     path = Path(source)
-    if path.is_dir():
-        return [case for file in sorted(path.rglob("test_*.py")) for case in test_classes(str(file))]
     try:
         if path.suffix == ".py":
             sys.path[:0] = [str(path.parent)]

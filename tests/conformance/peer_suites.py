@@ -11,7 +11,7 @@ class Suite:
         kind: how in_rank.py runs them; "script": a program each, which passes if it exits with 0.
         sources: modules, or files and folders in the project's checkout.
         checkout: the folder of --sources that has them; "" if they are in an installed package.
-        package: whose version is told.
+        package: whose version the page has.
         ranks: the numbers of ranks they run with.
         least: how many pass under torchrun at the least.
         is_short: part of the gate.
@@ -51,7 +51,4 @@ SUITES = (
 REASONS = {
     "accelerate.test_utils.scripts.test_ops": "it takes memory that nobody has written (`torch.empty`) for zeros",
     "TestDistributed.test_ddp_logging_data_cpu": "DDP's log names the backend that carries the bytes: samestep's",
-    "TestDistributed.test_barrier_timeout_full_group": (
-        "the test looks for words of gloo's message; the error is raised, with a sentence of its own"
-    ),
 }
