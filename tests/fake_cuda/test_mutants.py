@@ -90,7 +90,7 @@ MUTANTS = {  # name: (file, text, its replacement), …, the file of the test an
         "comm/test_stream.py -k not_with_its_square",
     ),
     "a late check where the CPU updates": (
-        ("engine/precision.py", 'device.type == "cpu" or is_offloaded', 'device.type == "cpu"'),
+        ("engine/finite_check.py", 'device.type == "cpu" or is_offloaded', 'device.type == "cpu"'),
         "engine/test_nonfinite.py -k update_is_one_of_the_cpu",
     ),
     "cuBLAS's variable set too late": (
