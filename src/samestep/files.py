@@ -84,19 +84,19 @@ def reason(error: Exception) -> str:
     return str(getattr(error, "strerror", None) or error)
 
 
-def retrying(attempt: Callable[[], T], retries: int, tell: Callable[[str], None]) -> T:
-    """Calls `attempt` again, up to `retries` times and after 1, 2, 4, … seconds, if it raises a `RunFolderError`.
+def retrying(attempt: Callable[[], T], tell: Callable[[str], None]) -> T:
+    """Calls `attempt` again, `CHECKPOINT_RETRIES` times and after 1, 2, 4, … seconds, if it raises a `RunFolderError`.
 
     If several ranks write together, `attempt` must fail on all of them alike. `tell` gets a sentence on each retry.
     """
-    for number in range(retries):
+    for number in range(CHECKPOINT_RETRIES):
         try:
             return attempt()
         except RunFolderError as error:
             seconds = min(2.0 ** min(number, 9), MAX_WAIT_SECONDS)
             tell(
                 f"{error}; until then the checkpoint before is the newest: trying again in {seconds:.0f} s "
-                f"(retry {number + 1} of {retries}: checkpoint_retries)"
+                f"(retry {number + 1} of {CHECKPOINT_RETRIES})"
             )
             time.sleep(seconds)
     return attempt()

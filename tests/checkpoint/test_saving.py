@@ -200,9 +200,10 @@ def test_an_error_of_the_writer_is_raised_once_by_the_next_call_and_the_saver_go
 
 def test_what_cannot_be_written_is_tried_again_and_each_failure_is_told(tmp_path, monkeypatch):
     monkeypatch.setattr(run_files, "MAX_WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(run_files, "CHECKPOINT_RETRIES", 100_000)
     folder = tmp_path / "checkpoints"
     folder.write_text("in the way")
-    saver, told = CheckpointSaver(folder, retries=100_000), []
+    saver, told = CheckpointSaver(folder), []
     save(saver, 1)
     while not told:
         told = saver.failures()
@@ -211,7 +212,7 @@ def test_what_cannot_be_written_is_tried_again_and_each_failure_is_told(tmp_path
     assert [saved.step for saved in saver.poll()] == [1]
     assert is_state_of(newest_checkpoint(folder).snapshot, 1)
     assert told[0].startswith(f"cannot write {folder}/step-00000001: ")
-    assert told[0].endswith("trying again in 0 s (retry 1 of 100000: checkpoint_retries)")
+    assert told[0].endswith("trying again in 0 s (retry 1 of 100000)")
 
 
 @pytest.mark.parametrize("is_first", [True, False])
@@ -222,7 +223,7 @@ def test_a_run_that_is_moved_away_while_a_checkpoint_is_written_is_not_made_anew
     monkeypatch.setattr(run_files, "MAX_WAIT_SECONDS", 0.0)
     run = tmp_path / "run"
     run.mkdir()
-    saver, gate = CheckpointSaver(run / "checkpoints", retries=3), Gate()
+    saver, gate = CheckpointSaver(run / "checkpoints"), Gate()
     if not is_first:
         save(saver, 1)
         saver.close()
@@ -238,7 +239,8 @@ def test_a_run_that_is_moved_away_while_a_checkpoint_is_written_is_not_made_anew
     assert run.exists() == replaced
 
 
-def test_a_run_that_is_removed_between_two_checkpoints_is_not_made_anew(tmp_path):
+def test_a_run_that_is_removed_between_two_checkpoints_is_not_made_anew(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_files, "MAX_WAIT_SECONDS", 0.0)
     run = tmp_path / "run"
     run.mkdir()
     saver = CheckpointSaver(run / "checkpoints")
@@ -251,16 +253,14 @@ def test_a_run_that_is_removed_between_two_checkpoints_is_not_made_anew(tmp_path
     assert not run.exists()
 
 
-def test_an_error_that_stays_is_raised_after_as_many_retries_as_were_asked_for(tmp_path, monkeypatch):
+def test_an_error_that_stays_is_raised_after_three_retries(tmp_path, monkeypatch):
     monkeypatch.setattr(run_files, "MAX_WAIT_SECONDS", 0.0)
     (tmp_path / "file").write_text("")
-    saver = CheckpointSaver(tmp_path / "file", retries=3)
+    saver = CheckpointSaver(tmp_path / "file")
     save(saver, 1)
     with pytest.raises(RunFolderError, match=r"choose another folder by run_dir \(--run-dir\)"):
         saver.close()
-    assert [said.split("(")[-1] for said in saver.failures()] == [
-        f"retry {n} of 3: checkpoint_retries)" for n in (1, 2, 3)
-    ]
+    assert [said.split("(")[-1] for said in saver.failures()] == [f"retry {n} of 3)" for n in (1, 2, 3)]
 
 
 def test_facts_that_are_no_json_are_told_too(tmp_path):

@@ -207,10 +207,10 @@ OPTIONS = """
         audit="2:warn"; audit="1:exclude"; audit="1:stop"
     loader: drop_last=True; collate_fn=collated; cache="device"; multiprocessing_context="fork"; exact_states=True
     Trainer: loggers=[Log()]; contract={"note": 1};
-        checkpoint_minutes=1e-9; checkpoint_retries=1; keep=2; digest_every=2;
+        checkpoint_minutes=1e-9; keep=2; digest_every=2;
         state={"other": other}
     fit: eval_every=2; collate_fn=collated; allow_contract_change=True
-    save_checkpoint: keep=2; checkpoint_retries=1
+    save_checkpoint: keep=2
     load_checkpoint: allow_contract_change=True
     load_state_dict: allow_contract_change=True
 """
@@ -428,7 +428,7 @@ def text(p, own="train", processes=False):
     step |= {"strategy": '"zero1"'} if p.zero1 else {}
     step |= {"scheduler": "scheduler"} if p.scheduler != "none" and p.scheduler not in BY_HOOK else {}
     step |= {"counts_fn": f'lambda batch: {{"all": len({target})}}'} if p.loss == "counts" else {}
-    writing = {"checkpoint_steps": "every", "checkpoint_minutes": "None", "checkpoint_retries": "0", "keep": "1000"}
+    writing = {"checkpoint_steps": "every", "checkpoint_minutes": "None", "keep": "1000"}
     writing |= {"digest_every": "1"} | ({"best": p.best} if p.best else {}) | ({"patience": "1"} if p.patience else {})
     form, of_target, metrics = METRICS.get(p.evaluated, ("{}", "Y", "none"))
     named = [f'"{n or "loss"}": samestep.metrics.{each.strip()}' for n, each in enumerate(metrics.split(";"))]

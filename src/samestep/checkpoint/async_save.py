@@ -41,7 +41,7 @@ class SavedCheckpoint:
 
 
 class CheckpointSaver:
-    """Writes checkpoints in a thread on rank 0, at most one at a time; a failed one is tried again `retries` times.
+    """Writes checkpoints in a thread on rank 0, at most one at a time; a failed one is tried again.
 
     Training waits while the state is copied to host memory, and goes on while the copy is written: what is being
     written must not change, and the model does with the next step. A save is
@@ -49,8 +49,8 @@ class CheckpointSaver:
     `poll` or `close`, once; the saver stays usable.
     """
 
-    def __init__(self, folder: Path, keep: int = 3, retries: int = 0) -> None:
-        self._folder, self._keep, self._retries = folder, keep, retries
+    def __init__(self, folder: Path, keep: int = 3) -> None:
+        self._folder, self._keep = folder, keep
         # By device and inode: a folder that was moved away and made anew has the same name.
         self._parent = _identity(folder.parent)
         self._failures: deque[str] = deque()
@@ -111,7 +111,7 @@ class CheckpointSaver:
                 raise RunFolderError(f"{parent} is not there any more: it was removed, moved or replaced")
             return write_checkpoint(self._folder, snapshot, self._keep, replace=True)
 
-        path = retrying(attempt, self._retries, self._failures.append)
+        path = retrying(attempt, self._failures.append)
         return SavedCheckpoint(path.name, snapshot.step, time.monotonic() - began)
 
     def _reap(self, wait: bool) -> None:

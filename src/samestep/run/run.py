@@ -48,7 +48,7 @@ from samestep.engine.step import TrainStep
 from samestep.engine.strategy import Strategy
 from samestep.engine.strategy_options import Sharded
 from samestep.errors import SamestepError, UsageError
-from samestep.files import CHECKPOINT_RETRIES, retrying
+from samestep.files import retrying
 from samestep.run.arguments import answers_unknown
 from samestep.run.rerun import current_rerun
 from samestep.run.signals import stopping_on_request
@@ -498,7 +498,6 @@ class Run:
         loader: Loader | None = None,
         rest: Any = None,
         keep: int = 3,
-        checkpoint_retries: int = CHECKPOINT_RETRIES,
     ) -> Path:
         """Writes the whole state, from which a run goes on exactly, on any number of devices.
 
@@ -511,14 +510,13 @@ class Run:
             loader: of this run, in the middle of an epoch too: the batches yielded so far count as done.
             rest: further state: tensors, arrays of numbers, numbers, strings, None in dicts, lists, tuples.
             keep: number of checkpoints that are kept.
-            checkpoint_retries: number of retries of a checkpoint that cannot be written, after 1, 2, 4, … seconds.
 
         Returns:
             The checkpoint.
 
         Raises:
             UsageError: the folder holds another run's checkpoints, or a value in `rest` is neither a tensor nor JSON.
-            RunFolderError: it cannot be written; no good checkpoint is lost.
+            RunFolderError: it cannot be written, nor after 1, 2 and 4 seconds; no good checkpoint is lost.
             DeterminismError: the ranks' states differ; the message names the difference and the rank.
         """
         from samestep.run.loop_checkpoints import captured, save  # loads what reads and writes checkpoints
@@ -530,9 +528,8 @@ class Run:
             if known is not None:
                 return known
         is_ours = Path(folder).resolve() in self._folders
-        check_number("checkpoint_retries", checkpoint_retries, 0)
         self._program = self._program or relaunch()
-        attempts = partial(retrying, retries=checkpoint_retries, tell=self.print)
+        attempts = partial(retrying, tell=self.print)
         path = save(self.membership, contract, folder, step, loader, rest, keep, is_ours, attempts, self._program)
         self._folders.add(path.parent.resolve())
         return path

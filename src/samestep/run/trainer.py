@@ -25,7 +25,6 @@ from samestep.data.loader import Loader
 from samestep.engine.config import StepOptions
 from samestep.engine.losses import LossFn
 from samestep.errors import CheckpointError, UsageError
-from samestep.files import CHECKPOINT_RETRIES
 from samestep.run.arguments import answers_unknown
 from samestep.run.hooks import Hooks
 from samestep.run.progress import Progress, enter_training_mode, make_loader, num_batches
@@ -61,9 +60,8 @@ class Trainer:
         contract: further fields of the contract.
         checkpoint_steps: write a checkpoint after every so many steps; None for by time alone.
         checkpoint_minutes: write one when the last is that old, by rank 0's clock; None for by steps alone. One is
-            written at the end in any case.
-        checkpoint_retries: how often a checkpoint that cannot be written is tried again, after 1, 2, 4, … seconds;
-            training goes on meanwhile, unless its state is sharded over the ranks. Then the run ends.
+            written at the end in any case. One that cannot be written is tried again after 1, 2 and 4 seconds; training
+            goes on meanwhile, unless its state is sharded over the ranks. Then the run ends.
         keep: how many checkpoints are kept.
         digest_every: the ledger has a checksum of the whole state every so many steps. The ranks compare theirs then,
             before each checkpoint and at the end: if one differs the run ends with an error that names the difference.
@@ -94,7 +92,6 @@ class Trainer:
         contract: Mapping[str, Any] | None = None,
         checkpoint_steps: int | None = None,
         checkpoint_minutes: float | None = CHECKPOINT_MINUTES,
-        checkpoint_retries: int = CHECKPOINT_RETRIES,
         keep: int = 3,
         digest_every: int = DIGEST_EVERY,
         hooks: Iterable[Any] = (),
@@ -134,7 +131,6 @@ class Trainer:
             digest_every=digest_every,
             checkpoint_steps=checkpoint_steps,
             checkpoint_minutes=checkpoint_minutes,
-            checkpoint_retries=checkpoint_retries,
         )
         self._resume: str | Path | None = None  # of the last call
         self._done_before = 0  # epochs of earlier calls

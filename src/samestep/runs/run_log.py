@@ -127,10 +127,8 @@ class RunLog:
         digest_every: int,
         checkpoint_steps: int | None,
         checkpoint_minutes: float | None,
-        checkpoint_retries: int,
     ) -> None:
         check_counts(checkpoint_steps=checkpoint_steps, keep=keep, digest_every=digest_every)
-        check_number("checkpoint_retries", checkpoint_retries, 0)
         if checkpoint_minutes is not None:
             check_number("checkpoint_minutes", checkpoint_minutes, above=0, whole=False)
         if folder is not None:
@@ -142,7 +140,7 @@ class RunLog:
         self._membership, self._step = membership, step
         self._generators = Generators(membership.communicator.device)
         self._loggers: list[Logger] = [IsolatedLoggers(list(loggers), self._generators)] if loggers else []
-        self._keep, self._retries = keep, checkpoint_retries
+        self._keep = keep
         self._digest_every = digest_every
         self._checkpoint_steps = checkpoint_steps
         self._checkpoint_seconds = None if checkpoint_minutes is None else 60 * checkpoint_minutes
@@ -444,7 +442,7 @@ class RunLog:
         from samestep.checkpoint.async_save import CheckpointSaver
 
         if self._saver is None:
-            self._saver = CheckpointSaver(folder, self._keep, self._retries)
+            self._saver = CheckpointSaver(folder, self._keep)
         start = time.perf_counter()
         self._saver.save(replace(state, files=self._saver.to_host_copy(whole_tensors(state.files))))
         seconds = time.perf_counter() - start
@@ -457,7 +455,7 @@ class RunLog:
 
         start = time.perf_counter()
         write = partial(write_sharded, self._membership.communicator, folder, state, self._keep, replaces=True)
-        path = retrying(write, self._retries, self.display.line)
+        path = retrying(write, self.display.line)
         seconds = time.perf_counter() - start
         if self._recorder is not None:
             self._recorder.log(state.step, {"checkpoint/blocked_milliseconds": 1000 * seconds})
