@@ -69,6 +69,7 @@ def main():
         total = 0.0
         for x, y in loader:
             x, y = x.to(device), y.to(device)
+            x = x + 0.1 * torch.randn_like(x)  # augmentation: other noise in every step
             loss = nn.functional.cross_entropy(model(x), y)
             optimizer.zero_grad()
             loss.backward()

@@ -38,6 +38,12 @@ TIERS = {
     "count-exact": "the same samples, divided by the true counts",
     "sample-exact": "the same samples in every step",
 }
+MISSED = {
+    "bitwise": "equal to the bit",
+    "allclose": "equal up to rounding",
+    "count-exact": "divided by the same counts",
+    "sample-exact": "the same samples",
+}
 FAMILIES = {
     "api": "uses samestep.Run",
     "single-process": "written for one process; its wrapped forwards were shared out",
@@ -285,13 +291,13 @@ def show(verdict: "Verdict") -> None:
         _show_rest(console, verdict)
     for refusal in verdict.refusals:
         _say(console, "refused", refusal)
-    tier = "no tier" if verdict.reached is None else f"{verdict.reached} ({TIERS[verdict.reached]})"
+    reached = "" if verdict.reached is None else TIERS[verdict.reached]
     if verdict.agrees:
-        _say(console, "agrees", tier, "bold green")
+        _say(console, "agrees", f"{verdict.reached} ({reached})", "bold green")
     elif verdict.difference is None:
         _say(console, "refused", "this proves nothing", "bold red")
     else:
-        _say(console, "differs", f"reached: {tier}; required: {verdict.required}", "bold red")
+        _say(console, "differs", f"{reached}, but not {MISSED[verdict.required]}".removeprefix(", but "), "bold red")
 
 
 def _compared(verdict: "Verdict") -> str:
