@@ -150,6 +150,9 @@ def test_what_is_published_is_what_was_built_once_and_tested_on_each_python_that
     assert not re.search(r"secrets\.|password|token:(?! write)", text)
     classifiers = re.findall(r"Python :: (3\.\d+)", (ROOT / "pyproject.toml").read_text("utf-8"))
     assert jobs["test"]["strategy"]["matrix"]["python"] == classifiers
+    asked = yaml.safe_load((ROOT / ".github" / "workflows" / "gate.yml").read_text("utf-8"))["jobs"]
+    assert ".ci/run" in str(asked["gate"]["steps"])
+    assert ["3.11", *asked["quick"]["strategy"]["matrix"]["python"]] == classifiers
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep.comm.buckets import aligned_zeros, dense_strides, make_buckets
+from samestep.comm.buckets import BucketSum, aligned_zeros, dense_strides, make_buckets
 
 
 @given(st.lists(st.integers(0, 3000), min_size=1, max_size=30), st.integers(1, 20_000), st.integers(1, 7))
@@ -59,3 +59,15 @@ def test_buffers_begin_at_256_byte_borders():
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         buffers = [aligned_zeros(n, dtype, torch.device("cpu")) for n in (1, 63, 1000, 4097)]
         assert all(buffer.data_ptr() % 256 == 0 and buffer.sum() == 0 for buffer in buffers)
+
+
+def test_after_an_addition_that_fails_the_leaf_can_be_added_once_more():
+    leaves = [torch.randn(7) for _ in range(3)]
+    (bucket,) = make_buckets(leaves[:1], 1 << 20, 1)
+    sums = BucketSum(bucket, leaves[:1])
+    sums.push(0, leaves[:1])
+    with pytest.raises(RuntimeError, match="size of tensor"):
+        sums.push(1, [torch.randn(5)])
+    sums.push(1, leaves[1:2])
+    sums.push(2, leaves[2:])
+    assert torch.equal(sums.root().flat[:7], leaves[0] + leaves[1] + leaves[2])
