@@ -73,9 +73,6 @@ def execute(block: Block, names: dict) -> None:
 
 
 PROGRAMS = [block for page in PAGES for block in blocks(page, "python") if block.title]
-PROGRAMS = [
-    block for block in PROGRAMS if not block.title.startswith("cause_")
-]  # tests/verify/test_causes.py has these
 LAYOUTS = [block for block in PROGRAMS if block.title.startswith("layout_")]  # of four ranks
 OTHERS = [block for block in PROGRAMS if block.title.startswith(("before_", "tutorial_"))]  # of other libraries
 RANKS = [block for block in PROGRAMS if block.title.startswith("ranks_")]  # which they start themselves
@@ -160,7 +157,6 @@ def test_a_notebook_s_cell_starts_its_workers(block, tmp_path):
 SHOWN = [
     pytest.param(block, marks=[pytest.mark.slow] if page == EXAMPLES else [], id=f"{page.name}:{block.title}")
     for page in GUIDES
-    if page.parent.name != "causes"  # tests/verify/test_causes.py has these
     for block in blocks(page, "text")
     if block.title
 ]
@@ -376,12 +372,6 @@ def test_every_page_is_in_the_navigation():
     navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     assert [address(page) for page in DOCS if f" {address(page)}\n" not in navigation] == []
     assert " examples/README.md\n" in navigation
-
-
-def test_every_page_is_linked_by_the_readme():
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    pages = [page for page in DOCS if page.parent.name != "causes" and page.name != "index.md"]
-    assert [page.name for page in pages if f"](docs/{page.name}" not in readme] == []
 
 
 def test_the_site_can_be_searched_from_the_disk_and_fetches_nothing():
