@@ -114,7 +114,6 @@ SLOW = {  # more than ten seconds each, of a kind that a shorter one of the gate
     "test_a_program_of_another_library_prints_the_same_on_one_device_and_on_two[moving.md:before_lightning.py]",
     "docs/test_documentation.py::"
     "test_a_program_of_another_library_prints_the_same_on_one_device_and_on_two[moving.md:before_transformers.py]",
-    "docs/test_documentation.py::test_a_program_prints_the_same_on_one_device_and_on_three[programs.md:detection.py]",
     "docs/test_documentation.py::test_a_program_prints_the_same_on_one_device_and_on_three[programs.md:gan.py]",
     "docs/test_documentation.py::test_a_program_prints_the_same_on_one_device_and_on_three[programs.md:vision.py]",
     "engine/test_gpu_memory.py::"
