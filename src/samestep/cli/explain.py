@@ -20,11 +20,11 @@ def explain(
     from rich.markdown import Markdown
 
     page = next(page for page in PAGES if page.is_file()).read_text(encoding="utf-8")
-    text, *sections = re.split(r"^##+ ", page, flags=re.MULTILINE)
+    intro, *sections = re.split(r"^##+ ", page, flags=re.MULTILINE)
     if cause is not None:
-        keys = re.findall(r"^\| \[`(\w+)`\]", text, re.MULTILINE)
-        check_choice("CAUSE", cause, keys, option="")
-        text = "# " + next(section for section in sections if section.startswith(f"{cause}\n"))
+        check_choice("CAUSE", cause, re.findall(r"^\| \[`(\w+)`\]", page, re.MULTILINE), option="")
+    text = next(section for section in sections if section.startswith(f"{cause or 'All causes'}\n"))
+    text = intro + "## " + text if cause is None else "# " + text
     text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text)  # links lead nowhere in a terminal
     console = make_console()
     if console.is_terminal:
