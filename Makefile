@@ -97,7 +97,7 @@ bench-packages: $(READY)
 conformance: $(READY)
 	$(BIN)/python tests/conformance/conformance.py $(if $(PAGE),--page)
 
-# Twenty minutes on all devices of this machine; its file, proven-….json, is to be sent in (docs/proven.md).
+# Twenty minutes on all devices of this machine; its file, proven-….json, is to be sent in (docs/devices.md).
 prove: $(USABLE)
 	$(BIN)/samestep doctor --prove
 

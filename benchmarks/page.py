@@ -14,7 +14,7 @@ from typing import Any
 
 from roster import BY_NAME, PLAIN, ROSTER
 from scores import of_workload, ratio
-from tables import Table, default_table, equal_table, growth_tables, markdown, ranks_table, slope_table, startup_table
+from tables import default_table, equal_table, markdown, ranks_table, slope_table, startup_table
 
 PICTURE = "benchmarks.png"
 HEAD = """# Benchmarks
@@ -76,7 +76,8 @@ micro-batches as samestep has microbatches; for ranks DistributedDataParallel, w
 for samples a `DataLoader` over the same virtual dataset, up to 2^22 samples, since it holds a permutation of all ids.
 Ranks take turns on the cores if there are more of them. {rounds}, in turns, on {cores}, with one thread a process. A
 slope is that of the line through the larger half of the sizes in a log-log plot; samestep's is *steeper* if it exceeds
-PyTorch's by more than 0.05 in every round. Measured on {date}.
+PyTorch's by more than 0.05 in every round. The time at each size is in `benchmarks/results/growth.json`. Measured on
+{date}.
 """
 INVARIANCE = """## What the number of processes changes
 
@@ -141,9 +142,6 @@ def page(results: Mapping[str, Mapping[str, Any]]) -> str:
             GROWTH.format(cores=cores, rounds=rounds, date=growth["facts"]["date"]),
             markdown(slope_table(growth["growth"])),
         ]
-        parts += [
-            markdown(named(name, each)) for name, found in growth["growth"].items() for each in growth_tables(found)
-        ]
     if invariance := results.get("invariance"):
         measured_parts = [part for part in ("images", "masked", "batchnorm", "scored") if part in invariance]
         parts += [INVARIANCE, *(invariance_rows(part, invariance[part]) for part in measured_parts)]
@@ -165,11 +163,6 @@ def workload_section(steps: Mapping[str, Any], workload: str) -> str:
     head = f"### {workload}: {told['title']}\n\n{told['parameters']:,} parameters.\n"
     tables = [table(steps, workload) for table in (default_table, equal_table)]
     return "\n".join([head, *(markdown(table) for table in tables if table[1])])
-
-
-def named(name: str, table: Table) -> Table:
-    """The table with a name for its first column."""
-    return [name, *table[0][1:]], table[1]
 
 
 def absentees(steps: Mapping[str, Any]) -> list[str]:

@@ -68,8 +68,8 @@ def unexpected(names):
 def test_the_wheel_has_every_file_of_the_package_and_no_other(released):
     with zipfile.ZipFile(released.wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
-    listed = succeeded("git", "ls-files", "src/samestep", "docs/causes", cwd=ROOT).splitlines()
-    assert names == {name.removeprefix("src/").replace("docs/causes", "samestep/docs/causes") for name in listed}
+    listed = succeeded("git", "ls-files", "src/samestep", "docs/causes.md", cwd=ROOT).splitlines()
+    assert names == {name.removeprefix("src/").replace("docs/", "samestep/docs/") for name in listed}
     assert unexpected(names) == []
     assert unexpected({"samestep/run/run.py", "tests/worlds.py"}) == ["tests/worlds.py"]
 

@@ -114,9 +114,8 @@ SLOW = {  # more than ten seconds each, of a kind that a shorter one of the gate
     "test_a_program_of_another_library_prints_the_same_on_one_device_and_on_two[moving.md:before_lightning.py]",
     "docs/test_documentation.py::"
     "test_a_program_of_another_library_prints_the_same_on_one_device_and_on_two[moving.md:before_transformers.py]",
-    "docs/test_documentation.py::test_a_program_prints_the_same_on_one_device_and_on_three[detection.md:detection.py]",
-    "docs/test_documentation.py::test_a_program_prints_the_same_on_one_device_and_on_three[gans.md:gan.py]",
-    "docs/test_documentation.py::test_a_program_prints_the_same_on_one_device_and_on_three[vision.md:vision.py]",
+    "docs/test_documentation.py::test_a_program_prints_the_same_on_one_device_and_on_three[programs.md:gan.py]",
+    "docs/test_documentation.py::test_a_program_prints_the_same_on_one_device_and_on_three[programs.md:vision.py]",
     "engine/test_gpu_memory.py::"
     "test_a_step_holds_the_sums_of_the_tree_and_its_update_one_gradient[2-{'overlap': False}-3.2-1.1-1.3]",
     "engine/test_gpu_memory.py::test_a_step_holds_the_sums_of_the_tree_and_its_update_one_gradient[2-{}-2.4-1.1-1.3]",

@@ -73,9 +73,6 @@ def execute(block: Block, names: dict) -> None:
 
 
 PROGRAMS = [block for page in PAGES for block in blocks(page, "python") if block.title]
-PROGRAMS = [
-    block for block in PROGRAMS if not block.title.startswith("cause_")
-]  # tests/verify/test_causes.py has these
 LAYOUTS = [block for block in PROGRAMS if block.title.startswith("layout_")]  # of four ranks
 OTHERS = [block for block in PROGRAMS if block.title.startswith(("before_", "tutorial_"))]  # of other libraries
 RANKS = [block for block in PROGRAMS if block.title.startswith("ranks_")]  # which they start themselves
@@ -160,7 +157,6 @@ def test_a_notebook_s_cell_starts_its_workers(block, tmp_path):
 SHOWN = [
     pytest.param(block, marks=[pytest.mark.slow] if page == EXAMPLES else [], id=f"{page.name}:{block.title}")
     for page in GUIDES
-    if page.parent.name != "causes"  # tests/verify/test_causes.py has these
     for block in blocks(page, "text")
     if block.title
 ]

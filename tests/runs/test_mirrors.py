@@ -162,7 +162,7 @@ def test_tools_that_fail_leave_the_training_as_it_is_and_the_run_can_be_mirrored
 
 
 def test_the_programs_of_the_page_run(tmp_path):
-    page = Path(__file__).parents[2].joinpath("docs", "loggers.md").read_text()
+    page = Path(__file__).parents[2].joinpath("docs", "hooks.md").read_text()
     block = lambda name: re.search(f'^```py title="{name}"\n(.*?)^```$', page, re.M | re.S)[1]  # noqa: E731
     words = ["import os", *(f"os.makedirs('{t}'); os.chdir('{t}')\n{block(t)}\n{block('trainer')}" for t in TOOLS)]
     environment = {**os.environ, "WANDB_MODE": "offline", "TRACKIO_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}

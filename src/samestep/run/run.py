@@ -318,7 +318,7 @@ class Run:
                 all numbers of devices, and differ from those without it.
             strategy: the placement of the state on the ranks: "replicate" (the default: each has all of it), "zero1"
                 (each has 1/D of the optimizer's), "sharded" (each has 1/D), or `samestep.Sharded` with options. Equal
-                bits; see docs/strategies.md.
+                bits; see docs/parallel-layouts.md#strategies.
             audit: in every so many steps another device computes one microbatch again, and the ranks compare their
                 states, which finds devices that compute wrong bits; see docs/wrong-bits.md. It costs
                 1/(audit * num_microbatches) of a step. If one does, it is left out as a lost one: audit=10 is
