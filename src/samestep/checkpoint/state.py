@@ -39,7 +39,6 @@ from samestep.errors import CheckpointError, UsageError
 
 FORMAT = 2
 NOT_OURS = "another checkpoint is needed: the state in this one cannot be taken up"
-EXTRA_STATE = "_extra_state"  # the last word of its name in a `state_dict()`
 _LIKE_PARAMETER = ("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "sum")
 
 Steps = TrainStep | Sequence[TrainStep]

@@ -76,13 +76,6 @@ class Selection:
         devices = tuple(self.devices[position] for position in positions)
         return replace(self, devices=devices, environment=environment)
 
-    @property
-    def worker_devices(self) -> tuple[str, ...]:
-        """The argument of `torch.device` in each worker, under `environment`: "cuda:0", "cuda:1", …; "cpu" for each."""
-        if not self.environment or self.kind in ("cpu", "mps"):
-            return tuple(device.torch_name for device in self.devices)
-        return tuple(f"{self.kind}:{rank}" for rank in range(self.count))
-
     def describe(self) -> str:
         """A short description: "2 CPU workers", "cuda:0,cuda:4 (NVIDIA H200)"."""
         if self.kind == "cpu":

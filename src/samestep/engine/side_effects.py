@@ -54,10 +54,6 @@ class Watch:
         """The states of all generators, those of the global ones first; they can be pickled."""
         return [read() for read, _ in self._sources]
 
-    def have_moved(self, before: Sequence[Any]) -> bool:
-        """Whether a generator was drawn from since its state was `before`."""
-        return any(not is_same_state(now, then) for now, then in zip(self.states(), before, strict=True))
-
     def put_states(self, states: Sequence[Any]) -> None:
         """Restores generators."""
         for (_, write), state in zip(self._sources, states, strict=True):

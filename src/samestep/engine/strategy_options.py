@@ -64,7 +64,6 @@ class Sharded:
 
 
 StrategyOptions = Replicate | Zero1 | Sharded
-REPLICATE = Replicate()
 STRATEGIES: dict[str, type[StrategyOptions]] = {each.name: each for each in (Replicate, Zero1, Sharded)}
 
 

@@ -15,14 +15,12 @@ from typing import Any, Literal
 from samestep.checkpoint.run_folder import (
     CHECKPOINT_FOLDER,
     CONTRACT_FILE,
-    FACTS_FILE,
     LEDGER_FILE,
-    MAX_FACTS_BYTES,
     METRICS_FILE,
     is_locked,
 )
 from samestep.errors import DataError
-from samestep.files import load_json, read_lines, read_object, read_small, reason
+from samestep.files import load_json, read_lines, read_object, reason
 from samestep.runs.ledger import from_line, is_step, is_whole, number
 
 RECENT_SECONDS = 120.0
@@ -224,12 +222,3 @@ def newest_checkpoint_name(folder: Path) -> str | None:
     found = (entry.name for entry in _folders(folder / CHECKPOINT_FOLDER) if entry.name.startswith("step-"))
     names = [name for name in found if name.removeprefix("step-").isdecimal()]
     return max(names, key=lambda name: (len(name), name), default=None)
-
-
-def checkpoint_contract(checkpoint: Path) -> dict[str, Any]:
-    """The contract under which a checkpoint was written; empty if its files have none."""
-    try:
-        contract = load_json(read_small(checkpoint / FACTS_FILE, MAX_FACTS_BYTES))["run"]["rest"]["contract"]
-    except (OSError, ValueError, LookupError, TypeError):
-        return {}
-    return contract if isinstance(contract, dict) else {}
