@@ -76,6 +76,17 @@ def test_the_callers_autocast_is_not_the_groups(ranks_of, tmp_path):
     assert ranks_of(2).run(in_group, tmp_path / "store", group_programs.under_autocast, args) == [[]] * 2
 
 
+@pytest.mark.parametrize(("ranks", "transport", "numel"), [(1, "shared", 5), (3, "shared", 300_000), (2, "gloo", 5)])
+def test_what_was_made_in_inference_mode_is_reduced_and_moved(ranks_of, tmp_path, ranks, transport, numel):
+    found = ranks_of(ranks).run(in_group, tmp_path / "store", group_programs.of_inference, (numel,), transport)
+    assert found == [[]] * ranks
+
+
+def test_twin_written_as_other_tensors_are_it_cannot_be(ranks_of, tmp_path):
+    said, _ = ranks_of(2).run(in_group, tmp_path / "store", group_programs.of_inference_as_they_are, (5,))
+    assert "Inplace update to inference tensor" in said
+
+
 @pytest.mark.parametrize(("ranks", "transport"), [(1, "shared"), (3, "shared"), (2, "gloo")])
 def test_collectives_that_move_values_move_every_dtype(ranks_of, tmp_path, ranks, transport):
     found = ranks_of(ranks).run(in_group, tmp_path / "store", group_programs.movements, (33,), transport)

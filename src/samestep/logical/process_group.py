@@ -653,7 +653,7 @@ class OwnMessages:
 
     def recv(self, tensors: Sequence[Tensor], rank: int, tag: int) -> "_OwnMessage":
         message = self._next("recv", tag)
-        message.add_done_callback(lambda sent: tensors[0].flatten().view(torch.uint8).copy_(sent.result()))
+        message.add_done_callback(lambda sent: _memory(tensors[0]).flatten().view(torch.uint8).copy_(sent.result()))
         return message
 
     def _next(self, way: str, tag: int) -> "_OwnMessage":
@@ -673,8 +673,7 @@ class _Flat:
     """Tensors of one dtype as one flat tensor where a transport reads it: their own memory if possible."""
 
     def __init__(self, tensors: Sequence[Tensor], transport: Transport, flat: Tensor | None = None) -> None:
-        # `data`, not `detach`: what is written here must not look like an in-place change to autograd, as with gloo.
-        self._tensors = [tensor.data for tensor in tensors]
+        self._tensors = [_memory(tensor) for tensor in tensors]
         first, is_on_host = self._tensors[0], transport.through_host
         self._is_copy = flat is not None or len(tensors) > 1 or not first.is_contiguous()
         # What is marked as conjugate or negative is not what lies in memory.
@@ -698,6 +697,17 @@ class _Flat:
             for tensor, values in zip(self._tensors, self.flat.split(sizes), strict=True):
                 # On a GPU behind what its stream has to do; torch keeps pinned memory until the copy has been made.
                 tensor.copy_(values.view(tensor.shape), non_blocking=True)
+
+
+def _memory(tensor: Tensor) -> Tensor:
+    """A tensor's elements, of which autograd knows nothing: a write is no in-place change to it, as with gloo."""
+    data = tensor.data
+    if not data.is_inference():
+        return data
+    with torch.inference_mode(False):  # another thread, or the script itself, may be outside of it
+        values = data.new_empty(0).set_(data.untyped_storage(), data.storage_offset(), data.shape, data.stride())
+        values = values.conj() if data.is_conj() else values
+        return values._neg_view() if data.is_neg() else values
 
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:
@@ -731,7 +741,7 @@ def _listed(tensors: Any) -> Sequence[Tensor]:
 
 def _chunks(tensor: Tensor, ranks: int) -> list[Tensor]:
     """Views of equal parts of a contiguous tensor."""
-    return list(tensor.data.view(ranks, -1).unbind())
+    return list(_memory(tensor).view(ranks, -1).unbind())
 
 
 def _rows(tensor: Tensor, sizes: Sequence[int], ranks: int) -> list[Tensor]:
@@ -741,7 +751,7 @@ def _rows(tensor: Tensor, sizes: Sequence[int], ranks: int) -> list[Tensor]:
         raise CallError(f"got {rows} rows for {ranks} ranks; needed: a multiple of it, or the numbers of rows")
     wanted = list(sizes) or [rows // ranks] * ranks
     _check_sizes("an all-to-all", sum(wanted), rows)
-    return list(tensor.data.split(wanted))
+    return list(_memory(tensor).split(wanted))
 
 
 def _check_rank(what: str, rank: int, ranks: int) -> None:
