@@ -371,11 +371,22 @@ def test_an_operation_that_was_interrupted_is_done_for_all_that_wait_for_it(monk
     assert "interrupted by KeyboardInterrupt()" in str(raised(future.wait))
 
 
+def lone_group():
+    """A group of one rank."""
+    options = SimpleNamespace(timeout=timedelta(1), group_id="")
+    return OrderedProcessGroup(process_group.LocalTransport(), None, dist.HashStore(), options, (0,))
+
+
+def test_a_group_tells_how_many_operations_were_called():
+    group = lone_group()
+    for number in range(3):
+        assert group._get_sequence_number_for_group() == number
+        group.allreduce([torch.ones(1)], dist.AllreduceOptions())
+
+
 def test_an_error_that_nobody_foresaw_says_where_it_arose(monkeypatch):
     monkeypatch.setattr(collectives, "all_reduce", lambda *_: 1 // 0)
-    group = OrderedProcessGroup(
-        process_group.LocalTransport(), None, dist.HashStore(), SimpleNamespace(timeout=timedelta(1), group_id=""), (0,)
-    )
+    group = lone_group()
     for _ in range(2):
         with pytest.raises(ZeroDivisionError) as raised:
             group.allreduce([torch.ones(1)], dist.AllreduceOptions()).wait()

@@ -146,6 +146,7 @@ class OrderedBackend(_Backend):  # type: ignore[misc]  # a class of torch's stub
         self._queue = WorkQueue(f"samestep {options.group_id}")
         self._failure: bytes | None = None  # packed
         self._calls: deque[tuple[int, str]] = deque(maxlen=HISTORY)  # the last that were run, with their numbers
+        self.num_calls = 0
         self._backward, self._num_backwards = -1, 0  # the last one that has reduced gradients here, and how many have
         self._told: set[str] = set()
         self.step_note = 0  # of the step whose gradients a backward reduces next: see `note_step`
@@ -394,6 +395,7 @@ class OrderedBackend(_Backend):  # type: ignore[misc]  # a class of torch's stub
         self, run: Callable[[Transport], Any], outputs: Any, opts: Any, also: Sequence[Tensor] = ()
     ) -> QueuedWork:
         """Queues an operation."""
+        self.num_calls += 1
         limit = self.timeout if opts is None or opts.timeout <= NO_TIMEOUT else opts.timeout
         written = outputs if not outputs or isinstance(outputs[0], Tensor) else [t for some in outputs for t in some]
         is_async = opts is None or opts.asyncOp
@@ -586,6 +588,12 @@ class OrderedProcessGroup(_Group):  # type: ignore[misc]  # for the reason above
     def _get_backend(self, device: torch.device) -> OrderedBackend:
         return self.backend
 
+    def _get_sequence_number_for_group(self) -> int:
+        return self.backend.num_calls
+
+    def _set_sequence_number_for_group(self) -> None:
+        """It begins with 0 on every rank."""
+
 
 def _passed_on(name: str) -> Callable[..., Any]:
     """The method of a process group that passes a call on to that of its backend."""
@@ -702,12 +710,10 @@ class _Flat:
 def _memory(tensor: Tensor) -> Tensor:
     """A tensor's elements, of which autograd knows nothing: a write is no in-place change to it, as with gloo."""
     data = tensor.data
-    if not data.is_inference():
+    if not data.is_inference() or data.is_conj() or data.is_neg():  # of the last two the memory is not the values
         return data
     with torch.inference_mode(False):  # another thread, or the script itself, may be outside of it
-        values = data.new_empty(0).set_(data.untyped_storage(), data.storage_offset(), data.shape, data.stride())
-        values = values.conj() if data.is_conj() else values
-        return values._neg_view() if data.is_neg() else values
+        return data.new_empty(0).set_(data.untyped_storage(), data.storage_offset(), data.shape, data.stride())
 
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:
