@@ -734,8 +734,8 @@ def test_a_group_that_exchanges_nothing_is_torchs_and_later_ones_are_not(tmp_pat
             dist.init_process_group("gloo")
             dist.all_reduce(total)
             if dist.get_rank() == 0:
-                print(alone, total.item())
+                print(alone, total.item(), dist.group.WORLD._get_backend_name(), dist.new_group()._get_backend_name())
         """)
     )
     ended = samestep("run", "--devices", "cpu:2", "--logical-devices", "2", "fake.py", cwd=tmp_path)
-    assert "('fake', 8, 1.0) 2.0" in ended.stdout, ended.stderr
+    assert "('fake', 8, 1.0) 2.0 gloo gloo" in ended.stdout, ended.stderr

@@ -562,6 +562,7 @@ class OrderedProcessGroup(_Group):  # type: ignore[misc]  # for the reason above
     ) -> None:
         super().__init__(transport.rank, transport.world_size)
         self._names: dict[str, str] = {}
+        self.called_as = NAME
         self.backend = OrderedBackend(transport, gloo, store, options, ranks)
         if DISPATCHES:
             custom = dist.ProcessGroup.BackendType.CUSTOM
@@ -569,7 +570,11 @@ class OrderedProcessGroup(_Group):  # type: ignore[misc]  # for the reason above
                 self._register_backend(device, custom, self.backend)
             self._set_default_backend(custom)
 
-    # As torch calls them from C++.
+    def _get_backend_name(self) -> str:
+        """The backend that the script asks for, by which sharded tensors choose their device."""
+        return self.called_as
+
+    # As torch calls them from C++, which takes the group for one of C++ if it has the name of one.
     def getBackendName(self) -> str:
         return NAME
 

@@ -65,7 +65,7 @@ from samestep.engine.portable_kernels import make_portable
 from samestep.engine.rank_device import own_device
 from samestep.errors import UsageError
 from samestep.launcher.device_token import LOOK_SECONDS, hold_token, lent_token, shares_device
-from samestep.logical.process_group import NAME, OrderedBackend, register_backend
+from samestep.logical.process_group import NAME, OrderedBackend, OrderedProcessGroup, register_backend
 from samestep.patch import Patch, applied, late_dynamo, late_patches
 from samestep.scripts.script_state import VISIBLE_DEVICES, fixed_benchmark
 from samestep.scripts.simulated.devices import own_accelerator, simulated_devices
@@ -239,6 +239,11 @@ def _process_groups(num_devices: int, store: dist.Store | None) -> list[Patch]:
     check: Any = DistributedDataParallel._check_comm_hook  # takes one of bfloat16 only of a build for CUDA, with NCCL
     process, make, make_group, backend_of = os.getpid(), dist.init_process_group, dist.new_group, dist.get_backend
 
+    def name(group: Any, backend: str) -> None:
+        asked[group] = backend
+        if isinstance(group, OrderedProcessGroup):
+            group.called_as = backend
+
     @functools.wraps(make)
     def init_process_group(backend: str | None = None, *args: Any, **options: Any) -> None:
         if store is not None and os.getpid() == process:
@@ -246,7 +251,7 @@ def _process_groups(num_devices: int, store: dist.Store | None) -> list[Patch]:
         options.pop("device_id", None)  # of which there may be fewer than the script knows
         with lent_token():  # held since the first group, if this is another one
             make(_ours(backend), *args, **options)
-        asked[dist.group.WORLD] = _name_of(backend)
+        name(dist.group.WORLD, _name_of(backend))
         if (size := dist.get_world_size()) != num_devices:
             _tell(f"{size} ranks make a process group, on {num_devices} logical devices (--logical-devices)")
         hold_token(dist.get_rank())
@@ -260,7 +265,7 @@ def _process_groups(num_devices: int, store: dist.Store | None) -> list[Patch]:
         with lent_token():
             group = make_group(ranks, timeout, _ours(backend or get_backend()), *args, **options)
         if isinstance(group, dist.ProcessGroup):
-            asked[group] = _name_of(backend) if backend else get_backend()
+            name(group, _name_of(backend) if backend else get_backend())
         return group
 
     @functools.wraps(backend_of)
