@@ -733,8 +733,9 @@ def test_a_group_that_exchanges_nothing_is_torchs_and_later_ones_are_not(tmp_pat
             dist.destroy_process_group()
             dist.init_process_group("gloo")
             dist.all_reduce(total)
+            names = [group._get_backend_name() for group in (dist.group.WORLD, dist.new_group())]
             if dist.get_rank() == 0:
-                print(alone, total.item(), dist.group.WORLD._get_backend_name(), dist.new_group()._get_backend_name())
+                print(alone, total.item(), *names)
         """)
     )
     ended = samestep("run", "--devices", "cpu:2", "--logical-devices", "2", "fake.py", cwd=tmp_path)

@@ -91,8 +91,7 @@ SUITES += (
     of_torchmetrics("clusters", "clustering", "nominal"),
     of_torchmetrics("segmentation", "segmentation"),
     of_torchmetrics("detection", "detection"),
-    of_torchmetrics("text", "text"),
-    Suite("Ignite: metrics", "pytest", ("tests/ignite/metrics",), "pytorch-ignite", (2, 3), checkout=IGNITE),
+    Suite("Ignite: metrics", "pytest", ("tests/ignite/metrics",), "pytorch-ignite", (2,), checkout=IGNITE),
 )
 
 GLOOS_OWN = "it asks the group for a device of gloo's own, `ProcessGroupGloo.create_device`"
