@@ -208,8 +208,7 @@ HEAD = """# Conformance
 
 That one, two and three devices agree shows that samestep agrees with itself. Whether it agrees with the field is what
 other projects' own tests say. They run here unchanged, in the ranks of torchrun and in the ranks of
-`samestep run --logical-devices`, on one device and on two. **{same} of the {total} that pass under torchrun pass on
-each.**
+`samestep run --logical-devices`, on one device and on two. **{same} of {total} that pass under torchrun pass on each.**
 
 ```bash
 make conformance                  # what installed packages have, on one device and on two; PAGE=1 writes this page
