@@ -756,3 +756,28 @@ def test_attention_has_the_same_bits_again_and_on_other_gpus(tmp_path):
     assert done[0].stdout
     assert len({each.stdout for each in done}) == 1
     assert "determinis" not in done[0].stderr, done[0].stderr
+
+
+def test_a_group_that_exchanges_nothing_is_torchs_and_later_ones_are_not(tmp_path):
+    (tmp_path / "fake.py").write_text(
+        textwrap.dedent("""
+            import torch, torch.distributed as dist
+            from torch.nn.parallel import DistributedDataParallel
+            from torch.testing._internal.distributed.fake_pg import FakeStore
+
+            dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+            total = torch.ones(1)
+            dist.all_reduce(total)
+            dist.all_reduce(total, group=dist.new_group([0, 7]))
+            DistributedDataParallel(torch.nn.Linear(1, 1))(total).sum().backward()
+            alone = dist.get_backend(), dist.get_world_size(), total.item()
+            dist.destroy_process_group()
+            dist.init_process_group("gloo")
+            dist.all_reduce(total)
+            names = [group._get_backend_name() for group in (dist.group.WORLD, dist.new_group())]
+            if dist.get_rank() == 0:
+                print(alone, total.item(), *names)
+        """)
+    )
+    ended = samestep("run", "--devices", "cpu:2", "--logical-devices", "2", "fake.py", cwd=tmp_path)
+    assert "('fake', 8, 1.0) 2.0 gloo gloo" in ended.stdout, ended.stderr
