@@ -32,13 +32,12 @@ def test_what_is_written_is_read_with_or_without_a_header(tmp_path_factory, rows
     assert table.features.tolist() == [list(row[:2]) for row in rows]
     assert table.target.tolist() == [[row[2]] for row in rows]
     assert table.features.dtype == table.target.dtype == torch.float32
-    assert (*table.names, table.target_name) == (("a", "b", "c") if header else ("column 1", "column 2", "column 3"))
+    assert table.names == (("a", "b") if header else ("column 1", "column 2"))
 
 
 def test_quotes_blank_lines_windows_line_ends_and_a_byte_order_mark_are_read(write):
     table = read_csv(write('\ufeff"size, m2"," rooms ",price\r\n"1.5","2",3e2\r\n\r\n 4 ,5,6\r\n'))
     assert table.names == ("size, m2", "rooms")
-    assert table.target_name == "price"
     assert table.features.tolist() == [[1.5, 2], [4, 5]]
     assert table.target.tolist() == [[300], [6]]
 
@@ -49,7 +48,6 @@ def test_quotes_blank_lines_windows_line_ends_and_a_byte_order_mark_are_read(wri
 def test_the_target_is_chosen_by_name_or_index_and_is_the_last_by_default(write, target, values):
     table = read_csv(write("a,b,c\n1,2,3\n4,5,6"), target)
     assert table.target.flatten().tolist() == values
-    assert table.target_name not in table.names
     assert sorted(table.features[0].tolist() + table.target[0].tolist()) == [1, 2, 3]
 
 
@@ -131,7 +129,6 @@ def test_the_real_table_of_boston_has_its_13_features(shared_data):
     table = read_csv(shared_data / "boston" / "boston_housing.csv")
     assert table.features.shape == (506, 13)
     assert table.names[:3] == ("crim", "zn", "indus")
-    assert table.target_name == "medv"
     assert table.target[0].item() == 24
 
 

@@ -28,12 +28,14 @@ def detection(model, batch, counts):
     return spread + 3.0 * (positive * (scores - batch[1]).abs()).sum() / counts["positives"]
 
 
-def run_detection(communicator, counts_fn=anchors, loss=detection, num_samples=NUM_SAMPLES, strategy="replicate"):
+def run_detection(
+    communicator, counts_fn=anchors, loss=detection, num_samples=NUM_SAMPLES, strategy="replicate", **more
+):
     """Three steps; the losses and the model."""
     torch.manual_seed(0)
     model = nn.Linear(5, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    step = make_step(communicator, model, loss, optimizer, 7, counts_fn=counts_fn, strategy=strategy)
+    step = make_step(communicator, model, loss, optimizer, 7, counts_fn=counts_fn, strategy=strategy, **more)
     batch = tuple(rows[:num_samples] for rows in table())
     losses = [step(batch).loss.hex() for _ in range(3)]
     return losses, [] if strategy == "sharded" else [p.detach().clone() for p in model.parameters()]
@@ -97,6 +99,13 @@ def test_twin_counts_drawn_by_one_seed_are_noticed(monkeypatch):
 def test_a_rank_that_only_runs_along_has_the_counts_in_their_structure(worlds):
     losses, _ = in_turns(1, run_detection, anchors, detection, 3)[0]
     assert worlds(4).run(run_detection, anchors, detection, 3, "sharded") == [(losses, [])] * 4
+
+
+def test_a_rank_without_microbatches_audits_one_by_the_counts_in_their_structure():
+    losses, _ = in_turns(1, run_detection, anchors, detection, 1)[0]
+    for world_size in (3, 4):
+        found = in_turns(world_size, lambda c: run_detection(c, num_samples=1, audit=1))
+        assert [result[0] for result in found] == [losses] * world_size
 
 
 @pytest.mark.parametrize(

@@ -132,13 +132,11 @@ class Table:
         features: float32, `[rows, columns - 1]`.
         target: float32, `[rows, 1]`.
         names: the features' names; `column 1`… if the file has no header.
-        target_name: the target's name.
     """
 
     features: Tensor
     target: Tensor
     names: tuple[str, ...]
-    target_name: str
 
 
 def read_csv(path: str | PathLike[str], target: str | int | None = None) -> Table:
@@ -165,7 +163,7 @@ def read_csv(path: str | PathLike[str], target: str | int | None = None) -> Tabl
     )
     at = _column(path, columns, target)
     others = [index for index in range(len(columns)) if index != at]
-    return Table(values[:, others], values[:, at : at + 1].clone(), tuple(columns[i] for i in others), columns[at])
+    return Table(values[:, others], values[:, at : at + 1].clone(), tuple(columns[i] for i in others))
 
 
 def mean_and_scale(rows: Tensor) -> tuple[Tensor, Tensor]:

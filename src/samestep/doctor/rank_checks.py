@@ -239,10 +239,6 @@ def _ordered(comm: Communicator, tensor: Tensor) -> Operation:
     return lambda: comm.reduce(blocks, [tensor], tensor).finish()
 
 
-def _broadcast(comm: Communicator, tensor: Tensor) -> Operation:
-    return lambda: comm.transport.broadcast(tensor, 0)
-
-
 def _scatter(comm: Communicator, tensor: Tensor) -> Operation:
     return partial(_reduce_scatter, torch.empty_like(tensor.chunk(comm.world_size)[0]), tensor)
 
@@ -256,7 +252,7 @@ COLLECTIVES = (
     Collective("gather (all-gather)", each(check_gather), _gather),
     Collective("gather of words", word_cases, None),
     Collective("ordered reduction", each(check_ordered, ADDED_DTYPES), _ordered),
-    Collective("broadcast", each(check_broadcast), _broadcast),
+    Collective("broadcast", each(check_broadcast), lambda comm, tensor: partial(comm.transport.broadcast, tensor, 0)),
     Collective("reduce-scatter", each(check_reduce_scatter, ADDED_DTYPES), _scatter, is_torch=True),
     Collective("send and receive", each(check_send, MOVED_DTYPES[:-1]), _send, is_torch=True),
     Collective("barrier", barrier_cases, lambda comm, tensor: comm.barrier),

@@ -138,8 +138,8 @@ class GlobalCounts:
         self._counts_fn, self._seeds = counts_fn, seeds
         self._generators = Generators(communicator.device)
         self._communicator = communicator
-        self._names: tuple[str, ...] | None = None
-        self._is_sequence = False
+        # The names of the counts, and whether they are a sequence; None until this rank knows.
+        self._structure: tuple[tuple[str, ...] | None, bool] | None = None
 
     def sum(self, batch: Batch, ranges: Sequence[range], step: int) -> Any:
         """The counts of the global batch: 0-d tensors on the device, in the structure that `counts_fn` returned."""
@@ -151,8 +151,12 @@ class GlobalCounts:
                 # It may draw, as the masks of a language model: by the fifth part other numbers than the forward.
                 self._generators.seed(derive_seed(*self._seeds, step, microbatch, 1))
                 values[microbatch] = self._numbers(self._counts_fn(value))
-        # A rank without microbatches of its own knows the number of counts from the others alone.
-        width = max(row[0] for row in self._communicator.gather_words([max(map(len, values.values()), default=0)]))
+        # A rank without microbatches, which may audit one, knows the number and the structure of counts from others.
+        own = [max(map(len, values.values()), default=0), int(self._structure is not None)]
+        words = self._communicator.gather_words(own)
+        width = max(row[0] for row in words)
+        if not all(row[1] for row in words):
+            self._structure = next(filter(None, self._communicator.gather_values(self._structure)))
         rows = torch.zeros(len(mine), width, dtype=wide_dtype(device), device=device)
         for microbatch, numbers in values.items():
             if len(numbers) != width:
@@ -160,21 +164,22 @@ class GlobalCounts:
             if microbatch in mine:  # else this rank only runs along with the others, and needs the structure alone
                 rows[mine.index(microbatch)] = torch.stack(numbers)
         sums = self._communicator.sum_rows(rows, ranges)
-        if self._names is not None:
-            return dict(zip(self._names, sums.unbind(), strict=True))
-        return tuple(sums.unbind()) if self._is_sequence else sums[0]
+        names, is_sequence = self._structure or (None, False)
+        if names is not None:
+            return dict(zip(names, sums.unbind(), strict=True))
+        return tuple(sums.unbind()) if is_sequence else sums[0]
 
     def _numbers(self, value: Any) -> list[Tensor]:
         """Flattens the counts of one microbatch, and remembers their structure."""
         names = tuple(value) if isinstance(value, Mapping) else None
-        if self._names not in (None, names):
+        if self._structure is not None and self._structure[0] not in (None, names):
             raise LossError(
-                f"counts_fn returned {names or describe(value)} for one microbatch, {self._names} for another"
+                f"counts_fn returned {names or describe(value)} for one microbatch, {self._structure[0]} for another"
             )
         # The structure of the first microbatch is that of all: sums are handed back in it on every rank.
-        self._names = names
-        self._is_sequence = isinstance(value, list | tuple)
-        entries = list(value.values()) if isinstance(value, Mapping) else list(value) if self._is_sequence else [value]
+        is_sequence = isinstance(value, list | tuple)
+        self._structure = names, is_sequence
+        entries = list(value.values()) if isinstance(value, Mapping) else list(value) if is_sequence else [value]
         device = self._communicator.device
         wide = wide_dtype(device)
         numbers = []

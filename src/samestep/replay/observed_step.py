@@ -314,7 +314,7 @@ class ObservedStep(StepObserver):
         self._installed.close()
         samples = self._samples()
         activations = [one for one in hooks.activations() if self._is_chosen(one.place.module)]
-        if self._is_shown(self._index):
+        if self.microbatch in (None, self._index):
             self._microbatches.append(MicrobatchView(self._index, samples, total, count, norm, activations))
         self._first = self._first or hooks.first
 
@@ -350,9 +350,6 @@ class ObservedStep(StepObserver):
         bounds = self._batch.bounds(self._step.membership.num_microbatches)
         first, stop = bounds[self._index], bounds[self._index + 1]
         return list(range(first, stop)) if self._batch.ids is None else list(self._batch.ids()[first:stop].tolist())
-
-    def _is_shown(self, microbatch: int) -> bool:
-        return self.microbatch in (None, microbatch)
 
     def _is_chosen(self, module: str) -> bool:
         return self.module in (None, ROOT, module) or module.startswith(f"{self.module}.")
