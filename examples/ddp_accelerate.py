@@ -4,7 +4,7 @@ The batch size is that of a process, so the training depends on their number, as
 --logical-devices 4 there are always four, and the bits are the same on any number of devices.
 
     python examples/ddp_accelerate.py
-    accelerate launch --cpu --num_processes 2 examples/ddp_accelerate.py
+    accelerate launch --multi_gpu --num_processes 2 examples/ddp_accelerate.py    # two GPUs
     samestep run --devices cpu:2 examples/ddp_accelerate.py
     samestep run --devices cpu:2 --logical-devices 4 examples/ddp_accelerate.py
 """

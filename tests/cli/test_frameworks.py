@@ -27,10 +27,13 @@ SCRIPTS = {
     "ddp": ("hook", "power_sgd", "zero"),
     "fsdp": (),
     "trl": (),
+    "deepspeed": (),
 }
 PACKAGES = {"accelerate": ("accelerate",), "trainer": ("transformers", "datasets"), "trl": ("trl",)}
 PACKAGES |= dict.fromkeys(("pretrained", "pretrained_alone"), ("transformers", "peft", "accelerate"))
 PACKAGES |= dict.fromkeys(("lightning", "fabric"), ("lightning", "torchmetrics"))
+PACKAGES |= {"deepspeed": ("deepspeed",)}  # not of the extra: it compiles its operator once, for three minutes
+LONGER = ("trl", "trainer", "fabric", "deepspeed")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4")
 # What samestep run sets.
 AS_OURS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONHASHSEED": "0", "ACCELERATE_USE_CPU": "true"}
@@ -41,6 +44,21 @@ UNIQUE = (".metadata", "README.md")  # a checkpoint's identity; a page with vers
 
 def _slow(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def _need(name):
+    for package in PACKAGES.get(name, ()):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
+
+
+def _by_another(command, *program, cwd):
+    """A program under torchrun or python; again if gloo's threads have ended it at torch's end."""
+    for _ in range(3):
+        done = samestep(*program, cwd=cwd, command=command, **AS_OURS)
+        if "terminate called without an active exception" not in done.stderr:
+            break
+    return done
 
 
 def _digest(path):
@@ -55,17 +73,12 @@ def outcome(folder, name, arguments, devices, *options, command=TORCHRUN, read=_
 
     Runs that are compared have the same folder, whose name may be in a checkpoint.
     """
-    for package in PACKAGES.get(name, ()):
-        if importlib.util.find_spec(package) is None:
-            pytest.skip(f"{package} is not installed (the extra frameworks)")
+    _need(name)
     folder = folder / "run"
     folder.mkdir()
     program = (OTHERS.get(name, PROGRAMS / f"with_{name}.py"), *arguments)
     if devices is None:
-        for _ in range(3):
-            done = samestep(*program, cwd=folder, command=command, **AS_OURS)
-            if "terminate called without an active exception" not in done.stderr:  # of gloo's threads, at torch's end
-                break
+        done = _by_another(command, *program, cwd=folder)
     else:
         devices = f"cpu:{devices}" if isinstance(devices, int) else devices
         options = ("--logical-devices", 4, "--devices", devices, *options)
@@ -94,7 +107,7 @@ def on_one(tmp_path_factory):
 
 
 @pytest.mark.parametrize("devices", [2, _slow(3), _slow(4)])
-@pytest.mark.parametrize("name", [_slow(name) if name in ("trl", "trainer", "fabric") else name for name in SCRIPTS])
+@pytest.mark.parametrize("name", [_slow(name) if name in LONGER else name for name in SCRIPTS])
 def test_four_ranks_print_and_save_the_same_on_any_number_of_devices(on_one, name, devices):
     folder, (printed, saved) = on_one(name)
     also_printed, also_saved = outcome(folder, name, SCRIPTS[name], devices)
@@ -147,6 +160,43 @@ def test_models_that_are_loaded_and_saved_by_their_library_have_the_same_bits(tm
     assert {Path(path).parts[0] for path in rounded} == {*SAVED[name]}, "what is trained is added in another order"
     for path in rounded:
         torch.testing.assert_close(load(one[1][path]), load(theirs[1][path]), rtol=1e-4, atol=1e-6)
+
+
+@pytest.fixture
+def ends(tmp_path):
+    """`ends(devices, name, …)`: the last line of a script of two ranks, on so many CPUs or under torchrun (None).
+
+    All runs have one folder, in which the checkpoints are.
+    """
+
+    def run(devices, name, *words):
+        _need(name)
+        program = PROGRAMS / ("with_deepspeed.py" if name == "deepspeed" else "with_resumed.py"), name, *words
+        if devices is None:
+            done = _by_another((*TORCHRUN[:-1], 2), *program, cwd=tmp_path)
+        else:
+            done = samestep("run", "--logical-devices", 2, "--devices", f"cpu:{devices}", *program, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines()[-1]
+
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["accelerate", "transformers", "deepspeed"])
+def test_a_script_stopped_in_mid_epoch_and_resumed_on_fewer_devices_ends_in_the_bits_of_one_that_was_not(ends, name):
+    whole, stopped = ends(2, name), ends(2, name, "stop")
+    assert ends(1, name, "resume") == whole != stopped
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [("accelerate", "careless"), ("transformers", "careless"), ("lightning",)])
+def test_what_a_framework_does_not_restore_is_resumed_as_under_torchrun(ends, words):
+    whole, _ = ends(2, *words), ends(2, *words, "stop")
+    resumed = ends(1, *words, "resume")
+    assert resumed != whole
+    ends(None, *words, "stop")
+    assert ends(None, *words, "resume") == resumed
 
 
 @gpus.needs_fake_gpus

@@ -162,9 +162,50 @@ CHECKPOINTED = """
     if __name__ == "__main__":  # a process of the checkpointer imports the script
         main()
 """
+FORCES = """
+    import torch, torch.distributed as dist
+    from torch import nn
+
+    class Field(nn.Module):  # the atoms of a batch of molecules, as graph libraries put them together
+        def __init__(self):
+            super().__init__()
+            self.embed, self.last = nn.Embedding(4, 8), nn.Linear(8, 1)
+            self.filters = nn.Sequential(nn.Linear(6, 16), nn.SiLU(), nn.Linear(16, 8))
+
+        def forward(self, kinds, positions, edges, molecule):
+            positions = positions.detach().requires_grad_()
+            apart = (positions[edges[0]] - positions[edges[1]]).norm(dim=1, keepdim=True)
+            atoms = self.embed(kinds)
+            sent = self.filters(torch.exp(-(apart - torch.arange(6.0)).square())) * atoms[edges[0]]
+            parts = self.last(torch.tanh(atoms.index_add(0, edges[1], sent)))[:, 0]
+            energy = torch.zeros(4).index_add(0, molecule, parts)
+            return energy, -torch.autograd.grad(energy.sum(), positions, create_graph=True)[0]
+
+    def batch(step, rank):
+        drawn = torch.Generator().manual_seed(10 * step + rank)
+        molecule = torch.arange(4).repeat_interleave(torch.randint(3, 6, (4,), generator=drawn))
+        edges = (molecule[:, None] == molecule).fill_diagonal_(False).nonzero().T
+        return torch.arange(len(molecule)) % 4, torch.randn(len(molecule), 3, generator=drawn), edges, molecule
+
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = nn.parallel.DistributedDataParallel(Field())
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for step in range(4):
+        inputs = batch(step, dist.get_rank())
+        energy, forces = model(*inputs)
+        loss = (energy - 1).square().mean() + (forces + 2 * inputs[1]).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    if dist.get_rank() == 0:
+        print(loss.item().hex(), [parameter.double().sum().item().hex() for parameter in model.parameters()])
+    dist.destroy_process_group()
+"""
 SCRIPTS = {
     "a training for four GPUs": (TRAINING, 4, {}, (1, 2, 3, 4)),
     "a group that was destroyed is made again": (AGAIN, 3, {}, (1, 2, 3)),
+    "forces are gradients in the forward": (FORCES, 3, {}, (1, 2, 3)),
     "checkpoints are written by a thread meanwhile": (CHECKPOINTED, 3, "THREAD", (1, 2)),
     "checkpoints are written by a process meanwhile": (CHECKPOINTED, 3, "PROCESS", (1, 2)),
 }
@@ -715,3 +756,28 @@ def test_attention_has_the_same_bits_again_and_on_other_gpus(tmp_path):
     assert done[0].stdout
     assert len({each.stdout for each in done}) == 1
     assert "determinis" not in done[0].stderr, done[0].stderr
+
+
+def test_a_group_that_exchanges_nothing_is_torchs_and_later_ones_are_not(tmp_path):
+    (tmp_path / "fake.py").write_text(
+        textwrap.dedent("""
+            import torch, torch.distributed as dist
+            from torch.nn.parallel import DistributedDataParallel
+            from torch.testing._internal.distributed.fake_pg import FakeStore
+
+            dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+            total = torch.ones(1)
+            dist.all_reduce(total)
+            dist.all_reduce(total, group=dist.new_group([0, 7]))
+            DistributedDataParallel(torch.nn.Linear(1, 1))(total).sum().backward()
+            alone = dist.get_backend(), dist.get_world_size(), total.item()
+            dist.destroy_process_group()
+            dist.init_process_group("gloo")
+            dist.all_reduce(total)
+            names = [group._get_backend_name() for group in (dist.group.WORLD, dist.new_group())]
+            if dist.get_rank() == 0:
+                print(alone, total.item(), *names)
+        """)
+    )
+    ended = samestep("run", "--devices", "cpu:2", "--logical-devices", "2", "fake.py", cwd=tmp_path)
+    assert "('fake', 8, 1.0) 2.0 gloo gloo" in ended.stdout, ended.stderr

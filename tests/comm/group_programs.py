@@ -6,6 +6,7 @@ import random
 import signal
 import time
 from datetime import timedelta
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from worlds import device_of
 
+from samestep.logical import process_group
 from samestep.logical.process_group import GroupError, register_backend
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -178,6 +180,34 @@ def under_autocast(rank, ranks, program, *args):
     """Runs a program as within a forward in 16 bits."""
     with torch.autocast(device_of(rank).type, torch.bfloat16):
         return program(rank, ranks, *args)
+
+
+def of_inference(rank, ranks, numel):
+    """Collectives on what was made in inference mode, within it and after; those that are wrong."""
+    values = [drawn(other, numel, torch.float32) for other in range(ranks)]
+    whole, device = definition(values, "SUM"), device_of(rank)
+    with torch.inference_mode():
+        totals = [values[rank].to(device, copy=True) for _ in range(3)]
+        sent, ours, outputs = totals[0].clone(), totals[0].clone(), [torch.zeros_like(totals[0]) for _ in range(ranks)]
+        dist.all_reduce(totals[0])
+        work = dist.all_reduce(totals[1], async_op=True)
+    work.wait()
+    dist.all_reduce(totals[2])
+    dist.broadcast(sent, ranks - 1)
+    dist.all_gather(outputs, ours)
+    after = values[rank].to(device, copy=True)  # by memory that the group may have kept
+    dist.all_reduce(after)
+    pairs = [*((total, whole) for total in (*totals, after)), (sent, values[-1]), *zip(outputs, values, strict=True)]
+    return [index for index, (got, wanted) in enumerate(pairs) if not same_bits(got, wanted)]
+
+
+def of_inference_as_they_are(rank, ranks, numel):
+    """The error of a group that writes such tensors as any others."""
+    with mock.patch.object(process_group, "_memory", lambda tensor: tensor.data):
+        try:
+            return of_inference(rank, ranks, numel)
+        except RuntimeError as error:
+            return str(error)
 
 
 def reductions(rank, ranks, numels):

@@ -76,6 +76,17 @@ def test_the_callers_autocast_is_not_the_groups(ranks_of, tmp_path):
     assert ranks_of(2).run(in_group, tmp_path / "store", group_programs.under_autocast, args) == [[]] * 2
 
 
+@pytest.mark.parametrize(("ranks", "transport", "numel"), [(1, "shared", 5), (3, "shared", 300_000), (2, "gloo", 5)])
+def test_what_was_made_in_inference_mode_is_reduced_and_moved(ranks_of, tmp_path, ranks, transport, numel):
+    found = ranks_of(ranks).run(in_group, tmp_path / "store", group_programs.of_inference, (numel,), transport)
+    assert found == [[]] * ranks
+
+
+def test_twin_written_as_other_tensors_are_it_cannot_be(ranks_of, tmp_path):
+    said, _ = ranks_of(2).run(in_group, tmp_path / "store", group_programs.of_inference_as_they_are, (5,))
+    assert "Inplace update to inference tensor" in said
+
+
 @pytest.mark.parametrize(("ranks", "transport"), [(1, "shared"), (3, "shared"), (2, "gloo")])
 def test_collectives_that_move_values_move_every_dtype(ranks_of, tmp_path, ranks, transport):
     found = ranks_of(ranks).run(in_group, tmp_path / "store", group_programs.movements, (33,), transport)
@@ -360,11 +371,22 @@ def test_an_operation_that_was_interrupted_is_done_for_all_that_wait_for_it(monk
     assert "interrupted by KeyboardInterrupt()" in str(raised(future.wait))
 
 
+def lone_group():
+    """A group of one rank."""
+    options = SimpleNamespace(timeout=timedelta(1), group_id="")
+    return OrderedProcessGroup(process_group.LocalTransport(), None, dist.HashStore(), options, (0,))
+
+
+def test_a_group_tells_how_many_operations_were_called():
+    group = lone_group()
+    for number in range(3):
+        assert group._get_sequence_number_for_group() == number
+        group.allreduce([torch.ones(1)], dist.AllreduceOptions())
+
+
 def test_an_error_that_nobody_foresaw_says_where_it_arose(monkeypatch):
     monkeypatch.setattr(collectives, "all_reduce", lambda *_: 1 // 0)
-    group = OrderedProcessGroup(
-        process_group.LocalTransport(), None, dist.HashStore(), SimpleNamespace(timeout=timedelta(1), group_id=""), (0,)
-    )
+    group = lone_group()
     for _ in range(2):
         with pytest.raises(ZeroDivisionError) as raised:
             group.allreduce([torch.ones(1)], dist.AllreduceOptions()).wait()

@@ -20,13 +20,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch.distributed as dist
-from peer_suites import REASONS, SUITES, Suite
+from peer_suites import PYTORCH, REASONS, SUITES, Suite
 
 HERE = Path(__file__).parent
-BIN = Path(sys.executable).parent
 RESULTS, PAGE = HERE / "results.json", HERE.parents[1] / "docs" / "conformance.md"
 TORCHRUN = "torchrun"
-SCRIPT_SECONDS = 300
+SCRIPT_SECONDS, REFERENCE_SECONDS, TEST_SECONDS = 300, 40, 120
 ATTEMPTS = 2  # of a test, on devices: some wait for tenths of a second, which a busy machine takes
 ENDED_BADLY = ("hangs", "fails", "waits")
 
@@ -68,8 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for ranks in suite.ranks:
             compared.append(compare(suite, ranks, options.devices.split(","), root.resolve()))
             say(compared[-1])
-    if options.page:
-        write_page([*compared])
+            if options.page:
+                write_page(compared[-1:])
     return 1 if any(each.unexplained for each in compared) else 0
 
 
@@ -93,10 +92,14 @@ def run(suite: Suite, ranks: int, launcher: str, root: Path, only: list[str] | N
     if suite.kind == "script":
         sources = suite.sources if only is None else only
         return {source: script_outcome(launched(launcher, ranks, ["-m", source])) for source in sources}
-    places = ",".join(str(root / source) if suite.checkout else source for source in suite.sources)
+    places = ",".join(
+        [str(path) for source in suite.sources for path in sorted(root.glob(source))]
+        if suite.checkout
+        else suite.sources
+    )
     environment = {**os.environ}
     if suite.checkout:
-        environment["PYTHONPATH"] = f"{root / 'test'}:{root / 'tests'}"
+        environment["PYTHONPATH"] = str(root / "test")
     with tempfile.TemporaryDirectory(prefix="samestep-conformance-") as name:
         folder = Path(name)
         tests = []
@@ -104,11 +107,11 @@ def run(suite: Suite, ranks: int, launcher: str, root: Path, only: list[str] | N
             (folder / "only").write_text("\n".join(only))
             tests = [str(folder / "only")]
         lines: list[list[dict[str, str]]] = [[] for _ in range(ranks)]
-        first = 0
+        first, limit = 0, REFERENCE_SECONDS if launcher == TORCHRUN else TEST_SECONDS
         while True:
             store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             (folder / "temp").mkdir(exist_ok=True)
-            arguments = [places, name, str(store.port), str(first), *tests]
+            arguments = [suite.kind, places, name, str(store.port), str(first), str(limit), *tests]
             command = launched(launcher, ranks, [str(HERE / "in_rank.py"), *arguments])
             ended = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=folder, check=False)
             lines = [
@@ -125,9 +128,10 @@ def run(suite: Suite, ranks: int, launcher: str, root: Path, only: list[str] | N
 
 def launched(launcher: str, ranks: int, program: list[str]) -> list[str]:
     """The command that runs a program in so many ranks."""
+    module = [sys.executable, "-m"]
     if launcher == TORCHRUN:
-        return [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", str(ranks), *program]
-    return [str(BIN / "samestep"), "run", "--devices", launcher, "--logical-devices", str(ranks), *program]
+        return [*module, "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *program]
+    return [*module, "samestep", "run", "--devices", launcher, "--logical-devices", str(ranks), *program]
 
 
 def script_outcome(command: list[str]) -> str:
@@ -167,7 +171,7 @@ def write_page(compared: list[Compared]) -> None:
     for each in compared:
         kept[f"{each.suite.name}, {each.ranks}"] = {
             "suite": each.suite.name,
-            "version": f"{each.suite.package} {importlib.metadata.version(each.suite.package)}",
+            "version": each.suite.checkout or f"{each.suite.package} {importlib.metadata.version(each.suite.package)}",
             "torch": importlib.metadata.version("torch"),
             "ranks": each.ranks,
             "skipped": each.skipped,
@@ -187,7 +191,14 @@ def write_page(compared: list[Compared]) -> None:
     total = sum(entry["passed"] for entry in kept.values())
     same_in_all = total - len(differences)
     PAGE.write_text(
-        HEAD.format(total=total, same=same_in_all, rows="\n".join(rows), differences="\n".join(differences))
+        HEAD.format(
+            total=total,
+            same=same_in_all,
+            rows="\n".join(rows),
+            differences="\n".join(differences),
+            tests_of=PYTORCH.removeprefix("pytorch-v"),
+            torch=importlib.metadata.version("torch").partition("+")[0],
+        )
     )
 
 
@@ -197,20 +208,24 @@ HEAD = """# Conformance
 
 That one, two and three devices agree shows that samestep agrees with itself. Whether it agrees with the field is what
 other projects' own tests say. They run here unchanged, in the ranks of torchrun and in the ranks of
-`samestep run --logical-devices`, on one device and on two. **{same} of the {total} that pass under torchrun pass on
-each.**
+`samestep run --logical-devices`, on one device and on two. **{same} of {total} that pass under torchrun pass on each.**
 
 ```bash
-make conformance            # on one device and on two; with PAGE=1 it writes this page
+make conformance                  # what installed packages have, on one device and on two; PAGE=1 writes this page
+make conformance SOURCES=FOLDER   # all of it
 ```
 
 | tests | version | ranks | pass under torchrun | of these under samestep |
 |---|---|---|---|---|
 {rows}
 
-A test that skips itself under torchrun, for want of a GPU or of more ranks, and one that fails there, is not counted.
-The classes of torch start processes of their own; here the launcher's ranks take their place, and every test has a
-group of its own.
+FOLDER holds the release archives of PyTorch, torchmetrics and Ignite, unpacked, each in a folder of the name that the
+table has as its version. torchmetrics' tests need the packages `cachier` and `pytest-doctestplus`, Ignite's need
+`pytorch-ignite`. The tests of PyTorch {tests_of} run with torch {torch}.
+
+A test is not counted that under torchrun fails (so do some of an older PyTorch), skips itself, or makes no group of the
+ranks. Where PyTorch's tests ask for GPUs in a decorator alone, they are tried on CPUs. The launcher's ranks take the
+place of the processes that tests start themselves, and every test has a group of its own.
 
 | what differs | it | why |
 |---|---|---|

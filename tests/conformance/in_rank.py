@@ -1,11 +1,12 @@
 """One rank of other projects' distributed tests: test after test, in the ranks of a launcher.
 
-    torchrun --nproc-per-node 3 in_rank.py MODULE|FILE FOLDER PORT FIRST [TESTS]
+    torchrun --nproc-per-node 3 in_rank.py torch MODULES|FILES FOLDER PORT FIRST LIMIT [TESTS]
+    torchrun --nproc-per-node 2 in_rank.py pytest FILES FOLDER PORT FIRST LIMIT [TESTS]
 
-The ranks take the place of the processes that torch's test classes start; each test has a group of its own. FOLDER
-takes one line of JSON a test and rank, PORT is the port of the store by which ranks meet beside their group, FIRST the
-test to begin with, TESTS a file with the names of the tests to run. A rank whose test failed, or waits for ever,
-leaves: the state of its group is not known.
+The ranks take the place of the processes that torch's test classes start, or the tests of torchmetrics and Ignite,
+which pytest collects; each test has a group of its own. FOLDER takes one line of JSON a test and rank, PORT is the port
+of the store by which ranks meet beside their group, FIRST the test to begin with, LIMIT the seconds of a test, TESTS a
+file with the names of the tests to run. All ranks leave when a test does not end on some of them.
 """
 
 import contextlib
@@ -14,6 +15,7 @@ import faulthandler
 import importlib
 import importlib.util
 import inspect
+import itertools
 import json
 import os
 import sys
@@ -27,57 +29,88 @@ from types import ModuleType
 from typing import Any
 
 RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-SOURCE, FOLDER, PORT, FIRST = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+KIND, SOURCES, FOLDER, PORT, FIRST = sys.argv[1], sys.argv[2].split(","), Path(sys.argv[3]), *map(int, sys.argv[4:6])
+LIMIT = float(sys.argv[6])  # seconds, of a test
 BACKEND = os.environ.setdefault("BACKEND", "gloo")  # torch's tests read it, too
 os.environ["TEMP_DIR"] = str(FOLDER / "temp")
+os.environ["PYTEST_REFERENCE_CACHE"] = str(
+    FOLDER / f"references.{RANK}"
+)  # torchmetrics', of the results to compare with
 
+import pytest  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+from _pytest.runner import runtestprotocol  # noqa: E402
+from torch.distributed import distributed_c10d  # noqa: E402
 from torch.testing._internal import common_distributed, common_fsdp, common_utils  # noqa: E402
 
-LIMIT = 40.0  # seconds, of a test
-OTHERS = 5.0  # seconds for the other ranks to end a test that failed on one
+OTHERS = 10.0  # seconds for the other ranks to end a test that failed on one
 FAILED = 3
 Outcome = tuple[str, str]  # passes, skips or fails; the text
 
 common_fsdp.DEVICE_COUNT = SIZE
+for name in ("requires_nccl", "requires_accelerator_dist_backend", "skip_if_lt_x_gpu"):
+    setattr(common_distributed, name, lambda *_, **__: lambda test: test)  # whether it passes on CPUs is tried
 STORE = dist.TCPStore("127.0.0.1", PORT, is_master=False, timeout=datetime.timedelta(seconds=LIMIT + 60))
+
+GROUPS: list[Any] = []  # that the present test has made
+update_default_group = distributed_c10d._update_default_pg
+
+
+def note_group(group: Any) -> None:
+    """Notes the default group."""
+    GROUPS.extend([group] if group is not None else [])
+    update_default_group(group)
+
+
+distributed_c10d._update_default_pg = note_group
 
 
 def main() -> None:
-    """Runs the tests of a source."""
-    classes = [case for source in SOURCE.split(",") for case in test_classes(source)]
-    named = {f"{case.__name__}.{name}": (case, name) for case in classes for name in tests_of(case)}
+    """Runs the tests of the sources."""
+    common_utils.set_rng_seed()  # of the numbers that modules draw: every rank has the same
+    if KIND == "pytest":
+        arguments = ["-q", *(f"-pno:{name}" for name in ("cacheprovider", "xdist", "timeout")), *SOURCES]
+        ended = pytest.main(arguments, plugins=[InRanks()])
+        sys.exit(0 if ended == pytest.ExitCode.TESTS_FAILED else ended)  # so it is where a file cannot be imported
+    named = {
+        f"{Path(source).stem + '.' if source.endswith('.py') else ''}{case.__name__}.{name}": (case, name)
+        for source in SOURCES
+        for case in test_classes(source)
+        for name in tests_of(case)
+    }
     run_all(list(named), lambda name: torch_outcome(*named[name], name))
 
 
 def run_all(names: list[str], outcome_of: Callable[[str], Outcome]) -> None:
-    """Runs the tests, until one fails."""
-    if len(sys.argv) > 5:
-        only = set(Path(sys.argv[5]).read_text().split("\n"))
+    """Runs the tests, until one waits for ever."""
+    if len(sys.argv) > 7:
+        only = set(Path(sys.argv[7]).read_text().split("\n"))
         names = [name for name in names if name in only]
     with (FOLDER / f"{RANK}.jsonl").open("a", buffering=1) as lines:
         for index in range(FIRST, len(names)):
             meet(f"{index}/begin")
+            faulthandler.dump_traceback_later(LIMIT + 60, exit=True)  # where no thread of Python gets its turn
             write(lines, test=names[index], outcome="begin")
             began, ended = time.monotonic(), threading.Event()
             watcher = threading.Thread(target=watch, args=(lines, names[index], index, ended), daemon=True)
             watcher.start()
+            GROUPS.clear()
+            common_utils.set_rng_seed()
             outcome, text = outcome_of(names[index])
+            if outcome == "passes" and not GROUPS:
+                outcome, text = "skips", "it has no group of the ranks"
             seconds = round(time.monotonic() - began, 2)
             write(lines, test=names[index], outcome=outcome, text=text[-6000:], seconds=seconds)
             if outcome == "fails":
                 STORE.set(f"{index}/failed", "1")
-                STORE.set(f"{index}/end/{RANK}", "1")
                 with contextlib.suppress(Exception):
-                    STORE.wait([f"{index}/end/{rank}" for rank in range(SIZE)], datetime.timedelta(seconds=OTHERS))
-                os._exit(FAILED)
+                    end_group()  # the others do not wait for it
             meet(f"{index}/end")
             ended.set()
             watcher.join()
-            if STORE.check([f"{index}/failed"]):
-                os._exit(FAILED)
             end_group()  # of all ranks: one that waits for another's message has got it
+    faulthandler.cancel_dump_traceback_later()
     meet("done")
 
 
@@ -171,7 +204,6 @@ def torch_outcome(case: Any, name: str, key: str) -> Outcome:
             return "skips", str(skipped.__unittest_skip_why__)
     try:
         with group(case, name, key) as test:
-            common_utils.set_rng_seed()
             getattr(test, name)()
     except unittest.SkipTest as skip:
         return "skips", str(skip)
@@ -216,6 +248,73 @@ def end_group() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     torch.set_default_dtype(torch.float32)
+
+
+# The tests of torchmetrics and of Ignite; pytest collects them
+
+
+class InRanks:
+    """A plugin of pytest that runs each test as torch's are run; the ranks are the processes that share its work."""
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionstart(self) -> None:
+        """The functions that make a group by a port of their own make it of the ranks."""
+        pytest.pool = RankOfPool()  # type: ignore[attr-defined]
+        for name in ("unittests", "unittests.conftest"):
+            if name in sys.modules:
+                sys.modules[name].setup_ddp = group_anew  # type: ignore[attr-defined]
+        if "tests.ignite.conftest" in sys.modules:
+            ignite: Any = sys.modules["tests.ignite.conftest"]
+            ignite._setup_free_port = lambda _: 0
+            ignite._create_dist_context = lambda *_: group_anew(RANK, SIZE)
+
+    @pytest.fixture(scope="session")
+    def worker_id(self) -> str:
+        """By which Ignite's tests find their rank, in place of pytest-xdist's."""
+        return f"gw{RANK}"
+
+    def pytest_runtestloop(self, session: Any) -> bool:
+        """All tests of more than one process."""
+        of_ranks = [
+            item for item in session.items if {"DDP", "distributed"} & {mark.name for mark in item.iter_markers()}
+        ]
+        named = {item.nodeid: item for item in of_ranks}
+
+        def outcome_of(name: str) -> Outcome:
+            reports = runtestprotocol(named[name], log=False, nextitem=None)
+            bad = [report for report in reports if report.failed]
+            if bad:
+                return "fails", bad[0].longreprtext
+            return ("skips" if any(report.skipped for report in reports) else "passes"), ""
+
+        run_all(list(named), outcome_of)
+        return True
+
+
+class RankOfPool:
+    """A pool of processes, as one of its ranks."""
+
+    def map(self, function: Callable[..., Any], values: Any) -> list[Any]:
+        """The function of this rank's value."""
+        return self.starmap(function, [(value,) for value in values])
+
+    def starmap(self, function: Callable[..., Any], values: Any) -> list[Any]:
+        """The function of this rank's values."""
+        if not dist.is_initialized():
+            group_anew(RANK, SIZE)
+        return [function(*list(values)[RANK])]
+
+
+NUMBERS = itertools.count()
+
+
+def group_anew(rank: int, world_size: int) -> dict[str, int]:
+    """A group of the ranks, in place of the one that there is."""
+    assert (rank, world_size) == (RANK, SIZE)
+    end_group()
+    store = dist.PrefixStore(f"group/{FIRST}/{next(NUMBERS)}", STORE)
+    dist.init_process_group(BACKEND, store=store, rank=rank, world_size=world_size)
+    return {"local_rank": rank, "rank": rank, "world_size": world_size}
 
 
 main()

@@ -22,7 +22,7 @@ class Suite:
     sources: tuple[str, ...]
     package: str
     ranks: tuple[int, ...]
-    least: int
+    least: int = 0
     checkout: str = ""
     is_short: bool = False
 
@@ -48,7 +48,68 @@ SUITES = (
     ),
 )
 
+PYTORCH, TORCHMETRICS, IGNITE = "pytorch-v2.6.0", "torchmetrics-1.9.0", "ignite-0.5.5"
+COLLECTIVES = (
+    "test_c10d_gloo",
+    "test_c10d_logger",
+    "test_c10d_object_collectives",
+    "test_c10d_pypg",
+    "test_collective_utils",
+    "test_device_mesh",
+    "test_functional_api",
+    "test_multi_threaded_pg",
+    "test_pg_wrapper",
+)
+WRAPPERS = (
+    "_composable/test_composability/test_2d_composability",
+    "_composable/test_replicate",
+    "algorithms/test_join",
+    "optim/test_zero_redundancy_optimizer",
+)
+
+
+def of_pytorch(what: str, ranks: tuple[int, ...], *files: str) -> Suite:
+    """Test classes of PyTorch's repository."""
+    sources = tuple(f"test/distributed/{file}.py" for file in files)
+    return Suite(f"PyTorch: {what}", "torch", sources, "torch", ranks, checkout=PYTORCH)
+
+
+def of_torchmetrics(what: str, *folders: str) -> Suite:
+    """Tests of torchmetrics that share work out, all of them made for two ranks."""
+    sources = tuple(f"tests/unittests/{folder}" for folder in folders)
+    return Suite(f"torchmetrics: {what}", "pytest", sources, "torchmetrics", (2,), checkout=TORCHMETRICS)
+
+
+SUITES += (
+    of_pytorch("DTensor", (4,), "_tensor/*", "_tensor/*/*"),
+    of_pytorch("tensor parallel", (2, 4), "tensor/parallel/*"),
+    of_pytorch("collectives", (4,), *COLLECTIVES),
+    of_pytorch("checkpoints", (4,), "checkpoint/*", "checkpoint/*/*"),
+    of_pytorch("DDP, ZeRO, Join", (2,), *WRAPPERS),
+    of_torchmetrics("sums and gathers", "bases", "wrappers"),
+    of_torchmetrics("regression", "regression"),
+    of_torchmetrics("clusters", "clustering", "nominal"),
+    of_torchmetrics("segmentation", "segmentation"),
+    of_torchmetrics("detection", "detection"),
+    Suite("Ignite: metrics", "pytest", ("tests/ignite/metrics",), "pytorch-ignite", (2,), checkout=IGNITE),
+)
+
+GLOOS_OWN = "it asks the group for a device of gloo's own, `ProcessGroupGloo.create_device`"
+EARLY = (
+    "with `TORCH_DISTRIBUTED_DEBUG=DETAIL` gloo raises from an asynchronous call; here `wait` does, a DeterminismError"
+)
 REASONS = {
     "accelerate.test_utils.scripts.test_ops": "it takes memory that nobody has written (`torch.empty`) for zeros",
     "TestDistributed.test_ddp_logging_data_cpu": "DDP's log names the backend that carries the bytes: samestep's",
+    "test_c10d_gloo.CommTest.test_broadcast_coalesced_gloo_cpu": GLOOS_OWN,
+    "test_c10d_gloo.DistributedDataParallelTest.test_gloo_backend_cpu_module": GLOOS_OWN,
+    "test_c10d_gloo.DistributedDataParallelTest.test_gloo_backend_cpu_module_grad_is_view": GLOOS_OWN,
+    "test_c10d_gloo.GlooProcessGroupWithDispatchedCollectivesTests.test_all_to_all_single": (
+        "gloo divides two rows among four ranks, by their elements; samestep refuses that, as NCCL does"
+    ),
+    "test_c10d_gloo.GlooProcessGroupWithDispatchedCollectivesTests.test_init_process_group_for_all_backends": (
+        "the group's `name()`, by which C++ would take it for gloo's own, is samestep; `get_backend()` is gloo"
+    ),
+    "test_pg_wrapper.ProcessGroupGlooWrapperTest.test_collective_shape_mismatch_debug_mode": EARLY,
+    "test_pg_wrapper.ProcessGroupGlooWrapperTest.test_collectives_op_mismatch_debug_mode": EARLY,
 }

@@ -43,6 +43,6 @@ def test_a_test_that_passes_under_torchrun_alone_is_named(tmp_path):
     (tmp_path / "test_twin.py").write_text(textwrap.dedent(ONE_THAT_DIFFERS))
     suite = Suite("twin", "torch", ("test_twin.py",), "torch", (2,), least=2, checkout="here")
     compared = compare(suite, 2, ["cpu:2"], tmp_path)
-    differs = "TwinTest.test_a_sum_is_that_of_torchrun"
-    assert (compared.passed, compared.skipped) == (["TwinTest.test_a_sum_is_right", differs], 1)
+    differs = "test_twin.TwinTest.test_a_sum_is_that_of_torchrun"
+    assert (compared.passed, compared.skipped) == (["test_twin.TwinTest.test_a_sum_is_right", differs], 1)
     assert (compared.failed, compared.unexplained) == ({"cpu:2": {differs: "fails"}}, [differs])

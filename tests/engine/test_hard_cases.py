@@ -163,6 +163,33 @@ def penalised(model, batch):
     return total / 10 + sum(gradient.square().sum() for gradient in first) / 100
 
 
+class Field(nn.Module):
+    """An energy, and the forces, which its forward differentiates."""
+
+    def __init__(self):
+        super().__init__()
+        self.energy = nn.Sequential(nn.Linear(5, 8), nn.SiLU(), nn.Linear(8, 1))
+
+    def forward(self, positions):
+        positions = positions.detach().requires_grad_()
+        energy = self.energy(positions)[:, 0]
+        return energy, -torch.autograd.grad(energy.sum(), positions, create_graph=True)[0]
+
+
+def test_a_loss_on_energies_and_forces_has_the_same_bits_and_both_count():
+    def trained(communicator, weight):
+        def loss(model, batch):
+            energy, forces = model(batch[0])
+            return (energy - batch[1][:, 0]).square().mean() + weight * (forces + 2 * batch[0]).square().mean()
+
+        return train(communicator, Field, loss)
+
+    (expected,) = in_turns(1, trained, 1.0)
+    assert in_turns(1, trained, 0.0) != [expected]
+    for world_size in (2, 3):
+        assert in_turns(world_size, trained, 1.0) == [expected] * world_size
+
+
 def penalised_after(communicator, num_passes):
     x = torch.ones(1, device=communicator.device, requires_grad=True)
     y = x

@@ -1,11 +1,13 @@
 """Nodes as torchrun, Slurm and Kubeflow start them, and in two networks: the bits of one process."""
 
+import importlib.util
 import os
 import shutil
 import socket
 import stat
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -196,3 +198,45 @@ def test_nodes_in_two_networks_find_each_other_by_the_interface_between_them(nod
     assert (first.code, second.code) == (0, 0), first.stderr + second.stderr
     assert "by nodes True" in first.stdout
     assert first.digest == nodes.end_of(nodes.start_program([sys.executable, str(script)])).digest
+
+
+OTHERS = {
+    "mpirun": ("mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "3", sys.executable),
+    "accelerate launch": (
+        *(sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "3"),
+        *("--main_process_port", "PORT", "--log_dir", "logs"),
+    ),
+    "deepspeed": (
+        *(sys.executable, str(Path(sys.executable).with_name("deepspeed"))),
+        *("--num_accelerators", "3", "--master_port", "PORT"),
+    ),
+}
+"""Commands of other packages that start three processes of a script on this machine."""
+PACKAGES = {"accelerate launch": "accelerate", "deepspeed": "deepspeed"}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_ranks_that_others_start_end_in_the_bits_of_one_process(nodes, name):
+    package = PACKAGES.get(name)
+    if importlib.util.find_spec(package) is None if package else shutil.which(OTHERS[name][0]) is None:
+        pytest.skip(f"{package or OTHERS[name][0]} is not installed")
+    script = str(nodes.script(SMALL + 'run.print("ranks", run.world_size)\n'))
+    command = [str(nodes.port) if word == "PORT" else word for word in OTHERS[name]]
+    ended = nodes.end_of(nodes.start_program([*command, script], DS_ACCELERATOR="cpu"))
+    assert ended.code == 0, ended.stderr
+    assert "ranks 3" in ended.stdout
+    assert ended.digest == nodes.end_of(nodes.start_program([sys.executable, script])).digest
+
+
+@pytest.mark.timeout(900)  # Ray starts a dozen processes
+def test_workers_of_ray_train_end_in_the_bits_of_one_process(nodes):
+    if importlib.util.find_spec("ray") is None:
+        pytest.skip("ray is not installed")
+    command = [sys.executable, str(CLUSTER / "ray_train.py")]
+    with tempfile.TemporaryDirectory() as short:  # Ray's sockets are in it
+        started = ([*command, *words] for words in (["1"], ["3"], ["1", "2"]))
+        ended = [nodes.end_of(nodes.start_program(each, RAY_TMPDIR=short)) for each in started]
+    assert [each.code for each in ended] == [0] * 3, ended[0].stderr
+    lines = [next(line.split() for line in each.stdout.splitlines() if "digest" in line) for each in ended]
+    assert [words[0] for words in lines[:2]] == ["1", "3"]
+    assert len({words[-1] for words in lines}) == 1

@@ -204,8 +204,19 @@ for x, _ in batches():
     update(optimizer, (energy - x.square().sum(1)).square().mean() + (forces - 2 * x).square().mean())
 RESULT["state"] = model.state_dict()
 """
+PENALTY = """
+layers = nn.Linear(6, 8), nn.GroupNorm(2, 8), nn.SiLU(), nn.Linear(8, 1)
+model = Net(lambda self, x: self.net(x), net=nn.Sequential(*layers))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+for x, _ in batches():
+    energy = model(x.requires_grad_())
+    (slope,) = torch.autograd.grad(energy.sum(), x, create_graph=True)
+    update(optimizer, (energy - 1).square().mean() + (slope - 2 * x.detach()).square().mean())
+RESULT["state"] = model.state_dict()
+"""
 SCRIPTS = {
     "forces": FORCES,
+    "forces by the loop": PENALTY,
     "packed sequences": PACKED.replace("WRAP", ""),
     "copies of its modules": COPIES,
     "containers with checks": CHECKED,

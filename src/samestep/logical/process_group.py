@@ -146,6 +146,7 @@ class OrderedBackend(_Backend):  # type: ignore[misc]  # a class of torch's stub
         self._queue = WorkQueue(f"samestep {options.group_id}")
         self._failure: bytes | None = None  # packed
         self._calls: deque[tuple[int, str]] = deque(maxlen=HISTORY)  # the last that were run, with their numbers
+        self.num_calls = 0
         self._backward, self._num_backwards = -1, 0  # the last one that has reduced gradients here, and how many have
         self._told: set[str] = set()
         self.step_note = 0  # of the step whose gradients a backward reduces next: see `note_step`
@@ -394,6 +395,7 @@ class OrderedBackend(_Backend):  # type: ignore[misc]  # a class of torch's stub
         self, run: Callable[[Transport], Any], outputs: Any, opts: Any, also: Sequence[Tensor] = ()
     ) -> QueuedWork:
         """Queues an operation."""
+        self.num_calls += 1
         limit = self.timeout if opts is None or opts.timeout <= NO_TIMEOUT else opts.timeout
         written = outputs if not outputs or isinstance(outputs[0], Tensor) else [t for some in outputs for t in some]
         is_async = opts is None or opts.asyncOp
@@ -560,6 +562,7 @@ class OrderedProcessGroup(_Group):  # type: ignore[misc]  # for the reason above
     ) -> None:
         super().__init__(transport.rank, transport.world_size)
         self._names: dict[str, str] = {}
+        self.called_as = NAME
         self.backend = OrderedBackend(transport, gloo, store, options, ranks)
         if DISPATCHES:
             custom = dist.ProcessGroup.BackendType.CUSTOM
@@ -567,7 +570,11 @@ class OrderedProcessGroup(_Group):  # type: ignore[misc]  # for the reason above
                 self._register_backend(device, custom, self.backend)
             self._set_default_backend(custom)
 
-    # As torch calls them from C++.
+    def _get_backend_name(self) -> str:
+        """The backend that the script asks for, by which sharded tensors choose their device."""
+        return self.called_as
+
+    # As torch calls them from C++, which takes the group for one of C++ if it has the name of one.
     def getBackendName(self) -> str:
         return NAME
 
@@ -585,6 +592,12 @@ class OrderedProcessGroup(_Group):  # type: ignore[misc]  # for the reason above
 
     def _get_backend(self, device: torch.device) -> OrderedBackend:
         return self.backend
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self.backend.num_calls
+
+    def _set_sequence_number_for_group(self) -> None:
+        """It begins with 0 on every rank."""
 
 
 def _passed_on(name: str) -> Callable[..., Any]:
@@ -653,7 +666,7 @@ class OwnMessages:
 
     def recv(self, tensors: Sequence[Tensor], rank: int, tag: int) -> "_OwnMessage":
         message = self._next("recv", tag)
-        message.add_done_callback(lambda sent: tensors[0].flatten().view(torch.uint8).copy_(sent.result()))
+        message.add_done_callback(lambda sent: _memory(tensors[0]).flatten().view(torch.uint8).copy_(sent.result()))
         return message
 
     def _next(self, way: str, tag: int) -> "_OwnMessage":
@@ -673,8 +686,7 @@ class _Flat:
     """Tensors of one dtype as one flat tensor where a transport reads it: their own memory if possible."""
 
     def __init__(self, tensors: Sequence[Tensor], transport: Transport, flat: Tensor | None = None) -> None:
-        # `data`, not `detach`: what is written here must not look like an in-place change to autograd, as with gloo.
-        self._tensors = [tensor.data for tensor in tensors]
+        self._tensors = [_memory(tensor) for tensor in tensors]
         first, is_on_host = self._tensors[0], transport.through_host
         self._is_copy = flat is not None or len(tensors) > 1 or not first.is_contiguous()
         # What is marked as conjugate or negative is not what lies in memory.
@@ -698,6 +710,15 @@ class _Flat:
             for tensor, values in zip(self._tensors, self.flat.split(sizes), strict=True):
                 # On a GPU behind what its stream has to do; torch keeps pinned memory until the copy has been made.
                 tensor.copy_(values.view(tensor.shape), non_blocking=True)
+
+
+def _memory(tensor: Tensor) -> Tensor:
+    """A tensor's elements, of which autograd knows nothing: a write is no in-place change to it, as with gloo."""
+    data = tensor.data
+    if not data.is_inference() or data.is_conj() or data.is_neg():  # of the last two the memory is not the values
+        return data
+    with torch.inference_mode(False):  # another thread, or the script itself, may be outside of it
+        return data.new_empty(0).set_(data.untyped_storage(), data.storage_offset(), data.shape, data.stride())
 
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:
@@ -731,7 +752,7 @@ def _listed(tensors: Any) -> Sequence[Tensor]:
 
 def _chunks(tensor: Tensor, ranks: int) -> list[Tensor]:
     """Views of equal parts of a contiguous tensor."""
-    return list(tensor.data.view(ranks, -1).unbind())
+    return list(_memory(tensor).view(ranks, -1).unbind())
 
 
 def _rows(tensor: Tensor, sizes: Sequence[int], ranks: int) -> list[Tensor]:
@@ -741,7 +762,7 @@ def _rows(tensor: Tensor, sizes: Sequence[int], ranks: int) -> list[Tensor]:
         raise CallError(f"got {rows} rows for {ranks} ranks; needed: a multiple of it, or the numbers of rows")
     wanted = list(sizes) or [rows // ranks] * ranks
     _check_sizes("an all-to-all", sum(wanted), rows)
-    return list(tensor.data.split(wanted))
+    return list(_memory(tensor).split(wanted))
 
 
 def _check_rank(what: str, rank: int, ranks: int) -> None:

@@ -65,7 +65,7 @@ from samestep.engine.portable_kernels import make_portable
 from samestep.engine.rank_device import own_device
 from samestep.errors import UsageError
 from samestep.launcher.device_token import LOOK_SECONDS, hold_token, lent_token, shares_device
-from samestep.logical.process_group import NAME, OrderedBackend, register_backend
+from samestep.logical.process_group import NAME, OrderedBackend, OrderedProcessGroup, register_backend
 from samestep.patch import Patch, applied, late_dynamo, late_patches
 from samestep.scripts.script_state import VISIBLE_DEVICES, fixed_benchmark
 from samestep.scripts.simulated.devices import own_accelerator, simulated_devices
@@ -79,6 +79,7 @@ BY_DEFAULT = " defaults to a non-deterministic algorithm"  # of cuDNN's attentio
 DTENSOR = "torch.distributed.tensor"
 ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+FAKE = "fake"  # the backend of torch that exchanges nothing: one rank tries alone what many would do
 FIRST, GROUP, ENDED = "samestep first process", "made a process group", "made none"
 NEEDS_LESS = "smaller batches, activation checkpointing, or more GPUs: ranks that share one have its memory together"
 LIBRARIES = ("multiprocessing", "concurrent", "torch.utils", "torch.multiprocessing.pool")  # start loaders, pools
@@ -238,14 +239,19 @@ def _process_groups(num_devices: int, store: dist.Store | None) -> list[Patch]:
     check: Any = DistributedDataParallel._check_comm_hook  # takes one of bfloat16 only of a build for CUDA, with NCCL
     process, make, make_group, backend_of = os.getpid(), dist.init_process_group, dist.new_group, dist.get_backend
 
+    def name(group: Any, backend: str) -> None:
+        asked[group] = backend
+        if isinstance(group, OrderedProcessGroup):
+            group.called_as = backend
+
     @functools.wraps(make)
     def init_process_group(backend: str | None = None, *args: Any, **options: Any) -> None:
         if store is not None and os.getpid() == process:
             store.set(FIRST, GROUP)
         options.pop("device_id", None)  # of which there may be fewer than the script knows
         with lent_token():  # held since the first group, if this is another one
-            make(NAME, *args, **options)
-        asked[dist.group.WORLD] = _name_of(backend)
+            make(_ours(backend), *args, **options)
+        name(dist.group.WORLD, _name_of(backend))
         if (size := dist.get_world_size()) != num_devices:
             _tell(f"{size} ranks make a process group, on {num_devices} logical devices (--logical-devices)")
         hold_token(dist.get_rank())
@@ -257,9 +263,9 @@ def _process_groups(num_devices: int, store: dist.Store | None) -> list[Patch]:
         # They are NCCL's, and this group is not.
         options.pop("pg_options", None)
         with lent_token():
-            group = make_group(ranks, timeout, NAME, *args, **options)
+            group = make_group(ranks, timeout, _ours(backend or get_backend()), *args, **options)
         if isinstance(group, dist.ProcessGroup):
-            asked[group] = _name_of(backend) if backend else get_backend()
+            name(group, _name_of(backend) if backend else get_backend())
         return group
 
     @functools.wraps(backend_of)
@@ -360,7 +366,13 @@ def _note_step(owner: Any, weights: dict[Any, list[torch.Tensor]]) -> None:
     with torch._C.DisableTorchFunction():
         for group, copies in weights.items():
             ours = group._get_backend(copies[0].device)
-            ours.note_step(step, checksum(copies) if step & (step - 1) == 0 else 0)
+            if isinstance(ours, OrderedBackend):
+                ours.note_step(step, checksum(copies) if step & (step - 1) == 0 else 0)
+
+
+def _ours(backend: str | None) -> str:
+    """The backend in place of the one that a script asks for."""
+    return FAKE if backend == FAKE else NAME
 
 
 def _name_of(backend: str | None) -> str:

@@ -101,6 +101,8 @@ class QueuedWork(dist.Work):
                 for kind in ("cpu", "cuda"):  # the caller's autocast is for its model: `cat` refuses dtypes under it
                     if torch.is_autocast_enabled(kind):
                         context.enter_context(torch.autocast(kind, enabled=False))
+                if torch.is_inference_mode_enabled():  # nor may it be for memory that a later operation writes
+                    context.enter_context(torch.inference_mode(False))
                 self._enter_streams(context)
                 for tensor in self._tensors:  # torch would reuse their memory as soon as the caller's stream is done
                     tensor.record_stream(self._queue.stream(tensor.device))

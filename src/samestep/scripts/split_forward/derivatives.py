@@ -176,8 +176,8 @@ def _compared_gradients(
     node: Node, task: Derivative, again: dict[int, Call], gradients: Sequence[Tensor], answers: Answers
 ) -> BaseException | None:
     """Differentiates the chunks that were computed again here too; the error if a worker has other bits."""
-    # The script may want another backward, which is compared as well, by the same graph.
-    once_more = replace(task, number=None, keeps=True)
+    # The graph is kept for another backward; one that is recorded has other operations, as of SiLU and GroupNorm.
+    once_more = replace(task, keeps=True)
     error: BaseException | None = None
     for chunk, call in again.items():
         rank = next(rank for rank, mine in enumerate(node.ranges) if chunk in mine)
