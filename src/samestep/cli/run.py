@@ -59,9 +59,9 @@ def run(
 ) -> None:
     """Runs SCRIPT in one process a device, as `python SCRIPT ARGS` would. Options go before SCRIPT.
 
-    In a single-process script (plain, or with nn.DataParallel) every process runs all of it, and the chunks
-    of its wrapped forward, or of that of the module which its optimizer trains, are shared out, with the same bits on
-    any number of devices. With --devices cpu:N it finds N simulated CUDA devices. A script that deals with ranks itself
+    A single-process script (plain, or with nn.DataParallel) runs once, and the chunks of its wrapped forward, or of
+    that of the module which its optimizer trains, are shared out; with --logical-devices V, with the same bits on any
+    number of devices. With --devices cpu:N it finds N simulated CUDA devices. A script that deals with ranks itself
     (init_process_group, samestep.Run) finds the variables that torchrun sets; with --logical-devices V it is run as V
     ranks, with the same bits on any number of devices.
     """
