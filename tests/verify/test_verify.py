@@ -528,8 +528,36 @@ def test_an_example_whose_module_is_named_is_equal_to_the_bit(command, monkeypat
     assert code == 0, output
 
 
-@pytest.mark.slow
-def test_the_example_of_distributed_data_parallel_is_equal_up_to_rounding(command):
-    code, output = command("--devices", "cpu:1,cpu:2", "--steps", 6, EXAMPLES / "ddp.py")
-    assert code == 0, output
-    assert "agrees      allclose" in output
+ON_GPUS = """
+    import os, torch, torch.distributed as dist
+    from torch import nn
+
+    dist.init_process_group("nccl")
+    rank, size, place = dist.get_rank(), dist.get_world_size(), int(os.environ["LOCAL_RANK"])
+    torch.cuda.set_device(place)
+    torch.manual_seed(0)
+    x, y = torch.randn(96, 8), torch.randint(2, (96,))
+    net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+    net = nn.parallel.DistributedDataParallel(WRAPPED.cuda(), device_ids=[place])
+    optimizer = torch.optim.Adam(net.parameters())
+    for first in range(0, 96, 24):
+        inputs, labels = (rows[first : first + 24][rank::size].cuda() for rows in (x, y))
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(net(inputs), labels).backward()
+        optimizer.step()
+        dist.all_reduce((labels == 1).sum().float(), op=dist.ReduceOp.AVG)  # to be divided by an average of counts
+"""
+
+
+def test_a_script_for_gpus_finds_one_for_each_worker_where_there_is_none(command, script):
+    words = ("--devices", "cpu:1,cpu:2,cpu:3")
+    code, output = command(*words, script(ON_GPUS.replace("WRAPPED", "net")))
+    assert code == 1
+    assert "note        CPU workers stand in for GPUs" in output
+    assert re.findall("^cause       (.*)$", output, re.M) == [
+        "BatchNorm uses the statistics of each device's own batch"
+    ]
+    assert "confirmed" in output
+    synchronised = script(ON_GPUS.replace("WRAPPED", "nn.SyncBatchNorm.convert_sync_batchnorm(net)"))
+    code, output = command(*words, synchronised)
+    assert (code, output.splitlines()[-1]) == (0, "agrees      allclose (equal up to rounding)")

@@ -249,7 +249,8 @@ def _program(
         reading.refuse_own_ranks(single_process)
         if given not in ([], ["--logical-devices"]):
             raise UsageError(f"got {', '.join(given)}, for scripts of one process; this one deals with ranks itself")
-        simulated = on_cpus and reading.names_gpus
+        # Of other scripts, which make no process group of their own here, simulated GPUs would say nothing.
+        simulated = on_cpus and reading.names_gpus and not (reading.own or reading.starts)
         return VerifiedProgram(kind, name, tuple(arguments), None, name, options["logical_devices"], simulated)
     script = {
         "num_microbatches": options["logical_devices"] or max(selection.count for selection in selections.values()),

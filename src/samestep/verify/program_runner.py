@@ -148,6 +148,8 @@ class ProgramRunner(AbstractContextManager["ProgramRunner"]):
     def _run(self, spec: RunSpec) -> Recording:
         self.num_runs += 1
         selection, program = self.selections[spec.devices], self.program
+        # GPUs are simulated for logical ranks alone: there are as many as devices then, as under torchrun.
+        num_logical = program.logical_devices or (selection.count if program.simulated else None)
         folder = Path(self._folder.name) / f"run-{self.num_runs}"
         folder.mkdir()
         options = {
@@ -155,7 +157,7 @@ class ProgramRunner(AbstractContextManager["ProgramRunner"]):
             "target": program.target,
             "argv": [text.replace("{folder}", str(folder / "run")) for text in program.argv],
             "single_process": None if program.single_process is None else dict(program.single_process),
-            "logical": None if program.logical_devices is None else {"simulated": program.simulated},
+            "logical": None if num_logical is None else {"simulated": program.simulated},
             "folder": str(folder),
             "steps": spec.steps,
             "detail": spec.detail,
@@ -176,15 +178,14 @@ class ProgramRunner(AbstractContextManager["ProgramRunner"]):
             start_method="spawn" if spec.own_hash_seeds else self._start_method,
             own_hash_seeds=spec.own_hash_seeds,
             policy=POLICY,
-            logical_devices=program.logical_devices,
+            logical_devices=num_logical,
         )
         forks = resolve_start_method(job.start_method, self._num_threads) == "fork"
         outcome = supervise(job, selection, partial(self._forking_pool, selection) if forks else None)
         if outcome.exit_code != 0 and outcome.failure is None:
             raise Stopped(outcome.exit_code)
         failure = None if outcome.exit_code == 0 else _describe(outcome, folder)
-        num_ranks = program.logical_devices or selection.count
-        return read_recording(folder, spec.devices, num_ranks, spec.attempt, failure)
+        return read_recording(folder, spec.devices, num_logical or selection.count, spec.attempt, failure)
 
     def _forking_pool(self, selection: Selection) -> KeptPool:
         """The fork server; a new one if there is none."""

@@ -212,5 +212,9 @@ class Metrics:
             before = tensor.detach().double().reshape(-1).tolist()
         work = inner(tensor, *args, **kwargs)
         if before is not None:
-            self._values.append({"before": before, "after": tensor.detach().double().reshape(-1).tolist()})
+            # Of an average the sum, as of a program that divides by itself: both readings are compared.
+            is_average = any(not isinstance(one, int) and one == dist.ReduceOp.AVG for one in (kwargs.get("op"), *args))
+            times = dist.get_world_size(kwargs.get("group")) if is_average else 1
+            after = (times * tensor.detach().double()).reshape(-1).tolist()
+            self._values.append({"before": before, "after": after})
         return work

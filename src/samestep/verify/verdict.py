@@ -417,6 +417,8 @@ def _notes(investigation: _Investigation, repeat: Pair, recordings: Sequence[Rec
     """Further sentences for the user."""
     notes = []
     first, again = recordings[:2]
+    if investigation.runner.program.simulated:
+        notes.append("CPU workers stand in for GPUs: kernels and their rounding are the CPU's")
     if parts := parts_of_ranks(first):
         count = sum(len(line["names"]) for line in first.lines("parameters"))
         notes.append(
