@@ -3,11 +3,11 @@
 JSON holds "folder" (of the run), "faults", a list of {"rank", "step", "phase", "kind"}, and perhaps "spares", "resume",
 "checkpoint_steps", "epochs", "pause" (seconds a microbatch), and "wait_for": a slot that has to be there before step 6
 ends; "options" are the step's, "fused" is Adam's, "plain" leaves BatchNorm out, with "messages" NCCL takes two messages
-for a sum, with "streams" each microbatch has one, "thaws" adds a hook that evaluates at the start and trains the first
-layer from the second epoch on, "num_workers" fetch samples, "best" is the trainer's; "timeout" is that of an exchange,
-"abort_seconds" that of NCCL's abort. A fault may "skip" so many passages, or strike "once", whatever restarts. It
-leaves a file behind that says where it struck, on the clock that all processes share; "pid-SLOT" is there once a worker
-has taken a step.
+for a sum, with "streams" each microbatch has one, "thaws" adds an average of the weights and a hook that evaluates at
+the start and trains the first layer from the second epoch on, "num_workers" fetch samples, "best" is the trainer's;
+"timeout" is that of an exchange, "abort_seconds" that of NCCL's abort. A fault may "skip" so many passages, or strike
+"once", whatever restarts. It leaves a file behind that says where it struck, on the clock that all processes share;
+"pid-SLOT" is there once a worker has taken a step.
 """
 
 import ctypes
@@ -38,6 +38,7 @@ from samestep.engine.buffers import BufferMerge
 from samestep.engine.gradients import GradientSum
 from samestep.errors import PeerLostError
 from samestep.metrics import accuracy
+from samestep.run.hooks import EMA
 from samestep.run.run import Run
 from samestep.run.trainer import Trainer
 from samestep.runs import recorder as loggers_module
@@ -282,7 +283,7 @@ def main():
             time.sleep(told["pause"])
         return classify(model, batch)
 
-    thaws = [Thaw()] if told.get("thaws") else []
+    thaws = [Thaw(), EMA(0.9)] if told.get("thaws") else []
     model[0].requires_grad_(not thaws)
     with Trainer(
         run,

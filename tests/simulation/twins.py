@@ -158,9 +158,6 @@ TWINS = table("""
         real(self, step, result), step.membership.version and not hasattr(self, "has_called") and vars(self).update(
         has_called=self.call("on_step_end", result)))
         | struck | Program(microbatches=2, epochs=3, hooks=("drawing",)) | ranks=(1, 0), faults=((0, 1, "SIGKILL"),)
-    a worker that joins keeps its own average: run.hooks.EMA.load_state_dict = nothing
-        | struck | Program(microbatches=2, epochs=3, hooks=("average",)) | ranks=(1, 0), faults=((0, 1, "SIGKILL"),),
-        more=("replaces",)
     going on after a loss draws from the generators of the program:
         comm.membership.Membership._heal = lambda self, *arguments: (real(self, *arguments), torch.rand(()))[0]
         | struck | Program(microbatches=2, epochs=3, hooks=("drawing",)) | ranks=(1, 0), faults=((0, 1, "SIGKILL"),)
