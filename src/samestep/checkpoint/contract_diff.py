@@ -78,11 +78,7 @@ def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Con
     for name in dict.fromkeys((*old, *new)):
         known, one, other = _entry(name), old.get(name, ABSENT), new.get(name, ABSENT)
         alone = (name in old) != (name in new)
-        if (
-            not UNMENTIONED.isdisjoint(_parents(name))
-            or _same(one, other)
-            or (alone and (known is None or one is None or other is None))
-        ):
+        if _unmentioned(name) or _same(one, other) or (alone and (known is None or one is None or other is None)):
             continue
         changes.append(ContractChange(name, one, other, known is not None and (same_writer or not alone)))
     order = {entry: number for number, entry in enumerate(BREAKING)}
@@ -145,6 +141,10 @@ def _parents(name: str) -> Iterator[str]:
 def _entry(name: str) -> str | None:
     """The entry of the table that a field falls under."""
     return next((parent for parent in _parents(name) if parent in BREAKING), None)
+
+
+def _unmentioned(name: str) -> bool:
+    return any(parent in UNMENTIONED for parent in _parents(name))
 
 
 def _same(one: Any, other: Any) -> bool:

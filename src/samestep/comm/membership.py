@@ -344,10 +344,10 @@ class Membership:
         for transport in (self.communicator.transport, self.communicator.control):
             if isinstance(transport, Connection):
                 transport.names_missing = names
-                is_watched = not names and transport.stream is not None
-                transport.check_lost = (
-                    (lambda: self._quorums.check_lost(self.communicator.control)) if is_watched else None
-                )
+                transport.check_lost = None if names or transport.stream is None else self._check_lost
+
+    def _check_lost(self) -> None:
+        self._quorums.check_lost(self.communicator.control)
 
 
 def _source(quorum: Quorum, reports: dict[int, RankReport]) -> int:

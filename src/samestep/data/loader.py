@@ -336,7 +336,7 @@ class Loader:
             spans = [
                 np.arange(start + cut[run.start], start + cut[run.stop], dtype=np.int64)
                 for (start, _, cut), microbatches in zip(bounds, wanted, strict=True)
-                for run in ([microbatches] if microbatches.step == 1 else [range(m, m + 1) for m in microbatches])
+                for run in _runs(microbatches)
             ]
             positions = np.concatenate([np.arange(0), *spans])  # the first in case that this rank has none
             ids = permute(positions, self._num_samples, self.seed, epoch) if self.shuffle else positions
@@ -417,6 +417,11 @@ def as_dataset(value: Any) -> Any:
         f"got {type(value).__name__} as a dataset; needed: tensors with a common first dimension, a dataset with "
         "__len__ and __getitem__ (of a DataLoader its `dataset`), or a torch.utils.data.IterableDataset"
     )
+
+
+def _runs(microbatches: range) -> list[range]:
+    """The ranges of adjacent microbatches."""
+    return [microbatches] if microbatches.step == 1 else [range(index, index + 1) for index in microbatches]
 
 
 def _length(dataset: Any) -> int:

@@ -92,7 +92,7 @@ def audit_script(
     announce(program, record, folder, trust, tell)
     notes = check_code(record, folder, trust)
     home = (program.folder or Path()).resolve()
-    left_out = lambda name: any(fnmatch(Path(name).name, each) for each in (*BY_NATURE, *excepted))  # noqa: E731
+    left_out = partial(_is_left_out, (*BY_NATURE, *excepted))
     if all(map(left_out, record["files"])):
         raise UsageError(
             f"{run} cannot be audited: of {counted(len(record['files']), 'file')} that its script wrote below "
@@ -132,6 +132,11 @@ def audit_script(
     for name in [name for name in found if file_sha256(home / name) not in (None, record["files"].get(name))][:1]:
         faults.append(f"{name} is not as the run left it")
     return ScriptAudit(str(run), time.perf_counter() - began, found, [*dict.fromkeys(left)], faults, notes)
+
+
+def _is_left_out(patterns: Sequence[str], name: str) -> bool:
+    """Whether a file is not compared, by the patterns of such names."""
+    return any(fnmatch(Path(name).name, pattern) for pattern in patterns)
 
 
 def _options(record: Mapping[str, Any], devices: str | None) -> list[str]:

@@ -128,8 +128,7 @@ def suspect_order(evidence: Evidence, *, streamed: bool = False) -> str | None:
     for other in others:
         for step in range(min(first.num_steps, other.num_steps)):
             if _differ(first, other, step):
-                of_run = (run.facts("sampler", 0) for run in (first, other))
-                kinds = [next((str(fact["type"]) for fact in facts), "no sampler of torch's") for facts in of_run]
+                kinds = [_sampler_of(run) for run in (first, other)]
                 by = f" ({kinds[0]} against {kinds[1]})" if kinds[0] != kinds[1] else ""
                 return f"step {step + 1} took other samples on {on_devices(other)} than on {on_devices(first)}{by}"
         shuffling = [
@@ -174,6 +173,11 @@ def _taken(run: Recording) -> Iterator[tuple[int, Counter[int]]]:
             return
         total = total + new
         yield total.total(), total
+
+
+def _sampler_of(run: Recording) -> str:
+    """The type of the first sampler that a run iterated."""
+    return next((str(fact["type"]) for fact in run.facts("sampler", 0)), "no sampler of torch's")
 
 
 def _in_one_order() -> AbstractContextManager[None]:

@@ -23,6 +23,7 @@ from samestep.comm.environment import read_environment
 from samestep.text import listed
 from samestep.verify.causes.evidence import Cause, Evidence, Facts, by_step, forwards, on_devices
 from samestep.verify.comparison import losses_of, ranks_apart
+from samestep.verify.recording import Recording
 from samestep.verify.summaries import norm as norm_of
 from samestep.verify.summaries import unsharded
 from samestep.verify.watching import with_gradients
@@ -152,8 +153,7 @@ def _suspect_rate(evidence: Evidence) -> str | None:
             if rates[0] != rates[1]:
                 differing = ((a, b) for a, b in zip(*rates, strict=False) if a != b)
                 one, many = next(differing, (float("nan"), float("nan")))
-                schedules = (run.facts("schedule", 0) for run in (first, other))
-                counts = [sum(int(fact["times"]) for fact in facts if fact["step"] <= step) for facts in schedules]
+                counts = [_num_scheduled(run, step) for run in (first, other)]
                 stepped = (
                     f"; schedulers had stepped {counts[0]} and {counts[1]} times" if counts[0] != counts[1] else ""
                 )
@@ -162,6 +162,10 @@ def _suspect_rate(evidence: Evidence) -> str | None:
                     f"{on_devices(other)}{stepped}"
                 )
     return None
+
+
+def _num_scheduled(run: Recording, step: int) -> int:
+    return sum(int(fact["times"]) for fact in run.facts("schedule", 0) if fact["step"] <= step)
 
 
 def _with_one_rate() -> AbstractContextManager[None]:
