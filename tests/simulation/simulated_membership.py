@@ -266,6 +266,7 @@ class Rank:
             heartbeat=heartbeat,
             timeout_seconds=TIMEOUT_SECONDS,
             healing_store=self.ranks.store if place.joins else None,
+            is_late=place.joins,
         )
         with stopping_on_request(member):
             self.ranks.ready.add(self.slot)

@@ -26,7 +26,7 @@ from samestep.text import notify
 
 if TYPE_CHECKING:
     from samestep.devices.selection import Selection
-    from samestep.launcher.job import Policy, Torchrun
+    from samestep.launcher.meeting import Meeting
 
 DEVICES = "Devices and workers"
 COMPARED = "What is compared"
@@ -162,12 +162,6 @@ class NodeOptions:
         "Where they meet: at one of the machines.", metavar="HOST:PORT", panel=SEVERAL_MACHINES
     )
     rdzv_id: str | None = option("Names the run, alike on all.", metavar="ID", panel=SEVERAL_MACHINES)
-    rdzv_backend: str | None = option(
-        "c10d unless machines have numbers.",
-        metavar="c10d|static",
-        panel=SEVERAL_MACHINES,
-        offers=("c10d", "static"),
-    )
     rdzv_conf: str | None = option("Such as join_timeout=60.", metavar="NAME=N,…", panel=SEVERAL_MACHINES)
     master_addr: str | None = option("Machine 0, for machines with numbers.", metavar="HOST", panel=SEVERAL_MACHINES)
     master_port: int | None = option("A free port there; 29500.", metavar="PORT", panel=SEVERAL_MACHINES)
@@ -276,9 +270,9 @@ def _parameter(each: Field[Any], kind: Any) -> inspect.Parameter:
     )
 
 
-def chosen_torchrun(policy: "Policy", start_method: str | None, nodes: NodeOptions) -> "Torchrun | None":
-    """torchrun's options, from these and the variables that stand for them; None for this machine alone."""
-    from samestep.launcher.job import Policy, Torchrun, parse_nodes
+def chosen_meeting(nodes: NodeOptions) -> "Meeting | None":
+    """Where the machines of the run meet, by these options and the variables that stand for them; None for one."""
+    from samestep.launcher.meeting import Meeting, parse_nodes
 
     options = {name: str(value) for name, value in asdict(nodes).items() if value is not None}
     launcher = read_environment().launcher
@@ -291,26 +285,12 @@ def chosen_torchrun(policy: "Policy", start_method: str | None, nodes: NodeOptio
             )
         return None
     known = {**(torchrun_defaults() if launcher == "none" else {}), **options}
-    min_nodes, max_nodes = parse_nodes(known.get("nnodes", "1"))
-    if max_nodes == 1 and "rdzv_endpoint" not in known:
+    if parse_nodes(known.get("nnodes", "1"))[1] == 1 and "rdzv_endpoint" not in known:
         if options and "nnodes" not in known:  # without a word each machine would be a run of its own
             given = ", ".join(f"--{name.replace('_', '-')}" for name in options)
             raise UsageError(f"got {given} without the number of machines; give --nnodes N as well, or leave it out")
         return None
-    node_rank = known.get("node_rank", "0")
-    if not (node_rank.isdecimal() and int(node_rank) < max_nodes):
-        raise UsageError(f"got --node-rank {node_rank}; needed: a number from 0 to {max_nodes - 1}, by --nnodes")
-    if not known.keys() & {"rdzv_endpoint", "master_addr"}:
-        raise UsageError(f"got --nnodes {known['nnodes']} and no place to meet; give --rdzv-endpoint HOST:PORT as well")
-    if policy != Policy(max_restarts=policy.max_restarts) or start_method is not None:
-        raise UsageError(
-            "got --no-heal, --min-devices, --replace, --hang-seconds, --grace-seconds or --start-method with --nnodes; "
-            "several machines are torchrun's, which restarts workers (--max-restarts) and knows none of these: leave "
-            "them out (instead of --grace-seconds set TORCH_ELASTIC_SHUTDOWN_TIMEOUT, in seconds)"
-        )
-    if "rdzv_endpoint" in options and not known.keys() & {"rdzv_backend", "node_rank"}:
-        options["rdzv_backend"] = "c10d"  # torchrun's default, static, takes a machine without a number for number 0
-    return Torchrun({name.replace("_", "-"): value for name, value in options.items()}, min_nodes, max_nodes)
+    return Meeting.of(known)
 
 
 def chosen_devices(workers: WorkerOptions) -> str | None:

@@ -14,7 +14,7 @@ from samestep.cli.options import (
     ScriptOptions,
     WorkerOptions,
     chosen_devices,
-    chosen_torchrun,
+    chosen_meeting,
     made_portable,
     with_options,
 )
@@ -84,18 +84,14 @@ def run_script(
     """Runs a script or module with its arguments, and exits as it does."""
     from samestep.scripts.script_analysis import reads_as
 
-    torchrun = chosen_torchrun(policy, processes.start_method, nodes)
+    meeting = chosen_meeting(nodes)
     launcher = read_environment().launcher
-    if launcher != "none" and torchrun is None:
+    if launcher != "none" and meeting is None:
         raise UsageError(
             f"these processes were started by {'torchrun or the like' if launcher == 'other' else launcher} already; "
             f"under it start the script with python: python {'-m ' * script.module}{program[0]}"
         )
-    is_further = False
-    if torchrun is not None:
-        from samestep.launcher.torchrun import MachineWait
-
-        is_further = MachineWait.of(torchrun).node_rank not in (None, "0")  # of a single process, machine 0 has rank 0
+    is_further = meeting is not None and bool(meeting.number)  # of a single process, machine 0 has rank 0
     job = Job(
         "module" if script.module else "script",
         program[0],
@@ -108,13 +104,13 @@ def run_script(
     )
     spec = chosen_devices(workers) or "auto"
     reading = reads_as(program[0], is_module=script.module)
-    num_nodes = 1 if torchrun is None else torchrun.max_nodes
+    num_nodes = 1 if meeting is None else meeting.max_machines
     most = script.logical_devices or (reading.num_microbatches if reading.own else None)
     selection = select(spec, cpu_workers=AUTO_CPU_WORKERS if most is None else cpu_workers_for(most, num_nodes))
     selection = made_portable(selection, processes.portable, default=script.module and program[0] in MODULES)
-    are_several = spec.startswith("cpu") or selection.count > 1 or torchrun is not None
+    are_several = spec.startswith("cpu") or selection.count > 1 or meeting is not None
     is_simulated = selection.kind == "cpu" and (are_several or script.logical_devices is not None)
-    each = [selection.only(index).environment for index in range(selection.count)] if torchrun is None else []
+    each = [selection.only(index).environment for index in range(selection.count)] if meeting is None else []
     job = _as_read(replace(job, preload=reading.preload), script, reading, is_simulated, each)
     if script.single_process is None and reading.is_both:
         notify(f"{program[0]}: {reading.reason}")
@@ -128,15 +124,15 @@ def run_script(
     record = None
     if record_dir is not None:
         others = [] if workers.log_dir is None else [Path(workers.log_dir)]
-        job, record = _recorded(job, script, program, record_dir, others, is_local=torchrun is None)
-    if torchrun is None:
+        job, record = _recorded(job, script, program, record_dir, others, is_local=meeting is None)
+    if meeting is None:
         outcome = supervise(job, selection, early=early)
         if record is not None:
             record.end(outcome.exit_code, outcome.result)
     else:
-        from samestep.launcher.torchrun import hand_over
+        from samestep.launcher.machines import run_on_machines
 
-        outcome = hand_over(job, selection, torchrun)
+        outcome = run_on_machines(job, selection, meeting, early)
     if outcome.failure is not None:
         notify(f"error: {outcome.failure}")
     raise typer.Exit(outcome.exit_code)

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from samestep.comm.environment import Environment, chosen_transport, read_settings
-from samestep.comm.group import NO_LIMIT, GroupTransport, exchange_a_byte, nccl_tried
+from samestep.comm.environment import Environment, chosen_nodes, chosen_transport, read_settings
+from samestep.comm.group import NO_LIMIT, GroupTransport, exchange_a_byte, nccl_tried, open_sockets
 from samestep.comm.hierarchical_reduction import connect_nodes
 from samestep.comm.nccl_errors import nccl_failure
 from samestep.comm.rendezvous import Rendezvous, meet, not_connected, rendezvous, store_host
@@ -51,16 +51,20 @@ def reconnect(
     check: Callable[[], None],
 ) -> tuple[Connection, Connection]:
     """Connects the ranks that are left after a failure, which have all reached the store; `check` is that of waits."""
-    # As one node: only ranks of one machine heal. And no rank hosts the store, which has outlived one of them.
+    # No rank hosts the store, which has outlived one of them.
     place = Environment(rank, world_size, rank, world_size, store_is_kept=True, settings=read_settings())
-    place = replace(place, transport=chosen_transport())
+    place = replace(place, transport=chosen_transport(), nodes=chosen_nodes())
     connect_timeout = timedelta(seconds=min(CONNECT_SECONDS, timeout.total_seconds()))
-    return connect_at(Rendezvous(store, place, connect_timeout, check), device, timeout, by_nodes=False)
+    met = Rendezvous(store, place, connect_timeout, check)
+    if place.settings.machine is not None:
+        own = str(place.settings.machine)
+        machines = met.part("machines").gather_words(own)
+        place = replace(place, local_rank=machines[:rank].count(own), local_world_size=machines.count(own))
+        met = replace(met, place=place)
+    return connect_at(met, device, timeout)
 
 
-def connect_at(
-    met: Rendezvous, device: torch.device, timeout: timedelta, by_nodes: bool = True
-) -> tuple[Connection, Connection]:
+def connect_at(met: Rendezvous, device: torch.device, timeout: timedelta) -> tuple[Connection, Connection]:
     """Connects ranks that have met, as `connect` and `reconnect`; `timeout` is that of later exchanges."""
     store, place = met.store, met.place
     # Where NCCL still holds connections that were to be dropped (`GroupTransport.abandon`), ranks share memory instead.
@@ -68,8 +72,7 @@ def connect_at(
     words, may = met.part("gpus").gather_words, place.transport == "auto" and not is_stuck
     backend = "nccl" if device.type == "cuda" and have_own_gpus(words, place.rank, device, may) else "gloo"
     host = store_host(place)
-    # Only a supervisor that sees all ranks can announce a quorum: no healing over several nodes.
-    can_heal = place.settings.heals and host is None and place.local_world_size == place.world_size
+    can_heal = place.settings.heals and host is None  # and a supervisor announces quorums (`Quorums.can_heal`)
     healing_store = store if can_heal else None
     is_watched = backend == "nccl" and healing_store is not None and "page" in place.settings.fds
     if is_watched:
@@ -90,6 +93,7 @@ def connect_at(
             raise _no_shared_memory(error) from error
     if shared is not None and backend == "gloo":
         return shared, shared
+    sockets_before = open_sockets()
     try:
         _join_group(met, backend, device, timeout)
         if is_watched:  # by the watchdog no transfer is late: waits here have their own limit
@@ -106,13 +110,18 @@ def connect_at(
     if backend == "nccl":
         transport.stream = torch.cuda.Stream(device, priority=FIRST)
     small = transport if control is None else GroupTransport(control, calls, timeout, host)
+    if healing_store is not None and place.settings.machine is not None:
+        transport.check_lost = small.check_lost = met.check  # while it is made; `Membership` watches it from then on
     try:
         if backend == "nccl":
             with nccl_tried(shared or small, device, timeout, transport.abandon, met.check):
                 exchange_a_byte(transport, device)
-        if by_nodes and shared is None:
+        if shared is None:
             transport.nodes = connect_nodes(small, met, backend, device, timeout)
+        if place.settings.machine is not None:
+            transport.sockets = open_sockets() - sockets_before
     except SamestepError:
+        transport.sockets = open_sockets() - sockets_before
         transport.abandon()
         if shared is not None:
             shared.close()

@@ -31,7 +31,7 @@ RANK_VARIABLES = (
 )
 TORCHRUN_OPTIONS = (
     *("NNODES", "NPROC_PER_NODE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"),
-    *("RDZV_ENDPOINT", "RDZV_ID", "RDZV_BACKEND", "RDZV_CONF"),
+    *("RDZV_ENDPOINT", "RDZV_ID", "RDZV_CONF"),
 )
 
 
@@ -48,6 +48,7 @@ class WorkerSettings:
     heals: bool = True  # whether the others go on if a rank is lost (--no-heal), where a supervisor can tell them
     joins: bool = False  # whether the worker was started late, in the place of a lost one
     device_index: int = 0  # of its device in the selection
+    machine: int | None = None  # its machine's number, in a run on several
     fds: Mapping[str, int] = field(default_factory=dict)  # descriptors: those of `launcher.job.Instruction`
 
     def variables(self) -> dict[str, str]:
@@ -142,7 +143,7 @@ def _checked(env: Mapping[str, str], names: Sequence[str], launcher: str) -> Env
         launcher=launcher,
         store_is_kept=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         transport=chosen_transport(env),
-        nodes=_choice(env, NODES_VARIABLE, NODES),  # "auto" sums within each node first, then between nodes
+        nodes=chosen_nodes(env),
         settings=read_settings(env),
     )
 
@@ -154,6 +155,11 @@ def chosen_transport(variables: Mapping[str, str] | None = None) -> str:
     else.
     """
     return _choice(variables, TRANSPORT_VARIABLE, TRANSPORTS)
+
+
+def chosen_nodes(variables: Mapping[str, str] | None = None) -> str:
+    """The value of SAMESTEP_NODES, one of `NODES`; "auto" sums within each node first, then between nodes."""
+    return _choice(variables, NODES_VARIABLE, NODES)
 
 
 def chosen_audit(variables: Mapping[str, str] | None = None) -> str | None:

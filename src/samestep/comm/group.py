@@ -1,6 +1,9 @@
 """The transport over torch.distributed: gloo between CPU workers, NCCL between GPUs."""
 
 import math
+import os
+import socket
+import stat
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +24,7 @@ ROLL_CALL_SECONDS = 5.0
 FAILURE_SECONDS = 10.0  # in which the ranks hear of NCCL's error on one, unless NCCL holds them back
 MOST_QUEUED = 32  # transfers on whose results a stream waits: some ten launches each, and a GPU takes about 1,000
 NO_LIMIT = timedelta(days=365)
+LOOK_SECONDS = timedelta(seconds=0.2)  # while gloo waits, between looks whether a rank is lost
 LATENCY_BYTES = {"gloo": 256 << 10, "nccl": 1 << 20}
 """The cost of a message in bytes: gloo's is measured (benchmarks/transport.py --forms). NCCL's is an estimate,
 20 μs at 50 GB/s."""
@@ -55,6 +59,7 @@ class GroupTransport(Connection):
         self._store_host = store_host
         self.through_host = name == "gloo"
         self._has_failed = False
+        self.sockets: frozenset[int] = frozenset()  # gloo's, by inode, if those of a lost machine may stay open
         self._queued: deque[torch.cuda.Event] = deque()  # at which the stream has what a transfer brings
         self.latency_bytes = LATENCY_BYTES.get(name, 0)
 
@@ -101,10 +106,14 @@ class GroupTransport(Connection):
             ours.copy_(moved)
 
     def wait_for(self, work: dist.Work) -> None:
-        """Waits for a transfer; if a rank is lost meanwhile it raises, where its wait would block a stream for ever."""
+        """Waits for a transfer; if the run heals, and a rank is lost meanwhile, it raises."""
         stream, check = self.stream, self.check_lost
-        if stream is None or check is None:
+        if check is None:
             work.wait()
+        elif stream is None:
+            # The kernel closes the connections of a process that has ended, but not those to a machine that is gone.
+            while not _has_arrived(work):
+                check()
         elif torch.cuda.current_stream(stream.device) != stream:
             wait_until(work.is_completed, check, self._timeout)
             work.wait()
@@ -135,6 +144,7 @@ class GroupTransport(Connection):
 
     def abandon(self) -> None:
         """Drops all process groups, or the backend; if NCCL's abort does not return, torch still has the groups."""
+        _shut(self.sockets)
         if self.nodes is not None:
             self.nodes.abandon()
             self.nodes = None
@@ -193,6 +203,37 @@ class GroupTransport(Connection):
         if not missing:
             return PeerLostError(f"the exchange failed although all ranks are alive: {error}")
         return self.lost(missing)
+
+
+def open_sockets() -> frozenset[int]:
+    """The sockets of this process, by inode; empty on a system without /proc."""
+    found = set()
+    with suppress(OSError):
+        for fd in os.listdir("/proc/self/fd"):
+            with suppress(OSError):
+                status = os.fstat(int(fd))
+                if stat.S_ISSOCK(status.st_mode):
+                    found.add(status.st_ino)
+    return frozenset(found)
+
+
+def _shut(inodes: frozenset[int]) -> None:
+    """Shuts down those of some sockets that are connected: gloo's transfers fail at once, which else wait for long."""
+    # gloo has no call for it: its abort leaves a transfer under way, and its destructor waits for that.
+    for fd in os.listdir("/proc/self/fd") if inodes else ():
+        with suppress(OSError):
+            if os.fstat(int(fd)).st_ino in inodes:
+                with socket.socket(fileno=os.dup(int(fd))) as ours:
+                    ours.getpeername()  # raises for one that listens, whose end gloo does not survive
+                    ours.shutdown(socket.SHUT_RDWR)
+
+
+def _has_arrived(work: dist.Work) -> bool:
+    """Waits for a transfer of gloo for a moment; raises its error if it has failed."""
+    try:
+        return work.wait(LOOK_SECONDS)
+    except RuntimeError:
+        return work.is_completed() and work.wait()
 
 
 class GroupPending:

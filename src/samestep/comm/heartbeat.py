@@ -136,8 +136,9 @@ class HeartbeatPage:
         number: int = _SHOWN.unpack_from(self._memory, 16)[0]
         return number
 
-    def count_shown(self) -> None:
-        self._write(16, _SHOWN.pack(self.shown + 1))
+    def count_shown(self, number: int | None = None) -> None:
+        """Counts one more line that was shown, or posts their number."""
+        self._write(16, _SHOWN.pack(self.shown + 1 if number is None else number))
 
     def announce(
         self, slots: tuple[int, ...], number: int | None = None, lost: Sequence[Mapping[str, Any]] = ()
@@ -173,6 +174,15 @@ class HeartbeatPage:
         """A worker's last post."""
         when, step, phase, flags, quorum = _SLOT.unpack_from(self._memory, _QUORUM_SIZE + slot * _SLOT_SIZE)
         return Beat(when / 1e9, step, PHASES[min(phase, len(PHASES) - 1)], flags, quorum)
+
+    def read_slot(self, slot: int) -> bytes:
+        """A worker's last post as it lies on the page, for the page of another machine."""
+        start = _QUORUM_SIZE + slot * _SLOT_SIZE
+        return self._memory[start : start + _SLOT.size]
+
+    def write_slot(self, slot: int, post: bytes) -> None:
+        """Lays the post of a worker of another machine on the page, whose time is by the clock of that machine."""
+        self._write(_QUORUM_SIZE + slot * _SLOT_SIZE, post[: _SLOT.size])
 
     def _write(self, start: int, data: bytes) -> None:
         # Not `struct.pack_into`, which first fills the place with zeros that other processes could see.

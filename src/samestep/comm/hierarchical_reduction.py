@@ -16,7 +16,7 @@ the condition on the nodes; SAMESTEP_NODES=flat turns the form off, and small te
 """
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache
@@ -66,6 +66,11 @@ class Nodes:
         for transport in (self.within, self.between):
             if isinstance(transport, Connection):
                 transport.abandon()
+
+    def watch(self, check_lost: Callable[[], None] | None, names_missing: bool) -> None:
+        for transport in (self.within, self.between):
+            if isinstance(transport, Connection):
+                transport.watch(check_lost, names_missing)
 
 
 # Cached by the blocks, which change only with the ranks and with the number of microbatches that hold samples.

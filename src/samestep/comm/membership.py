@@ -18,6 +18,9 @@ A rank that is lost while the others connect leads to the next quorum (`comm.quo
 A spare is a rank without microbatches. It takes part in every exchange, so it has the same state as the others; when
 one of them is lost, dividing the microbatches anew (5) gives it some.
 
+The workers may be those of several machines: their supervisors lay the quorum and the heartbeats on each other's pages
+(`launcher.machines`), so nothing here knows of machines but the transports that are made anew.
+
 A worker that is started late joins in the same way: it waits until a quorum includes it, connects before an operation
 for which another rank can send the state (`send_state`), receives it, and takes part from then on.
 """
@@ -54,10 +57,13 @@ class Membership:
         num_microbatches: V.
         slots: of the workers, by rank; those from 0 on if None.
         num_active: so many workers execute microbatches, the first ones; the others hold the state, until one is lost.
+            All that have one to execute if None.
         shares: relative work of each slot from 0 on; equal if None.
         heartbeat: posts the phase of this rank.
         timeout_seconds: of an exchange with other ranks.
-        healing_store: the store of the run, for a worker that was started late; else None.
+        healing_store: the store of the run, for a worker that has no connection with one: one that was started late, or
+            the only one yet.
+        is_late: whether this worker was started late, and joins.
     """
 
     def __init__(
@@ -71,6 +77,7 @@ class Membership:
         heartbeat: Heartbeat | None = None,
         timeout_seconds: float = 600.0,
         healing_store: dist.Store | None = None,
+        is_late: bool = False,
     ) -> None:
         connection = communicator.transport if isinstance(communicator.transport, Connection) else None
         store = healing_store if connection is None else connection.healing_store
@@ -79,7 +86,7 @@ class Membership:
         self.heartbeat = Heartbeat() if heartbeat is None else heartbeat
         self.timeout = timedelta(seconds=timeout_seconds)
         self.plan = WorkPlan(
-            *(num_microbatches, slots, len(slots) if num_active is None else num_active),
+            *(num_microbatches, slots, num_microbatches if num_active is None else num_active),
             shares=None if shares is None else tuple(shares),
         )
         self.version = 0  # grows whenever the ranks change
@@ -90,11 +97,11 @@ class Membership:
         self.send_state: Callable[[Communicator, int], None] | None = None
         # Called with the name by which the script asks for its rank; None while it may.
         self.on_rank_asked: Callable[[str], None] | None = None
-        self._quorums = Quorums(self.heartbeat, store, self.timeout, healing_store is not None)
+        self._quorums = Quorums(self.heartbeat, store, self.timeout, is_late)
         self._is_performing = False
         self._noticed: set[str] = set()
         self._was_nccl = False  # whether connections over NCCL have been dropped
-        if self.can_heal and connection is not None:
+        if self.can_heal and not is_late:
             self._let_name_missing(False)
             self._quorums.heal_from_now()
 
@@ -198,7 +205,7 @@ class Membership:
             PeerLostError: a rank was lost meanwhile.
         """
         transport = self.communicator.transport
-        if isinstance(transport, Connection) and transport.check_lost is not None:
+        if isinstance(transport, Connection) and transport.stream is not None and transport.check_lost is not None:
             event = torch.cuda.current_stream(self.communicator.device).record_event()
             wait_until(event.query, transport.check_lost, self.timeout.total_seconds())
 
@@ -343,8 +350,7 @@ class Membership:
         """Whether failed transfers look for the missing ranks (seconds); not if the supervisor knows them."""
         for transport in (self.communicator.transport, self.communicator.control):
             if isinstance(transport, Connection):
-                transport.names_missing = names
-                transport.check_lost = None if names or transport.stream is None else self._check_lost
+                transport.watch(None if names else self._check_lost, names)
 
     def _check_lost(self) -> None:
         self._quorums.check_lost(self.communicator.control)

@@ -12,8 +12,6 @@ to one that has failed, and whether one will come at all. So the ranks
 """
 
 import contextlib
-import errno
-import socket
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -23,12 +21,11 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from samestep.comm.environment import Environment
+from samestep.comm.wire import listen
 from samestep.errors import PeerLostError, UsageError
 
 FIRST_POLL_SECONDS, POLL_SECONDS = 0.0005, 0.02
-BACKLOG = 1024
 ARRIVALS = "samestep/arrivals"
-LOOPBACKS = ("localhost", "ip6-localhost", "::1")
 
 
 class RankReport(NamedTuple):
@@ -208,26 +205,3 @@ def roll_call(
         # The host may have left after its own roll call: then the ranks missing at the last poll are the cause.
         return missing or (store_host,)
     return missing
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens at the address of a host, which is this machine.
-
-    It listens at all addresses if the name has none that other machines can reach: a machine's own name often resolves
-    to its loopback address, and the name of a service to the address of a proxy.
-    """
-    is_loopback = host in LOOPBACKS or host.startswith("127.")
-    with contextlib.suppress(socket.gaierror):
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        # A name's IPv4 address first: machines without IPv6 reach it, too.
-        for family, _, _, _, address in sorted(found, key=lambda entry: entry[0] != socket.AF_INET):
-            if not is_loopback and (address[0] in LOOPBACKS or str(address[0]).startswith("127.")):
-                continue
-            try:
-                return socket.create_server(address, family=family, backlog=BACKLOG)
-            except OSError as error:
-                if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
-                    raise
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=BACKLOG)
-    return socket.create_server(("", port), backlog=BACKLOG)

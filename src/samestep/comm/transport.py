@@ -60,6 +60,9 @@ class NodeReduction(Protocol):
     def abandon(self) -> None:
         """Drops these connections after a failure."""
 
+    def watch(self, check_lost: Callable[[], None] | None, names_missing: bool) -> None:
+        """As `Connection.watch`, for these connections."""
+
 
 class Transport(Protocol):
     """Moves flat (1-d, contiguous) tensors between ranks. Every rank calls the same methods in the same order."""
@@ -118,13 +121,19 @@ class Connection(Transport):
         self.run_size = world_size
         self.healing_store = healing_store
         self.names_missing = True  # whether an error names the ranks that did not answer; false if a supervisor does
-        # Raises if a rank is lost. Set where waiting blocks a stream, which nothing would end then, and the run heals.
+        # Raises if a rank is lost; set in a run that heals, where a wait would not end by itself then.
         self.check_lost: Callable[[], None] | None = None
         self.call = 0  # up to 15 bits: of what a process group calls, which ranks that call something else notice
         self.note = 0  # a word that goes along with what this rank sends
         self.other_notes: dict[int, int] = {}  # those of the ranks that sent another one, if the transport carries them
         self.advice = ADVICE  # in the error of a transfer for which a rank is missing
         self._timeout = timeout.total_seconds()
+
+    def watch(self, check_lost: Callable[[], None] | None, names_missing: bool) -> None:
+        """Sets `check_lost` and `names_missing` for later waits."""
+        self.check_lost, self.names_missing = check_lost, names_missing
+        if self.nodes is not None:
+            self.nodes.watch(check_lost, names_missing)
 
     def limit_waits(self, timeout: timedelta | None) -> None:
         """Sets the timeout of later waits; None for waits as long as the others live."""

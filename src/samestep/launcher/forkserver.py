@@ -179,10 +179,12 @@ def _start(server: ForkServer, message: dict[str, Any]) -> Instruction | None:
         server.name = Job.from_json(message["instruction"]["job"]).name
         os_processes.set_title(f"samestep fork server {server.name}", "samestep-fork")
     attempt = message["instruction"]["assignment"]["attempt"]
-    if attempt != server.attempt:
-        server.attempt = attempt
-        _start_store(server)  # an empty one: in the old one torch's rendezvous would find the addresses of dead ranks
     fds = {name: server.received.popleft() for name in message["names"]}
+    listener = fds.pop("listener", None)
+    if attempt != server.attempt or listener is not None:
+        server.attempt = attempt
+        # An empty one: in the old one torch's rendezvous would find the addresses of dead ranks.
+        _start_store(server, None if listener is None else socket.socket(fileno=listener))
     instruction = Instruction.from_json({**message["instruction"], "port": server.port, "fds": fds})
     parent = os.getpid()
     os_processes.hold_signals()
@@ -227,8 +229,11 @@ def _become_worker(server: ForkServer, parent: int) -> None:
         os._exit(1)
 
 
-def _start_store(server: ForkServer) -> None:
-    """Starts the store process in place of an earlier one; from then on it alone holds the listening socket."""
+def _start_store(server: ForkServer, listener: socket.socket | None = None) -> None:
+    """Starts the store process in place of an earlier one; from then on it alone holds the listening socket.
+
+    It listens on the loopback address, unless it is given a socket that other machines reach.
+    """
     # A process of its own, since rank 0 may be lost, and the others then need the store to connect anew.
     store, server.store = server.store, 0
     if store:
@@ -236,9 +241,8 @@ def _start_store(server: ForkServer) -> None:
         os.waitpid(store, 0)
     # Bound here: so the port is known to workers that are started before the store serves, and it keeps their
     # connections in its backlog until then.
-    listener, parent = socket.socket(socket.AF_INET, socket.SOCK_STREAM), os.getpid()
-    listener.bind((LOOPBACK, 0))
-    listener.listen(1024)
+    parent = os.getpid()
+    listener = listener or socket.create_server((LOOPBACK, 0), backlog=1024)
     server.port = listener.getsockname()[1]
     if _can_fork(server):
         server.store = os.fork()

@@ -84,7 +84,8 @@ class Healing:
         if worker.ended_itself or not can_heal:
             return "cannot"
         done = [other for other in workers.members if workers.finished(other)]
-        if len(living) + len(done) < self._policy.min_devices:
+        machines = {other.place.machine for other in (*living, *done)}
+        if len(living) + len(done) < self._policy.min_devices or len(machines) < self._policy.min_machines:
             return "few"
         if any(workers.beat(other).phase != "end" and workers.has_state(other) for other in living):
             return "heal"

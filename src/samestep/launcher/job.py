@@ -9,7 +9,6 @@ import math
 import mmap
 import os
 import pickle
-import re
 import resource
 import socket
 import sys
@@ -66,6 +65,7 @@ class Policy:
         metavar="SECONDS",
     )
     replace: bool = _option("Start a new worker on the device of a failed one; counts as a restart.", False)
+    min_machines: int = 1  # as `min_devices`, by MIN of --nnodes
 
     def __post_init__(self) -> None:
         check_number("--min-devices", self.min_devices, 1)
@@ -86,7 +86,7 @@ class Policy:
             )
         if num_workers > MAX_SLOTS:
             option = "--devices" if num_workers == count else "--logical-devices"
-            raise UsageError(f"got {num_workers} workers; one machine runs {MAX_SLOTS} at most ({option})")
+            raise UsageError(f"got {num_workers} workers; a run has {MAX_SLOTS} at most ({option})")
         needed, most = 40 + 4 * num_workers, soft_limit("nofile")  # the supervisor has four pipes a worker
         if most < needed:
             advice = f"ulimit -n {needed}, or fewer workers (--devices, --logical-devices)"
@@ -147,34 +147,6 @@ def soft_limit(name: str) -> float:
 
 
 @dataclass(frozen=True)
-class Torchrun:
-    """torchrun's options for several machines, by their names with hyphens, and how many machines there may be."""
-
-    options: Mapping[str, str]
-    min_nodes: int
-    max_nodes: int
-
-    def ranks_each(self, logical_devices: int) -> int:
-        """The number of logical devices of each machine."""
-        if self.min_nodes < self.max_nodes or logical_devices % self.max_nodes:
-            nodes = f"{self.min_nodes}:{self.max_nodes}" if self.min_nodes < self.max_nodes else self.max_nodes
-            raise UsageError(
-                f"got --logical-devices {logical_devices} and --nnodes {nodes}; needed: one number of machines, each "
-                "of which gets as many logical devices as the others"
-            )
-        return logical_devices // self.max_nodes
-
-
-def parse_nodes(text: str) -> tuple[int, int]:
-    """The smallest and the largest number of machines that "2" or "1:4" allows."""
-    found = re.fullmatch(r"(\d+)(?::(\d+))?", text.strip())
-    low, high = (0, 0) if found is None else (int(found[1]), int(found[2] or found[1]))
-    if not 1 <= low <= high:
-        raise UsageError(f"got --nnodes {text}; needed: a number of 1 or more, such as 2, or two, such as 1:4")
-    return low, high
-
-
-@dataclass(frozen=True)
 class Outcome:
     """The end of a run.
 
@@ -205,6 +177,15 @@ class Assignment:
     joins: bool = False  # whether it is a replacement, which waits until it is in a quorum
     cores: Sequence[int] = ()  # the CPU cores nearest to its device; empty if unknown
     sockets: str = ""  # the folder for those of its data workers, removed with the run; empty if none can be made
+    local_rank: int | None = None  # among the workers of its machine; the rank if it is the only one
+    local_world_size: int | None = None
+    machine: int = 0  # the number of its machine
+    num_machines: int = 1
+    store: tuple[str, int] | None = None  # host and port, if it is not on the loopback address of this machine
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> "Assignment":
+        return cls(**{**value, "store": None if value["store"] is None else tuple(value["store"])})
 
 
 @dataclass(frozen=True)
@@ -212,7 +193,8 @@ class Instruction:
     """A worker's place and job, the store's port on the loopback address, and its descriptors by name.
 
     "events", "dump" (for crash dumps) and "page" always exist; "stdout" and "stderr" unless they are inherited;
-    "payload" and "answer" if arguments and result are pickled; "devices" if ranks share devices.
+    "payload" and "answer" if arguments and result are pickled; "devices" if ranks share devices. "listener", for the
+    first worker of an attempt on several machines, is where the store is to listen.
     """
 
     assignment: Assignment
@@ -222,7 +204,7 @@ class Instruction:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "Instruction":
-        return cls(Assignment(**value["assignment"]), Job.from_json(value["job"]), value["port"], value["fds"])
+        return cls(Assignment.from_json(value["assignment"]), Job.from_json(value["job"]), value["port"], value["fds"])
 
 
 def assign(job: Job, selection: "Selection", run_id: str, attempt: int) -> tuple[Assignment, ...]:
@@ -266,26 +248,28 @@ def worker_variables(instruction: Instruction) -> dict[str, str]:
     # torch's rendezvous (`torch/distributed/rendezvous.py`).
     place, job = instruction.assignment, instruction.job
     own = place.device_kind, job.num_threads, place.slot, job.policy.heal, place.joins, place.device_index
+    host, port = place.store or (LOOPBACK, instruction.port)
+    machine = None if place.store is None else place.machine
     variables = {
         **place.variables,
         "RANK": str(place.rank),
-        "LOCAL_RANK": str(place.rank),
+        "LOCAL_RANK": str(place.rank if place.local_rank is None else place.local_rank),
         "WORLD_SIZE": str(place.world_size),
-        "LOCAL_WORLD_SIZE": str(place.world_size),
-        "GROUP_RANK": "0",
-        "GROUP_WORLD_SIZE": "1",
+        "LOCAL_WORLD_SIZE": str(place.local_world_size or place.world_size),
+        "GROUP_RANK": str(place.machine),
+        "GROUP_WORLD_SIZE": str(place.num_machines),
         "ROLE_NAME": "default",
         "ROLE_RANK": str(place.rank),
         "ROLE_WORLD_SIZE": str(place.world_size),
-        "MASTER_ADDR": LOOPBACK,
-        "MASTER_PORT": str(instruction.port),
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RUN_ID": place.run_id,
         "TORCHELASTIC_RESTART_COUNT": str(place.attempt),
         "TORCHELASTIC_MAX_RESTARTS": str(job.policy.max_restarts),
-        **WorkerSettings(*own, instruction.fds).variables(),
+        **WorkerSettings(*own, machine, instruction.fds).variables(),
     }
-    interface = _loopback()
+    interface = _loopback() if machine is None else None
     if "GLOO_SOCKET_IFNAME" not in os.environ and interface is not None:
         # Without it gloo resolves the host's name, and warns if that has no address.
         variables["GLOO_SOCKET_IFNAME"] = interface

@@ -39,7 +39,7 @@ from samestep.comm.heartbeat import MAX_SLOTS, STOPS_ON_REQUEST, Beat, Heartbeat
 from samestep.launcher.hang_detector import HangDetector
 from samestep.launcher.healing import LINGER_SECONDS, Healing
 from samestep.launcher.job import RESUME_HINT, Assignment, Instruction, Job, Outcome
-from samestep.launcher.worker_pool import STARTER, ServerPool
+from samestep.launcher.worker_pool import STARTER, Pool
 from samestep.launcher.worker_states import (
     Failure,
     Restarts,
@@ -192,7 +192,7 @@ class Monitor:
     def __init__(
         self,
         job: Job,
-        pool: ServerPool,
+        pool: Pool,
         page: HeartbeatPage,
         display: Display,
         restarts: Restarts,
@@ -307,11 +307,13 @@ class Monitor:
                 # Everything that a worker sent before its end is in its pipes by now, and explains the end.
                 self._poll(0)
                 if event.slot is not None:
+                    self.workers.all[event.slot].lost_with = event.text
                     self._worker_ended(self.workers.all[event.slot], event.code)
                 elif self._phase in ("running", "finishing", "settling"):
                     self._broken, self.is_broken = event.text.rstrip(), True
                     self._end(signal.SIGTERM)
             self._check_workers()
+            self._pool.post(self._page)
             if time.monotonic() > self._deadline:
                 self._next_phase()
         self._poll(0)
@@ -411,6 +413,7 @@ class Monitor:
             self._end_hung(now)
         self._healing.handle_due(self._hangs, may_join=self._phase == "running")
         self._replace_lost()
+        self._take_in()
         if all(worker.ended or not self.workers.has_state(worker) for worker in self.workers.members):
             self._dismiss(*self.workers.waiting, *self.workers.living)  # no worker has the state any more
 
@@ -445,6 +448,16 @@ class Monitor:
             slot = len(self.workers.all)
             if slot < MAX_SLOTS and self.workers.living and self._restarts.use_one():
                 self.start(replace(worker.place, slot=slot, joins=True))
+
+    def _take_in(self) -> None:
+        """Starts workers on machines that have come late, if a running run can take them in."""
+        living = self.workers.living
+        if self._phase == "running" and self._job.policy.heal and living and all(map(self.workers.heals, living)):
+            places = self._pool.newcomers()
+            for rank, place in enumerate(places, len(living)):
+                slot, size = len(self.workers.all), len(living) + len(places)
+                if slot < MAX_SLOTS:
+                    self.start(replace(place, slot=slot, rank=rank, world_size=size, joins=True))
 
     def _dismiss(self, *workers: Worker) -> None:
         """Ends workers that wait in vain: to join a run that is over, or for the state."""
@@ -491,9 +504,11 @@ class Monitor:
 
     def _too_few(self) -> str:
         """The reason that the others do not go on although they could, and the way to resume."""
-        left, needed = len(self.workers.living), self._job.policy.min_devices
+        left, policy = len(self.workers.living), self._job.policy
         devices = f"{left or 'no'} {'device is' if left < 2 else 'devices are'} left"
-        asked = f", and --min-devices asks for {needed}" if needed > 1 else ""
+        asked = f", and --min-devices asks for {policy.min_devices}" if policy.min_devices > 1 else ""
+        if policy.min_machines > len({worker.place.machine for worker in self.workers.living}):
+            asked = f", and --nnodes asks for {policy.min_machines} machines (--nnodes 1:{policy.min_machines} goes on)"
         return f"{devices}{asked}; {RESUME_HINT}"
 
     def _next_phase(self) -> None:

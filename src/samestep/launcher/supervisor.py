@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import FrameType, FunctionType
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import cloudpickle
 
@@ -39,6 +39,7 @@ from samestep.launcher import os_processes
 from samestep.launcher.job import (
     RESUME_HINT,
     TRAINING,
+    Assignment,
     Job,
     Outcome,
     Policy,
@@ -49,21 +50,31 @@ from samestep.launcher.job import (
 )
 from samestep.launcher.monitor import Display, Monitor, make_event
 from samestep.launcher.os_processes import EarlyServer
-from samestep.launcher.worker_pool import ServerPool
+from samestep.launcher.worker_pool import Pool, ServerPool
 from samestep.launcher.worker_states import Restarts, make_log_dir
 from samestep.text import counted
 
 StartMethod = Literal["fork", "spawn"]
 
 
+class Machines(Protocol):
+    """The machines of a run, of which this one leads; `launcher.machines` has it."""
+
+    stops: int  # a descriptor with the signals that others were sent
+
+    def assign(self, run_id: str, attempt: int, requests: int | None) -> Sequence[Assignment]:
+        """Waits until enough machines are there; the places of their workers, by rank."""
+
+
 def supervise(
     job: Job,
     selection: Selection,
-    open_pool: Callable[[], ServerPool] | None = None,
+    open_pool: Callable[[], Pool] | None = None,
     early: EarlyServer | None = None,
     fds: Mapping[str, int] | None = None,
+    machines: Machines | None = None,
 ) -> Outcome:
-    """Runs a job on the selected devices, one worker process each, and waits for its end.
+    """Runs a job on the selected devices, and on those of other machines, one worker process each; waits for its end.
 
     Logical devices that are restarted go on without the device on which the first failed, if another is left.
 
@@ -78,8 +89,8 @@ def supervise(
     if open_pool is None:
         variables = process_variables(selection, job.num_threads)
         open_pool = partial(ServerPool.executed, variables, job.preload, method, early)
-    num_workers = job.logical_devices or selection.count
-    job.policy.check_devices(selection.count, num_workers)
+    if machines is None:
+        job.policy.check_devices(selection.count, job.logical_devices or selection.count)
     make_log_dir(job.log_dir)
     restarts = Restarts(job.policy.max_restarts)
     events: list[Mapping[str, Any]] = []
@@ -101,13 +112,21 @@ def supervise(
         pool = open_pool()
         for attempt in itertools.count():
             again = False
+            try:
+                told = () if machines is None else machines.assign(run_id, attempt, requests)
+            except BaseException:
+                pool.close()
+                raise
+            places = told or assign(job, selection, run_id, attempt)
             # Anew for each attempt: flags and quorums of the one before must not be taken for its own.
-            page = HeartbeatPage.create(num_workers)
+            page = HeartbeatPage.create(len(places))
             monitor = Monitor(job, pool, page, display, restarts, {**(fds or {}), **tokens})
             try:
                 if requests is not None:
                     monitor.listen_for_stop(requests)
-                for place in assign(job, selection, run_id, attempt):
+                if machines is not None:
+                    monitor.listen_for_stop(machines.stops)
+                for place in places:
                     monitor.start(replace(place, sockets=sockets))
                 outcome = monitor.run()
                 events += monitor.events
@@ -122,7 +141,7 @@ def supervise(
             if not again:
                 break
             where = ""
-            if job.logical_devices is not None:
+            if job.logical_devices is not None and machines is None:
                 selection, where = _without(selection, monitor.failed_device, job.policy)
             display.notify(
                 f"{outcome.failure}\nsamestep: all workers start again{where} ({restarts.used} of {restarts.limit})"
@@ -238,7 +257,7 @@ def launch(
         content = _pickle_by_value(call, name, "from a process that has used a GPU, asked for one or called backward()")
     with tempfile.TemporaryFile() as payload, tempfile.TemporaryFile() as answer:
         fds = {"answer": answer.fileno()}
-        open_pool: Callable[[], ServerPool] = partial(ServerPool.forked, call, variables, TRAINING)
+        open_pool: Callable[[], Pool] = partial(ServerPool.forked, call, variables, TRAINING)
         if content is not None:
             write_payload(payload, content)
             fds["payload"] = payload.fileno()

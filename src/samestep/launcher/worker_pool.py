@@ -13,13 +13,14 @@ import socket
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import psutil
 
 from samestep.comm.events import EventParser
+from samestep.comm.heartbeat import HeartbeatPage
 from samestep.launcher import os_processes
-from samestep.launcher.job import Instruction
+from samestep.launcher.job import Assignment, Instruction
 from samestep.launcher.os_processes import EarlyServer, ServerProcess
 from samestep.launcher.worker_states import describe_ending, read_available
 
@@ -36,11 +37,45 @@ class Group(NamedTuple):
 
 @dataclass(frozen=True)
 class WorkerEvent:
-    """The end of a worker, with -N for signal N and None for an unknown code; without a slot, of the run, by `text`."""
+    """The end of a worker, with -N for signal N and None for an unknown code; without a slot, of the run, by `text`.
+
+    With a slot, `text` says how the worker's machine was lost.
+    """
 
     slot: int | None
     code: int | None = None
     text: str = ""
+
+
+class Pool(Protocol):
+    """The workers of a run, as the monitor sees them: those of this machine (`ServerPool`) or of several."""
+
+    def start(self, instruction: Instruction) -> None:
+        """Starts one worker; the caller may close the instruction's descriptors afterwards."""
+
+    def fileno(self) -> int:
+        """A descriptor that is readable while `poll_events` has events to return."""
+
+    def poll_events(self) -> list[WorkerEvent]:
+        """The events since the last call, without waiting."""
+
+    def signal(self, slot: int, signum: int) -> None:
+        """Signals a worker."""
+
+    def groups(self) -> Mapping[int, Group]:
+        """The process group of each worker, by slot, and of `STARTER`."""
+
+    def post(self, page: HeartbeatPage) -> None:
+        """Shares what this machine's page has; called after each look at the workers."""
+
+    def newcomers(self) -> Sequence[Assignment]:
+        """Places on machines that have come since the last call, and may join."""
+
+    def kill(self) -> None:
+        """Kills all processes of the run."""
+
+    def close(self) -> None:
+        """Ends all processes of the run."""
 
 
 class ServerPool:
@@ -120,6 +155,12 @@ class ServerPool:
             self._send({"command": "signal", "slot": slot, "signal": signum}, [])
         elif self._running:
             self.kill()  # it still imports torch, and no worker has been started
+
+    def post(self, page: HeartbeatPage) -> None:
+        """Does nothing: the workers have the page."""
+
+    def newcomers(self) -> Sequence[Assignment]:
+        return ()
 
     def groups(self) -> dict[int, Group]:
         """The process group of each worker, by slot, and of `STARTER`, by a look at all processes of the machine."""

@@ -38,6 +38,7 @@ class Worker:
     ended: bool = False
     code: int | None = None
     silent_seconds: float | None = None  # without a heartbeat, if it is ended for that
+    lost_with: str = ""  # how its machine was lost
     is_lost: bool = False  # the run goes on without it
     has_joined: bool = False  # it was started late and is a member now
     is_replaced: bool = False  # another worker has its device, or none is to have it
@@ -285,7 +286,9 @@ def explain(worker: Worker, rank: int) -> str:
     """The message about the worker that failed first: rank, device, cause, and its traceback or last lines."""
     which = f"rank {rank} on {worker.place.device}"
     report = worker.report
-    if worker.silent_seconds is not None:
+    if worker.lost_with:
+        parts = [f"{which} was lost: {worker.lost_with}"]
+    elif worker.silent_seconds is not None:
         parts = [f"{which} {_silence(worker.silent_seconds)} (--hang-seconds)", _output(worker, rank)]
     elif report is None:
         parts = [f"{which} {describe_ending(worker.code)}", _output(worker, rank)]
@@ -382,6 +385,8 @@ class Failure:
 def cause_of(worker: Worker) -> str:
     """The cause in a word or two."""
     report = worker.report
+    if worker.lost_with:
+        return "machine lost"
     if worker.silent_seconds is not None:
         return "hang"
     if report is not None and report.get("type") != "SystemExit":
@@ -405,6 +410,8 @@ def describe_waiting(worker: Worker) -> str:
 
 def _ending(worker: Worker) -> str:
     """How a worker ended, or is about to end."""
+    if worker.lost_with:
+        return f"was lost ({worker.lost_with})"
     if worker.silent_seconds is not None:
         return _silence(worker.silent_seconds)
     if worker.report is not None and worker.report.get("type") != "SystemExit":
@@ -417,6 +424,8 @@ def _ending(worker: Worker) -> str:
 
 def details(worker: Worker, rank: int) -> str:
     """The log, else the traceback or the stacks; empty if there are none."""
+    if worker.lost_with:
+        return ""
     if worker.log is not None:
         return f"its log: {worker.log}"
     if worker.report is not None:

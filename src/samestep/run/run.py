@@ -122,11 +122,12 @@ class Run:
         self.contract = Contract(global_batch_size, count, seed, self.device.type, threads, portable_form())
         make_deterministic(threads)
         keep_freed_memory()
-        heartbeat, slots, healing_store, timeout = Heartbeat(), None, None, timedelta(seconds=timeout_seconds)
+        heartbeat, slots, healing_store, is_late = Heartbeat(), None, None, False
+        timeout = timedelta(seconds=timeout_seconds)
         if communicator is None:
             if (watched := HeartbeatPage.from_environment()) is not None:
                 heartbeat = Heartbeat(*watched)
-            own, slots, healing_store = _ranks_now(environment, heartbeat, timeout)
+            own, slots, healing_store, is_late = _ranks_now(environment, heartbeat, timeout)
             communicator = make_communicator(own, self.device, timeout)
             if self.device.type == "cuda" and isinstance(communicator.control, Connection):
                 check_same_gpus(communicator.control, self.device)
@@ -134,11 +135,12 @@ class Run:
             communicator,
             count,
             slots=slots,
-            num_active=world_size - spares,
+            num_active=world_size - spares if spares else None,
             shares=shares,
             heartbeat=heartbeat,
             timeout_seconds=timeout_seconds,
             healing_store=healing_store,
+            is_late=is_late,
         )
         self._close = close_at_exit(self.membership.close)
         self._give_signals_back: Callable[[], object] | None = None
@@ -596,8 +598,10 @@ class Run:
 
 def _ranks_now(
     environment: Environment, heartbeat: Heartbeat, timeout: timedelta
-) -> tuple[Environment, Sequence[int], dist.Store | None]:
-    """This worker's place among the ranks that there are, their slots, and the store at which it joins if it is late.
+) -> tuple[Environment, Sequence[int], dist.Store | None, bool]:
+    """This worker's place among the ranks that there are, their slots, its own store, and whether it is late.
+
+    One that is late joins at the store, and one that is alone is joined there by the workers of other machines.
 
     In an earlier run of the program workers may have been lost, and others have joined.
     """
@@ -607,12 +611,13 @@ def _ranks_now(
         heartbeat.quorum, joins = quorum.number, joins and heartbeat.slot not in quorum.slots
         members = [slot for slot in quorum.slots if not page.beat(slot).flags & READY_TO_JOIN]
         if not joins and members != list(range(environment.world_size)):
-            return environment.among(members, heartbeat.slot), members, None
-    if not joins:
-        return environment, range(environment.world_size), None
-    from samestep.comm.rendezvous import join_store  # only a worker that replaces a lost one joins late
+            return environment.among(members, heartbeat.slot), members, None, False
+    is_alone = environment.world_size == 1 and environment.settings.machine is not None and environment.settings.heals
+    if not joins and not is_alone:
+        return environment, range(environment.world_size), None, False
+    from samestep.comm.rendezvous import join_store  # which imports what other workers have no need of
 
-    return Environment(), (0,), join_store(environment, timeout)
+    return Environment(), (0,), join_store(environment, timeout), joins
 
 
 def _checked_optimizers(value: Any) -> tuple[Optimizer, ...]:

@@ -1,0 +1,688 @@
+"""Several machines: one supervisor leads the run, and those of the others lend it their devices.
+
+The supervisor of the machine where all meet has the monitor, the page and every decision; `MachinesPool` is its pool of
+workers, on this machine and on the others. A supervisor elsewhere (`Follower`) starts, signals and ends workers as it
+is told, and sends what they write and how they end. So a run on several machines heals, stops, restarts, shows lines
+and finds hangs by the same code as one on one machine.
+
+Between two pages, each on its own machine, go the quorum, the request to stop and the number of lines shown, from the
+leader's, and the heartbeats, to it. A change is sent at once, and an empty message every half second else.
+
+Who is lost: a machine whose connection closes, or that is silent for `Meeting.silence_seconds`. Its workers have ended
+for the leader, and the others go on without them. A follower for which the leader is lost ends its own workers. There
+are never two halves that both go on: only the leader announces quorums, and its connections that fail make nobody else
+a leader. Without the leader's machine the run ends, and is started again from its newest checkpoint.
+
+Messages to a follower: `refused` (a sentence), `welcome` (its number), `start` (an `Assignment`) with `pipes` (names),
+`signal` (slot, number), `page` (what it has, of attempt `attempt`), `kill`, `groups`, `end` (exit code). From one: the
+fields of `_described`, `beats` ([slot, post] each), `pipe` (slot, name, data, or null at its end), `exited` (slot,
+code), `broken` (a text), `groups` (by slot), `stop` (a signal).
+"""
+
+import base64
+import contextlib
+import importlib.metadata
+import os
+import select
+import selectors
+import socket
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from itertools import chain
+from typing import Any
+
+from samestep.comm.heartbeat import HeartbeatPage, Quorum
+from samestep.comm.wire import Wire, listen
+from samestep.devices.selection import Selection
+from samestep.errors import UsageError
+from samestep.launcher import os_processes
+from samestep.launcher.job import Assignment, Instruction, Job, Outcome, assign, process_variables
+from samestep.launcher.meeting import Meeting, machine_name
+from samestep.launcher.os_processes import EarlyServer
+from samestep.launcher.supervisor import resolve_start_method, stop_requests, supervise
+from samestep.launcher.worker_pool import Group, Pool, ServerPool, WorkerEvent
+from samestep.text import counted, notify
+from samestep.version import __version__
+
+LOOK_SECONDS, BUSY_SECONDS = 0.5, 0.02  # between looks at a page: of a calm run, and while something changes
+STIR_SECONDS = 2.0  # after a change
+HELLO_SECONDS = 10.0
+PIPE_BYTES = 32_768  # of a worker's output in a message: what a pipe holds
+RELAYED = ("events", "dump", "stdout", "stderr")
+
+
+def run_on_machines(job: Job, selection: Selection, meeting: Meeting, early: EarlyServer | None = None) -> Outcome:
+    """Runs a job on the devices of this and the other machines, and waits for its end.
+
+    Logical devices are those of all machines together, equally many on each.
+    """
+    job = replace(job, policy=replace(job.policy, min_machines=meeting.min_machines))
+    num_workers = selection.count if job.logical_devices is None else meeting.ranks_each(job.logical_devices)
+    job.policy.check_devices(selection.count * meeting.max_machines, num_workers * meeting.max_machines)
+    method = resolve_start_method(job.start_method, job.num_threads)
+    variables = process_variables(selection, job.num_threads)
+    open_pool = partial(ServerPool.executed, variables, job.preload, method, early)
+    if meeting.max_machines > 1:
+        notify(meeting.waiting)
+    door = meeting.open_door()
+    try:
+        if door is None:
+            return _follow(job, selection, meeting, open_pool)
+        with MachinesPool(job, selection, meeting, door, open_pool) as pool:
+            outcome = supervise(job, selection, pool.opened, machines=pool)
+            pool.exit_code = outcome.exit_code
+        return outcome
+    except StoppedError as stop:
+        return Outcome(128 + stop.signum)
+
+
+def _described(job: Job, selection: Selection, meeting: Meeting) -> dict[str, Any]:
+    """What a machine tells the leader: `alike` must be the same on all."""
+    alike = {
+        "--nnodes": [meeting.min_machines, meeting.max_machines],
+        "--rdzv-id": meeting.name,
+        "--logical-devices": job.logical_devices,
+        "--num-threads": job.num_threads,
+        "--node-rank (all or none)": meeting.number is not None,
+        "the handling of failed workers": asdict(job.policy),
+        "the kind of devices": selection.kind,
+        "samestep": __version__,
+        "torch": importlib.metadata.version("torch"),
+    }
+    labels = [selection.label(position) for position in range(selection.count)]
+    return {"hello": machine_name(), "number": meeting.number, "labels": labels, "alike": alike}
+
+
+@dataclass(eq=False)
+class Machine:
+    """Another machine, as the leader sees it."""
+
+    wire: Wire
+    number: int = -1
+    name: str = ""
+    labels: Sequence[str] = ()
+    is_new: bool = True  # whether it has no worker of this attempt
+    running: set[int] = field(default_factory=set)  # slots
+    posted: tuple[int, int, int, int] | None = None  # what its page has; None if it has none in this attempt
+    groups: dict[int, Group] = field(default_factory=dict)
+    pipes: dict[tuple[int, str], int] = field(default_factory=dict)  # the write ends, by slot and name
+    unread: deque[dict[str, Any]] = field(default_factory=deque)
+    unwritten: tuple[int, bytes] | None = None  # a pipe, and what it had no room for
+
+    def relay(self, slot: int, name: str, data: bytes | None) -> None:
+        """Writes what a worker wrote to its pipe of this machine, or closes that."""
+        if data is None:
+            if (fd := self.pipes.pop((slot, name), None)) is not None:
+                os.close(fd)
+        elif (slot, name) in self.pipes:
+            self.unwritten = self.pipes[slot, name], data
+            self.write_on()
+
+    def write_on(self) -> None:
+        """Writes what was left over; what comes after it stays unread until then."""
+        if self.unwritten is not None:
+            fd, data = self.unwritten
+            with contextlib.suppress(BlockingIOError):
+                data = data[os.write(fd, data) :]
+            self.unwritten = (fd, data) if data else None
+
+    def close_pipes(self, slots: Sequence[int]) -> None:
+        for slot, name in [key for key in self.pipes if key[0] in slots]:
+            os.close(self.pipes.pop((slot, name)))
+
+
+class MachinesPool(Pool):
+    """The workers of all machines, of which this one leads.
+
+    Args:
+        job: the job.
+        selection: the devices of this machine.
+        meeting: where the machines meet.
+        door: listens there.
+        open_pool: makes the pool of this machine's workers.
+
+    Attributes:
+        exit_code: of the run, for the other machines.
+        stops: a descriptor with the signals that other machines were sent.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        selection: Selection,
+        meeting: Meeting,
+        door: socket.socket,
+        open_pool: Callable[[], ServerPool],
+    ) -> None:
+        self.exit_code = 1
+        self.machines: list[Machine] = []
+        self._job, self._selection, self._meeting, self._door = job, selection, meeting, door
+        self._open_pool = open_pool
+        self._alike = _described(job, selection, meeting)["alike"]
+        self._own: ServerPool | None = None
+        self._store: socket.socket | None = None  # of the next attempt, until its first worker is started
+        self._address = ("", 0)
+        self._by_slot: dict[int, Machine] = {}
+        self._attempt, self._slots = 0, tuple[int, ...]()
+        self._template: Assignment | None = None
+        self._page: HeartbeatPage | None = None
+        self._guests: list[Machine] = []  # that have not said who they are
+        self._last_number = 0
+        self._events: list[WorkerEvent] = []
+        self.stops, self._stop_writer = os.pipe()
+        os.set_blocking(self._stop_writer, False)
+        self._ready = select.epoll()
+        door.setblocking(False)
+        self._ready.register(door, select.EPOLLIN)
+
+    def opened(self) -> "MachinesPool":
+        """This pool, with a pool of this machine's workers that has just been opened."""
+        self._own = self._open_pool()
+        self._ready.register(self._own.fileno(), select.EPOLLIN)
+        return self
+
+    def __enter__(self) -> "MachinesPool":
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        deadline = time.monotonic() + LOOK_SECONDS
+        why = str(error) if isinstance(error, UsageError) else ""
+        for machine in self.machines:
+            machine.wire.send(end=self.exit_code, why=why)
+        while any(m.wire.has_unsent and m.wire.is_open for m in self.machines) and time.monotonic() < deadline:
+            time.sleep(BUSY_SECONDS)
+            for machine in self.machines:
+                machine.wire.flush()
+        for machine in self.machines:
+            machine.wire.close()
+            machine.close_pipes([slot for slot, _ in machine.pipes])
+        self._door.close()
+        self._ready.close()
+        for fd in (self.stops, self._stop_writer):
+            os.close(fd)
+
+    def assign(self, run_id: str, attempt: int, requests: int | None) -> tuple[Assignment, ...]:
+        """Waits until enough machines are there; the places of their workers, by machine.
+
+        Raises:
+            UsageError: not enough have come in time.
+            StoppedError: a signal has asked to stop, by a byte in the descriptor `requests`.
+        """
+        self._attempt, self._page = attempt, None
+        self._wait_for_machines(requests)
+        self._by_slot.clear()
+        self._store = listen(self._meeting.host, 0)
+        self._address = (self._meeting.host, self._store.getsockname()[1])
+        job, mine = self._job, self._selection
+        if job.logical_devices is not None:
+            job = replace(job, logical_devices=self._meeting.ranks_each(job.logical_devices))
+        own = [replace(place, device=f"{place.device} of {machine_name()}") for place in assign(job, mine, run_id, 0)]
+        self._template = own[0]
+        others = sorted(self.machines, key=lambda machine: machine.number)
+        places = [*own, *chain.from_iterable(map(self._places_on, others))]
+        self._job.policy.check_devices(mine.count + sum(len(m.labels) for m in others), len(places))
+        self._slots = tuple(range(len(places)))
+        for machine in others:
+            machine.is_new, machine.posted = False, None
+        return tuple(
+            replace(
+                place,
+                rank=rank,
+                slot=rank,
+                local_rank=place.rank,
+                local_world_size=place.world_size,
+                world_size=len(places),
+                attempt=attempt,
+                num_machines=len(others) + 1,
+                store=self._address,
+            )
+            for rank, place in enumerate(places)
+        )
+
+    def newcomers(self) -> Sequence[Assignment]:
+        places = []
+        for machine in self.machines:
+            if machine.is_new:
+                machine.is_new = False
+                for place in self._places_on(machine):
+                    local = replace(place, local_rank=place.rank, local_world_size=place.world_size)
+                    places.append(replace(local, attempt=self._attempt, store=self._address, num_machines=2))
+        return places
+
+    def start(self, instruction: Instruction) -> None:
+        place = instruction.assignment
+        if place.machine == 0:
+            fds = dict(instruction.fds)
+            store, self._store = self._store, None
+            if store is not None:
+                fds["listener"] = store.fileno()
+            self._local.start(replace(instruction, fds=fds))
+            if store is not None:
+                store.close()
+            return
+        machine = next((each for each in self.machines if each.number == place.machine), None)
+        if machine is None:  # it was lost since the places were given
+            self._events.append(WorkerEvent(place.slot, None, "its machine was lost"))
+            return
+        self._by_slot[place.slot] = machine
+        machine.running.add(place.slot)
+        pipes = [name for name in RELAYED if name in instruction.fds]
+        for name in pipes:
+            fd = machine.pipes[place.slot, name] = os.dup(instruction.fds[name])
+            os.set_blocking(fd, False)
+        if machine.posted is None:  # a worker looks at the page as soon as it starts
+            self._send_page(machine)
+        machine.wire.send(start=asdict(place), pipes=pipes)
+
+    def fileno(self) -> int:
+        return self._ready.fileno()
+
+    def poll_events(self) -> list[WorkerEvent]:
+        self._tend()
+        events, self._events = self._events, []
+        return [*self._local.poll_events(), *events]
+
+    def post(self, page: HeartbeatPage) -> None:
+        self._page = page
+        now = self._attempt, page.number, page.stop, page.shown
+        for machine in self.machines:
+            if machine.posted not in (None, now):
+                self._send_page(machine)
+
+    def signal(self, slot: int, signum: int) -> None:
+        if (machine := self._by_slot.get(slot)) is None:
+            self._local.signal(slot, signum)
+        elif slot in machine.running:
+            machine.wire.send(signal=signum, slot=slot)
+
+    def groups(self) -> Mapping[int, Group]:
+        """Those of other machines as they were when they were last asked."""
+        found = dict(self._local.groups())
+        for machine in self.machines:
+            found |= machine.groups
+            machine.wire.send(groups=True)
+        return found
+
+    def kill(self) -> None:
+        for machine in self.machines:
+            machine.wire.send(kill=True)
+        self._local.kill()
+
+    def close(self) -> None:
+        """Ends the workers, on the other machines too, whose supervisors stay."""
+        for machine in self.machines:
+            if machine.running:
+                machine.wire.send(kill=True)
+        if self._own is not None:
+            self._ready.unregister(self._own.fileno())
+            self._own.close()
+            self._own = None
+        if self._store is not None:
+            self._store.close()
+            self._store = None
+
+    @property
+    def _local(self) -> ServerPool:
+        assert self._own is not None, "it was opened"
+        return self._own
+
+    def _send_page(self, machine: Machine) -> None:
+        """Sends a machine what the page has."""
+        quorum, stop, shown = Quorum(0, self._slots), 0, 0
+        if self._page is not None:
+            quorum, stop, shown = self._page.quorum(), self._page.stop, self._page.shown
+        machine.posted = self._attempt, quorum.number, stop, shown
+        has = {"number": quorum.number, "slots": quorum.slots, "lost": list(map(dict, quorum.lost))}
+        machine.wire.send(page={**has, "stop": stop, "shown": shown}, attempt=self._attempt)
+
+    def _places_on(self, machine: Machine) -> list[Assignment]:
+        """Places on another machine, which knows the rest of its devices itself; ranks are those within it."""
+        assert self._template is not None, "places on this machine come first"
+        count, num_workers = len(machine.labels), len(machine.labels)
+        if self._job.logical_devices is not None:
+            num_workers = self._meeting.ranks_each(self._job.logical_devices)
+        places = []
+        for rank in range(num_workers):
+            index = rank * count // num_workers
+            place = replace(self._template, rank=rank, world_size=num_workers, machine=machine.number, variables={})
+            label = f"{machine.labels[index]} of {machine.name}"
+            shares = num_workers > count
+            places.append(replace(place, device=label, device_index=index, shares_device=shares, cores=(), sockets=""))
+        return places
+
+    def _wait_for_machines(self, requests: int | None) -> None:
+        """Waits until MIN machines are there, and then for those up to MAX."""
+        meeting, began = self._meeting, time.monotonic()
+        called: float | None = None
+        if self._attempt > 0 and len(self.machines) + 1 < meeting.min_machines:
+            notify(meeting.waiting)
+        while True:
+            self._tend()
+            now, count = time.monotonic(), 1 + len(self.machines)
+            if count >= meeting.max_machines:
+                return
+            if count >= meeting.min_machines:
+                called = now if called is None else called
+                if now - called >= meeting.seconds("last_call_timeout"):
+                    return
+            elif now - began >= meeting.seconds("join_timeout"):
+                raise meeting.absent()
+            fds = [self.fileno(), self.stops, *([] if requests is None else [requests])]
+            for fd in select.select(fds, [], [], LOOK_SECONDS)[0]:
+                if fd != self.fileno():
+                    raise StoppedError(os.read(fd, 1)[0])
+
+    def _tend(self) -> None:
+        """Accepts machines, handles what has come from them, and finds those that are lost."""
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                connection, _ = self._door.accept()
+                machine = Machine(Wire(connection))
+                self._ready.register(connection.fileno(), select.EPOLLIN)
+                self._guests.append(machine)
+        now = time.monotonic()
+        for machine in [*self._guests, *self.machines]:
+            machine.write_on()
+            machine.unread.extend(machine.wire.receive() if machine.unwritten is None else ())
+            while machine.unread and machine.unwritten is None:
+                self._handle(machine, machine.unread.popleft())
+            machine.wire.keep_alive(LOOK_SECONDS)
+            limit = HELLO_SECONDS if machine in self._guests else self._meeting.silence_seconds
+            if not machine.wire.is_open and not machine.unread and machine.unwritten is None:
+                self._lose(machine, f"{machine.name} has closed its connection")
+            elif now - machine.wire.heard_at > limit:
+                self._lose(machine, f"{machine.name} was silent for {limit:g} s")
+
+    def _handle(self, machine: Machine, message: Mapping[str, Any]) -> None:
+        """Handles one message."""
+        try:
+            if machine in self._guests:
+                self._greet(machine, message)
+            elif "beats" in message:
+                if message["attempt"] == self._attempt and self._page is not None:
+                    for slot, post in message["beats"]:
+                        self._page.write_slot(slot, base64.b64decode(post))
+            elif "pipe" in message:
+                data = message["data"]
+                machine.relay(message["slot"], message["pipe"], None if data is None else base64.b64decode(data))
+            elif "exited" in message:
+                if message["exited"] in machine.running:
+                    machine.running.discard(message["exited"])
+                    self._events.append(WorkerEvent(message["exited"], message["code"]))
+            elif "broken" in message:
+                self._end_all(machine, f"{machine.name}: {message['broken']}")
+            elif "groups" in message:
+                machine.groups = {int(slot): Group(*group) for slot, group in message["groups"].items()}
+            elif "stop" in message:
+                with contextlib.suppress(BlockingIOError):
+                    os.write(self._stop_writer, bytes([message["stop"]]))
+        except (KeyError, TypeError, ValueError, AttributeError):
+            self._lose(machine, f"{machine.name or 'a machine'} has sent what no machine of the run sends")
+
+    def _greet(self, machine: Machine, message: Mapping[str, Any]) -> None:
+        """Welcomes a machine to the run, or turns it away."""
+        alike = message["alike"]
+        differ = [name for name, value in self._alike.items() if alike.get(name) != value]
+        number, taken = message["number"], {0, *(each.number for each in self.machines)}
+        refusal = ""
+        if differ:
+            refusal = f"give all machines the same command and packages; these differ: {', '.join(differ)}"
+        elif number in taken:
+            refusal = f"there is a machine with --node-rank {number} already"
+        elif len(taken) >= self._meeting.max_machines:
+            refusal = f"the run has its {counted(self._meeting.max_machines, 'machine')} already"
+        if refusal:
+            machine.wire.send(refused=refusal)
+            self._lose(machine, "")
+            return
+        self._last_number = max(taken) + 1 if self._last_number in taken else self._last_number + 1
+        machine.number = self._last_number if number is None else number
+        machine.name, machine.labels = str(message["hello"]), list(map(str, message["labels"]))
+        self._guests.remove(machine)
+        self.machines.append(machine)
+        machine.wire.send(welcome=machine.number, name=machine_name())
+
+    def _lose(self, machine: Machine, text: str) -> None:
+        """Goes on without a machine."""
+        with contextlib.suppress(OSError, ValueError):
+            self._ready.unregister(machine.wire.fileno())
+        machine.wire.close()
+        for known in (self._guests, self.machines):
+            if machine in known:
+                known.remove(machine)
+        self._end_all(machine, text)
+
+    def _end_all(self, machine: Machine, text: str) -> None:
+        """All workers of a machine have ended."""
+        slots = sorted(machine.running)
+        machine.running.clear()
+        machine.unwritten = None
+        machine.close_pipes(slots)
+        self._events += [WorkerEvent(slot, None, text) for slot in slots]
+
+
+class StoppedError(Exception):
+    """A signal asked to stop while the machines waited for each other."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signum)
+        self.signum = signum
+
+
+def _follow(job: Job, selection: Selection, meeting: Meeting, open_pool: Callable[[], ServerPool]) -> Outcome:
+    """Lends the devices of this machine to a run that another one leads, until it ends."""
+    with stop_requests() as requests, contextlib.ExitStack() as until:
+        fds = dict[str, int]()
+        if job.logical_devices is not None:
+            fds["devices"] = until.enter_context(tempfile.TemporaryFile()).fileno()
+        sockets = ""
+        with contextlib.suppress(OSError):
+            sockets = until.enter_context(os_processes.temporary_folder("samestep-"))
+        wire = _connected(meeting, requests)
+        follower = until.enter_context(
+            contextlib.closing(Follower(wire, job, selection, meeting, open_pool, sockets, fds))
+        )
+        return follower.run(requests)
+
+
+def _connected(meeting: Meeting, requests: int | None) -> Wire:
+    """The connection to the machine where all meet, once it listens."""
+    deadline = time.monotonic() + meeting.seconds("join_timeout")
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError):
+            return Wire(socket.create_connection((meeting.host, meeting.port), timeout=LOOK_SECONDS))
+        fds = [] if requests is None else [requests]
+        if select.select(fds, [], [], LOOK_SECONDS)[0]:
+            raise StoppedError(os.read(fds[0], 1)[0])
+    raise meeting.absent(is_silent=True)
+
+
+class Follower:
+    """The supervisor of a machine that another one leads.
+
+    Args:
+        wire: to the leader.
+        job: the job, by this machine's own command.
+        selection: its devices.
+        meeting: where the machines meet.
+        open_pool: makes the pool of its workers.
+        sockets: the folder for those of data workers.
+        fds: further descriptors for all workers.
+    """
+
+    def __init__(
+        self,
+        wire: Wire,
+        job: Job,
+        selection: Selection,
+        meeting: Meeting,
+        open_pool: Callable[[], ServerPool],
+        sockets: str,
+        fds: Mapping[str, int],
+    ) -> None:
+        self._wire, self._job, self._selection, self._meeting = wire, job, selection, meeting
+        self._open_pool, self._sockets, self._fds = open_pool, sockets, fds
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(wire, selectors.EVENT_READ)
+        self._page: HeartbeatPage | None = None
+        self._attempt = -1
+        self._posts: dict[int, bytes] = {}  # what was last sent, by slot
+        self._leader = ""
+        self._stirred_at = time.monotonic()
+        self._pool: ServerPool | None = None
+        self._open()
+
+    def run(self, requests: int | None) -> Outcome:
+        """Obeys until the run ends, or the leader is lost."""
+        if requests is not None:
+            self._selector.register(requests, selectors.EVENT_READ)
+        self._wire.send(**_described(self._job, self._selection, self._meeting))
+        while True:
+            for key, _ in self._selector.select(self._pause()):
+                if key.data is not None:
+                    self._read(key.fd, *key.data)
+                elif key.fd == requests:
+                    signum = os.read(requests, 1)[0]
+                    if not self._posts:  # no worker yet: the others can go on without this machine
+                        return Outcome(128 + signum)
+                    self._wire.send(stop=signum)
+            for message in self._wire.receive():
+                if (outcome := self._obey(message)) is not None:
+                    return outcome
+            self._report_ends()
+            self._send_beats()
+            self._wire.keep_alive(LOOK_SECONDS)
+            if not self._wire.is_open or time.monotonic() - self._wire.heard_at > self._meeting.silence_seconds:
+                return Outcome(1, failure=self._meeting.gone())
+
+    def close(self) -> None:
+        """Ends the workers of this machine."""
+        if self._pool is not None:
+            self._pool.close()
+        for key in [*self._selector.get_map().values()]:
+            if key.data is not None:
+                os.close(key.fd)
+        self._selector.close()
+        if self._page is not None:
+            self._page.close()
+        self._wire.close()
+
+    def _obey(self, message: Mapping[str, Any]) -> Outcome | None:
+        """Does what the leader says; the outcome if the run has ended."""
+        if "refused" in message:
+            raise UsageError(f"{self._meeting.place} has turned this machine away: {message['refused']}")
+        if "welcome" in message:
+            self._leader = message["name"]
+        elif "page" in message:
+            self._stirred_at = time.monotonic()
+            self._take_page(message["attempt"], message["page"])
+        elif "start" in message:
+            self._start(Assignment.from_json(message["start"]), message["pipes"])
+        elif "signal" in message and self._pool is not None:
+            self._pool.signal(message["slot"], message["signal"])
+        elif "kill" in message and self._pool is not None:
+            self._pool.kill()
+        elif "groups" in message and self._pool is not None:
+            self._wire.send(groups={slot: group for slot, group in self._pool.groups().items() if slot in self._posts})
+        elif "end" in message:
+            code = message["end"]
+            if message.get("why"):
+                raise UsageError(message["why"])
+            said = f"the run has ended with exit code {code}: see the output of {self._leader}, which leads it"
+            return Outcome(code, failure=said if 0 < code < 128 else None)
+        return None
+
+    def _take_page(self, attempt: int, has: Mapping[str, Any]) -> None:
+        """Lays on this machine's page what the leader's has."""
+        if attempt != self._attempt or self._page is None:
+            if self._page is not None:
+                self._page.close()
+            self._page, self._attempt = HeartbeatPage.create(0), attempt
+            self._posts.clear()
+        page = self._page
+        page.ask_to_stop(has["stop"])
+        page.count_shown(has["shown"])
+        page.announce(tuple(has["slots"]), has["number"], has["lost"])
+
+    def _start(self, place: Assignment, names: Sequence[str]) -> None:
+        """Starts a worker."""
+        selection, position = self._selection, place.device_index
+        seen = selection if self._job.logical_devices is None else selection.only(position)
+        variables, cores = seen.worker_environment, selection.devices[position].cores
+        place = replace(place, device_kind=selection.kind, variables=variables, cores=cores, sockets=self._sockets)
+        assert self._page is not None, "the page comes first"
+        fds = {"page": self._page.fd, **(self._fds if place.shares_device else {})}
+        self._posts[place.slot] = b""
+        if self._pool is None:
+            self._open()
+        assert self._pool is not None, "it was opened"
+        with contextlib.ExitStack() as theirs:
+            for name in names:
+                reader, fds[name] = os.pipe()
+                theirs.callback(os.close, fds[name])
+                os.set_blocking(reader, False)
+                self._selector.register(reader, selectors.EVENT_READ, (place.slot, name))
+            self._pool.start(Instruction(place, self._job, 0, fds))
+
+    def _open(self) -> None:
+        self._pool = self._open_pool()
+        self._selector.register(self._pool.fileno(), selectors.EVENT_READ)
+
+    def _pause(self) -> float:
+        """How long to wait for something to read."""
+        is_calm = time.monotonic() - self._stirred_at > STIR_SECONDS and not self._wire.has_unsent
+        return LOOK_SECONDS if is_calm else BUSY_SECONDS
+
+    def _read(self, fd: int, slot: int, name: str) -> bool:
+        """Sends on what a worker has written; whether there may be more."""
+        if self._wire.is_full:
+            time.sleep(BUSY_SECONDS)  # the leader does not keep up, and the worker waits
+            return False
+        try:
+            data = os.read(fd, PIPE_BYTES)
+        except BlockingIOError:
+            return False
+        except OSError:
+            data = b""
+        self._wire.send(pipe=name, slot=slot, data=base64.b64encode(data).decode() if data else None)
+        if not data:
+            self._selector.unregister(fd)
+            os.close(fd)
+        return bool(data)
+
+    def _report_ends(self) -> None:
+        """Sends which workers have ended, after all that they wrote."""
+        if self._pool is None:
+            return
+        for event in self._pool.poll_events():
+            self._stirred_at = time.monotonic()
+            for key in [*self._selector.get_map().values()]:
+                while key.data is not None and key.data[0] == event.slot and self._read(key.fd, *key.data):
+                    pass
+            self._send_beats()
+            if event.slot is not None:
+                self._wire.send(exited=event.slot, code=event.code)
+            else:
+                self._wire.send(broken=event.text.rstrip())
+                self._selector.unregister(self._pool.fileno())
+                self._pool.close()
+                self._pool = None
+                return
+
+    def _send_beats(self) -> None:
+        """Sends the heartbeats that have changed."""
+        if self._page is None:
+            return
+        changed = []
+        for slot, before in self._posts.items():
+            if (post := self._page.read_slot(slot)) != before:
+                self._posts[slot] = post
+                changed.append([slot, base64.b64encode(post).decode()])
+                if self._page.beat(slot).phase == "regroup":
+                    self._stirred_at = time.monotonic()
+        if changed:
+            self._wire.send(beats=changed, attempt=self._attempt)
