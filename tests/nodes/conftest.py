@@ -63,8 +63,9 @@ class Nodes(Marked):
         return process
 
     def worker(self, rank):
-        """The process of a rank, started by torchrun."""
-        (found,) = [process for process in self.processes() if process.environ().get("RANK") == str(rank)]
+        """The process of a rank, by its title."""
+        title = f"samestep worker {rank}/"
+        (found,) = [process for process in self.processes() if "".join(process.cmdline()).startswith(title)]
         return found
 
     def wait_for_text(self, name, text):

@@ -38,7 +38,7 @@ from typing import Any
 from samestep.comm.heartbeat import HeartbeatPage, Quorum
 from samestep.comm.wire import Wire, listen
 from samestep.devices.selection import Selection
-from samestep.errors import UsageError
+from samestep.errors import PeerLostError, UsageError
 from samestep.launcher import os_processes
 from samestep.launcher.job import Assignment, Instruction, Job, Outcome, assign, process_variables
 from samestep.launcher.meeting import Meeting, machine_name
@@ -209,7 +209,7 @@ class MachinesPool(Pool):
         """Waits until enough machines are there; the places of their workers, by machine.
 
         Raises:
-            UsageError: not enough have come in time.
+            UsageError: not enough have come in time; `PeerLostError` if enough had come to an earlier attempt.
             StoppedError: a signal has asked to stop, by a byte in the descriptor `requests`.
         """
         self._attempt, self._page = attempt, None
@@ -370,7 +370,7 @@ class MachinesPool(Pool):
                 if now - called >= meeting.seconds("last_call_timeout"):
                     return
             elif now - began >= meeting.seconds("join_timeout"):
-                raise meeting.absent()
+                raise meeting.absent() if self._attempt == 0 else PeerLostError(str(meeting.absent()))
             fds = [self.fileno(), self.stops, *([] if requests is None else [requests])]
             for fd in select.select(fds, [], [], LOOK_SECONDS)[0]:
                 if fd != self.fileno():

@@ -1,4 +1,4 @@
-"""Several machines by torchrun, as agents on this one: the bits of one process, exit codes, stops and restarts."""
+"""Several machines, as supervisors on this one: the bits of one process, exit codes, stops and restarts."""
 
 import signal
 import socket
@@ -10,11 +10,10 @@ import pytest
 import torch
 from node_scripts import ENDS_FIRST, FAILING, HELPERS, ONCE, PARALLEL, RANKS, SMALL, TRAINER
 
-from samestep.cli.options import NodeOptions, WorkerOptions, chosen_devices, chosen_torchrun
+from samestep.cli.options import NodeOptions, WorkerOptions, chosen_devices, chosen_meeting
 from samestep.comm.environment import torchrun_defaults
 from samestep.errors import UsageError
-from samestep.launcher.job import Policy, Torchrun, parse_nodes
-from samestep.launcher.torchrun import MachineWait
+from samestep.launcher.meeting import parse_nodes
 
 PET = {
     "PET_NNODES": "2",
@@ -28,8 +27,8 @@ CHECKPOINT = "mine/checkpoints/step-00000010"
 RUN_IT = "import runpy, sys; sys.argv = ['train.py', " + repr(EPOCHS) + "]; runpy.run_path({0!r}, run_name='__main__')"
 
 
-def given(policy=None, start_method=None, **options):
-    return chosen_torchrun(policy or Policy(), start_method, NodeOptions(**options))
+def given(**options):
+    return chosen_meeting(NodeOptions(**options))
 
 
 def alone(nodes, script):
@@ -53,55 +52,52 @@ def test_nnodes_that_cannot_be_is_a_sentence(text):
         parse_nodes(text)
 
 
-def test_torchrun_gets_its_options_and_the_backend_that_needs_no_number():
+def test_a_meeting_is_read_from_torchruns_options():
     assert given() is None
     assert given(nnodes="1", node_rank=0) is None
-    found = given(nnodes="1:4", rdzv_endpoint="node1:29500", rdzv_id="x")
-    options = {"nnodes": "1:4", "rdzv-endpoint": "node1:29500", "rdzv-id": "x", "rdzv-backend": "c10d"}
-    assert (found.options, found.min_nodes, found.max_nodes) == (options, 1, 4)
-    assert "rdzv-backend" not in given(nnodes="2", node_rank=1, rdzv_endpoint="node1").options
-    assert given(rdzv_endpoint="node1").max_nodes == 1
+    found = given(nnodes="1:4", rdzv_endpoint="node1", rdzv_id="x")
+    assert (found.place, found.min_machines, found.max_machines) == ("node1:29400", 1, 4)
+    assert (found.name, found.number, found.machines) == ("x", None, "1 to 4 machines")
+    assert given(nnodes="2", rdzv_endpoint="[::1]:7").place == "::1:7"
+    assert given(nnodes="2", node_rank=1, rdzv_endpoint="node1:7").number == 1
+    numbered = given(nnodes="2", node_rank=1, master_addr="node1")
+    assert (numbered.place, numbered.number, numbered.machines) == ("node1:29500", 1, "2 machines")
+    assert given(nnodes="2", master_addr="node1", master_port=8).number == 0
+    assert given(rdzv_endpoint="node1").max_machines == 1
 
 
-def test_options_that_cannot_be_are_a_sentence():
-    with pytest.raises(UsageError, match="no place to meet"):
-        given(nnodes="2")
-    meeting = {"nnodes": "2", "rdzv_endpoint": "a:1"}
-    assert given(Policy(max_restarts=3), **meeting)
-    for policy, method in ((Policy(heal=False), None), (Policy(min_devices=2), None), (Policy(), "spawn")):
-        with pytest.raises(UsageError, match="torchrun's, which restarts workers"):
-            given(policy, method, **meeting)
+def test_the_times_of_a_meeting_are_torchruns():
+    meeting = {"nnodes": "2", "rdzv_endpoint": "a:7"}
+    assert given(**meeting).seconds("join_timeout") == 600
+    assert given(**meeting).silence_seconds == 15
+    assert given(**meeting, rdzv_conf="timeout=8").seconds("join_timeout") == 8
+    found = given(**meeting, rdzv_conf="is_host=0,join_timeout=9,keep_alive_interval=2")
+    assert (found.seconds("join_timeout"), found.silence_seconds, found.open_door()) == (9, 6, None)
 
 
 @pytest.mark.parametrize(
-    ("options", "place", "told"),
+    ("options", "message"),
     [
-        ({"rdzv-endpoint": "a:7", "rdzv-backend": "c10d"}, "a:7", ("2 machines", "join_timeout", "600")),
-        (
-            {"rdzv-endpoint": "a:7", "rdzv-backend": "c10d", "rdzv-conf": "is_host=0,join_timeout=9"},
-            "a:7",
-            ("2 machines", "join_timeout", "9"),
-        ),
-        ({"master-addr": "a", "node-rank": "1", "rdzv-conf": "timeout=8"}, "a:29500", ("2 machines", "timeout", "8")),
+        ({}, "no place to meet"),
+        ({"rdzv_endpoint": ":29500"}, "got --rdzv-endpoint :29500; needed: HOST:PORT"),
+        ({"rdzv_endpoint": "a:b"}, "got --rdzv-endpoint a:b; needed: HOST:PORT"),
+        ({"rdzv_endpoint": "a:99999"}, "port"),
+        ({"rdzv_endpoint": "a", "node_rank": 2}, "got --node-rank 2; needed: a number from 0 to 1"),
+        ({"rdzv_endpoint": "a", "rdzv_conf": "timeout=soon"}, "got --rdzv-conf timeout=soon; needed: is_host=true, or"),
+        ({"rdzv_endpoint": "a", "rdzv_conf": "patience=9"}, "got --rdzv-conf patience=9; needed: is_host=true, or"),
     ],
 )
-def test_what_a_machine_waits_for_is_read_from_the_options(options, place, told):
-    wait = MachineWait.of(Torchrun(options, 2, 2))
-    assert (wait.place, (wait.machines, wait.option, wait.seconds)) == (place, told)
-
-
-def test_a_time_that_is_no_number_is_a_sentence(monkeypatch):
-    monkeypatch.setenv("PET_RDZV_CONF", "timeout=soon")
-    with pytest.raises(UsageError, match="got --rdzv-conf timeout=soon; it must be a whole number of seconds"):
-        MachineWait.of(Torchrun({"master-addr": "a"}, 1, 4))
+def test_options_that_cannot_be_are_a_sentence(options, message):
+    with pytest.raises(UsageError, match=message):
+        given(nnodes="2", **options)
 
 
 def test_the_variables_of_kubeflows_runtime_are_defaults_of_the_options(monkeypatch):
     for name, value in PET.items():
         monkeypatch.setenv(name, value)
     assert torchrun_defaults()["master_addr"] == "job-node-0-0.job"
-    assert given().max_nodes == 2
-    assert given(nnodes="3").max_nodes == 3
+    assert (given().machines, given().number) == ("2 machines", 1)
+    assert given(nnodes="3").max_machines == 3
     assert chosen_devices(WorkerOptions(None, None)) == "4"
     assert chosen_devices(WorkerOptions("cpu:2", None)) == "cpu:2"
 
@@ -114,7 +110,7 @@ def test_under_torchrun_the_options_are_refused_and_the_variables_left_alone(mon
         given(nnodes="2", rdzv_endpoint="a:1")
 
 
-def test_a_task_of_srun_can_hand_over(monkeypatch):
+def test_a_task_of_srun_can_be_a_machine(monkeypatch):
     for name, value in {
         "SLURM_STEP_ID": "0",
         "SLURM_PROCID": "1",
@@ -123,7 +119,7 @@ def test_a_task_of_srun_can_hand_over(monkeypatch):
     }.items():
         monkeypatch.setenv(name, value)
     assert given() is None
-    assert given(nnodes="2", rdzv_endpoint="a:1").max_nodes == 2
+    assert given(nnodes="2", rdzv_endpoint="a:1").max_machines == 2
 
 
 def test_devices_and_torchruns_spelling_together_are_refused():
@@ -177,39 +173,33 @@ def test_a_machine_whose_host_is_not_there_says_so_in_a_sentence(nodes):
     assert error.startswith(f"samestep: error: nothing answered at {nodes.endpoint} in 2 s; check that")
 
 
-@pytest.mark.parametrize("endpoint", [":29500", "node1:abc", "node1:99999"])
-def test_a_place_to_meet_that_cannot_be_is_a_sentence(nodes, endpoint):
-    ended = nodes.run("run", "--nnodes", "2", "--rdzv-endpoint", endpoint, "--devices", "cpu:1", nodes.script(SMALL))
-    assert ended.code == 2
-    assert f"the rendezvous endpoint '{endpoint}' must be" in ended.stderr.splitlines()[-1]
-    assert "Traceback" not in ended.stderr
-
-
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGKILL])
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_machine_that_waits_for_the_others_ends_upon_a_signal_and_leaves_no_folder(nodes, signum):
     script = nodes.script(SMALL)
     meeting = ["--master-addr", "localhost", "--master-port", str(nodes.port), "--node-rank", "0"]
     waiting = nodes.start("run", "--nnodes", "2", *meeting, "--devices", "cpu:1", script, TMPDIR=str(nodes.folder))
     wait_until_it_listens(nodes.port)
-    assert list(nodes.folder.glob("samestep-torchrun-*"))
     waiting.send_signal(signum)
     ended = nodes.end_of(waiting)
     assert ended.code in (128 + signum, -signum)
     assert "Traceback" not in ended.stderr
     assert not nodes.wait_until_gone(5)
-    assert not list(nodes.folder.glob("samestep-torchrun-*"))
+    assert not list(nodes.folder.glob("samestep-*"))
 
 
-def test_a_machine_whose_host_has_ended_says_so_and_ends_with_1(nodes):
+@pytest.mark.parametrize("failing", ["leads", "follows"])
+def test_a_script_of_its_own_ranks_that_fails_on_one_machine_ends_both_with_its_code(nodes, failing):
     script = nodes.script(ENDS_FIRST)
     options = ["run", "--multi-process", "--nnodes", "2", "--rdzv-endpoint", nodes.endpoint, "--devices", "cpu:1"]
-    first = nodes.start(*options, "--rdzv-conf", "is_host=true", script, FIRST="1")
-    second = nodes.start(*options, "--rdzv-conf", "is_host=false", script)
+    mine = {"FIRST": "1"} if failing == "leads" else {}
+    first = nodes.start(*options, "--rdzv-conf", "is_host=true", script, **mine)
+    second = nodes.start(*options, "--rdzv-conf", "is_host=false", script, **({} if mine else {"FIRST": "1"}))
     first, second = nodes.end_of(first), nodes.end_of(second)
-    assert (first.code, second.code) == (7, 1), first.stderr + second.stderr
-    last = second.stderr.splitlines()[-1]
-    assert last.startswith(f"samestep: error: the machine where all meet, {nodes.endpoint}, has ended")
-    assert "frame #" not in second.stderr
+    assert (first.code, second.code) == (7, 7), first.stderr + second.stderr
+    assert (
+        f"rank {int(failing == 'follows')} on CPU worker 0 of {socket.gethostname()} exited with code 7" in first.stderr
+    )
+    assert f"the run has ended with exit code 7: see the output of {socket.gethostname()}" in second.stderr
 
 
 @pytest.mark.parametrize("numbered", [False, True])
@@ -300,10 +290,10 @@ def test_a_script_that_runs_once_needs_its_files_on_its_own_machine_alone(nodes)
 
 
 @pytest.mark.parametrize("code", [0, 7])
-def test_the_machine_of_a_script_has_its_exit_code_and_the_other_says_how_it_fared(nodes, code):
+def test_both_machines_have_the_exit_code_of_a_script_and_the_other_says_where_to_look(nodes, code):
     first, second = map(nodes.end_of, Once(nodes).start_both(3, f"sys.exit({code})"))
-    assert (first.code, second.code) == (code, bool(code)), first.stderr + second.stderr
-    assert ("the script, which machine 0 runs, has ended by an error" in second.stderr) == bool(code)
+    assert (first.code, second.code) == (code, code), first.stderr + second.stderr
+    assert (f"the run has ended with exit code {code}: see the output of" in second.stderr) == bool(code)
     assert "Traceback" not in second.stderr
 
 
@@ -312,10 +302,8 @@ def test_a_process_of_a_script_that_runs_once_is_missed_on_the_other_machine(nod
     started = Once(nodes).begun(100_000, "time.sleep(0.1)")
     nodes.worker(killed).send_signal(signal.SIGKILL)
     ended = [nodes.end_of(process) for process in started]
-    assert ended[killed].code == 137
-    assert ended[1 - killed].code == 1
-    said = "waits for rank 1, which has died" if killed else "the script, which machine 0 runs, has ended by an error"
-    assert said in ended[1 - killed].stderr
+    assert [machine.code for machine in ended] == [137, 137]
+    assert f"rank {killed} on CPU worker 0 of {socket.gethostname()} was ended by SIGKILL" in ended[0].stderr
 
 
 @pytest.mark.parametrize("stopped", [0, 1])
@@ -323,8 +311,7 @@ def test_a_signal_to_either_machine_ends_both(nodes, stopped):
     started = Once(nodes).begun(100_000, "time.sleep(0.1)")
     started[stopped].send_signal(signal.SIGTERM)
     ended = [nodes.end_of(process) for process in started]
-    assert ended[stopped].code == 143
-    assert ended[1 - stopped].code == 1
+    assert [machine.code for machine in ended] == [143, 143]
 
 
 def test_logical_devices_are_dealt_to_the_machines_with_the_same_bits(nodes):
@@ -343,7 +330,7 @@ def test_logical_devices_are_dealt_to_the_machines_with_the_same_bits(nodes):
     [
         ("2", "3", "cpu:1", "got --logical-devices 3 and --nnodes 2; needed: one number of machines"),
         ("1:2", "4", "cpu:1", "got --logical-devices 4 and --nnodes 1:2; needed: one number of machines"),
-        ("2", "4", "cpu:3", "got 2 logical devices and 3 devices; needed: at least one logical device each"),
+        ("2", "4", "cpu:3", "got 4 logical devices and 6 devices; needed: at least one logical device each"),
     ],
 )
 def test_logical_devices_that_cannot_be_dealt_to_the_machines_are_refused(nodes, nnodes, logical, devices, message):
@@ -355,27 +342,11 @@ def test_logical_devices_that_cannot_be_dealt_to_the_machines_are_refused(nodes,
 
 
 @pytest.mark.slow
-def test_a_rank_that_fails_ends_its_node_with_its_code_and_the_others_with_1(nodes):
+def test_a_rank_that_fails_ends_all_machines_with_its_code(nodes):
     script = nodes.script(FAILING)
     first, second = nodes.run_all(2, ["run"], ["--devices", "cpu:2", script])
-    assert (first.code, second.code) == (1, 7), first.stderr + second.stderr
-    assert "samestep: error: rank 3 exited with code 7" in second.stderr
-
-
-@pytest.mark.slow
-def test_a_node_killed_in_mid_run_is_left_behind_and_the_digest_is_that_of_an_undisturbed_run(nodes):
-    script = nodes.script(TRAINER)
-    options = ["run", "--nnodes", "1:2", "--rdzv-endpoint", nodes.endpoint, "--max-restarts", "3", "--devices", "cpu:1"]
-    options += ["--rdzv-conf", "join_timeout=60,keep_alive_interval=1,last_call_timeout=3,is_host={}"]
-    first, second = [
-        nodes.start(*(option.format(host) for option in options), script, EPOCHS) for host in ("true", "false")
-    ]
-    nodes.wait_for(CHECKPOINT)
-    second.send_signal(signal.SIGKILL)
-    ended = nodes.end_of(first)
-    assert ended.code == 0, ended.stderr
-    assert "resumed from step-" in ended.stdout
-    assert ended.digest == alone(nodes, script).digest
+    assert (first.code, second.code) == (7, 7), first.stderr + second.stderr
+    assert f"rank 3 on CPU worker 1 of {socket.gethostname()} exited with code 7" in first.stderr
 
 
 @pytest.mark.parametrize(
@@ -386,11 +357,9 @@ def test_a_node_killed_in_mid_run_is_left_behind_and_the_digest_is_that_of_an_un
         pytest.param(1, True, id="rank 1, with numbers", marks=pytest.mark.slow),
     ],
 )
-def test_a_worker_killed_while_both_agents_live_restarts_all_with_the_digest_of_an_undisturbed_run(
-    nodes, killed, is_numbered
-):
+def test_a_worker_that_is_killed_is_healed_by_the_workers_of_both_machines(nodes, killed, is_numbered):
     script = nodes.script(TRAINER)
-    after = ["--max-restarts", "1", "--devices", "cpu:1", "--log-dir", "logs", script, EPOCHS]
+    after = ["--devices", "cpu:2", "--log-dir", "logs", script, EPOCHS]
     if is_numbered:
         started = nodes.start_all(2, ["run"], after)
     else:
@@ -398,24 +367,41 @@ def test_a_worker_killed_while_both_agents_live_restarts_all_with_the_digest_of_
     nodes.wait_for(CHECKPOINT)
     nodes.worker(killed).send_signal(signal.SIGKILL)
     ended = [nodes.end_of(process) for process in started]
-    assert [node.code for node in ended] == [0, 0], ended[0].stderr + ended[1].stderr
-    told = "".join(node.stdout for node in ended)
-    assert "resumed from step-" in told
+    assert [machine.code for machine in ended] == [0, 0], ended[0].stderr + ended[1].stderr
+    told = "".join(machine.stdout for machine in ended)
+    assert "resumed from step-" not in told
     assert f"digest {alone(nodes, script).digest}" in told
-    assert (nodes.folder / "logs" / "rank-1.log").read_text().count("begun") == 2
+    assert "3 devices go on" in ended[0].stderr + ended[1].stderr
 
 
-def test_a_machine_with_a_number_that_has_gone_is_named_and_waited_for_once(nodes):
+def test_a_machine_that_has_gone_is_waited_for_if_the_rest_are_too_few(nodes):
     script = nodes.script(TRAINER)
-    after = ["--max-restarts", "3", "--devices", "cpu:1", script, EPOCHS]
-    first, second = nodes.start_all(2, ["run"], after, PATIENCE="3")
+    after = ["--max-restarts", "3", "--devices", "cpu:1", "--rdzv-conf", "join_timeout=6", script, EPOCHS]
+    first, second = nodes.start_all(2, ["run"], after)
     nodes.wait_for(CHECKPOINT)
     second.send_signal(signal.SIGKILL)
     ended = nodes.end_of(first)
     assert ended.code == 1
-    assert ended.stderr.count("rank 0 met 1 of 2 ranks within 3 s; missing: 1, of machine 1") == 1
-    assert "no further restart is tried without it" in ended.stderr
+    assert "1 device is left, and --nnodes asks for 2 machines" in ended.stderr
+    assert ended.stderr.count("samestep: all workers start again (1 of 3)") == 1
+    assert f"not all of 2 machines came to {nodes.endpoint} in 6 s" in ended.stderr
     assert nodes.end_of(second).code == -signal.SIGKILL
+
+
+@pytest.mark.slow
+def test_a_machine_that_comes_back_starts_the_run_again_from_its_checkpoint(nodes):
+    script = nodes.script(TRAINER)
+    after = ["--max-restarts", "1", "--devices", "cpu:1", script, EPOCHS]
+    first, second = nodes.start_all(2, ["run"], after)
+    nodes.wait_for(CHECKPOINT)
+    second.send_signal(signal.SIGKILL)
+    nodes.wait_for_text("err-0", "all workers start again")
+    meeting = ["--nnodes", "2", "--master-addr", "localhost", "--master_port", str(nodes.port), "--node-rank", "1"]
+    again = nodes.start("run", *meeting, *after)
+    ended = nodes.end_of(first)
+    assert (ended.code, nodes.end_of(again).code) == (0, 0), ended.stderr
+    assert "resumed from step-" in ended.stdout
+    assert ended.digest == alone(nodes, script).digest
 
 
 def test_a_recipe_goes_on_by_itself_after_a_worker_of_another_machine_was_killed(nodes):
