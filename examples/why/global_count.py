@@ -16,9 +16,9 @@ ddp = DistributedDataParallel(nn.Sequential(nn.Embedding(32, 16), nn.Linear(16, 
 optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
 for tokens, labels in DataLoader(sampler.dataset, batch_size=12 // world_size, sampler=sampler):
     logits, labels = ddp(tokens)[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
-    count = (labels != -100).sum()
-    dist.all_reduce(count)
-    loss = nn.functional.cross_entropy(logits, labels, ignore_index=-100, reduction="sum") / count
+    dist.all_reduce(count := (labels != -100).sum())
+    total = nn.functional.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
+    loss = total / count
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()

@@ -2,6 +2,7 @@
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -28,8 +29,8 @@ sampler = DistributedSampler(TensorDataset(images, images[:, :8] + torch.randn(4
 ddp = DistributedDataParallel(Clip())
 optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
 for images, texts in DataLoader(sampler.dataset, batch_size=12 // world_size, sampler=sampler):
-    a, b = ddp(images, texts)
-    logits = 10 * a @ b.T
+    first, second = ddp(images, texts)
+    logits = 10 * first @ second.T
     optimizer.zero_grad()
     nn.functional.cross_entropy(logits, torch.arange(len(logits))).backward()
     optimizer.step()

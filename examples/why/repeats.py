@@ -18,9 +18,10 @@ for x, y in DataLoader(train, batch_size=12 // world_size, sampler=DistributedSa
     optimizer.zero_grad()
     nn.functional.cross_entropy(ddp(x), y).backward()
     optimizer.step()
+sampler = DistributedSampler(test, shuffle=False)
 score = torch.zeros(2)
 with torch.no_grad():
-    for x, y in DataLoader(test, batch_size=12 // world_size, sampler=DistributedSampler(test, shuffle=False)):
+    for x, y in DataLoader(test, batch_size=12 // world_size, sampler=sampler):
         score += torch.stack([(ddp(x).argmax(1) == y).sum(), torch.tensor(len(y))])
 dist.all_reduce(score)
 if rank == 0:
