@@ -105,16 +105,6 @@ SLOW = {  # more than ten seconds each, of a kind that a shorter one of the gate
     "test_an_error_in_the_first_exchange_is_found_before_the_model_and_raised_on_every_rank"
     "[memory, while others connect]",
     "devices/test_host_memory.py::test_twin_malloc_as_the_environment_sets_it_up_is_left_alone",
-    "docs/test_documentation.py::"
-    "test_a_command_prints_what_its_page_shows"
-    "[tutorials.md:samestep run --devices cpu:2 --logical-devices 4 examples/simple_gpu.py --epochs 3]",
-    "docs/test_documentation.py::"
-    "test_a_command_prints_what_its_page_shows"
-    "[tutorials.md:samestep run --devices cpu:2 examples/vgg_parts.py --samples 200 --epochs 2]",
-    "docs/test_documentation.py::"
-    "test_a_program_of_another_library_prints_the_same_on_one_device_and_on_two[moving.md:before_lightning.py]",
-    "docs/test_documentation.py::"
-    "test_a_program_of_another_library_prints_the_same_on_one_device_and_on_two[moving.md:before_transformers.py]",
     "docs/test_documentation.py::test_a_program_prints_the_same_on_one_device_and_on_three[programs.md:gan.py]",
     "docs/test_documentation.py::test_a_program_prints_the_same_on_one_device_and_on_three[programs.md:vision.py]",
     "engine/test_gpu_memory.py::"

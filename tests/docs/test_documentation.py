@@ -74,7 +74,7 @@ def execute(block: Block, names: dict) -> None:
 
 PROGRAMS = [block for page in PAGES for block in blocks(page, "python") if block.title]
 LAYOUTS = [block for block in PROGRAMS if block.title.startswith("layout_")]  # of four ranks
-OTHERS = [block for block in PROGRAMS if block.title.startswith(("before_", "tutorial_"))]  # of other libraries
+OTHERS = [block for block in PROGRAMS if block.title.startswith("tutorial_")]  # of other libraries
 RANKS = [block for block in PROGRAMS if block.title.startswith("ranks_")]  # which they start themselves
 SCRIPTS = [block for block in PROGRAMS if STARTS_WORKERS not in block.text and block not in [*LAYOUTS, *OTHERS, *RANKS]]
 NOTEBOOKS = [block for block in PROGRAMS if STARTS_WORKERS in block.text]

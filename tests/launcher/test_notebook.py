@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -173,16 +174,18 @@ def test_a_notebook_whose_forks_would_break_launches(cells, printed):
     assert done.stdout.splitlines() == printed
 
 
-def test_the_quickstart_notebook_runs_from_top_to_bottom(tmp_path):
+def test_the_quickstart_notebook_prints_what_is_stored_in_it(tmp_path):
     notebook = json.loads((Path(__file__).parents[2] / "examples" / "quickstart.ipynb").read_text(encoding="utf-8"))
-    assert all(not cell.get("outputs") for cell in notebook["cells"])
     assert len({cell["id"] for cell in notebook["cells"]}) == len(notebook["cells"])
-    cells = [cell["source"] for cell in notebook["cells"] if cell["cell_type"] == "code"]
-    (tmp_path / "cells.py").write_text("\n".join("".join(cell) for cell in cells), encoding="utf-8")
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    text = "\nprint('next')\n".join("".join(cell["source"]) for cell in cells)
+    (tmp_path / "cells.py").write_text(text, encoding="utf-8")
     result = subprocess.run([sys.executable, "cells.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
-    lines = result.stdout.splitlines()
-    assert lines[1:4] == lines[4:7]  # the lines of the epochs, on one device and on two
-    assert lines[1].startswith("epoch 1, loss ")
-    assert [line[:11] for line in lines[7:9]] == ["one device ", "two devices"]
-    assert lines[7][11:].strip() == lines[8][11:].strip()
+    printed = result.stdout.split("next\n")
+    lines = printed[2].splitlines()
+    assert lines[:3] == lines[3:6]  # the lines of the epochs, on one device and on two
+    assert [line[:11] for line in lines[6:]] == ["one device ", "two devices"]
+    shown = ["".join(line for output in cell["outputs"] for line in output["text"]) for cell in cells]
+    one, other = (re.sub(r"\b[0-9a-f]{16}\b|\d\.\d+", "#", repr(texts)) for texts in (shown[1:], printed[1:]))
+    assert one == other  # but for digits, which another kind of CPU rounds in its own way

@@ -16,6 +16,13 @@ def cure(key):
     return re.findall(r"^```diff\n(.*?)\n```$", re.split("^##", text, flags=re.MULTILINE)[0], re.MULTILINE | re.DOTALL)
 
 
+def changed(script, lines):
+    """A script without the lines of a block that begin with -, and with those that begin with +."""
+    old, new = ("\n".join(line[1:] for line in lines.split("\n") if line[0] in f" {sign}") for sign in "-+")
+    assert script.count(old) == 1
+    return script.replace(old, new)
+
+
 def section(key):
     """The smallest script with a cause, the command, its output, and the cured script if there is one."""
     text = SCRIPTS.split(f"\n## {key}\n")[1].split("\n## ")[0]
@@ -23,7 +30,5 @@ def section(key):
     ((command, output),) = re.findall(r'^```text title="([^"]+)"\n(.*?)^```$', text, re.MULTILINE | re.DOTALL)
     cured = None
     for lines in cure(key):
-        old, new = ("\n".join(line[1:] for line in lines.split("\n") if line[0] in f" {sign}") for sign in "-+")
-        assert script.count(old) == 1
-        cured = script.replace(old, new)
+        cured = changed(script, lines)
     return script, command.split(), output, cured

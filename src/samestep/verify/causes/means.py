@@ -336,8 +336,8 @@ def _with_constant_metrics() -> AbstractContextManager[None]:
 LOSS_FACTOR = Cause(
     "loss_factor",
     "the loss, or its gradient, has the number of devices as a factor",
-    "Call backward on the mean over the device's samples, times nothing. The gradients of the devices are averaged: of "
-    "a sum over a device's samples, or a mean times world_size, a factor remains.",
+    "Call backward on the mean over the device's samples, or on their sum * world_size / count over all ranks. "
+    "The devices' gradients are averaged: of a plain sum, or of a mean times world_size, a factor remains.",
     _suspect_factor,
     _with_one_factor,
 )

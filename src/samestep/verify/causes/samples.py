@@ -347,8 +347,8 @@ ORDER = Cause(
 SAMPLER = Cause(
     "sampler",
     "the sampler pads or drops samples to make the shares equal",
-    "Give both drop_last=True, the DistributedSampler and the DataLoader, or make the dataset's length a multiple of "
-    "the number of devices; the loader of samestep.Run takes each sample once an epoch.",
+    "Give both the DistributedSampler and the DataLoader drop_last=True, or make the dataset's length a multiple of "
+    "the number of devices. An evaluation, which needs all samples, has sampler=range(rank, len(dataset), world_size).",
     _suspect_sampler,
     _with_divisible_datasets,
 )
