@@ -27,7 +27,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
@@ -51,6 +50,7 @@ from samestep.scripts.split_forward.forward import chunked_forward
 from samestep.scripts.split_forward.replicas import uninitialized
 
 MAX_SEEN = 12
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 MAX_COMPARED = 10  # of forwards with arguments of one form, until rules that give equal results are left so
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, np.ndarray, np.generic)
 _ABSENT = object()
@@ -519,7 +519,7 @@ def _announcement(plain: PlainScript, module: nn.Module, name: str) -> str:
         text += f", by {devices}"
     if plain.script.num_microbatches is None:
         text += f"; --logical-devices {count} gives the same bits on any number of devices"
-    if any(isinstance(child, _BatchNorm) and child.training for child in module.modules()):
+    if any(isinstance(child, BATCH_NORMS) and child.training for child in module.modules()):
         text += "; BatchNorm normalises by each microbatch, and its running statistics are the mean over them"
     return text
 
