@@ -546,13 +546,13 @@ def test_workers_end_with_the_command(tmp_path):
 
 
 def test_workers_that_wait_compute_nothing(tmp_path):
-    running = Running(script(tmp_path, "step(); print('ready', flush=True); time.sleep(6); step()"))
+    running = Running(script(tmp_path, "step(); print('ready', flush=True); time.sleep(4); step()"))
     time.sleep(1)
     before = [sum(running.ranks[rank].cpu_times()[:2]) for rank in (1, 2)]
-    time.sleep(3)
+    time.sleep(2)
     after = [sum(running.ranks[rank].cpu_times()[:2]) for rank in (1, 2)]
     assert running.end()[0] == 0
-    assert all(end - start <= 0.3 for start, end in zip(before, after, strict=True))  # of 3 s
+    assert all(end - start <= 0.3 for start, end in zip(before, after, strict=True))  # of 2 s
 
 
 @pytest.mark.slow
