@@ -507,7 +507,7 @@ def _cuda_patches(
 
     def properties(asked: Any = None) -> Any:
         # torch's own refuses an index beyond the number of devices, and the script may see fewer than there are.
-        torch.cuda._lazy_init()
+        torch.cuda.init()
         return vars(torch.cuda)["_get_device_properties"](own_index(asked, True))
 
     return [
