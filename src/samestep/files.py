@@ -192,10 +192,10 @@ def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return value
 
 
-def load_json(text: str | bytes, loads: Callable[..., Any] = json.loads, **options: Any) -> Any:
+def load_json(text: str | bytes, **options: Any) -> Any:
     """The value of a JSON text; raises a `ValueError`, also for one that is nested too deeply for what reads it."""
     try:
-        value = loads(text, **options, **({"object_pairs_hook": distinct} if loads is json.loads else {}))
+        value = json.loads(text, object_pairs_hook=distinct, **options)
         if not is_nested_beyond(value, MAX_LEVELS):
             return value
     except RecursionError:

@@ -131,12 +131,14 @@ def from_torchmetrics(metric: Any, update: Callable[[Any, Any, Any], object] | N
     inner = [module for module in metric.modules() if module is not metric and _is_of_torchmetrics(module)]
     if inner or not metric._reductions:
         raise UsageError(f"{name} holds other metrics, or no state that can be merged: pass each metric by a name")
-    for state, reduction in metric._reductions.items():
+    own = metric.clone()
+    own.reset()  # to its defaults
+    for state, reduction in own._reductions.items():
         if _named(reduction) == "dim_zero_mean":
             raise UsageError(f"{name} averages its state {state!r} over updates: use a metric that sums and counts")
-        if _named(reduction) == "dim_zero_sum" and metric._defaults[state].count_nonzero():
+        if _named(reduction) == "dim_zero_sum" and getattr(own, state).count_nonzero():
             raise UsageError(f"{name} sums its state {state!r} from a default that is not 0: each update counts it")
-    return StateMetric(metric.clone(), _update if update is None else update)
+    return StateMetric(own, _update if update is None else update)
 
 
 def _never() -> bool:

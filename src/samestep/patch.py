@@ -11,7 +11,6 @@ patched:
 | `backward` | torch.autograd.backward |
 | `seeding` | seeds and states of the generators of torch, NumPy and Python |
 | `output` | the line that a warning names |
-| `loading` | DataLoader.__iter__ |
 | `single_process` | torch.distributed: the own process group is hidden; os.environ: who asks for ranks; torch.save |
 | `auto_wrap` | nn.Module.__call__, Optimizer.__init__ |
 

@@ -276,7 +276,7 @@ def draws():
     assert torch.equal(drawn, drawn)
 
 
-def pipeline(schedule, cuts, rows=8):
+def pipeline(schedule, cuts):
     """Stages of unlike numbers of layers, dealt to the ranks in turn; four microbatches."""
     layers = [*language_model(), nn.Dropout(0.1)]
     layers.insert(-2, Block())
@@ -286,14 +286,14 @@ def pipeline(schedule, cuts, rows=8):
     stages = [PipelineStage(parts[index], index, len(parts), device) for index in own]
 
     def loss_of(found, y):
-        return cross_entropy(found.flatten(0, 1), y.flatten(), reduction="sum") / (rows * 8)
+        return cross_entropy(found.flatten(0, 1), y.flatten(), reduction="sum") / 64
 
     run = schedule(stages if len(stages) > 1 else stages[0], 4, loss_fn=loss_of, scale_grads=False)
     parameters = [each for index in own for each in parts[index].parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=0.01)
     drawn = torch.Generator().manual_seed(0)
     for _ in range(3):
-        x, y = (torch.randint(WORDS, (rows, 8), generator=drawn).to(device) for _ in range(2))
+        x, y = (torch.randint(WORDS, (8, 8), generator=drawn).to(device) for _ in range(2))
         losses = []
         run.step(*([x] if rank == 0 else []), **({"target": y, "losses": losses} if rank == world_size - 1 else {}))
         optimizer.step(), optimizer.zero_grad()
@@ -315,7 +315,6 @@ LAYOUTS = {
     "GPipe": lambda: pipeline(ScheduleGPipe, [1, 3, 4]),
     "1F1B": lambda: pipeline(Schedule1F1B, [1, 2, 5]),
     "interleaved": lambda: pipeline(ScheduleInterleaved1F1B, [1, 2, 3, 4, 5, 6, 7]),
-    "unequal microbatches": lambda: pipeline(Schedule1F1B, [1, 3, 4], rows=7),
 }
 
 if __name__ == "__main__":

@@ -45,14 +45,6 @@ def test_layouts_on_cpus_have_the_same_bits_on_any_number_of_devices_and_torchru
         assert one[name] == pytest.approx(one["GPipe"], rel=RTOL), name
 
 
-def test_microbatches_of_unequal_sizes_are_refused_by_torch_on_any_number_of_devices(tmp_path):
-    command = "run", "--devices", "cpu:2", "--logical-devices", 4
-    for words, options in ((command, {}), (TORCHRUN, {"command": ()})):
-        done = samestep(*words, SCRIPT, "cpu", "unequal microbatches", cwd=tmp_path, OMP_NUM_THREADS="1", **options)
-        assert done.returncode == 1
-        assert "ValueError: Expected input batch_size (16) to match target batch_size (8)" in done.stderr
-
-
 def test_data_by_the_device_that_a_rank_really_has_is_found_out(tmp_path):
     one, two = (printed(tmp_path, f"cpu:{count}", "cpu", "hybrid", "leak") for count in (1, 2))
     assert one != two

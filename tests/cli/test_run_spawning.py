@@ -572,8 +572,8 @@ def test_a_torchrun_of_a_script_runs_logical_ranks_if_the_script_does(tmp_path, 
 
 @pytest.mark.parametrize(
     ("way", "words"),
-    [("run", []), ("system", ["--logical-devices", "2"]), ("run", ["--multi-process"])],
-    ids=["no logical devices", "a shell", "multi-process"],
+    [("run", []), ("system", ["--logical-devices", "2"])],
+    ids=["no logical devices", "a shell"],
 )
 def test_a_torchrun_that_runs_outside_of_samestep_is_named(tmp_path, way, words):
     (tmp_path / "train.py").write_text(textwrap.dedent(TORCHRUN))
@@ -620,7 +620,7 @@ def test_the_traceback_of_a_rank_begins_in_the_script(tmp_path, words):
     assert frames == [str(tmp_path / "train.py")] * 2, done.stderr
 
 
-@pytest.mark.parametrize("words", [[], ["--multi-process"], ["--single-process"]])
+@pytest.mark.parametrize("words", [[], ["--multi-process"]])
 def test_a_script_of_a_library_that_has_one_rank_under_python_is_told_so(tmp_path, words):
     (tmp_path / "accelerate.py").touch()  # one that is read as the library, if it is installed
     (tmp_path / "train").mkdir()

@@ -19,7 +19,7 @@ from samestep.errors import UsageError
 from samestep.report.formatting import optimizer_text
 from samestep.report.page import loss_table, make_charts, make_page
 from samestep.report.run_summary import distinct_names, make_report
-from samestep.report.terminal import LEVELS, print_report, sparkline
+from samestep.report.terminal import print_report
 from samestep.runs.curves import Curve, loss_figure, smoothed, thinned
 from samestep.runs.ledger import from_line, to_line
 
@@ -435,14 +435,6 @@ def test_smoothing_neither_lags_nor_is_spoilt_by_what_is_not_finite():
     assert abs(line.values[495] - 495) < 1
     huge = np.where(steps == 300, 1e300, 1.0)
     assert smoothed(Curve(steps, huge)).values[400] == 1.0
-
-
-def test_the_sparkline_falls_where_the_losses_fall():
-    falling = Curve.of({step: 100.0 - step for step in range(101)})
-    assert sparkline(falling, 8) == LEVELS[::-1]
-    assert sparkline(Curve.of({step: 10.0**-step for step in range(8)}), 8) == LEVELS[::-1]  # logarithmic
-    assert sparkline(Curve.of({1: math.nan}), 5) == " "
-    assert sparkline(Curve.of({1: 1.0, 2: math.nan, 3: 1.0}), 3) == "▅ ▅"
 
 
 def test_a_long_run_gives_a_small_page(tmp_path):

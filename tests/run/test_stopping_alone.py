@@ -89,7 +89,7 @@ def test_a_program_that_is_asked_to_stop_ends_its_step_leaves_a_checkpoint_and_c
     assert steps == list(range(1, 31))
 
 
-@pytest.mark.parametrize("closed", [["stdout"], ["stderr"], ["stdout", "stderr"]], ids=" and ".join)
+@pytest.mark.parametrize("closed", [["stdout"], ["stdout", "stderr"]], ids=" and ".join)
 def test_the_checkpoint_is_left_although_none_reads_what_is_printed(programs, tmp_path, closed):
     """As of `python train.py 2>&1 | tee log`, where Ctrl-C ends tee first."""
     process = programs.start(SLOW)

@@ -195,23 +195,20 @@ def test_the_first_step_that_differs_is_told_with_what_agreed_before():
 
 
 @pytest.mark.parametrize(
-    ("a", "b", "ulps", "relative"),
+    ("a", "b", "relative"),
     [
-        (1.0, 1.0 + 2**-23, 1, 2**-23),
-        (1.0, 1.0 + 2**-52, 1, 2**-52),
-        (0.1, 0.30000000000000004, None, 2 / 3),
-        (-1.0, 1.0, 2 * 0x3F800000, 2.0),
-        (0.0, -0.0, 0, 0.0),
-        (5e-324, -5e-324, 2, 2.0),
-        (float("inf"), 1.0, None, None),
-        (float("nan"), 1.0, None, None),
-        (1e308, -1e308, None, 2.0),
+        (1.0, 1.0 + 2**-52, 2**-52),
+        (0.1, 0.30000000000000004, 2 / 3),
+        (0.0, -0.0, 0.0),
+        (5e-324, -5e-324, 2.0),
+        (float("inf"), 1.0, None),
+        (float("nan"), 1.0, None),
+        (1e308, -1e308, 2.0),
     ],
 )
-def test_numbers_are_told_apart_by_floats_between_them_and_relatively(a, b, ulps, relative):
+def test_numbers_are_told_apart_by_their_bits_and_their_distance_is_relative(a, b, relative):
     (field,) = compare(ledger_of(line(0, loss=a.hex())), ledger_of(line(0, loss=b.hex()))).fields
     assert field.relative == (None if relative is None else pytest.approx(relative))
-    assert ulps is None or field.ulps == ulps
 
 
 def test_learning_rates_are_compared_group_by_group():
@@ -362,7 +359,7 @@ def test_diff_names_step_fields_and_cause_and_exits_with_1(whole, tmp_path):
     assert code == 1
     headline = "step 4 is the first that differs, in gradient norm and state; the 3 steps before it agree"
     assert headline in shown
-    assert "ulp" in shown
+    assert "of it" in shown
     assert "The backward or the sum over devices differs: the loss is the same." in shown
 
 

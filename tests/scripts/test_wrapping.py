@@ -111,11 +111,10 @@ def test_the_named_module_is_shared_out_and_ends_in_the_same_bits(train, body, n
     (reference,) = train(1, body, name)
     assert not reference.error, reference.message
     assert len(reference.chunks) == STEPS * 4
-    for n in (2, 3):
-        outcomes = train(n, body, name)
-        assert all(outcome.result == reference.result for outcome in outcomes)
-        assert sorted(chunk for outcome in outcomes for chunk in outcome.chunks) == sorted(reference.chunks)
-        assert outcomes[0].stderr == "", "there is nothing to hint at"
+    outcomes = train(3, body, name)
+    assert outcomes[0].result == reference.result
+    assert sorted(chunk for outcome in outcomes for chunk in outcome.chunks) == sorted(reference.chunks)
+    assert outcomes[0].stderr == "", "there is nothing to hint at"
 
 
 BY_HAND = """

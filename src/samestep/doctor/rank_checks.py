@@ -1,7 +1,6 @@
 """The collectives that training uses, over every possible transport: compared to the bit with arithmetic, and timed.
 
-Every rank knows the input of every other rank, so it can name a wrong element and its sender without asking. Sums in an
-order that is not ours (the backend's own) are of small whole numbers: every order adds those up exactly.
+Every rank knows the input of every other rank, so it can name a wrong element and its sender without asking.
 
 Beside the transport under test the ranks communicate through the store that they met at: each posts there its results
 and its stage. So a rank that fails or never answers is named by the others, and a hang ends at a time limit. Rank 0
@@ -28,7 +27,7 @@ from torch import Tensor
 from samestep.comm.communicator import Communicator
 from samestep.comm.connecting import connect_at, have_own_gpus
 from samestep.comm.environment import Environment, read_environment
-from samestep.comm.group import ROLL_CALL_SECONDS, GroupTransport
+from samestep.comm.group import ROLL_CALL_SECONDS
 from samestep.comm.reduction import ALIGNMENT_ELEMENTS, tree_sum_rows
 from samestep.comm.rendezvous import Rendezvous, rendezvous, roll_call, store_host
 from samestep.comm.transport import Connection, Transport, gather_parts
@@ -56,7 +55,6 @@ class Collective:
     name: str  # in the table
     cases: Callable[[Communicator, dist.Store], Iterator[str]]  # yields this rank's error for each case, "" for none
     operation: Callable[[Communicator, Tensor], Operation] | None  # the call that is timed on a small tensor
-    is_torch: bool = False  # torch.distributed's own function, which only process groups have
 
 
 def difference(got: Tensor, expected: Tensor) -> str:
@@ -173,42 +171,6 @@ def check_broadcast(comm: Communicator, dtype: torch.dtype, size: int) -> str:
     return error
 
 
-def _torch_device() -> torch.device:
-    """The device for torch.distributed's own collectives: gloo has few of them for accelerators."""
-    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
-
-
-def check_reduce_scatter(comm: Communicator, dtype: torch.dtype, size: int) -> str:
-    """torch's reduce-scatter."""
-    addends = [pattern(source, 2, size * comm.world_size, dtype) for source in range(comm.world_size)]
-    got = torch.empty(size, dtype=dtype, device=_torch_device())
-    _reduce_scatter(got, addends[comm.rank].to(_torch_device(), copy=True))
-    return difference(got, torch.stack(addends).sum(0).split(size)[comm.rank])
-
-
-def _reduce_scatter(got: Tensor, tensor: Tensor) -> None:
-    """torch's reduce-scatter; newer releases warn of the old name."""
-    function = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    function(got, tensor)
-
-
-def check_send(comm: Communicator, dtype: torch.dtype, size: int) -> str:
-    """Each rank sends to the next and receives from the one before."""
-    before = (comm.rank - 1) % comm.world_size
-    got = torch.empty(size, dtype=dtype, device=_torch_device())
-    _send_on(comm, pattern(comm.rank, 3, size, dtype).to(_torch_device()), got)
-    wrong = difference(got, pattern(before, 3, size, dtype))
-    return f"{wrong} in what rank {before} sent" if wrong else ""
-
-
-def _send_on(comm: Communicator, sent: Tensor, received: Tensor) -> None:
-    """Sends to the next rank and receives from the one before."""
-    there = dist.P2POp(dist.isend, sent, (comm.rank + 1) % comm.world_size)
-    back = dist.P2POp(dist.irecv, received, (comm.rank - 1) % comm.world_size)
-    for work in dist.batch_isend_irecv([there, back]):
-        work.wait()
-
-
 def barrier_cases(comm: Communicator, store: dist.Store) -> Iterator[str]:
     """No rank leaves a barrier before all have entered it: first rank 0 is late, then the last rank."""
     for late in sorted({0, comm.world_size - 1}):
@@ -239,22 +201,12 @@ def _ordered(comm: Communicator, tensor: Tensor) -> Operation:
     return lambda: comm.reduce(blocks, [tensor], tensor).finish()
 
 
-def _scatter(comm: Communicator, tensor: Tensor) -> Operation:
-    return partial(_reduce_scatter, torch.empty_like(tensor.chunk(comm.world_size)[0]), tensor)
-
-
-def _send(comm: Communicator, tensor: Tensor) -> Operation:
-    return partial(_send_on, comm, tensor, torch.empty_like(tensor))
-
-
 COLLECTIVES = (
     Collective("exchange (all-to-all)", each(check_exchange), _exchange),
     Collective("gather (all-gather)", each(check_gather), _gather),
     Collective("gather of words", word_cases, None),
     Collective("ordered reduction", each(check_ordered, ADDED_DTYPES), _ordered),
     Collective("broadcast", each(check_broadcast), lambda comm, tensor: partial(comm.transport.broadcast, tensor, 0)),
-    Collective("reduce-scatter", each(check_reduce_scatter, ADDED_DTYPES), _scatter, is_torch=True),
-    Collective("send and receive", each(check_send, MOVED_DTYPES[:-1]), _send, is_torch=True),
     Collective("barrier", barrier_cases, lambda comm, tensor: comm.barrier),
 )
 """All collectives."""
@@ -264,9 +216,8 @@ def latency(comm: Communicator, collective: Collective) -> float:
     """Seconds of a small message on this rank: the median of calls that all ranks start together; 0 if not timed."""
     if collective.operation is None:
         return 0.0
-    device = _torch_device() if collective.is_torch else comm.device
     # each rank's part of the tensor must have a whole number of these elements
-    tensor = torch.zeros(ALIGNMENT_ELEMENTS * comm.world_size, device=device)
+    tensor = torch.zeros(ALIGNMENT_ELEMENTS * comm.world_size, device=comm.device)
     operation, seconds = collective.operation(comm, tensor), []
     for _ in range(NUM_WARM + NUM_TIMED):
         comm.barrier()
@@ -284,8 +235,6 @@ LAST_RESORT_SECONDS = 15.0
 LEAVE_SECONDS = 5.0
 NCCL_PATIENCE = 10
 """NCCL's own watchdog ends the process without a message: it must wait that many times longer than the checks."""
-NUM_CLOCK_ROUNDS = 10
-SKEW_SECONDS = 0.1
 ADVICE = {
     "shared": "memory or a kernel that cannot be trusted: SAMESTEP_TRANSPORT=gloo goes around it; test the memory",
     "gloo": "look at the network (GLOO_SOCKET_IFNAME names an interface); try another one, and test the memory",
@@ -402,8 +351,8 @@ def transports(environment: Environment, own_gpus: bool) -> dict[str, str]:
 
 
 def _check_transports(session: Session, store: dist.Store) -> None:
-    """Runs every collective on every transport, and compares the clocks on the first."""
-    has_clocks, environment, device = False, session.environment, session.device
+    """Runs every collective on every transport."""
+    environment, device = session.environment, session.device
     seconds = timedelta(seconds=session.seconds)
     own_gpus = device.type == "cuda" and have_own_gpus(
         Rendezvous(store, environment, seconds).gather_words, environment.rank, device, environment.transport == "auto"
@@ -415,14 +364,7 @@ def _check_transports(session: Session, store: dist.Store) -> None:
             continue
         is_sound = False
         try:
-            if not has_clocks:
-                with _time_limit(session, name, "clocks", own):
-                    clocks = check_clocks(communicator)
-                session.report(clocks)
-                has_clocks = True
-            has_torch = isinstance(communicator.transport, GroupTransport)
-            possible = [collective for collective in COLLECTIVES if has_torch or not collective.is_torch]
-            is_sound = all(_check_collective(session, name, collective, communicator, own) for collective in possible)
+            is_sound = all(_check_collective(session, name, one, communicator, own) for one in COLLECTIVES)
         finally:
             if is_sound:
                 communicator.close()
@@ -549,19 +491,3 @@ def _time_limit(session: Session, transport: str, stage: str, store: dist.Store)
         yield
     finally:
         timer.cancel()
-
-
-def check_clocks(communicator: Communicator) -> Result:
-    """Clocks of the ranks against rank 0's. Training does not depend on them; logs and certificates do."""
-    rounds = []
-    for _ in range(NUM_CLOCK_ROUNDS):  # a rank that was late in one round makes its clock seem late
-        communicator.barrier()
-        rounds.append([row[0] for row in communicator.gather_words([time.time_ns()])])
-    offsets = [min((stamps[rank] - stamps[0] for stamps in rounds), key=abs) / 1e9 for rank in range(len(rounds[0]))]
-    worst = max(range(len(offsets)), key=lambda rank: abs(offsets[rank]))
-    if abs(offsets[worst]) < SKEW_SECONDS:
-        return good("clocks of ranks", f"less than {1000 * SKEW_SECONDS:g} ms apart")
-    found = (
-        f"that of rank {worst} is {abs(offsets[worst]):.3g} s {'ahead of' if offsets[worst] > 0 else 'behind'} rank 0's"
-    )
-    return note("clocks of ranks", found, "let all nodes follow one time server: chronyc tracking, timedatectl status")

@@ -183,12 +183,12 @@ def _power_in_place(original: Kernel, x: Tensor, exponent: Any) -> Any:
 
 def _lstm(original: Kernel, *args: Any) -> Any:
     """An LSTM without oneDNN's."""
-    enabled = torch._C._get_mkldnn_enabled()
-    torch._C._set_mkldnn_enabled(False)
+    onednn: Any = torch.backends.mkldnn
+    enabled, onednn.enabled = onednn.enabled, False
     try:
         return original(*args)
     finally:
-        torch._C._set_mkldnn_enabled(enabled)
+        onednn.enabled = enabled
 
 
 def _by_onednn(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor | None:

@@ -67,16 +67,3 @@ def optimizer_text(optimizer: Any, lr: Any = None) -> str:
         values = dict.fromkeys(f"{each:.6g}" if isinstance(each, float) else value_text(each) for each in given)
         words += [f"{name.replace('_', ' ')} {' and '.join(values)}"] if values else []
     return ", ".join(words)
-
-
-def flat(contract: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The fields of a contract, nested ones joined by dots."""
-    fields: dict[str, Any] = {}
-    for key, value in contract.items():
-        if key == "command":
-            fields[key] = command_text(value) or value
-        elif isinstance(value, Mapping) and value:
-            fields.update(flat(value, f"{prefix}{key}."))
-        else:
-            fields[f"{prefix}{key}"] = value
-    return fields

@@ -20,9 +20,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from samestep.checkpoint.contract_diff import decides
+from samestep.checkpoint.contract_diff import decides, flat
 from samestep.checkpoint.run_folder import CONTRACT_FILE
-from samestep.report.formatting import duration, flat, number, size, value_text
+from samestep.report.formatting import command_text, duration, number, size, value_text
 from samestep.report.reader import QUIET, json_number
 from samestep.report.run_summary import Finding, Phases, RunReport, RunSummary
 from samestep.runs.curves import MAX_BINS, Curve, Series, loss_series, step_series, thinned, wants_log
@@ -313,7 +313,10 @@ def _events(report: RunReport) -> str:
 def _contract(report: RunReport) -> str:
     """The contract; for several runs the fields that differ first, those that decide the bits before all."""
     runs = report.runs
-    contracts = [flat(run.contract) for run in runs]
+    contracts = [dict(flat(run.contract)) for run in runs]
+    for contract in contracts:
+        if command := command_text(contract.get("command")):
+            contract["command"] = command
     if not any(contracts):
         return _section("Contract", f'<p class="quiet">There is no {CONTRACT_FILE}, so the contract is not known.</p>')
     names = list(dict.fromkeys(name for contract in contracts for name in contract))

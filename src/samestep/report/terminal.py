@@ -1,24 +1,20 @@
-"""The report in the terminal: figures, a table of curves with sparklines, epochs, events and findings."""
+"""The report in the terminal: figures, a table of curves, epochs, events and findings."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 from rich.console import Console
 from rich.text import Text
 
 from samestep.report.formatting import duration, number, size, value_text
 from samestep.report.reader import QUIET
 from samestep.report.run_summary import Finding, RunReport, RunSummary
-from samestep.runs.curves import Curve, wants_log
 from samestep.text import counted, make_table
 
 SIGNS = {"holds": ("✓", "green"), "fails": ("✕", "bold red"), "note": ("·", "dim")}
 STATE_STYLES = {"finished": "green", "running": "blue", "running?": "blue", "crashed": "red"}
 EVENT_STYLES = {"death": "red", "audit": "red", "heal": "green", "join": "green", "resume": "blue"}
-LEVELS = "▁▂▃▄▅▆▇█"
 ALL_COLUMNS = 90  # a narrower terminal has no room for the first value of each curve
-SPARK_WIDTH = 40  # characters
 HIDDEN = ("loss/train_epoch", "world_size")  # curves that other lines show
 MAX_CURVES = 12
 MAX_EPOCHS = 12
@@ -35,27 +31,6 @@ def print_report(report: RunReport, console: "Console", written: Sequence[Path] 
         console.print()
     for path in written:
         console.print(f"{'page' if path.suffix == '.html' else 'picture':<8} {path}", markup=False)
-
-
-def sparkline(curve: Curve, width: int) -> str:
-    """Means of a curve over equal spans of steps, as at most `width` bars; a span without a finite value is blank.
-
-    The heights are logarithmic if that suits the values better.
-    """
-    width = min(width, len(curve))
-    finite = np.isfinite(curve.values)
-    if not finite.any():
-        return " " * width
-    steps, values = curve.steps[finite], curve.values[finite]
-    heights = np.log(values) if wants_log([curve]) else values
-    first, span = int(curve.steps[0]), max(1, int(curve.steps[-1] - curve.steps[0]))
-    cell_of = np.minimum((steps - first) * width // span, width - 1)
-    sums, counts = np.bincount(cell_of, heights, width), np.bincount(cell_of, minlength=width)
-    means = sums / np.maximum(counts, 1)
-    low, high = means[counts > 0].min(), means[counts > 0].max()
-    shares = (means - low) / (high - low) if 0 < high - low < np.inf else np.full(width, 0.5)
-    levels = np.minimum(shares * len(LEVELS), len(LEVELS) - 1).astype(int)
-    return "".join(LEVELS[level] if count else " " for level, count in zip(levels, counts, strict=True))
 
 
 def _print_run(run: RunSummary, console: "Console") -> None:
@@ -124,8 +99,8 @@ def _print_runs(report: RunReport, console: "Console") -> None:
 
 
 def _print_curves(runs: Sequence[RunSummary], console: "Console") -> None:
-    """The curves with sparklines, ends and extremes, and the phases of a step; of several runs the main curves."""
-    table = make_table("curve", "")
+    """The ends and extremes of curves, and the phases of a step; of several runs the main curves."""
+    table = make_table("curve")
     table.columns[0].no_wrap = True
     titles = ("first", "last", "min", "max")[console.width < ALL_COLUMNS :]
     for title in titles:
@@ -135,10 +110,9 @@ def _print_curves(runs: Sequence[RunSummary], console: "Console") -> None:
         found.sort(key=lambda pair: (pair[0] != "loss/train", not pair[0].endswith("/eval")))
         for tag, curve in found[: MAX_CURVES if len(runs) == 1 else 2]:
             values = (float(curve.values[0]), curve.last, float(curve.finite.min()), float(curve.finite.max()))
-            spark = Text(sparkline(curve, max(4, min(SPARK_WIDTH, console.width - 76))), "blue")
             texts = [size(v) if v is not None and tag.startswith("memory/") else number(v) for v in values]
             label = Text(tag if len(runs) == 1 else f"{run.name}: {tag}")
-            table.add_row(label, spark, *texts[-len(titles) :])
+            table.add_row(label, *texts[-len(titles) :])
     if table.row_count:
         console.print(table)
     for run in runs:

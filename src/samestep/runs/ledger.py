@@ -326,7 +326,6 @@ class FieldDifference:
     field: str  # one of `FIELDS`, or `FINAL_DIGEST`
     a: Any  # its value in the first ledger, as it is there
     b: Any
-    ulps: int | None = None  # the distance of finite numbers in floats; in those of float32, if both are such
     relative: float | None = None  # of finite numbers, |a - b| / max(|a|, |b|)
 
 
@@ -531,38 +530,21 @@ def _bits(value: Any) -> Any:
 
 
 def _field_difference(field: str, a: Any, b: Any) -> FieldDifference:
-    """A field that differs, with the distance of its numbers: of several the two that are farthest apart."""
+    """A field that differs, with the relative distance of its numbers: of several the two that are farthest apart."""
     if field not in ("lr", "loss", "grad_norm"):
         return FieldDifference(field, a, b)
     pairs = zip(a, b, strict=False) if isinstance(a, list) and isinstance(b, list) else [(a, b)]
     distances = [distance for one, other in pairs if (distance := _distance(number(one), number(other))) is not None]
-    ulps, relative = max(distances, key=lambda distance: distance[1], default=(None, None))
-    return FieldDifference(field, a, b, ulps, relative)
+    return FieldDifference(field, a, b, max(distances, default=None))
 
 
-def _distance(a: float | None, b: float | None) -> tuple[int, float] | None:
-    """The distance of two finite numbers in floats, and relative to the larger; None for others."""
+def _distance(a: float | None, b: float | None) -> float | None:
+    """The distance of two finite numbers relative to the larger; None for others."""
     if a is None or b is None or not math.isfinite(a) or not math.isfinite(b):
         return None
     larger = max(abs(a), abs(b))
     # Divided first: the difference of two huge numbers may be infinite.
-    relative = abs(a / larger - b / larger) if larger else 0.0
-    kinds = ("f", "i") if _is_float32(a) and _is_float32(b) else ("d", "q")
-    return abs(_ordinal(a, *kinds) - _ordinal(b, *kinds)), relative
-
-
-def _is_float32(value: float) -> bool:
-    try:
-        return bool(struct.unpack("<f", struct.pack("<f", value))[0] == value)
-    except OverflowError:
-        return False
-
-
-def _ordinal(value: float, kind: str, integer: str) -> int:
-    """A float's number in the order of all floats; that of both zeros is 0."""
-    # The bits of a positive float, as an integer, count the floats up to it (IEEE 754).
-    (word,) = struct.unpack(f"<{integer}", struct.pack(f"<{kind}", abs(value)))
-    return int(math.copysign(1, value)) * int(word)
+    return abs(a / larger - b / larger) if larger else 0.0
 
 
 def _same_end(a: Ledger, b: Ledger) -> tuple[int, Any, Any] | None:
@@ -577,7 +559,6 @@ def _end(ledger: Ledger) -> tuple[int, Any] | None:
     return (ends[-1]["step"], ends[-1]["digest"]) if ends else None
 
 
-MAX_ULPS = 2**24  # beyond, the number of floats between two values is no help
 _NAMES = {
     "num_samples": "samples",
     "ids": "sample ids",
@@ -594,8 +575,7 @@ def fields_table(fields: Iterable[FieldDifference], a: str, b: str) -> "Table":
 
     table = make_table("", a, b, "apart")
     for change in fields:
-        near = "" if change.ulps is None or change.ulps > MAX_ULPS else f"{change.ulps:,} ulp, "
-        apart = "" if change.relative is None else f"{near}{change.relative:.2g} of it"
+        apart = "" if change.relative is None else f"{change.relative:.2g} of it"
         values = (escape(ledger_value(change.a)), escape(ledger_value(change.b)))
         table.add_row(field_name(change.field), *values, apart)
     return table

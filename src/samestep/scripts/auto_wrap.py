@@ -16,7 +16,6 @@ import functools
 import re
 import sys
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,7 +27,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
@@ -47,12 +45,12 @@ from samestep.scripts.split_forward.compare import (
     compare,
     holds_tensors,
     hooked,
-    without_objects,
 )
 from samestep.scripts.split_forward.forward import chunked_forward
 from samestep.scripts.split_forward.replicas import uninitialized
 
 MAX_SEEN = 12
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 MAX_COMPARED = 10  # of forwards with arguments of one form, until rules that give equal results are left so
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, np.ndarray, np.generic)
 _ABSENT = object()
@@ -211,7 +209,6 @@ class PlainScript:
     known: weakref.WeakKeyDictionary[nn.Module, dict[Any, ComparedForm]] = field(
         default_factory=weakref.WeakKeyDictionary
     )
-    running: nn.Module | None = None  # whose chunks run
     depth: int = 0  # of the call that runs
     num_called: int = 0  # modules that the script called itself
     is_explained: bool = False  # whether the user was told why nothing is shared out
@@ -329,8 +326,6 @@ def _sharing_call(plain: PlainScript, original: Callable[..., Any]) -> Callable[
 
     def call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         # First, and without a look at the stack: in every chunk each module of the model comes here.
-        if script.in_chunk:
-            return _in_chunk(plain, original, module, args, kwargs)
         if not script.may_meet():
             return original(module, *args, **kwargs)
         plain.num_called += 1
@@ -351,20 +346,6 @@ def _sharing_call(plain: PlainScript, original: Callable[..., Any]) -> Callable[
     return call
 
 
-def _in_chunk(
-    plain: PlainScript, original: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """A call inside a chunk: the shared module's own, without objects that cannot be joined, or a nested one."""
-    # The call by which a chunk begins is the first of this module; what it calls in turn, itself too, is nested.
-    if module is not plain.running:
-        return original(module, *args, **kwargs)
-    plain.running = None
-    try:
-        return without_objects(original(module, *args, **kwargs))
-    finally:
-        plain.running = module
-
-
 def _share(
     plain: PlainScript,
     original: Callable[..., Any],
@@ -383,22 +364,18 @@ def _share(
     own = module.__dict__.get("forward")
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        with _bare(module, own):
-            plain.running = module
-            try:
-                result = chunked_forward(
-                    plain.script,
-                    module,
-                    args,
-                    kwargs,
-                    dim=plain.dim,
-                    num_microbatches=plain.num_microbatches,
-                    scatter="batch",
-                    device_ids=[index],
-                    output_device=index,
-                )
-            finally:
-                plain.running = None
+        with _own_forward(module, own):
+            result = chunked_forward(
+                plain.script,
+                module,
+                args,
+                kwargs,
+                dim=plain.dim,
+                num_microbatches=plain.num_microbatches,
+                scatter="batch",
+                device_ids=[index],
+                output_device=index,
+            )
         return rules.joined(result, chunks, plain.dim)
 
     if not any(getattr(module, name) for name in HOOKS):
@@ -442,18 +419,17 @@ def _cut_arguments(
 
 
 @contextmanager
-def _bare(module: nn.Module, own_forward: Any) -> Iterator[None]:
-    """Runs chunks of a module without its hooks, which see the whole batch, and with its own forward."""
-    before = {name: module.__dict__[name] for name in ("forward", *HOOKS) if name in module.__dict__}
-    module.__dict__.update({name: OrderedDict() for name in HOOKS})
-    module.__dict__.pop("forward", None)
-    if own_forward is not None:
-        module.__dict__["forward"] = own_forward
+def _own_forward(module: nn.Module, own: Any) -> Iterator[None]:
+    """Runs chunks of a module with its own forward in the place of the one that shares it out."""
+    sharing = module.__dict__.pop("forward", None)
+    if own is not None:
+        module.__dict__["forward"] = own
     try:
         yield
     finally:
         module.__dict__.pop("forward", None)
-        module.__dict__.update(before)
+        if sharing is not None:
+            module.__dict__["forward"] = sharing
 
 
 def _compared(
@@ -543,7 +519,7 @@ def _announcement(plain: PlainScript, module: nn.Module, name: str) -> str:
         text += f", by {devices}"
     if plain.script.num_microbatches is None:
         text += f"; --logical-devices {count} gives the same bits on any number of devices"
-    if any(isinstance(child, _BatchNorm) and child.training for child in module.modules()):
+    if any(isinstance(child, BATCH_NORMS) and child.training for child in module.modules()):
         text += "; BatchNorm normalises by each microbatch, and its running statistics are the mean over them"
     return text
 

@@ -27,7 +27,7 @@ from samestep.errors import UsageError
 from samestep.launcher.job import run_module, run_script
 from samestep.launcher.worker import exit_code_of
 from samestep.patch import Patch, applied, late_dynamo
-from samestep.scripts import auto_wrap, backward, data_parallel, loading, output, seeding
+from samestep.scripts import auto_wrap, backward, data_parallel, output, seeding
 from samestep.scripts.script_state import (
     ScriptState,
     activated,
@@ -144,7 +144,7 @@ def patched(
         # These are independent of each other.
         for part in (data_parallel, backward, seeding):
             stack.enter_context(applied(part.patches(script)))
-        stack.enter_context(applied([*output.patches(), *loading.patches()]))
+        stack.enter_context(applied(output.patches()))
         # From here on the run's own group is hidden; what is samestep's own has been connected.
         stack.enter_context(applied([*_process_group(), _environment(script), _saved()]))
         stack.enter_context(auto_wrap.shared_out(script, wrap))

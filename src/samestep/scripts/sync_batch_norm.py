@@ -63,7 +63,7 @@ def patches(distributed: Any) -> list[Patch]:
             return inner(norm, x)
         norm._check_input_dim(x)
         is_alone = dist.get_world_size(norm.process_group) == 1
-        return nn.modules.batchnorm._BatchNorm.forward(norm, x) if is_alone else synchronised(norm, x)
+        return nn.BatchNorm1d.forward(norm, x) if is_alone else synchronised(norm, x)
 
     check = "_passing_sync_batchnorm_handle"  # does nothing but refuse models on a CPU
     unchecked = Patch(distributed.DistributedDataParallel, check, lambda ddp, module: None)

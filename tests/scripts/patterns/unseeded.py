@@ -1,4 +1,4 @@
-"""A script that seeds nothing: all processes draw the same all the same."""
+"""A script that seeds nothing: it draws the same on any number of devices all the same."""
 
 import random
 

@@ -17,9 +17,8 @@ import torch
 import torch.distributed as dist
 import torch.utils.checkpoint as checkpointing
 from torch import Tensor
-from torch._C import _len_torch_function_stack
 from torch.nn.parallel import scatter_gather
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils.data import dataloader
 
 from samestep.callsite import is_script_file
@@ -103,7 +102,7 @@ def _autograd(registry: DeviceRegistry, mode: TorchFunctionMode) -> list[Patch]:
         before = registry.thread.unmarked
         registry.thread.unmarked = registry.where(outputs[0])
         try:
-            with nullcontext() if _len_torch_function_stack() else mode:
+            with nullcontext() if _get_current_function_mode_stack() else mode:
                 return run_backward(outputs, *args, **kwargs)
         finally:
             registry.thread.unmarked = before
@@ -115,7 +114,7 @@ def _autograd(registry: DeviceRegistry, mode: TorchFunctionMode) -> list[Patch]:
         def hook_with_mode(saved: Any) -> Any:
             before, registry.thread.unmarked = registry.thread.unmarked, HOST
             try:
-                with nullcontext() if _len_torch_function_stack() else mode:
+                with nullcontext() if _get_current_function_mode_stack() else mode:
                     return hook(saved)
             finally:
                 registry.thread.unmarked = before
@@ -155,7 +154,7 @@ def _made_by_cpp(registry: DeviceRegistry) -> list[Patch]:
         return out if index is None else mark(out, index)
 
     def with_default(self: Any, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.device.type == "cuda" and not _len_torch_function_stack():  # the mode has handled it
+        if self.device.type == "cuda" and not _get_current_function_mode_stack():  # the mode has handled it
             return func(*args, **(kwargs or {}))
         return default(self, func, types, args, kwargs)
 
@@ -347,7 +346,7 @@ def _distributed(mode: TorchFunctionMode) -> list[Patch]:
     def with_mode(inner: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(inner)
         def run(*args: Any, **options: Any) -> Any:
-            with nullcontext() if _len_torch_function_stack() else mode:
+            with nullcontext() if _get_current_function_mode_stack() else mode:
                 return inner(*args, **options)
 
         return run
@@ -508,7 +507,7 @@ def _cuda_patches(
 
     def properties(asked: Any = None) -> Any:
         # torch's own refuses an index beyond the number of devices, and the script may see fewer than there are.
-        torch.cuda._lazy_init()
+        torch.cuda.init()
         return vars(torch.cuda)["_get_device_properties"](own_index(asked, True))
 
     return [

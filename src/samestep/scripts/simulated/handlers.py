@@ -49,8 +49,8 @@ def handlers(registry: DeviceRegistry, mode: Callable[[], TorchFunctionMode]) ->
         Tensor.__format__: partial(_format, mode),
         Tensor.pin_memory: partial(_pin_memory, registry),
         Tensor.is_pinned: lambda func, args, kwargs: getattr(args[0], PINNED, False),
-        torch._C._VariableFunctions._pack_padded_sequence: _with_host_lengths,
-        torch._C._VariableFunctions._pad_packed_sequence: _with_host_lengths,
+        torch._pack_padded_sequence: _with_host_lengths,
+        torch._pad_packed_sequence: _with_host_lengths,
         torch.device: _device,
         torch._C._nn._parse_to: _parse_to,
     }

@@ -45,6 +45,7 @@ COUNTED_DIMS = 2  # of labels and masks
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # A cache has its tensors in objects for the layers.
 OBJECT_DEPTH = 3
+TORCH_CALL = nn.Module.__call__  # as it is while no script runs
 OWN = (*HOOKS, "_compiled_call_impl")  # attributes that the comparison sets itself
 
 
@@ -386,12 +387,11 @@ def _isolated(script: ScriptState, module: nn.Module) -> Iterator[Callable[..., 
                 attributes.put_back(child, "")
                 child._buffers.update(kept)
 
-    torch_call: Any = nn.Module._wrapped_call_impl
     with ExitStack() as stack:
         stack.enter_context(script.on_this_rank())
         stack.enter_context(OwnGenerators(model).preserved())
         stack.enter_context(script.generators.preserved())
-        stack.enter_context(applied([Patch(nn.Module, "__call__", torch_call)]))
+        stack.enter_context(applied([Patch(nn.Module, "__call__", TORCH_CALL)]))
         stack.enter_context(output.silenced())
         stack.enter_context(_Neutral())  # type: ignore[no-untyped-call]
         yield run

@@ -17,7 +17,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from functools import _lru_cache_wrapper, lru_cache, wraps
+from functools import lru_cache, wraps
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary, WeakValueDictionary
@@ -33,7 +33,7 @@ from samestep.data.nested import empty, fill, made_tuple
 from samestep.errors import UsageError
 from samestep.scripts.simulated.devices import COMPILED
 from samestep.scripts.split_forward.compare import HOOKS
-from samestep.scripts.workers.records import Records, is_noted, loaded, named, was_cleared
+from samestep.scripts.workers.records import CachedFunction, Records, is_noted, loaded, named, was_cleared
 
 ATOMS = frozenset({int, float, complex, bool, str, bytes, type(None), type(...), torch.dtype, torch.Size, CodeType})
 LOOKS_UP_ANY = frozenset({"globals", "vars", "eval", "exec"})  # code that calls these may use any global
@@ -64,6 +64,8 @@ OWN_DEVICE = -1  # stands for a process's own device, which comes last of its nu
 
 class Unsent:
     """Stands in a worker for an object that cannot be sent."""
+
+    _what: str
 
     def __init__(self, what: str) -> None:
         self.__dict__["_what"] = what
@@ -150,7 +152,7 @@ class ModulePickler(cloudpickle.Pickler):  # type: ignore[misc]
         if kind is ModuleType and is_script_module(entry):
             names = (name for name in self._names if not name.startswith("__"))
             return ModuleType, (entry.__name__,), dict(self.records.note_names(vars(entry), names))
-        if kind is _lru_cache_wrapper and _is_by_value(entry.__wrapped__):
+        if kind is CachedFunction and _is_by_value(entry.__wrapped__):
             self.records.caches[entry] = entry.cache_info()
             return _cached, (_generation(entry), entry.__wrapped__, entry.cache_parameters())
         # Weak references do not pickle.

@@ -15,7 +15,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from dis import get_instructions
-from functools import _lru_cache_wrapper, lru_cache
+from functools import lru_cache
 from operator import is_
 from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any
@@ -26,6 +26,7 @@ from torch import Tensor
 from samestep.data.randomness import GENERATORS
 
 ABSENT = object()
+CachedFunction: type = type(lru_cache(len))
 MOST_CODES = 4096
 MADE_WHEN_READ = frozenset({"__annotations__", "__annotations_cache__", "__annotate__", "__annotate_func__"})
 """Entries of a class's dictionary that Python adds when someone reads its annotations."""
@@ -183,7 +184,7 @@ def loaded(code: CodeType) -> frozenset[str]:
 
 def is_noted(entry: Any) -> bool:
     """Whether an object is one for `Records.note`."""
-    return not isinstance(entry, Tensor | FunctionType | type | ModuleType | _lru_cache_wrapper)
+    return not isinstance(entry, Tensor | FunctionType | type | ModuleType | CachedFunction)
 
 
 def _nothing() -> None:

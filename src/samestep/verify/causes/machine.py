@@ -87,7 +87,8 @@ def _suspect_flags(evidence: Evidence) -> str | None:
 def _with_fixed_flags() -> AbstractContextManager[None]:
     """Flags are put back before every forward, which runs without autocast."""
     threads, mode, benchmark = torch.get_num_threads(), torch.get_deterministic_debug_mode(), cudnn.benchmark
-    precisions, mkldnn = float32_precisions(), bool(torch.backends.mkldnn.enabled)
+    onednn: Any = torch.backends.mkldnn
+    precisions, mkldnn = float32_precisions(), onednn.enabled
 
     def before(root: nn.Module) -> Any:
         for name, precision in float32_precisions().items():
@@ -98,8 +99,8 @@ def _with_fixed_flags() -> AbstractContextManager[None]:
         if torch.get_num_threads() != threads:
             torch.set_num_threads(threads)
         cudnn.benchmark = benchmark
-        if bool(torch.backends.mkldnn.enabled) != mkldnn:
-            torch._C._set_mkldnn_enabled(mkldnn)
+        if onednn.enabled != mkldnn:
+            onednn.enabled = mkldnn
         parameter = next(root.parameters(), None)
         without = torch.autocast("cpu" if parameter is None else parameter.device.type, enabled=False)
         without.__enter__()
