@@ -33,6 +33,7 @@ class Wire:
         self._connection = connection
         self._parser = EventParser()
         self._unsent = bytearray()
+        self._line_size = 0  # of what has come of a message that is not complete
         self.is_open = True
         self.heard_at = self.sent_at = time.monotonic()
 
@@ -68,7 +69,7 @@ class Wire:
         except BlockingIOError:
             pass
         except OSError:
-            self.is_open = False
+            self._unsent.clear()  # nobody takes it; what the other end said last is still to be read
 
     def receive(self) -> list[dict[str, Any]]:
         """The messages that have come since the last call."""
@@ -80,11 +81,20 @@ class Wire:
                 self.is_open, self.heard_at = bool(data), time.monotonic()
                 messages += self._parser.feed(data)
                 size += len(data)
+                end = data.rfind(b"\n") + 1
+                self._line_size = len(data) - end + (0 if end else self._line_size)
+                if self._line_size > MAX_READ:  # no message is as long
+                    self.is_open = False
         except BlockingIOError:
             pass
         except OSError:
             self.is_open = False
         return messages
+
+    def finish(self) -> None:
+        """Tells the other end that no more will come; the connection is open until that one closes its own."""
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
         self.is_open = False

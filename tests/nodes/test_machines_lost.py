@@ -1,0 +1,361 @@
+"""Machines that are lost: whatever goes where, the others end in the bits of one process, and nothing is left behind."""
+
+import json
+import re
+import signal
+import socket
+import time
+
+import pytest
+from forked_machines import listens, machines_in, wait_until
+from healing_runs import SCRIPT, Told, run_script
+from test_loops import SCRIPT as LOOP
+from test_loops import alone
+from worlds import cpu_only
+
+from samestep.comm.wire import Wire
+from samestep.launcher import machines as machines_module
+from samestep.launcher.job import Policy
+
+pytestmark = cpu_only("the machines have CPU workers")
+
+GONE = "has ended or cannot be reached, and the workers of this one are ended; start the run again"
+WORKER, KILLED, CLOSED, SILENT = "SIGKILL", "machine SIGKILL", "supervisor SIGKILL", "machine SIGSTOP"
+LOST_BY = (WORKER, KILLED, CLOSED, SILENT)
+WORKS_ALONE = {"rank": 0, "step": 3, "phase": "backward", "kind": WORKER}
+PLACES = {  # name: (phase, step, other faults before)
+    "in the first step": ("backward", 0, ()),
+    "forward": ("forward", 5, ()),
+    "backward": ("backward", 5, ()),
+    "exchange": ("exchange", 5, ()),
+    "update": ("update", 5, ()),
+    "files": ("checkpoint", 5, (WORKS_ALONE,)),  # which the first of the ranks that are left writes
+    "evaluation": ("evaluate", 8, ()),
+    "between steps": ("between", 5, ()),
+    "connecting anew": ("reconnect", 3, (WORKS_ALONE,)),
+    "at the end": ("end", 8, ()),
+}
+OF_LOOPS = {"files": "exchanged", "between steps": "data"}  # a loop of one's own has no such place
+WORLDS = ((3, 1), (2, 2), (2, 1), (4, 1))  # machines, and workers of each
+
+
+@pytest.fixture
+def machines(tmp_path):
+    with machines_in(tmp_path) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """What a run of the script with a Trainer in one process leaves behind."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    return Told(folder, run_script(SCRIPT, 1, {"folder": str(folder / "run"), "faults": []}))
+
+
+@pytest.fixture(scope="module")
+def loop_alone(tmp_path_factory):
+    """The digest and history of the loop of one's own in one process."""
+    return alone("plain", tmp_path_factory.mktemp("alone"))
+
+
+def cases():
+    """Each place with each way to be lost; the other dimensions in turn."""
+    for row, place in enumerate(PLACES):
+        for column, kind in enumerate(LOST_BY):
+            number = row + column
+            world = WORLDS[number % 4]
+            if PLACES[place][2] and world[0] < 3:
+                world = (3, 1)
+            is_loop = number % 3 == 1 and place not in OF_LOOPS
+            if (place, kind) == ("files", SILENT):
+                continue  # it holds the lock of the folder, see below
+            of_gate = (place, kind) in (("exchange", SILENT), ("backward", KILLED))
+            marks = () if of_gate else (pytest.mark.slow,)
+            transport = "gloo" if number % 2 or of_gate else "auto"
+            words = f"{place}-{kind}-{'loop' if is_loop else 'trainer'}-{world[0]}x{world[1]}-{transport}"
+            yield pytest.param(place, kind, is_loop, world, transport, marks=marks, id=words)
+
+
+@pytest.mark.parametrize(("place", "kind", "is_loop", "world", "transport"), [*cases()])
+def test_whatever_is_lost_the_others_end_in_the_bits_of_one_process(
+    machines, undisturbed, loop_alone, place, kind, is_loop, world, transport
+):
+    count, devices = world
+    phase, step, before = PLACES[place]
+    victim = devices if place == "files" else count * devices - 1
+    faults = [*before, {"rank": victim, "step": step, "phase": phase, "kind": kind}]
+    script, told = LOOP if is_loop else SCRIPT, {"folder": str(machines.folder / "run"), "faults": faults}
+    if is_loop:
+        told["kind"] = "plain"
+    first, *others = machines.start_all(count, script, told, devices=devices, SAMESTEP_TRANSPORT=transport)
+    assert first.wait() == 0, first.stderr
+    struck = sorted(json.loads(path.read_text())["phase"] for path in machines.folder.glob("struck-*.json"))
+    assert struck == sorted(fault["phase"] for fault in faults)
+    lost = others[victim // devices - 1] if kind != WORKER else None
+    for other in others:
+        if other is not lost:
+            assert other.wait() == 0, other.stderr
+    check_end_of(lost, kind)
+    if is_loop:
+        ended = [json.loads(path.read_text()) for path in machines.folder.glob("ended-*.json")]
+        assert ended
+        assert all((end["digest"], end["history"]) == tuple(loop_alone) for end in ended)
+    else:
+        left = machines.left_by(first)
+        assert left.digests == undisturbed.digests
+        assert left.steps == undisturbed.steps
+        assert not left.has_read_a_checkpoint
+
+
+def check_end_of(lost, kind):
+    """A machine that was lost has ended, or does so when it goes on; by its own words if it has any left."""
+    if kind == SILENT:
+        assert lost.processes()
+        lost.signal(signal.SIGCONT)
+        assert lost.wait() == 1, lost.stderr
+        assert GONE in lost.stderr
+    elif kind != WORKER:
+        assert lost.wait() == -signal.SIGKILL
+    if lost is not None:
+        assert lost.is_gone()
+
+
+SAYS = """
+import os, sys, time
+sys.stdout.write(os.environ["RANK"] * int(sys.argv[1]))
+sys.stdout.flush()
+time.sleep(float(sys.argv[2]))
+"""
+"""Prints its rank so many times, and sleeps."""
+COLLECTIVE = """
+import os, time
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+dist.all_reduce(torch.ones(1))
+open(f"{os.environ['PLACE']}-{os.environ['RANK']}", "w").close()
+dist.all_reduce(torch.ones(1)) if os.environ["RANK"] == "0" else time.sleep(100)
+"""
+"""Ranks of torch.distributed, which know nothing of samestep; the first waits for the others."""
+
+
+@pytest.fixture
+def says(machines):
+    path = machines.folder / "says.py"
+    path.write_text(SAYS)
+    return path
+
+
+def visit(machines, text):
+    """A connection of a stranger, which has sent some bytes."""
+    wait_until(lambda: listens(machines.port), "the first machine listens")
+    stranger = socket.create_connection(("localhost", machines.port))
+    stranger.sendall(text)
+    return stranger
+
+
+def all_of(stranger):
+    """All that a stranger is sent, until the connection is closed."""
+    stranger.settimeout(30)
+    found = b""
+    try:
+        while data := stranger.recv(65_536):
+            found += data
+    except ConnectionResetError:
+        pass
+    return found.decode()
+
+
+HELLO = b'{"hello": "x", "number": null, "labels": ["cpu"], "alike": {"--rdzv-id": "another"}}\n'
+STRANGERS = {
+    "garbage": b"GET / HTTP/1.1\r\n\r\n",
+    "not a hello, and a request to stop": b'{"a": 1}\n{"stop": 15}\n',
+    "turned away, and a request to stop": HELLO + b'{"stop": 15}\n',
+    "no mappings": b'[1]\n{"number": [], "alike": {}, "labels": 7, "hello": 3}\n',
+    "not UTF-8": b"\xff\xfe\n{\n",
+}
+
+
+def test_strangers_at_the_place_to_meet_change_nothing(machines, says):
+    first = machines.start(says, ("3", "0"), "2")
+    silent = visit(machines, b"")
+    answers = {name: visit(machines, text) for name, text in STRANGERS.items()}
+    assert "these differ: " in all_of(answers["turned away, and a request to stop"])
+    endless = visit(machines, b"")
+    endless.settimeout(30)
+    with pytest.raises(OSError, match="reset|pipe"):  # the first machine does not keep a line without an end
+        for _ in range(64):
+            endless.sendall(b"x" * (1 << 20))
+    assert first.code is None
+    second = machines.start(says, ("3", "0"), "2")
+    assert (first.wait(), second.wait()) == (0, 0), first.stderr + second.stderr
+    assert first.stdout == "000"
+    for stranger in (silent, endless, *answers.values()):
+        stranger.close()
+
+
+def test_a_stranger_that_never_says_who_it_is_is_sent_away(machines, says, monkeypatch):
+    first = machines.start(says, ("1", "0"), "2", twin=lambda: setattr(machines_module, "HELLO_SECONDS", 0.5))
+    stranger = visit(machines, b"")
+    for _ in range(200):  # speaking all the time
+        try:
+            stranger.sendall(b"x\n")
+        except OSError:
+            break
+        time.sleep(0.05)
+    else:
+        raise AssertionError("it is listened to for ever")
+    stranger.close()
+    first.signal(signal.SIGTERM, [first.pid])
+    assert first.wait() == 143
+
+
+def test_what_the_other_end_said_last_is_read_although_it_takes_nothing_any_more():
+    with socket.create_server(("localhost", 0)) as door:
+        near = Wire(socket.create_connection(door.getsockname()))
+        far, _ = door.accept()
+    near.send(said="never read")
+    far.sendall(b'{"end": 0}\n')
+    wait_until(lambda: len(near._connection.recv(64, socket.MSG_PEEK)) == 11, "it is there", 10)
+    far.close()  # with something unread: a reset follows
+    for _ in range(20):
+        near.send(beats=[])
+        time.sleep(0.01)
+    assert near.receive() == [{"end": 0}]
+    near.receive()
+    assert not near.is_open
+    near.close()
+
+
+@pytest.mark.parametrize("other", ["options", "a name", "devices of another kind of command"])
+def test_a_machine_of_another_run_is_turned_away_in_a_sentence_and_the_right_one_taken(machines, says, other):
+    first = machines.start(says, ("2", "0"), "2")
+    wait_until(lambda: listens(machines.port), "the first machine listens")
+    differs = {
+        "options": {"policy": Policy(hang_seconds=7)},
+        "a name": {"name": "x"},
+        "devices of another kind of command": {"nnodes": "2", "number": 1},
+    }
+    told = dict(differs[other])
+    wrong = machines.start(says, ("2", "0"), told.pop("nnodes", "2"), **told)
+    assert wrong.wait() == 2
+    named = {"options": "the handling of failed workers", "a name": "--rdzv-id"}.get(other, "--node-rank (all or none)")
+    assert f"has turned this machine away: give all machines the same command and packages; these differ: {named}" in (
+        wrong.stderr
+    )
+    second = machines.start(says, ("2", "0"), "2")
+    assert (first.wait(), second.wait()) == (0, 0), first.stderr + second.stderr
+
+
+def test_two_machines_with_one_number_are_not_both_taken(machines, says):
+    first, second = machines.start_all(2, says, ("2", "3"), "3", conf={"join_timeout": "4"})
+    wait_until(lambda: first.stderr, "it waits")
+    time.sleep(1)  # until the second is there
+    again = machines.start(says, ("2", "3"), "3", number=1, conf={"join_timeout": "4"})
+    assert again.wait() == 2
+    assert "there is a machine with --node-rank 1 already" in again.stderr
+    for machine in (first, second):
+        assert machine.wait() == 2
+        assert "not all of 3 machines came to localhost" in machine.stderr
+
+
+def test_a_signal_to_the_first_machine_while_it_waits_ends_the_others_with_its_code(machines, says):
+    first, second = machines.start_all(2, says, ("1", "0"), "3")
+    wait_until(lambda: len(connections(machines.port)) >= 1, "the second is there")
+    time.sleep(0.5)  # until it is welcome
+    first.signal(signal.SIGTERM, [first.pid])
+    assert (first.wait(), second.wait()) == (143, 143), second.stderr
+    assert "samestep: error" not in second.stderr
+
+
+def connections(port):
+    """The established connections to a port of this machine, as they are at its end."""
+    rows = [line.split() for name in ("tcp", "tcp6") for line in open(f"/proc/net/{name}")][1:]  # noqa: SIM115
+    return [row for row in rows if row[1].endswith(f":{port:04X}") and row[3] == "01"]
+
+
+def test_a_signal_to_a_machine_that_waits_for_others_ends_it_alone(machines, says):
+    first, second = machines.start_all(2, says, ("1", "0"), "3")
+    wait_until(lambda: len(connections(machines.port)) >= 1, "the second is there")
+    time.sleep(0.5)
+    second.signal(signal.SIGINT, [second.pid])
+    assert second.wait() == 130
+    others = [machines.start(says, ("1", "0"), "3", number=number) for number in (1, 2)]
+    assert [machine.wait() for machine in (first, *others)] == [0, 0, 0], first.stderr
+
+
+def test_a_signal_to_a_machine_that_works_stops_all_after_their_step(machines, undisturbed):
+    told = {"folder": str(machines.folder / "run"), "faults": [], "pause": 0.05, "epochs": 40, "resume": "auto"}
+    first, second = machines.start_all(2, SCRIPT, told)
+    wait_until(lambda: len(list(machines.folder.glob("pid-*"))) == 2, "both train")
+    second.signal(signal.SIGTERM, [second.pid])
+    assert (first.wait(), second.wait()) == (143, 143), first.stderr + second.stderr
+    assert "stopping after this step" in first.stderr
+    assert "samestep: error" not in second.stderr
+    again = machines.start(SCRIPT, {**told, "pause": 0, "epochs": 3}, "1:1", number=0)
+    assert again.wait() == 0, again.stderr
+    assert machines.left_by(again).digests <= undisturbed.digests
+
+
+def test_a_second_signal_ends_all_at_once(machines, says):
+    says.write_text("import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + SAYS)
+    first, second = machines.start_all(2, says, ("1", "100"))
+    wait_until(lambda: first.stdout == "0", "it runs")
+    for _ in range(2):
+        second.signal(signal.SIGTERM, [second.pid])
+        time.sleep(0.7)
+    assert (first.wait(20), second.wait(20)) == (143, 143), first.stderr
+    assert "ending at once" in first.stderr
+
+
+@pytest.mark.parametrize("megabytes", [8])
+def test_all_that_ranks_of_another_machine_print_arrives(machines, says, megabytes):
+    size, logs = megabytes << 20, machines.folder / "logs"
+    first, second = machines.start_all(2, says, (str(size), "0"), devices=2, log_dir=str(logs))
+    assert (first.wait(), second.wait()) == (0, 0), first.stderr + second.stderr
+    assert {path.name: path.stat().st_size for path in logs.iterdir()} == {f"rank-{n}.log": size for n in (1, 2, 3)}
+    assert (logs / "rank-3.log").read_text() == "3" * size
+
+
+def test_with_too_few_machines_left_the_run_starts_again_when_another_has_come(machines, undisturbed):
+    fault = {"rank": 2, "step": 7, "phase": "backward", "kind": KILLED, "once": True}
+    told = {"folder": str(machines.folder / "run"), "faults": [fault], "resume": "auto"}
+    policy = Policy(hang_seconds=20.0, max_restarts=2)
+    first, second, third = machines.start_all(3, SCRIPT, told, "3", policy=policy)
+    assert third.wait() == -signal.SIGKILL
+    wait_until(lambda: "all workers start again" in first.stderr, "the others wait for another")
+    assert "--nnodes asks for 3 machines" in first.stderr
+    another = machines.start(SCRIPT, told, "3", number=2, policy=policy)
+    assert [machine.wait() for machine in (first, second, another)] == [0, 0, 0], first.stderr
+    left = machines.left_by(first)
+    assert left.has_read_a_checkpoint
+    assert left.digests == undisturbed.digests
+
+
+@pytest.mark.parametrize(
+    ("policy", "said"),
+    [
+        (Policy(min_devices=2), "1 device is left, and --min-devices asks for 2"),
+        (Policy(heal=False), "rank 1 on CPU worker 0 of {0} was lost: {0} has closed its connection"),
+    ],
+    ids=["--min-devices", "--no-heal"],
+)
+def test_a_run_that_may_not_go_on_without_a_machine_ends_everywhere(machines, policy, said):
+    fault = {"rank": 2, "step": 3, "phase": "backward", "kind": KILLED}
+    count = 2 + policy.min_devices
+    faults = [{**fault, "rank": rank} for rank in range(1, count - 1)]
+    told = {"folder": str(machines.folder / "run"), "faults": faults}
+    first, *others = machines.start_all(count - 1, SCRIPT, told, policy=policy)
+    assert first.wait() == 1
+    assert said.format(socket.gethostname()) in first.stderr
+    assert [other.wait() for other in others] == [-signal.SIGKILL] * len(faults)
+
+
+def test_a_lost_machine_ends_a_script_of_torch_distributed_everywhere(machines):
+    script = machines.folder / "collective.py"
+    script.write_text(COLLECTIVE)
+    started = machines.start_all(3, script, (), PLACE=str(machines.folder / "met"))
+    wait_until(lambda: len(list(machines.folder.glob("met-*"))) == 3, "all have met")
+    started[2].signal(signal.SIGKILL, [pid for pid in started[2].processes()])
+    assert [machine.wait() for machine in started] == [1, 1, -signal.SIGKILL], started[0].stderr
+    assert re.search("error: rank 2 on .* was lost: .* has closed its connection", started[0].stderr)
+    assert "the run has ended with exit code 1: see the output of" in started[1].stderr
