@@ -7,7 +7,9 @@ import ctypes
 import json
 import os
 import select
+import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -32,6 +34,7 @@ from samestep.launcher.worker_pool import ServerPool
 CLONE_NEWNET = 0x40000000
 SOON = {"keep_alive_interval": "1", "last_call_timeout": "20", "join_timeout": "60"}
 """By these a machine is lost that was silent for three seconds."""
+TORCHS = "torchinductor_"  # its cache of compiled code
 LEAVE_SECONDS = 10.0  # in which all processes of a machine end after its supervisor
 
 
@@ -231,5 +234,82 @@ def machines_in(tmp_path):
             machine.wait(10)
             os.close(machine.alive)
     assert not listens(made.port)
-    wait_until(lambda: not list(temporary.iterdir()), "temporary files go", 10)
+    wait_until(lambda: not [path for path in temporary.iterdir() if not path.name.startswith(TORCHS)], "no file is left", 10)
     assert shared_memory() <= before
+
+
+@dataclass
+class Networks:
+    """Two network namespaces with a cable between them, whose packets can be dropped one way, the other, or both."""
+
+    holders: list  # a process in each
+    devices: list
+    hardware: list  # the address of each end
+
+    @property
+    def files(self):
+        return [f"/proc/{holder.pid}/ns/net" for holder in self.holders]
+
+    def cut(self, *ways):
+        """Drops what is sent from these ends on, without a word to anybody: it goes to an address that nobody has."""
+        self._send_to({end: "02:00:00:00:00:99" for end in ways})
+
+    def mend(self):
+        self._send_to({end: self.hardware[1 - end] for end in (0, 1)})
+
+    def slow_down(self, rate):
+        """Whether so much a second goes through at most, each way."""
+        shape = ["root", "tbf", "rate", rate, "burst", "8kb", "latency", "20s"]
+        return all(not inside(holder, "tc", "qdisc", "add", "dev", device, *shape) for holder, device in self._ends())
+
+    def _ends(self):
+        return zip(self.holders, self.devices, strict=True)
+
+    def _send_to(self, addresses):
+        for end, hardware in addresses.items():
+            place = [ADDRESSES[1 - end], "lladdr", hardware, "dev", self.devices[end], "nud", "permanent"]
+            assert inside(self.holders[end], "ip", "neigh", "replace", *place) == 0
+
+
+ADDRESSES = ("10.213.79.1", "10.213.79.2")
+
+
+def inside(holder, *command):
+    """The exit code of a command in the network of a process."""
+    command = ["nsenter", "-t", str(holder.pid), "-n", *command]
+    return subprocess.run(command, capture_output=True).returncode
+
+
+@contextmanager
+def two_networks(skip):
+    """Two networks; `skip` is called with a sentence where this machine makes none."""
+    if not all(shutil.which(name) for name in ("unshare", "nsenter", "ip")):
+        skip("unshare, nsenter or ip is not here")
+    holders = [subprocess.Popen(["unshare", "-n", "sleep", "600"], stderr=subprocess.DEVNULL) for _ in range(2)]
+    devices = [f"sl{os.getpid() % 100_000}{letter}" for letter in "ab"]
+    made = Networks(holders, devices, [])
+    try:
+        for _ in range(100):  # until the holders have left this one's network
+            links = [os.readlink(path) for path in made.files if os.path.exists(path)]
+            if len({*links, os.readlink("/proc/self/ns/net")}) == 3:
+                break
+            time.sleep(0.02)
+        cable = ["ip", "link", "add", devices[0], "type", "veth", "peer", "name", devices[1]]
+        codes = [subprocess.run(cable, capture_output=True).returncode]
+        for holder, device, address in zip(holders, devices, ADDRESSES, strict=True):
+            move = ["ip", "link", "set", device, "netns", str(holder.pid)]
+            codes.append(subprocess.run(move, capture_output=True).returncode)
+            codes.append(inside(holder, "ip", "addr", "add", f"{address}/24", "dev", device))
+            codes += [inside(holder, "ip", "link", "set", name, "up") for name in (device, "lo")]
+        if any(codes):
+            subprocess.run(["ip", "link", "del", devices[0]], capture_output=True)
+            skip("this machine lets nobody make network namespaces")
+        for holder, device in made._ends():
+            show = ["nsenter", "-t", str(holder.pid), "-n", "ip", "-o", "link", "show", device]
+            shown = subprocess.run(show, capture_output=True, text=True).stdout
+            made.hardware.append(shown.partition("link/ether ")[2].split()[0])
+        yield made
+    finally:
+        for holder in holders:
+            holder.kill()
+            holder.wait()

@@ -7,7 +7,7 @@ import socket
 import time
 
 import pytest
-from forked_machines import listens, machines_in, wait_until
+from forked_machines import ADDRESSES, listens, machines_in, two_networks, wait_until
 from healing_runs import SCRIPT, Told, run_script
 from test_loops import SCRIPT as LOOP
 from test_loops import alone
@@ -359,3 +359,80 @@ def test_a_lost_machine_ends_a_script_of_torch_distributed_everywhere(machines):
     assert [machine.wait() for machine in started] == [1, 1, -signal.SIGKILL], started[0].stderr
     assert re.search("error: rank 2 on .* was lost: .* has closed its connection", started[0].stderr)
     assert "the run has ended with exit code 1: see the output of" in started[1].stderr
+
+
+@pytest.fixture
+def networks():
+    with two_networks(pytest.skip) as made:
+        yield made
+
+
+def start_in(networks, machines, told, *, number, **options):
+    """A machine in one of two networks."""
+    machines.host = ADDRESSES[0]
+    gloo = {"GLOO_SOCKET_IFNAME": networks.devices[number], "SAMESTEP_TRANSPORT": "gloo"}
+    return machines.start(SCRIPT, told, number=number, network=networks.files[number], **options, **gloo)
+
+
+def train_in(networks, machines, **more):
+    """Two machines in two networks that train."""
+    told = {"folder": str(machines.folder / "run"), "faults": [], "pause": 0.05, **more}
+    started = [start_in(networks, machines, told, number=number) for number in (0, 1)]
+    wait_until(lambda: len(list(machines.folder.glob("pid-*"))) == 2, "both train")
+    return started
+
+
+CUTS = {"both ways": (0, 1), "to the first machine": (1,), "from the first machine": (0,)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ways", CUTS)
+def test_of_two_halves_without_a_network_between_them_the_first_machine_s_goes_on(
+    machines, undisturbed, networks, ways, capsys
+):
+    first, second = train_in(networks, machines)
+    networks.cut(*CUTS[ways])
+    at = time.monotonic()
+    assert second.wait() == 1
+    took = time.monotonic() - at
+    assert GONE in second.stderr
+    assert second.is_gone()
+    assert first.wait() == 0, first.stderr
+    with capsys.disabled():
+        print(f"\n{ways}: the half that was cut off ended after {took:.1f} s")
+    assert "was lost" in first.stderr
+    left = machines.left_by(first)
+    assert (left.digests, left.steps) == (undisturbed.digests, undisturbed.steps)
+    assert len(left.ended) == 1
+
+
+@pytest.mark.slow
+def test_a_machine_that_was_taken_for_lost_ends_when_the_network_is_there_again_and_may_come_as_a_new_one(
+    machines, undisturbed, networks
+):
+    told = {"folder": str(machines.folder / "run"), "faults": [], "pause": 0.1}
+    first = start_in(networks, machines, told, number=0)
+    patient = start_in(networks, machines, told, number=1, conf={"keep_alive_interval": "100"})
+    wait_until(lambda: len(list(machines.folder.glob("pid-*"))) == 2, "both train")
+    networks.cut(0, 1)
+    wait_until(lambda: "was silent for 3 s" in first.stderr, "the first machine goes on")
+    assert patient.processes()
+    networks.mend()
+    assert patient.wait() == 1
+    assert GONE in patient.stderr
+    assert patient.is_gone()
+    again = start_in(networks, machines, told, number=1)
+    assert (first.wait(), again.wait()) == (0, 0), first.stderr + again.stderr
+    assert "a replacement joined" in first.stderr
+    left = machines.left_by(first)
+    assert (left.digests, left.steps) == (undisturbed.digests, undisturbed.steps)
+
+
+@pytest.mark.slow
+def test_a_machine_behind_a_slow_network_is_not_lost(machines, undisturbed, networks):
+    if not networks.slow_down("400kbit"):
+        pytest.skip("the kernel slows no network down")
+    first, second = train_in(networks, machines)
+    assert (first.wait(), second.wait()) == (0, 0), first.stderr + second.stderr
+    assert "lost" not in first.stderr
+    assert machines.left_by(first).digests == undisturbed.digests
