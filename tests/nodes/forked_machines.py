@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -45,6 +46,7 @@ class Machine:
     pid: int
     alive: int  # the read end of the pipe that all of them hold
     folder: Path  # with what its supervisor prints
+    patience: float = SECONDS
     code: int | None = None
 
     @property
@@ -69,9 +71,9 @@ class Machine:
             with suppress(ProcessLookupError):
                 os.kill(pid, signum)
 
-    def wait(self, seconds=SECONDS):
+    def wait(self, seconds=None):
         """The exit code of its supervisor."""
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + (self.patience if seconds is None else seconds)
         while self.code is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
@@ -95,6 +97,8 @@ class Machines:
     port: int = field(default_factory=free_port)
     started: list = field(default_factory=list)
     host: str = "localhost"
+    twin: Callable | None = None  # called in the processes of each machine before all, to put a defect in
+    patience: float = SECONDS  # with which the end of a machine is waited for
 
     @property
     def place(self):
@@ -118,10 +122,9 @@ class Machines:
         name="",
         log_dir=None,
         network=None,
-        twin=None,
         **own,
     ):
-        """Starts one more machine with a script and its argument; `twin` is called in its processes before all."""
+        """Starts one more machine with a script and its argument."""
         folder = self.folder / f"machine-{len(self.started)}"
         folder.mkdir()
         policy = Policy(hang_seconds=20.0) if policy is None else policy
@@ -147,8 +150,8 @@ class Machines:
                         assert ctypes.CDLL(None).setns(file.fileno(), CLONE_NEWNET) == 0
                 job = Job("script", str(script), argv, quiet=True, policy=policy, log_dir=log_dir)
                 ServerPool.executed = partial(_forked_pool, job)
-                if twin is not None:
-                    twin()
+                if self.twin is not None:
+                    self.twin()
                 code = _lead_or_follow(job, devices, self.meeting(nnodes, number, name, conf or {}))
             except BaseException:
                 traceback.print_exc()
@@ -157,7 +160,7 @@ class Machines:
                 sys.stderr.flush()
                 os._exit(code)
         os.close(writer)
-        self.started.append(Machine(pid, reader, folder))
+        self.started.append(Machine(pid, reader, folder, self.patience))
         return self.started[-1]
 
     def start_all(self, count, script, told, nnodes=None, **options):

@@ -1,10 +1,15 @@
 """Machines that are lost: whatever goes where, the others end in the bits of one process, and nothing is left behind."""
 
+import base64
+import inspect
 import json
+import math
 import re
 import signal
 import socket
 import time
+from dataclasses import replace
+from functools import partial
 
 import pytest
 from forked_machines import ADDRESSES, listens, machines_in, two_networks, wait_until
@@ -13,9 +18,14 @@ from test_loops import SCRIPT as LOOP
 from test_loops import alone
 from worlds import cpu_only
 
+from samestep.comm import group
+from samestep.comm.heartbeat import HEALS, HeartbeatPage
 from samestep.comm.wire import Wire
+from samestep.devices.selection import select
 from samestep.launcher import machines as machines_module
-from samestep.launcher.job import Policy
+from samestep.launcher.job import Job, Policy
+from samestep.launcher.machines import Follower, MachinesPool
+from samestep.launcher.meeting import Meeting
 
 pytestmark = cpu_only("the machines have CPU workers")
 
@@ -193,8 +203,9 @@ def test_strangers_at_the_place_to_meet_change_nothing(machines, says):
         stranger.close()
 
 
-def test_a_stranger_that_never_says_who_it_is_is_sent_away(machines, says, monkeypatch):
-    first = machines.start(says, ("1", "0"), "2", twin=lambda: setattr(machines_module, "HELLO_SECONDS", 0.5))
+def test_a_stranger_that_never_says_who_it_is_is_sent_away(machines, says):
+    machines.twin = lambda: setattr(machines_module, "HELLO_SECONDS", 0.5)
+    first = machines.start(says, ("1", "0"), "2")
     stranger = visit(machines, b"")
     for _ in range(200):  # speaking all the time
         try:
@@ -361,6 +372,62 @@ def test_a_lost_machine_ends_a_script_of_torch_distributed_everywhere(machines):
     assert "the run has ended with exit code 1: see the output of" in started[1].stderr
 
 
+def test_what_workers_of_an_earlier_attempt_sent_late_changes_nothing(machines, says):
+    """The other machine is this test, which speaks the language of machines."""
+    policy = Policy(hang_seconds=1.0, max_restarts=1)
+    first = machines.start(says, ("1", "6"), "2", number=0, policy=policy)
+    wait_until(lambda: listens(machines.port), "the first machine listens")
+    wire = Wire(socket.create_connection(("localhost", machines.port)))
+    job = Job("script", str(says), policy=replace(policy, min_machines=2))
+    wire.send(**machines_module._described(job, select("cpu:1"), machines.meeting("2", 1, "", {})))
+    attempt, lines, ends_at, deadline = 0, [], math.inf, time.monotonic() + 60
+    page = HeartbeatPage.create(2)
+    page.post(1, "forward", 7, HEALS, 0)  # and nothing more: who posts this hangs
+    beat = base64.b64encode(page.read_slot(1)).decode()
+    page.close()
+    while wire.is_open and time.monotonic() < deadline:
+        for message in wire.receive():
+            lines.append(message)
+            if "start" in message:
+                attempt = message["start"]["attempt"]
+                wire.send(exited=1, code=9, attempt=0)  # once in time, once late
+                wire.send(broken="late", attempt=0)
+                wire.send(beats=[[1, beat]], attempt=0)
+                wire.send(pipe="stdout", slot=1, data=beat, attempt=0)
+            elif attempt == 1 and "page" not in message:
+                assert "signal" not in message, "it is taken for hung"
+        if attempt == 1 and first.stdout == "00":
+            ends_at = min(ends_at, time.monotonic() + 4)
+        if time.monotonic() > ends_at:
+            attempt, ends_at = 2, math.inf
+            wire.send(exited=1, code=0, attempt=1)
+        wire.keep_alive(0.5)
+        time.sleep(0.02)
+    assert first.wait() == 0, first.stderr
+    assert lines[-1]["end"] == 0
+    wire.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [KILLED, CLOSED, SILENT])
+def test_without_the_machine_where_all_meet_the_others_end_and_the_run_is_started_again(machines, undisturbed, kind):
+    fault = {"rank": 0, "step": 7, "phase": "backward", "kind": kind, "once": True}
+    told = {"folder": str(machines.folder / "run"), "faults": [fault], "resume": "auto"}
+    first, *others = machines.start_all(3, SCRIPT, told, SAMESTEP_TRANSPORT="gloo")
+    for other in others:
+        assert other.wait() == 1, other.stderr
+        assert GONE in other.stderr
+        assert other.is_gone()
+    if kind == SILENT:  # it goes on alone
+        first.signal(signal.SIGCONT)
+        assert first.wait() == 0, first.stderr
+    else:
+        assert first.wait() == -signal.SIGKILL
+        again = machines.start_all(2, SCRIPT, told)
+        assert [machine.wait() for machine in again] == [0, 0], again[0].stderr
+    assert machines.left_by(first).digests == undisturbed.digests
+
+
 @pytest.fixture
 def networks():
     with two_networks(pytest.skip) as made:
@@ -436,3 +503,96 @@ def test_a_machine_behind_a_slow_network_is_not_lost(machines, undisturbed, netw
     assert (first.wait(), second.wait()) == (0, 0), first.stderr + second.stderr
     assert "lost" not in first.stderr
     assert machines.left_by(first).digests == undisturbed.digests
+
+
+def wrapped(owner, name, around):
+    """Replaces a function by `around(the function, its arguments)`."""
+    real = getattr(owner, name)
+    setattr(owner, name, lambda *args: around(real, *args))
+
+
+def never_lost_leader(real, *args):
+    """A machine that another one leads waits for its words without end."""
+    Meeting.silence_seconds = property(lambda meeting: 1e9)
+    return real(*args)
+
+
+def unread_is_kept(real, pool, machine, text):
+    unread = [*machine.unread]
+    real(pool, machine, text)
+    machine.unread.extend(unread)
+
+
+def heard_again(real, pool, machine, message):
+    """What is said of another attempt counts."""
+    real(pool, machine, {**message, "attempt": pool._attempt})
+
+
+silent_in_an_exchange = partial(
+    test_whatever_is_lost_the_others_end_in_the_bits_of_one_process,
+    place="exchange",
+    kind=SILENT,
+    is_loop=False,
+    world=(2, 1),
+    transport="gloo",
+)
+leader_is_silent = partial(
+    test_without_the_machine_where_all_meet_the_others_end_and_the_run_is_started_again, kind=SILENT
+)
+TWINS = {
+    "gloo's waits without looks": (
+        lambda: setattr(group, "_has_arrived", lambda work: work.wait()),
+        silent_in_an_exchange,
+    ),
+    "the sockets of a lost machine stay open": (
+        lambda: setattr(group, "_shut", lambda inodes: None),
+        silent_in_an_exchange,
+    ),
+    "a machine that does not end when the leader is silent": (
+        lambda: wrapped(Follower, "run", never_lost_leader),
+        leader_is_silent,
+    ),
+    "workers start before their page is there": (
+        lambda: wrapped(
+            MachinesPool, "_send_page", lambda real, pool, machine: machine.posted is not None and real(pool, machine)
+        ),
+        silent_in_an_exchange,
+    ),
+    "changes of the page are not sent": (
+        lambda: setattr(MachinesPool, "post", lambda pool, page: None),
+        partial(silent_in_an_exchange, world=(3, 1)),
+    ),
+    "messages of another attempt count": (
+        lambda: wrapped(MachinesPool, "_handle", heard_again),
+        test_what_workers_of_an_earlier_attempt_sent_late_changes_nothing,
+    ),
+    "two machines with one number": (
+        lambda: wrapped(
+            MachinesPool,
+            "_greet",
+            lambda real, pool, machine, message: real(pool, machine, {**message, "number": None}),
+        ),
+        test_two_machines_with_one_number_are_not_both_taken,
+    ),
+    "what strangers say after they were sent away": (
+        lambda: wrapped(MachinesPool, "_lose", unread_is_kept),
+        test_strangers_at_the_place_to_meet_change_nothing,
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("defect", TWINS)
+def test_twin_with_a_defect_the_test_of_it_fails(machines, request, defect):
+    put_in, test = TWINS[defect]
+    machines.twin, machines.patience = put_in, 15.0
+    given = {name: request.getfixturevalue(name) for name in inspect.signature(test).parameters if name in FIXTURES}
+    try:
+        with pytest.raises((AssertionError, OSError, IndexError, KeyError)):
+            test(**given)
+    finally:
+        for machine in machines.started:
+            machine.signal(signal.SIGKILL)
+
+
+FIXTURES = ("machines", "undisturbed", "loop_alone", "says")
