@@ -99,6 +99,7 @@ class Machines:
     host: str = "localhost"
     twin: Callable | None = None  # called in the processes of each machine before all, to put a defect in
     patience: float = SECONDS  # with which the end of a machine is waited for
+    unread: int | None = None
 
     @property
     def place(self):
@@ -121,12 +122,19 @@ class Machines:
         conf=None,
         name="",
         log_dir=None,
+        unread=False,
         network=None,
         **own,
     ):
-        """Starts one more machine with a script and its argument."""
+        """Starts one more machine with a script and its argument; `unread`: what it prints goes to a pipe, as a pager's.
+
+        The pipe is the file "out" of its folder, which this process has opened.
+        """
         folder = self.folder / f"machine-{len(self.started)}"
         folder.mkdir()
+        if unread:
+            os.mkfifo(folder / "out")
+            self.unread = os.open(folder / "out", os.O_RDONLY | os.O_NONBLOCK)
         policy = Policy(hang_seconds=20.0) if policy is None else policy
         argv = (json.dumps(told),) if not isinstance(told, tuple) else told
         reader, writer = os.pipe()
@@ -148,7 +156,7 @@ class Machines:
                 if network is not None:
                     with open(network) as file:
                         assert ctypes.CDLL(None).setns(file.fileno(), CLONE_NEWNET) == 0
-                job = Job("script", str(script), argv, quiet=True, policy=policy, log_dir=log_dir)
+                job = Job("script", str(script), argv, quiet=not unread, policy=policy, log_dir=log_dir)
                 ServerPool.executed = partial(_forked_pool, job)
                 if self.twin is not None:
                     self.twin()

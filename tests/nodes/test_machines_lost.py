@@ -4,13 +4,16 @@ import base64
 import inspect
 import json
 import math
+import os
 import re
 import signal
 import socket
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
+from select import select as select_ready
 
+import psutil
 import pytest
 from forked_machines import ADDRESSES, listens, machines_in, two_networks, wait_until
 from healing_runs import SCRIPT, Told, run_script
@@ -23,7 +26,7 @@ from samestep.comm.heartbeat import HEALS, HeartbeatPage
 from samestep.comm.wire import Wire
 from samestep.devices.selection import select
 from samestep.launcher import machines as machines_module
-from samestep.launcher.job import Job, Policy
+from samestep.launcher.job import Job, Policy, assign
 from samestep.launcher.machines import Follower, MachinesPool
 from samestep.launcher.meeting import Meeting
 
@@ -325,6 +328,132 @@ def test_all_that_ranks_of_another_machine_print_arrives(machines, says, megabyt
     assert (first.wait(), second.wait()) == (0, 0), first.stderr + second.stderr
     assert {path.name: path.stat().st_size for path in logs.iterdir()} == {f"rank-{n}.log": size for n in (1, 2, 3)}
     assert (logs / "rank-3.log").read_text() == "3" * size
+
+
+class Leader:
+    """This test as the first machine, which the supervisor of another one obeys."""
+
+    def __init__(self, machines, script, told, devices=1):
+        self._job, self.messages = Job("script", str(script)), []
+        with socket.create_server(("localhost", machines.port)) as door:
+            patient = {"keep_alive_interval": "20"}
+            self.machine = machines.start(script, told, "2", number=1, devices=devices, conf=patient)
+            self.wire = Wire(door.accept()[0])
+        self.wire.send(welcome=1, name="the test")
+
+    def start(self, attempt, *slots):
+        """Starts workers of an attempt."""
+        page = {"number": 0, "slots": [0, *slots], "lost": [], "stop": 0, "shown": 0}
+        self.wire.send(page=page, attempt=attempt)
+        [place] = assign(self._job, select("cpu:1"), "run", attempt)
+        for index, slot in enumerate(slots):
+            own = replace(place, rank=slot, slot=slot, machine=1, device_index=index, store=("localhost", 1))
+            self.wire.send(start=asdict(own), pipes=["events", "dump", "stdout", "stderr"])
+
+    def read_until(self, holds):
+        """Reads what the machine sends, with a word of this one now and then, until a message is as wanted."""
+        deadline = time.monotonic() + 60
+        while not any(map(holds, self.messages)):
+            assert time.monotonic() < deadline and self.wire.is_open, self.machine.stderr
+            self.wire.keep_alive(0.5)
+            self.messages += self.wire.receive()
+            time.sleep(0.01)
+
+    def printed(self, slot):
+        """What a worker had printed when its end was told."""
+        found = b""
+        for message in self.messages:
+            if message.get("exited") == slot:
+                return found
+            if (message.get("pipe"), message.get("slot")) == ("stdout", slot) and message["data"]:
+                found += base64.b64decode(message["data"])
+        raise AssertionError(f"it has not ended: {self.messages}")
+
+    def end(self):
+        self.wire.send(end=0)
+        assert self.machine.wait() == 0, self.machine.stderr
+        self.wire.close()
+
+
+def test_the_end_of_a_worker_is_told_after_all_that_it_printed_however_much_waits(machines, says):
+    says.write_text(
+        SAYS.replace("os.environ", "time.sleep(0.5 * (os.environ['RANK'] == '2')) or os.environ").replace(
+            "int(sys.argv[1])", "int(sys.argv[1].split()[int(os.environ['RANK']) - 1])"
+        )
+    )
+    leader = Leader(machines, says, (f"{16 << 20} 1000", "0"), devices=2)
+    leader.start(0, 1, 2)
+    time.sleep(2.5)  # in which nothing is read, and the second has ended
+    leader.read_until(lambda message: message.get("exited") == 1)
+    assert leader.printed(2) == b"2" * 1000
+    assert leader.printed(1) == b"1" * (16 << 20)
+    leader.end()
+
+
+def test_workers_that_are_started_when_others_were_killed_run(machines, says):
+    leader = Leader(machines, says, ("5", "1"))
+    leader.start(0, 1)
+    leader.read_until(lambda message: message.get("pipe") == "stdout")
+    leader.wire.send = partial(hold, leader.wire, leader.wire.send)
+    leader.wire.send(kill=True)
+    leader.start(1, 1)
+    leader.wire.flush()
+    leader.read_until(lambda message: message.get("exited") == 1 and message["attempt"] == 1)
+    assert [message["code"] for message in leader.messages if message.get("exited") == 1][-1] == 0
+    leader.end()
+
+
+def hold(wire, send, **message):
+    """Keeps a message, so that it goes with the next ones."""
+    if "pipes" in message:
+        del wire.send
+        wire.send(**message)
+    else:
+        wire._unsent += json.dumps(message).encode() + b"\n"
+
+
+PRINTS = """
+import os, signal
+import torch
+import samestep
+run = samestep.Run(global_batch_size=8)
+model = torch.nn.Linear(2, 1)
+step = run.train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda model, batch: model(batch[0]).mean())
+for batch in run.loader((torch.ones(32, 2),)):
+    if run.membership.heartbeat.slot == 0 and step.num_steps == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    step(batch)
+for _ in range(50):
+    print("x" * 4000)
+"""
+"""The worker of the first machine is lost, and that of another one prints more than a pipe holds."""
+
+
+def test_a_pause_of_whoever_reads_the_output_loses_no_machine(machines):
+    script = machines.folder / "prints.py"
+    script.write_text(PRINTS)
+    first = machines.start(script, (), number=0, unread=True)
+    second = machines.start(script, (), number=1)
+    wait_until(lambda: select_ready([machines.unread], [], [], 0)[0], "something is printed")
+    time.sleep(5)
+    os.set_blocking(machines.unread, True)
+    with open(machines.unread) as file:
+        printed = file.read()
+    assert (first.wait(), second.wait()) == (0, 0), first.stderr + second.stderr
+    assert printed == ("x" * 4000 + "\n") * 50
+
+
+@pytest.mark.slow
+def test_a_run_whose_starter_was_killed_starts_again_on_all_machines(machines, undisturbed):
+    told = {"folder": str(machines.folder / "run"), "faults": [], "resume": "auto", "pause": 0.05}
+    first, second = machines.start_all(2, SCRIPT, told, policy=Policy(hang_seconds=20.0, max_restarts=1))
+    wait_until(lambda: (machines.folder / "run" / "checkpoints" / "latest").exists(), "there is a checkpoint")
+    starter = next(p for p in psutil.Process(first.pid).children() if p.name() != "sh")
+    starter.kill()
+    assert (first.wait(), second.wait()) == (0, 0), first.stderr + second.stderr
+    assert "all workers start again (1 of 1)" in first.stderr
+    assert "was lost" not in first.stderr
+    assert machines.left_by(first).digests == undisturbed.digests
 
 
 def test_with_too_few_machines_left_the_run_starts_again_when_another_has_come(machines, undisturbed):

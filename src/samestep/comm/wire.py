@@ -7,6 +7,7 @@ import contextlib
 import errno
 import json
 import socket
+import threading
 import time
 from typing import Any
 
@@ -19,7 +20,7 @@ MAX_READ = 1 << 20
 
 
 class Wire:
-    """One end of a connection.
+    """One end of a connection; a thread may keep it alive while another one is busy.
 
     Attributes:
         is_open: whether the other end was there at the last look.
@@ -33,6 +34,7 @@ class Wire:
         self._connection = connection
         self._parser = EventParser()
         self._unsent = bytearray()
+        self._lock = threading.RLock()  # of what is unsent
         self._line_size = 0  # of what has come of a message that is not complete
         self.is_open = True
         self.heard_at = self.sent_at = time.monotonic()
@@ -51,8 +53,9 @@ class Wire:
 
     def send(self, **message: Any) -> None:
         """Sends a message, or keeps what the connection does not take yet."""
-        self._unsent += json.dumps(message).encode() + b"\n"
-        self.flush()
+        with self._lock:
+            self._unsent += json.dumps(message).encode() + b"\n"
+            self.flush()
 
     def keep_alive(self, seconds: float) -> None:
         """Sends what waits, and an empty message if nothing was sent for so long."""
@@ -62,14 +65,15 @@ class Wire:
             self.flush()
 
     def flush(self) -> None:
-        try:
-            while self._unsent and self.is_open:
-                del self._unsent[: self._connection.send(self._unsent)]
-                self.sent_at = time.monotonic()
-        except BlockingIOError:
-            pass
-        except OSError:
-            self._unsent.clear()  # nobody takes it; what the other end said last is still to be read
+        with self._lock:
+            try:
+                while self._unsent and self.is_open:
+                    del self._unsent[: self._connection.send(self._unsent)]
+                    self.sent_at = time.monotonic()
+            except BlockingIOError:
+                pass
+            except OSError:
+                self._unsent.clear()  # nobody takes it; what the other end said last is still to be read
 
     def receive(self) -> list[dict[str, Any]]:
         """The messages that have come since the last call."""

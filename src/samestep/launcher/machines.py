@@ -27,6 +27,7 @@ import select
 import selectors
 import socket
 import tempfile
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -182,6 +183,8 @@ class MachinesPool(Pool):
         self._ready = select.epoll()
         door.setblocking(False)
         self._ready.register(door, select.EPOLLIN)
+        self._is_over = threading.Event()
+        self._voice = threading.Thread(target=self._keep_alive, daemon=True)
 
     def opened(self) -> "MachinesPool":
         """This pool, with a pool of this machine's workers that has just been opened."""
@@ -190,9 +193,12 @@ class MachinesPool(Pool):
         return self
 
     def __enter__(self) -> "MachinesPool":
+        self._voice.start()
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        self._is_over.set()
+        self._voice.join()
         deadline = time.monotonic() + LOOK_SECONDS
         why = str(error) if isinstance(error, UsageError) else ""
         if isinstance(error, StoppedError):
@@ -390,6 +396,12 @@ class MachinesPool(Pool):
                 if fd != self.fileno():
                     raise StoppedError(os.read(fd, 1)[0])
 
+    def _keep_alive(self) -> None:
+        """Speaks to the machines while the monitor waits for whoever reads its output, such as a pager that pauses."""
+        while not self._is_over.wait(LOOK_SECONDS):
+            for machine in [*self.machines]:
+                machine.wire.keep_alive(LOOK_SECONDS)
+
     def _tend(self) -> None:
         """Accepts machines, handles what has come from them, and finds those that are lost."""
         with contextlib.suppress(OSError):  # for lack of descriptors, too: those that wait are accepted later
@@ -410,7 +422,7 @@ class MachinesPool(Pool):
                 limit, heard_at = HELLO_SECONDS, machine.since
             if not machine.wire.is_open and not machine.unread and machine.unwritten is None:
                 self._lose(machine, f"{machine.name} has closed its connection")
-            elif now - heard_at > limit:
+            elif now - heard_at > limit and machine.unwritten is None:
                 self._lose(machine, f"{machine.name} was silent for {limit:g} s")
 
     def _handle(self, machine: Machine, message: Mapping[str, Any]) -> None:
