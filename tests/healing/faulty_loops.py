@@ -104,6 +104,7 @@ def train(run, kind, faults, folder):
             if kind == "checkpoints":
                 run.save_checkpoint(folder / "checkpoints", steps, loader, {"epoch": epoch})
         told.append(run.evaluate(model, small_images(23), {"accuracy": accuracy})["accuracy"])
+    strike("end")
     outputs = run.predict(model, small_images(23))
     told.append(outputs.double().sum().item().hex())
     return state_digest(nn.ModuleList([model, critic]), optimizer), told

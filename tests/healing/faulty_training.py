@@ -16,11 +16,13 @@ import os
 import signal
 import sys
 import time
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import psutil
 import torch
 from programs import classify, small_images, small_model
 from torch.utils.data import Dataset, Subset
@@ -29,7 +31,7 @@ from samestep.checkpoint import async_save as saver_module
 from samestep.checkpoint import export as export_module
 from samestep.checkpoint import resume as resume_module
 from samestep.checkpoint import storage as checkpoint_module
-from samestep.comm import group, transport
+from samestep.comm import connecting, group, transport
 from samestep.comm.environment import read_settings
 from samestep.comm.group import GroupTransport
 from samestep.comm.heartbeat import HEALS, READY_TO_JOIN, HeartbeatPage
@@ -96,6 +98,9 @@ class Faults:
         (self._folder / f"struck-{self._slot}.json").write_text(json.dumps(told))
         if fault["kind"].startswith("SIG"):
             os.kill(os.getpid(), signal.Signals[fault["kind"]])
+        elif fault["kind"].startswith(("machine ", "supervisor ")):
+            of, name = fault["kind"].split()
+            strike_machine(signal.Signals[name], alone=of == "supervisor")
         elif fault["kind"] == "exit":
             os._exit(3)
         elif fault["kind"] == "sys.exit":
@@ -122,6 +127,19 @@ class Faults:
             ctypes.PyDLL(None).sleep(1000)  # without letting go of the interpreter's lock
         else:
             raise RuntimeError(f"something went wrong on rank {self._slot}")
+
+
+def strike_machine(signum, alone):
+    """Signals the supervisor of this worker's machine, and all other processes of it, this one last."""
+    supervisor = psutil.Process().parent().parent()  # the parent is the fork server
+    spared = ("sh",)  # it removes the temporary folder, which a machine that is gone would keep
+    others = [] if alone else supervisor.children(recursive=True)
+    others = [each for each in others if each.pid != os.getpid() and each.name() not in spared]
+    for process in [supervisor, *others]:
+        with suppress(psutil.NoSuchProcess):
+            process.send_signal(signum)
+    if not alone:
+        os.kill(os.getpid(), signum)
 
 
 def striking(faults, real):
@@ -199,7 +217,7 @@ class Ends:
 
 
 def striking_writes(faults):
-    """Puts faults where the rank that writes passes by."""
+    """Puts faults where the rank that writes passes by, and where ranks connect anew."""
 
     def before(owner, name, phase):
         real = getattr(owner, name)
@@ -220,6 +238,7 @@ def striking_writes(faults):
             file.write(data[: len(data) // 2])
         return kind
 
+    before(connecting, "reconnect", lambda *_: "reconnect")
     before(checkpoint_module, "point_to", lambda folder, file, name: f"point {file}")
     before(checkpoint_module, "write_sealed_tensors", lambda path, tensors: f"write {path.stem}")
     before(checkpoint_module, "_discard", lambda path: "discard")
@@ -317,6 +336,7 @@ def main():
             resume=told.get("resume"),
             num_workers=told.get("num_workers", 0),
         )
+        faults.strike("end")
         ended = {
             "digest": trainer.digest,
             "history": [[r.train_loss.hex(), r.eval["accuracy"]] for r in trainer.history],

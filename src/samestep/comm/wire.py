@@ -7,6 +7,7 @@ import contextlib
 import errno
 import json
 import socket
+import threading
 import time
 from typing import Any
 
@@ -19,7 +20,7 @@ MAX_READ = 1 << 20
 
 
 class Wire:
-    """One end of a connection.
+    """One end of a connection; a thread may keep it alive while another one is busy.
 
     Attributes:
         is_open: whether the other end was there at the last look.
@@ -33,6 +34,8 @@ class Wire:
         self._connection = connection
         self._parser = EventParser()
         self._unsent = bytearray()
+        self._lock = threading.RLock()  # of what is unsent
+        self._line_size = 0  # of what has come of a message that is not complete
         self.is_open = True
         self.heard_at = self.sent_at = time.monotonic()
 
@@ -50,8 +53,9 @@ class Wire:
 
     def send(self, **message: Any) -> None:
         """Sends a message, or keeps what the connection does not take yet."""
-        self._unsent += json.dumps(message).encode() + b"\n"
-        self.flush()
+        with self._lock:
+            self._unsent += json.dumps(message).encode() + b"\n"
+            self.flush()
 
     def keep_alive(self, seconds: float) -> None:
         """Sends what waits, and an empty message if nothing was sent for so long."""
@@ -61,14 +65,15 @@ class Wire:
             self.flush()
 
     def flush(self) -> None:
-        try:
-            while self._unsent and self.is_open:
-                del self._unsent[: self._connection.send(self._unsent)]
-                self.sent_at = time.monotonic()
-        except BlockingIOError:
-            pass
-        except OSError:
-            self.is_open = False
+        with self._lock:
+            try:
+                while self._unsent and self.is_open:
+                    del self._unsent[: self._connection.send(self._unsent)]
+                    self.sent_at = time.monotonic()
+            except BlockingIOError:
+                pass
+            except OSError:
+                self._unsent.clear()  # nobody takes it; what the other end said last is still to be read
 
     def receive(self) -> list[dict[str, Any]]:
         """The messages that have come since the last call."""
@@ -80,11 +85,20 @@ class Wire:
                 self.is_open, self.heard_at = bool(data), time.monotonic()
                 messages += self._parser.feed(data)
                 size += len(data)
+                end = data.rfind(b"\n") + 1
+                self._line_size = len(data) - end + (0 if end else self._line_size)
+                if self._line_size > MAX_READ:  # no message is as long
+                    self.is_open = False
         except BlockingIOError:
             pass
         except OSError:
             self.is_open = False
         return messages
+
+    def finish(self) -> None:
+        """Tells the other end that no more will come; the connection is open until that one closes its own."""
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
         self.is_open = False

@@ -27,6 +27,7 @@ import select
 import selectors
 import socket
 import tempfile
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -105,6 +106,7 @@ class Machine:
     number: int = -1
     name: str = ""
     labels: Sequence[str] = ()
+    since: float = field(default_factory=time.monotonic)  # when it came
     is_new: bool = True  # whether it has no worker of this attempt
     running: set[int] = field(default_factory=set)  # slots
     posted: tuple[int, int, int, int] | None = None  # what its page has; None if it has none in this attempt
@@ -127,7 +129,10 @@ class Machine:
         if self.unwritten is not None:
             fd, data = self.unwritten
             with contextlib.suppress(BlockingIOError):
-                data = data[os.write(fd, data) :]
+                try:
+                    data = data[os.write(fd, data) :]
+                except BrokenPipeError:  # nobody reads it any more
+                    data = b""
             self.unwritten = (fd, data) if data else None
 
     def close_pipes(self, slots: Sequence[int]) -> None:
@@ -178,6 +183,8 @@ class MachinesPool(Pool):
         self._ready = select.epoll()
         door.setblocking(False)
         self._ready.register(door, select.EPOLLIN)
+        self._is_over = threading.Event()
+        self._voice = threading.Thread(target=self._keep_alive, daemon=True)
 
     def opened(self) -> "MachinesPool":
         """This pool, with a pool of this machine's workers that has just been opened."""
@@ -186,17 +193,28 @@ class MachinesPool(Pool):
         return self
 
     def __enter__(self) -> "MachinesPool":
+        self._voice.start()
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        self._is_over.set()
+        self._voice.join()
         deadline = time.monotonic() + LOOK_SECONDS
         why = str(error) if isinstance(error, UsageError) else ""
+        if isinstance(error, StoppedError):
+            self.exit_code = 128 + error.signum
         for machine in self.machines:
             machine.wire.send(end=self.exit_code, why=why)
         while any(m.wire.has_unsent and m.wire.is_open for m in self.machines) and time.monotonic() < deadline:
             time.sleep(BUSY_SECONDS)
             for machine in self.machines:
                 machine.wire.flush()
+        for machine in self.machines:
+            machine.wire.finish()
+        while any(m.wire.is_open for m in self.machines) and time.monotonic() < deadline:
+            time.sleep(BUSY_SECONDS)
+            for machine in self.machines:
+                machine.wire.receive()
         for machine in self.machines:
             machine.wire.close()
             machine.close_pipes([slot for slot, _ in machine.pipes])
@@ -227,7 +245,9 @@ class MachinesPool(Pool):
         self._job.policy.check_devices(mine.count + sum(len(m.labels) for m in others), len(places))
         self._slots = tuple(range(len(places)))
         for machine in others:
-            machine.is_new, machine.posted = False, None
+            machine.is_new, machine.posted, machine.unwritten = False, None, None
+            machine.running.clear()
+            machine.close_pipes([slot for slot, _ in machine.pipes])
         return tuple(
             replace(
                 place,
@@ -376,9 +396,15 @@ class MachinesPool(Pool):
                 if fd != self.fileno():
                     raise StoppedError(os.read(fd, 1)[0])
 
+    def _keep_alive(self) -> None:
+        """Speaks to the machines while the monitor waits for whoever reads its output, such as a pager that pauses."""
+        while not self._is_over.wait(LOOK_SECONDS):
+            for machine in [*self.machines]:
+                machine.wire.keep_alive(LOOK_SECONDS)
+
     def _tend(self) -> None:
         """Accepts machines, handles what has come from them, and finds those that are lost."""
-        with contextlib.suppress(BlockingIOError):
+        with contextlib.suppress(OSError):  # for lack of descriptors, too: those that wait are accepted later
             while True:
                 connection, _ = self._door.accept()
                 machine = Machine(Wire(connection))
@@ -391,10 +417,12 @@ class MachinesPool(Pool):
             while machine.unread and machine.unwritten is None:
                 self._handle(machine, machine.unread.popleft())
             machine.wire.keep_alive(LOOK_SECONDS)
-            limit = HELLO_SECONDS if machine in self._guests else self._meeting.silence_seconds
+            limit, heard_at = self._meeting.silence_seconds, machine.wire.heard_at
+            if machine in self._guests:
+                limit, heard_at = HELLO_SECONDS, machine.since
             if not machine.wire.is_open and not machine.unread and machine.unwritten is None:
                 self._lose(machine, f"{machine.name} has closed its connection")
-            elif now - machine.wire.heard_at > limit:
+            elif now - heard_at > limit and machine.unwritten is None:
                 self._lose(machine, f"{machine.name} was silent for {limit:g} s")
 
     def _handle(self, machine: Machine, message: Mapping[str, Any]) -> None:
@@ -402,10 +430,11 @@ class MachinesPool(Pool):
         try:
             if machine in self._guests:
                 self._greet(machine, message)
+            elif message.get("attempt", self._attempt) != self._attempt:
+                pass  # of workers that have been started anew
             elif "beats" in message:
-                if message["attempt"] == self._attempt and self._page is not None:
-                    for slot, post in message["beats"]:
-                        self._page.write_slot(slot, base64.b64decode(post))
+                for slot, post in message["beats"] if self._page is not None else ():
+                    self._page.write_slot(slot, base64.b64decode(post))
             elif "pipe" in message:
                 data = message["data"]
                 machine.relay(message["slot"], message["pipe"], None if data is None else base64.b64decode(data))
@@ -447,7 +476,8 @@ class MachinesPool(Pool):
         machine.wire.send(welcome=machine.number, name=machine_name())
 
     def _lose(self, machine: Machine, text: str) -> None:
-        """Goes on without a machine."""
+        """Goes on without a machine, whatever else it has sent."""
+        machine.unread.clear()
         with contextlib.suppress(OSError, ValueError):
             self._ready.unregister(machine.wire.fileno())
         machine.wire.close()
@@ -561,6 +591,7 @@ class Follower:
 
     def close(self) -> None:
         """Ends the workers of this machine."""
+        self._wire.close()
         if self._pool is not None:
             self._pool.close()
         for key in [*self._selector.get_map().values()]:
@@ -569,7 +600,6 @@ class Follower:
         self._selector.close()
         if self._page is not None:
             self._page.close()
-        self._wire.close()
 
     def _obey(self, message: Mapping[str, Any]) -> Outcome | None:
         """Does what the leader says; the outcome if the run has ended."""
@@ -586,6 +616,8 @@ class Follower:
             self._pool.signal(message["slot"], message["signal"])
         elif "kill" in message and self._pool is not None:
             self._pool.kill()
+            self._report_ends()
+            self._drop_pool()  # what is started from now on needs another one
         elif "groups" in message and self._pool is not None:
             self._wire.send(groups={slot: group for slot, group in self._pool.groups().items() if slot in self._posts})
         elif "end" in message:
@@ -601,6 +633,8 @@ class Follower:
         if attempt != self._attempt or self._page is None:
             if self._page is not None:
                 self._page.close()
+            for key in [key for key in self._selector.get_map().values() if key.data is not None]:
+                self._close_pipe(key.fd)  # which a process of the attempt before still holds
             self._page, self._attempt = HeartbeatPage.create(0), attempt
             self._posts.clear()
         page = self._page
@@ -632,14 +666,20 @@ class Follower:
         self._pool = self._open_pool()
         self._selector.register(self._pool.fileno(), selectors.EVENT_READ)
 
+    def _drop_pool(self) -> None:
+        if self._pool is not None:
+            self._selector.unregister(self._pool.fileno())
+            self._pool.close()
+            self._pool = None
+
     def _pause(self) -> float:
         """How long to wait for something to read."""
         is_calm = time.monotonic() - self._stirred_at > STIR_SECONDS and not self._wire.has_unsent
         return LOOK_SECONDS if is_calm else BUSY_SECONDS
 
-    def _read(self, fd: int, slot: int, name: str) -> bool:
-        """Sends on what a worker has written; whether there may be more."""
-        if self._wire.is_full:
+    def _read(self, fd: int, slot: int, name: str, *, is_last: bool = False) -> bool:
+        """Sends on what a worker has written; whether there may be more. The last, of one that has ended, is little."""
+        if self._wire.is_full and not is_last:
             time.sleep(BUSY_SECONDS)  # the leader does not keep up, and the worker waits
             return False
         try:
@@ -648,11 +688,15 @@ class Follower:
             return False
         except OSError:
             data = b""
-        self._wire.send(pipe=name, slot=slot, data=base64.b64encode(data).decode() if data else None)
+        told = base64.b64encode(data).decode() if data else None
+        self._wire.send(pipe=name, slot=slot, data=told, attempt=self._attempt)
         if not data:
-            self._selector.unregister(fd)
-            os.close(fd)
+            self._close_pipe(fd)
         return bool(data)
+
+    def _close_pipe(self, fd: int) -> None:
+        self._selector.unregister(fd)
+        os.close(fd)
 
     def _report_ends(self) -> None:
         """Sends which workers have ended, after all that they wrote."""
@@ -661,16 +705,14 @@ class Follower:
         for event in self._pool.poll_events():
             self._stirred_at = time.monotonic()
             for key in [*self._selector.get_map().values()]:
-                while key.data is not None and key.data[0] == event.slot and self._read(key.fd, *key.data):
+                while key.data is not None and key.data[0] == event.slot and self._read(key.fd, *key.data, is_last=True):
                     pass
             self._send_beats()
             if event.slot is not None:
-                self._wire.send(exited=event.slot, code=event.code)
+                self._wire.send(exited=event.slot, code=event.code, attempt=self._attempt)
             else:
-                self._wire.send(broken=event.text.rstrip())
-                self._selector.unregister(self._pool.fileno())
-                self._pool.close()
-                self._pool = None
+                self._wire.send(broken=event.text.rstrip(), attempt=self._attempt)
+                self._drop_pool()
                 return
 
     def _send_beats(self) -> None:
