@@ -56,6 +56,7 @@ UNTRUSTED = {
     "engine.diagnosis": "explains failures",
     "engine.side_effects": "reads attributes in the first steps, and prints notices",
     "errors": "exceptions",
+    "comm.wire": "makes the socket at which ranks meet, and messages between supervisors",
     "text": "messages",
     "run.arguments": "answers unknown arguments",
     "files": "writes and reads files, whose bytes the manifest verifies",

@@ -416,12 +416,13 @@ def test_a_recipe_goes_on_by_itself_after_a_worker_of_another_machine_was_killed
     assert f"digest   {one.digest}" in "".join(node.stdout for node in ended)
 
 
-@pytest.mark.slow
-def test_a_signal_stops_all_nodes_after_a_checkpoint_and_a_later_run_goes_on(nodes):
+@pytest.mark.parametrize("asked", [pytest.param([1], marks=pytest.mark.slow), [0, 1]])
+def test_a_signal_to_one_machine_or_all_stops_them_after_a_checkpoint_and_a_later_run_goes_on(nodes, asked):
     script = nodes.script(TRAINER)
-    started = nodes.start_all(2, ["run"], ["--devices", "cpu:1", script, EPOCHS])
+    started = nodes.start_all(2, ["run"], ["--devices", "cpu:1", script, EPOCHS], PACE="0.02")
     nodes.wait_for(CHECKPOINT)
-    started[0].send_signal(signal.SIGTERM)
+    for number in asked:
+        started[number].send_signal(signal.SIGTERM)
     first, second = map(nodes.end_of, started)
     assert (first.code, second.code) == (143, 143), first.stderr + second.stderr
     assert "stopped after step" in first.stdout

@@ -16,7 +16,7 @@ a leader. Without the leader's machine the run ends, and is started again from i
 Messages to a follower: `refused` (a sentence), `welcome` (its number), `start` (an `Assignment`) with `pipes` (names),
 `signal` (slot, number), `page` (what it has, of attempt `attempt`), `kill`, `groups`, `end` (exit code). From one: the
 fields of `_described`, `beats` ([slot, post] each), `pipe` (slot, name, data, or null at its end), `exited` (slot,
-code), `broken` (a text), `groups` (by slot), `stop` (a signal).
+code), `broken` (a text), `groups` (by slot), `stop` (a signal, with `ECHOES` if it is this machine's first).
 """
 
 import base64
@@ -43,6 +43,7 @@ from samestep.errors import PeerLostError, UsageError
 from samestep.launcher import os_processes
 from samestep.launcher.job import Assignment, Instruction, Job, Outcome, assign, process_variables
 from samestep.launcher.meeting import Meeting, machine_name
+from samestep.launcher.monitor import ECHOES
 from samestep.launcher.os_processes import EarlyServer
 from samestep.launcher.supervisor import resolve_start_method, stop_requests, supervise
 from samestep.launcher.worker_pool import Group, Pool, ServerPool, WorkerEvent
@@ -394,7 +395,7 @@ class MachinesPool(Pool):
             fds = [self.fileno(), self.stops, *([] if requests is None else [requests])]
             for fd in select.select(fds, [], [], LOOK_SECONDS)[0]:
                 if fd != self.fileno():
-                    raise StoppedError(os.read(fd, 1)[0])
+                    raise StoppedError(os.read(fd, 1)[0] & ~ECHOES)
 
     def _keep_alive(self) -> None:
         """Speaks to the machines while the monitor waits for whoever reads its output, such as a pager that pauses."""
@@ -433,8 +434,9 @@ class MachinesPool(Pool):
             elif message.get("attempt", self._attempt) != self._attempt:
                 pass  # of workers that have been started anew
             elif "beats" in message:
-                for slot, post in message["beats"] if self._page is not None else ():
-                    self._page.write_slot(slot, base64.b64decode(post))
+                if self._page is not None:
+                    for slot, post in message["beats"]:
+                        self._page.write_slot(slot, base64.b64decode(post))
             elif "pipe" in message:
                 data = message["data"]
                 machine.relay(message["slot"], message["pipe"], None if data is None else base64.b64decode(data))
@@ -562,6 +564,7 @@ class Follower:
         self._attempt = -1
         self._posts: dict[int, bytes] = {}  # what was last sent, by slot
         self._leader = ""
+        self._is_stopping = False  # whether a signal has asked this machine to stop
         self._stirred_at = time.monotonic()
         self._pool: ServerPool | None = None
         self._open()
@@ -579,7 +582,8 @@ class Follower:
                     signum = os.read(requests, 1)[0]
                     if not self._posts:  # no worker yet: the others can go on without this machine
                         return Outcome(128 + signum)
-                    self._wire.send(stop=signum)
+                    self._wire.send(stop=signum if self._is_stopping else signum | ECHOES)
+                    self._is_stopping = True
             for message in self._wire.receive():
                 if (outcome := self._obey(message)) is not None:
                     return outcome
@@ -705,7 +709,9 @@ class Follower:
         for event in self._pool.poll_events():
             self._stirred_at = time.monotonic()
             for key in [*self._selector.get_map().values()]:
-                while key.data is not None and key.data[0] == event.slot and self._read(key.fd, *key.data, is_last=True):
+                while (
+                    key.data is not None and key.data[0] == event.slot and self._read(key.fd, *key.data, is_last=True)
+                ):
                     pass
             self._send_beats()
             if event.slot is not None:

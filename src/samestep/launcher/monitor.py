@@ -180,6 +180,7 @@ POLL_SECONDS = 0.05
 CHECK_SECONDS = 0.5
 # For the report of the worker that failed first: the others lose their connections to it, and may be read before it.
 SETTLE_SECONDS = 0.5
+ECHOES = 128  # added to the number of a signal
 LEAVE_SECONDS = 2.0  # for workers that see by the page that the run is over, and clean up
 KILL_SECONDS = 5.0
 # After SIGABRT, for `faulthandler` to write the stacks; a worker that blocks the signal is killed then.
@@ -256,12 +257,18 @@ class Monitor:
             self._owned.add(fd)
 
     def listen_for_stop(self, fd: int) -> None:
-        """Handles bytes from `fd`, which the caller closes, as numbers of signals that ask to stop."""
+        """Handles bytes from `fd`, which the caller closes, as numbers of signals that ask to stop.
+
+        A signal that a machine `ECHOES` may be the first for it, but not for the run: a cluster signals all machines.
+        """
 
         def stop(fd: int) -> bool:
-            for signum in read_available(fd) or b"":
+            for byte in read_available(fd) or b"":
+                signum = byte & ~ECHOES
                 if self._stopped_by is None:
                     self._stop(signum)
+                elif byte & ECHOES:
+                    continue
                 elif self._phase != "killed" and signum != signal.SIGHUP:  # see `run.signals`
                     self._display.notify("ending at once")
                     self._kill()
