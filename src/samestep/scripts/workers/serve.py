@@ -72,11 +72,8 @@ class Worker:
                     answer = self._forward if kind == "forward" else self._derivative
                     answer(content, part)
                     del shared, part, content  # or they would be kept until the next message
-        except PeerLostError as error:
-            if not is_beside:  # else the driver's exit code is the run's
-                raise PeerLostError(
-                    "the script, which machine 0 runs, has ended by an error, or that machine is lost: see its output"
-                ) from error
+        except PeerLostError:
+            pass  # the driver's exit code is the run's
 
     def _forward(self, content: Any, part: Received) -> None:
         head: dict[str, Any] = {
