@@ -514,7 +514,7 @@ class Monitor:
         left, policy = len(self.workers.living), self._job.policy
         devices = f"{left or 'no'} {'device is' if left < 2 else 'devices are'} left"
         asked = f", and --min-devices asks for {policy.min_devices}" if policy.min_devices > 1 else ""
-        if policy.min_machines > len({worker.place.machine for worker in self.workers.living}):
+        if 1 < policy.min_machines > len({worker.place.machine for worker in self.workers.living}):
             asked = f", and --nnodes asks for {policy.min_machines} machines (--nnodes 1:{policy.min_machines} goes on)"
         return f"{devices}{asked}; {RESUME_HINT}"
 
