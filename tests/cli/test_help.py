@@ -75,7 +75,6 @@ def offered(capsys, monkeypatch, *words):
         (("train", ""), list(NAMES)),
         (("replay", "runs/a/checkpoints/"), ["runs/a/checkpoints/step-7"]),
         (("run", "--start-method", ""), ["fork", "spawn"]),
-        (("run", "--nnodes", "2", "--rdzv-backend", ""), ["c10d", "static"]),
         (("run", ""), []),  # files, which the shell offers by itself
         (("verify", "v"), ["vgg", "vary.py"]),
         (("verify", "--tier", "a"), ["allclose"]),
