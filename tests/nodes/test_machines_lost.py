@@ -260,6 +260,7 @@ def test_a_machine_of_another_run_is_turned_away_in_a_sentence_and_the_right_one
     assert (first.wait(), second.wait()) == (0, 0), first.stderr + second.stderr
 
 
+@pytest.mark.slow
 def test_two_machines_with_one_number_are_not_both_taken(machines, says):
     first, second = machines.start_all(2, says, ("2", "3"), "3", conf={"join_timeout": "4"})
     wait_until(lambda: first.stderr, "it waits")
@@ -310,6 +311,7 @@ def test_a_signal_to_a_machine_that_works_stops_all_after_their_step(machines, u
     assert machines.left_by(again).digests <= undisturbed.digests
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_all_at_once(machines, says):
     says.write_text("import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + SAYS)
     first, second = machines.start_all(2, says, ("1", "100"))
@@ -429,6 +431,7 @@ for _ in range(50):
 """The worker of the first machine is lost, and that of another one prints more than a pipe holds."""
 
 
+@pytest.mark.slow
 def test_a_pause_of_whoever_reads_the_output_loses_no_machine(machines):
     script = machines.folder / "prints.py"
     script.write_text(PRINTS)
@@ -501,6 +504,7 @@ def test_a_lost_machine_ends_a_script_of_torch_distributed_everywhere(machines):
     assert "the run has ended with exit code 1: see the output of" in started[1].stderr
 
 
+@pytest.mark.slow
 def test_what_workers_of_an_earlier_attempt_sent_late_changes_nothing(machines, says):
     """The other machine is this test, which speaks the language of machines."""
     policy = Policy(hang_seconds=1.0, max_restarts=1)
@@ -563,11 +567,11 @@ def networks():
         yield made
 
 
-def start_in(networks, machines, told, *, number, **options):
-    """A machine in one of two networks."""
-    machines.host = ADDRESSES[0]
-    gloo = {"GLOO_SOCKET_IFNAME": networks.devices[number], "SAMESTEP_TRANSPORT": "gloo"}
-    return machines.start(SCRIPT, told, number=number, network=networks.files[number], **options, **gloo)
+def start_in(networks, machines, told, *, number, end=None, **options):
+    """A machine at an end of the cable between two networks: that of its number if it is not told."""
+    machines.host, end = ADDRESSES[0], number if end is None else end
+    gloo = {"GLOO_SOCKET_IFNAME": networks.devices[end], "SAMESTEP_TRANSPORT": "gloo"}
+    return machines.start(SCRIPT, told, number=number, network=networks.files[end], **options, **gloo)
 
 
 def train_in(networks, machines, **more):
@@ -622,6 +626,35 @@ def test_a_machine_that_was_taken_for_lost_ends_when_the_network_is_there_again_
     assert "a replacement joined" in first.stderr
     left = machines.left_by(first)
     assert (left.digests, left.steps) == (undisturbed.digests, undisturbed.steps)
+
+
+@pytest.mark.slow
+def test_the_files_of_a_run_are_written_on_by_another_machine_when_the_one_that_wrote_them_is_cut_off(
+    machines, undisturbed, networks
+):
+    told = {"folder": str(machines.folder / "run"), "faults": [WORKS_ALONE], "pause": 0.05}
+    ends = (0, 1, 0)  # of the cable, at which the machines are
+    first, second, third = (
+        start_in(networks, machines, told, number=number, end=end, nnodes="1:3") for number, end in enumerate(ends)
+    )
+    wait_until(lambda: "went on after" in first.stderr, "the second machine has rank 0")
+    networks.cut(0, 1)
+    assert second.wait() == 1
+    assert GONE in second.stderr
+    assert (first.wait(), third.wait()) == (0, 0), first.stderr
+    assert first.stderr.count("went on after") == 2
+    left = machines.left_by(first)
+    assert (left.digests, left.steps) == (undisturbed.digests, undisturbed.steps)
+
+
+@pytest.mark.slow
+def test_a_machine_that_is_frozen_while_it_writes_to_the_folder_of_all_ends_the_run_in_a_sentence(machines):
+    fault = {"rank": 1, "step": 5, "phase": "checkpoint", "kind": SILENT}
+    told = {"folder": str(machines.folder / "run"), "faults": [WORKS_ALONE, fault]}
+    first, second, third = machines.start_all(3, SCRIPT, told)
+    assert (first.wait(), third.wait()) == (2, 2)
+    assert f"has been writing to {machines.folder / 'run'} since" in first.stderr  # it has the lock, and may wake up
+    check_end_of(second, SILENT)
 
 
 @pytest.mark.slow
