@@ -1,4 +1,4 @@
-"""Machines that are lost: whatever goes where, the others end in the bits of one process, and nothing is left behind."""
+"""Machines that are lost: whatever goes where, the others end in the bits of one process, and nothing is left."""
 
 import base64
 import inspect
@@ -195,9 +195,8 @@ def test_strangers_at_the_place_to_meet_change_nothing(machines, says):
     assert "these differ: " in all_of(answers["turned away, and a request to stop"])
     endless = visit(machines, b"")
     endless.settimeout(30)
-    with pytest.raises(OSError, match="reset|pipe"):  # the first machine does not keep a line without an end
-        for _ in range(64):
-            endless.sendall(b"x" * (1 << 20))
+    with pytest.raises((BrokenPipeError, ConnectionResetError)):  # a line without an end is not kept
+        endless.sendall(b"x" * (64 << 20))
     assert first.code is None
     second = machines.start(says, ("3", "0"), "2")
     assert (first.wait(), second.wait()) == (0, 0), first.stderr + second.stderr
@@ -356,7 +355,8 @@ class Leader:
         """Reads what the machine sends, with a word of this one now and then, until a message is as wanted."""
         deadline = time.monotonic() + 60
         while not any(map(holds, self.messages)):
-            assert time.monotonic() < deadline and self.wire.is_open, self.machine.stderr
+            assert time.monotonic() < deadline, self.machine.stderr
+            assert self.wire.is_open, self.machine.stderr
             self.wire.keep_alive(0.5)
             self.messages += self.wire.receive()
             time.sleep(0.01)
@@ -498,7 +498,7 @@ def test_a_lost_machine_ends_a_script_of_torch_distributed_everywhere(machines):
     script.write_text(COLLECTIVE)
     started = machines.start_all(3, script, (), PLACE=str(machines.folder / "met"))
     wait_until(lambda: len(list(machines.folder.glob("met-*"))) == 3, "all have met")
-    started[2].signal(signal.SIGKILL, [pid for pid in started[2].processes()])
+    started[2].signal(signal.SIGKILL)
     assert [machine.wait() for machine in started] == [1, 1, -signal.SIGKILL], started[0].stderr
     assert re.search("error: rank 2 on .* was lost: .* has closed its connection", started[0].stderr)
     assert "the run has ended with exit code 1: see the output of" in started[1].stderr

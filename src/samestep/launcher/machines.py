@@ -433,8 +433,9 @@ class MachinesPool(Pool):
             elif message.get("attempt", self._attempt) != self._attempt:
                 pass  # of workers that have been started anew
             elif "beats" in message:
-                for slot, post in message["beats"] if self._page is not None else ():
-                    self._page.write_slot(slot, base64.b64decode(post))
+                if self._page is not None:
+                    for slot, post in message["beats"]:
+                        self._page.write_slot(slot, base64.b64decode(post))
             elif "pipe" in message:
                 data = message["data"]
                 machine.relay(message["slot"], message["pipe"], None if data is None else base64.b64decode(data))
@@ -705,7 +706,9 @@ class Follower:
         for event in self._pool.poll_events():
             self._stirred_at = time.monotonic()
             for key in [*self._selector.get_map().values()]:
-                while key.data is not None and key.data[0] == event.slot and self._read(key.fd, *key.data, is_last=True):
+                while (
+                    key.data is not None and key.data[0] == event.slot and self._read(key.fd, *key.data, is_last=True)
+                ):
                     pass
             self._send_beats()
             if event.slot is not None:
