@@ -22,6 +22,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "healing"))
 
+import faulty_training  # noqa: F401 - for tests that are imported before its folder can be
 from healing_runs import Told, shared_memory
 from marked import RANK_NAMES, SECONDS, free_port
 

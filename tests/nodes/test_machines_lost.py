@@ -5,6 +5,7 @@ import inspect
 import json
 import math
 import os
+import random
 import re
 import signal
 import socket
@@ -13,6 +14,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from select import select as select_ready
 
+import forked_machines
 import psutil
 import pytest
 from forked_machines import ADDRESSES, listens, machines_in, two_networks, wait_until
@@ -21,7 +23,8 @@ from test_loops import SCRIPT as LOOP
 from test_loops import alone
 from worlds import cpu_only
 
-from samestep.comm import group
+from samestep.comm import connecting, group
+from samestep.comm.environment import read_settings
 from samestep.comm.heartbeat import HEALS, HeartbeatPage
 from samestep.comm.wire import Wire
 from samestep.devices.selection import select
@@ -131,6 +134,74 @@ def check_end_of(lost, kind):
         assert lost.wait() == -signal.SIGKILL
     if lost is not None:
         assert lost.is_gone()
+
+
+def several_faults(seed):
+    """Faults by chance at up to three of four machines with a worker each; one worker has none."""
+    random_ = random.Random(seed)
+    slots = random_.sample(range(1, 4), random_.randint(1, 3))
+    kinds = {slot: random_.choice(LOST_BY) for slot in slots}
+    if len(slots) < 3 and SILENT not in kinds.values() and random_.random() < 0.5:
+        kinds[0] = WORKER  # else a silent machine may hold the lock of the folder
+    phases = (
+        "data",
+        "forward",
+        "backward",
+        "exchange",
+        "sent",
+        "exchanged",
+        "update",
+        "evaluate",
+        "between",
+        "reconnect",
+    )
+    return [
+        {"rank": slot, "step": random_.choice((0, 3, 3, 4, 7)), "phase": random_.choice(phases), "kind": kind}
+        for slot, kind in kinds.items()
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(6))
+def test_several_machines_may_be_lost_at_once_or_one_after_another(machines, undisturbed, seed):
+    told = {"folder": str(machines.folder / "run"), "faults": several_faults(seed)}
+    transport = ("gloo", "auto")[seed % 2]
+    started = machines.start_all(4, SCRIPT, told, SAMESTEP_TRANSPORT=transport)
+    assert started[0].wait() == 0, started[0].stderr
+    for machine in started:
+        machine.signal(signal.SIGCONT)
+    left = machines.left_by(started[0])
+    assert (left.digests, left.steps) == (undisturbed.digests, undisturbed.steps)
+    assert not left.has_read_a_checkpoint
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [KILLED, SILENT])
+@pytest.mark.parametrize("phase", ["join", "forward"])
+def test_a_machine_that_comes_late_may_be_lost_while_it_joins_and_another_one_joins(machines, undisturbed, phase, kind):
+    fault = {"rank": 1, "step": 0, "phase": phase, "kind": kind}
+    told = {"folder": str(machines.folder / "run"), "faults": [fault], "pause": 0.05, "wait_for": 2}
+    if phase == "join":
+        machines.twin = lambda: wrapped(connecting, "reconnect", struck_once)
+        told["faults"], struck_once.kind = [], kind
+    soon = {"nnodes": "1:3", "conf": {"last_call_timeout": "0"}, "SAMESTEP_TRANSPORT": "gloo"}
+    first = machines.start(SCRIPT, told, **soon)
+    wait_until(lambda: (machines.folder / "pid-0").exists(), "it trains")
+    late = machines.start(SCRIPT, told, **soon)
+    wait_until(lambda: "was lost" in first.stderr, "the second machine is lost")
+    third = machines.start(SCRIPT, told, **soon)
+    assert (first.wait(), third.wait()) == (0, 0), first.stderr
+    assert "a replacement joined" in first.stderr
+    check_end_of(late, kind)
+    left = machines.left_by(first)
+    assert (left.digests, left.steps) == (undisturbed.digests, undisturbed.steps)
+
+
+def struck_once(real, *args):
+    """Loses the machine of slot 1 when it connects."""
+    if read_settings().slot == 1:
+        forked_machines.faulty_training.strike_machine(signal.Signals[struck_once.kind.split()[1]], alone=False)
+    return real(*args)
 
 
 SAYS = """
