@@ -22,6 +22,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "healing"))
 
+import faulty_training  # noqa: F401 - for tests that are imported before its folder can be
 from healing_runs import Told, shared_memory
 from marked import RANK_NAMES, SECONDS, free_port
 
@@ -108,7 +109,9 @@ class Machines:
     def meeting(self, nnodes, number, name, conf):
         told = ",".join(f"{key}={value}" for key, value in {**SOON, **conf}.items())
         numbered = {} if number is None else {"node_rank": str(number)}
-        return Meeting.of({"nnodes": nnodes, "rdzv_endpoint": self.place, "rdzv_conf": told, "rdzv_id": name, **numbered})
+        return Meeting.of(
+            {"nnodes": nnodes, "rdzv_endpoint": self.place, "rdzv_conf": told, "rdzv_id": name, **numbered}
+        )
 
     def start(
         self,
@@ -126,9 +129,9 @@ class Machines:
         network=None,
         **own,
     ):
-        """Starts one more machine with a script and its argument; `unread`: what it prints goes to a pipe, as a pager's.
+        """Starts one more machine with a script and its argument.
 
-        The pipe is the file "out" of its folder, which this process has opened.
+        With `unread`, what it prints goes to a pipe, as a pager's: the file "out" of its folder, which is opened here.
         """
         folder = self.folder / f"machine-{len(self.started)}"
         folder.mkdir()
@@ -245,7 +248,9 @@ def machines_in(tmp_path):
             machine.wait(10)
             os.close(machine.alive)
     assert not listens(made.port)
-    wait_until(lambda: not [path for path in temporary.iterdir() if not path.name.startswith(TORCHS)], "no file is left", 10)
+    wait_until(
+        lambda: not [path for path in temporary.iterdir() if not path.name.startswith(TORCHS)], "no file is left", 10
+    )
     assert shared_memory() <= before
 
 
@@ -263,7 +268,7 @@ class Networks:
 
     def cut(self, *ways):
         """Drops what is sent from these ends on, without a word to anybody: it goes to an address that nobody has."""
-        self._send_to({end: "02:00:00:00:00:99" for end in ways})
+        self._send_to(dict.fromkeys(ways, NOBODY))
 
     def mend(self):
         self._send_to({end: self.hardware[1 - end] for end in (0, 1)})
@@ -282,7 +287,7 @@ class Networks:
             assert inside(self.holders[end], "ip", "neigh", "replace", *place) == 0
 
 
-ADDRESSES = ("10.213.79.1", "10.213.79.2")
+ADDRESSES, NOBODY = ("10.213.79.1", "10.213.79.2"), "02:00:00:00:00:99"
 
 
 def inside(holder, *command):
