@@ -19,12 +19,14 @@ import drawn_scripts
 import grammar
 import psutil
 import simulated_collectives
+import simulated_machines
 import simulated_membership
 import simulated_processes
 import simulated_ranks
 from grammar import Program, programs
 from hypothesis import strategies as st
 from simulated_collectives import Call
+from simulated_machines import MachineFault, MachinesSchedule
 from simulated_membership import Fault, Schedule
 from simulated_ranks import generator_states, set_generators
 
@@ -107,7 +109,7 @@ def cases(kind):
     if kind == "scripts":
         return drawn_scripts.scripts()
     if kind == "membership":
-        return schedules()
+        return schedules() | schedules_of_machines()
     if kind == "collectives":
         drawn, alone = st.lists(calls(), min_size=1, max_size=12), st.tuples(st.none(), st.just(0))
         odd = st.tuples(calls(), st.integers(0, 11))
@@ -195,6 +197,34 @@ def schedules():
     )
 
 
+def schedules_of_machines():
+    """Draws runs on several machines to which something happens."""
+    faults = st.builds(
+        Fault, st.sampled_from(simulated_membership.KINDS), st.integers(0, 6), st.integers(0, 12), st.integers(0, 60)
+    )
+    of_machines = st.builds(
+        MachineFault,
+        st.sampled_from(simulated_machines.MACHINE_FAULTS),
+        st.integers(0, 15),
+        st.integers(0, 80),
+        st.sampled_from([2, 10, 25, 40, 80]),
+    )
+    return st.builds(
+        MachinesSchedule,
+        st.lists(st.integers(1, 3), min_size=2, max_size=4).map(tuple),
+        st.lists(faults, max_size=2).map(tuple),
+        st.lists(of_machines, max_size=3).map(tuple),
+        st.integers(0, 1 << 20),
+        st.integers(1, 9),
+        st.integers(1, 8),
+        st.integers(0, 2),
+        st.integers(0, 2),
+        st.integers(1, 2),
+        st.sampled_from([1, 0, 10, 40]),
+        st.lists(st.integers(1, 8), max_size=2).map(tuple),
+    )
+
+
 def saved(program):
     """The program by a trainer, which writes a run folder."""
     return grammar.allowed(program.but(loop="trainer"))
@@ -206,6 +236,12 @@ def script(case):
         return drawn_scripts.script(case)
     if isinstance(case, Schedule):
         return f"{Path(simulated_membership.__file__).read_text()}\n\ncheck_schedule({case!r})\n"
+    if isinstance(case, MachinesSchedule):
+        heads = [Path(each.__file__).read_text() for each in (simulated_membership, simulated_machines)]
+        heads[1] = "\n".join(
+            line for line in heads[1].splitlines() if not line.startswith("from simulated_membership import")
+        )
+        return "\n\n".join([*heads, f"\ncheck_machines({case!r})\n"])
     if not isinstance(case, Case):
         drawn, ranks, (odd, at) = case
         listed = "".join(f"    {call!r},\n" for call in drawn)

@@ -173,6 +173,12 @@ class Ranks:
             slot: Group(rank.hangs and self.page.beat(slot).phase not in WORKING) for slot, rank in self.by_slot.items()
         }
 
+    def post(self, page):
+        pass
+
+    def newcomers(self):
+        return ()
+
     def kill(self):
         for rank in self.by_slot.values():
             rank.end(-signal.SIGKILL)
