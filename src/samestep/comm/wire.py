@@ -101,8 +101,9 @@ class Wire:
             self._connection.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
-        self.is_open = False
-        self._connection.close()
+        with self._lock:  # else a thread could send to what gets its number next
+            self.is_open = False
+            self._connection.close()
 
 
 def listen(host: str, port: int) -> socket.socket:
