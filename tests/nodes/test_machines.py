@@ -84,6 +84,7 @@ def test_the_times_of_a_meeting_are_torchruns():
         ({"rdzv_endpoint": "a:99999"}, "port"),
         ({"rdzv_endpoint": "a", "node_rank": 2}, "got --node-rank 2; needed: a number from 0 to 1"),
         ({"rdzv_endpoint": "a", "rdzv_conf": "timeout=soon"}, "got --rdzv-conf timeout=soon; needed: is_host=true, or"),
+        ({"rdzv_endpoint": "a", "rdzv_conf": "keep_alive_interval=0"}, "got --rdzv-conf keep_alive_interval=0; needed"),
         ({"rdzv_endpoint": "a", "rdzv_conf": "patience=9"}, "got --rdzv-conf patience=9; needed: is_host=true, or"),
     ],
 )

@@ -335,11 +335,11 @@ def test_two_machines_with_one_number_are_not_both_taken(machines, says):
     first, second = machines.start_all(2, says, ("2", "3"), "3", conf={"join_timeout": "4"})
     wait_until(lambda: first.stderr, "it waits")
     time.sleep(1)  # until the second is there
-    again = machines.start(says, ("2", "3"), "3", number=1, conf={"join_timeout": "4"})
-    assert again.wait() == 2
+    again = machines.start(says, ("2", "3"), "3", number=1, conf={"join_timeout": "1"})
+    assert again.wait() == 2, again.stderr
     assert "there is a machine with --node-rank 1 already" in again.stderr
     for machine in (first, second):
-        assert machine.wait() == 2
+        assert machine.wait() == 2, machine.stderr
         assert "not all of 3 machines came to localhost" in machine.stderr
 
 

@@ -41,7 +41,7 @@ from samestep.comm.heartbeat import Heartbeat
 from samestep.comm.membership import Membership
 from samestep.comm.rendezvous import Rendezvous
 from samestep.comm.requests import END_OF_FIT
-from samestep.comm.transport import Arrived, Connection, LocalTransport
+from samestep.comm.transport import Connection, LocalTransport
 from samestep.devices.selection import select as select_devices
 from samestep.errors import SamestepError
 from samestep.launcher import machines, monitor, supervisor
@@ -706,7 +706,12 @@ def check_machines_run(world, whole):
             assert code != 0 or worker.is_lost or results or has_left(schedule), ("not all was there", worker.slot)
     # The first worker of the leader's machine lives unless something befalls it.
     struck = {fault.slot for fault in schedule.faults if fault.kind in HARMS}
-    if not world.was_early and 0 not in world.befell and not struck & {*range(schedule.ranks[0])} and schedule.least == 1:
+    if (
+        not world.was_early
+        and 0 not in world.befell
+        and not struck & {*range(schedule.ranks[0])}
+        and schedule.least == 1
+    ):
         outcome = world.outcomes[0]
         asked = any(fault.kind in ("stops", "ends") for fault in schedule.faults)
         assert asked or outcome.exit_code == 0, (outcome, world.said)

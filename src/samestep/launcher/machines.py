@@ -13,7 +13,7 @@ for the leader, and the others go on without them. A follower for which the lead
 are never two halves that both go on: only the leader announces quorums, and its connections that fail make nobody else
 a leader. Without the leader's machine the run ends, and is started again from its newest checkpoint.
 
-Messages to a follower: `refused` (a sentence), `welcome` (its number), `start` (an `Assignment`) with `pipes` (names),
+Messages to a follower: `refused` (a sentence; `for_now`), `welcome` (number), `start` (`Assignment`; `pipes`: names),
 `signal` (slot, number), `page` (what it has, of attempt `attempt`), `kill`, `groups`, `end` (exit code). From one: the
 fields of `_described`, `beats` ([slot, post] each), `pipe` (slot, name, data, or null at its end), `exited` (slot,
 code), `broken` (a text), `groups` (by slot), `stop` (a signal, with `ECHOES` if it is this machine's first).
@@ -52,6 +52,7 @@ from samestep.version import __version__
 
 LOOK_SECONDS, BUSY_SECONDS = 0.5, 0.02  # between looks at a page: of a calm run, and while something changes
 STIR_SECONDS = 2.0  # after a change
+START_SECONDS = 0.1  # between looks while a worker starts
 HELLO_SECONDS = 10.0
 PIPE_BYTES = 32_768  # of a worker's output in a message: what a pipe holds
 RELAYED = ("events", "dump", "stdout", "stderr")
@@ -467,7 +468,7 @@ class MachinesPool(Pool):
         elif len(taken) >= self._meeting.max_machines:
             refusal = f"the run has its {counted(self._meeting.max_machines, 'machine')} already"
         if refusal:
-            machine.wire.send(refused=refusal)
+            machine.wire.send(refused=refusal, for_now=not differ)
             self._lose(machine, "")
             return
         self._last_number = max(taken) + 1 if self._last_number in taken else self._last_number + 1
@@ -514,11 +515,27 @@ def _follow(job: Job, selection: Selection, meeting: Meeting, open_pool: Callabl
         sockets = ""
         with contextlib.suppress(OSError):
             sockets = until.enter_context(os_processes.temporary_folder("samestep-"))
-        wire = _connected(meeting, requests)
-        follower = until.enter_context(
-            contextlib.closing(Follower(wire, job, selection, meeting, open_pool, sockets, fds))
-        )
-        return follower.run(requests)
+        deadline, is_told = time.monotonic() + meeting.seconds("join_timeout"), False
+        while True:
+            wire = _connected(meeting, requests)
+            with contextlib.closing(Follower(wire, job, selection, meeting, open_pool, sockets, fds)) as follower:
+                try:
+                    return follower.run(requests)
+                except TurnedAwayError as error:
+                    if not error.is_for_now or time.monotonic() > deadline:
+                        raise
+                    if not is_told:
+                        notify(f"{error}; waiting for its place")
+                    is_told = True
+            _pause(requests)
+
+
+class TurnedAwayError(UsageError):
+    """The leader does not take this machine; for now, if it has the place of one that may be lost."""
+
+    def __init__(self, message: str, is_for_now: bool) -> None:
+        super().__init__(message)
+        self.is_for_now = is_for_now
 
 
 def _connected(meeting: Meeting, requests: int | None) -> Wire:
@@ -527,10 +544,15 @@ def _connected(meeting: Meeting, requests: int | None) -> Wire:
     while time.monotonic() < deadline:
         with contextlib.suppress(OSError):
             return Wire(socket.create_connection((meeting.host, meeting.port), timeout=LOOK_SECONDS))
-        fds = [] if requests is None else [requests]
-        if select.select(fds, [], [], LOOK_SECONDS)[0]:
-            raise StoppedError(os.read(fds[0], 1)[0])
+        _pause(requests)
     raise meeting.absent(is_silent=True)
+
+
+def _pause(requests: int | None) -> None:
+    """Waits for a moment, unless a signal asks to stop."""
+    fds = [] if requests is None else [requests]
+    if select.select(fds, [], [], LOOK_SECONDS)[0]:
+        raise StoppedError(os.read(fds[0], 1)[0])
 
 
 class Follower:
@@ -567,7 +589,6 @@ class Follower:
         self._is_stopping = False  # whether a signal has asked this machine to stop
         self._stirred_at = time.monotonic()
         self._pool: ServerPool | None = None
-        self._open()
 
     def run(self, requests: int | None) -> Outcome:
         """Obeys until the run ends, or the leader is lost."""
@@ -608,9 +629,11 @@ class Follower:
     def _obey(self, message: Mapping[str, Any]) -> Outcome | None:
         """Does what the leader says; the outcome if the run has ended."""
         if "refused" in message:
-            raise UsageError(f"{self._meeting.place} has turned this machine away: {message['refused']}")
+            sentence = f"{self._meeting.place} has turned this machine away: {message['refused']}"
+            raise TurnedAwayError(sentence, message["for_now"])
         if "welcome" in message:
             self._leader = message["name"]
+            self._open()  # so that it imports torch while the others come
         elif "page" in message:
             self._stirred_at = time.monotonic()
             self._take_page(message["attempt"], message["page"])
@@ -678,8 +701,12 @@ class Follower:
 
     def _pause(self) -> float:
         """How long to wait for something to read."""
-        is_calm = time.monotonic() - self._stirred_at > STIR_SECONDS and not self._wire.has_unsent
-        return LOOK_SECONDS if is_calm else BUSY_SECONDS
+        if time.monotonic() - self._stirred_at <= STIR_SECONDS or self._wire.has_unsent:
+            return BUSY_SECONDS
+        # The leader must know soon that a worker can heal: it may be lost right after its start.
+        page = self._page
+        starts = page is not None and any(page.beat(slot).phase == "start" for slot in self._posts)
+        return START_SECONDS if starts else LOOK_SECONDS
 
     def _read(self, fd: int, slot: int, name: str, *, is_last: bool = False) -> bool:
         """Sends on what a worker has written; whether there may be more. The last, of one that has ended, is little."""

@@ -62,7 +62,8 @@ class Meeting:
             raise UsageError(f"got --nnodes {nodes} and no place to meet; give --rdzv-endpoint HOST:PORT as well")
         conf = dict(part.strip().partition("=")[::2] for part in known.get("rdzv_conf", "").split(",") if part.strip())
         for name, value in conf.items():
-            is_known = value.lower() in (*TRUE, *FALSE) if name == "is_host" else _is_seconds(value)
+            low = 0.1 if name.startswith("keep_alive") else 0.0
+            is_known = value.lower() in (*TRUE, *FALSE) if name == "is_host" else _is_number(value, low)
             if name not in (*SECONDS, "timeout", "is_host") or not is_known:
                 needed = f"is_host=true, or one of {', '.join(SECONDS)} and timeout with a number of seconds"
                 raise UsageError(f"got --rdzv-conf {name}={value}; needed: {needed}")
@@ -168,9 +169,9 @@ def _parse_endpoint(text: str) -> tuple[str, int]:
     return found["host"], port
 
 
-def _is_seconds(text: str) -> bool:
+def _is_number(text: str, least: float) -> bool:
     try:
-        return 0 <= float(text) < float("inf")
+        return least <= float(text) < float("inf")
     except ValueError:
         return False
 
