@@ -57,22 +57,6 @@ def folding(operation, order):
     return SimpleNamespace(prepared=operation.prepared, fold=lambda parts, into: operation.fold(order([*parts]), into))
 
 
-def ends_first(report):
-    """A function that reports the ends of workers before what they have written."""
-
-    def reordered(follower):
-        wire, messages = follower._wire, []
-        follower._wire = SimpleNamespace(send=lambda **message: messages.append(message), is_full=False)
-        try:
-            report(follower)
-        finally:
-            follower._wire = wire
-        for message in sorted(messages, key=lambda message: "exited" not in message):
-            wire.send(**message)
-
-    return reordered
-
-
 # What is wrong: the function and by what it is replaced, beside `real`, the check, the program, and fields of its case.
 TWINS = table("""
     what was frozen in training is not restored: checkpoint.state._restore_extras = nothing
@@ -221,10 +205,6 @@ TWINS = table("""
         launcher.machines.Follower._send_beats = lambda self: (
         real(self), setattr(self._wire, "heard_at", float("inf")))
         | machines | MachinesSchedule((1, 1), (), (MachineFault("cut", 1, 20, 80),))
-    the end of a worker on another machine is told before what it wrote:
-        launcher.machines.Follower._report_ends = ends_first(real)
-        | machines | MachinesSchedule((3, 3, 1, 1), (Fault("fails", 5, 0, 8),), order=61372, steps=8,
-        microbatches=7, replacements=1, restarts=1, delay=40)
     a machine is lost only when its connection closes:
         launcher.meeting.Meeting.silence_seconds = property(lambda self: 1e9)
         | machines | MachinesSchedule((1, 1), (), (MachineFault("dies", 1, 20),))
