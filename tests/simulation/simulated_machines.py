@@ -47,7 +47,7 @@ from samestep.errors import SamestepError
 from samestep.launcher import machines, monitor, supervisor
 from samestep.launcher.job import Job, Outcome, Policy
 from samestep.launcher.meeting import Meeting
-from samestep.launcher.worker_pool import Group, WorkerEvent
+from samestep.launcher.worker_pool import Group
 from samestep.launcher.worker_states import WORKING
 from samestep.run.signals import stopping_on_request
 
@@ -131,7 +131,7 @@ class Shown:
 
     def show(self, is_readable):
         if is_readable != self._is_shown:
-            (os.eventfd_write(self._fd, 1) if is_readable else os.eventfd_read(self._fd))
+            os.eventfd_write(self._fd, 1) if is_readable else os.eventfd_read(self._fd)
             self._is_shown = is_readable
 
     def setblocking(self, _):
@@ -446,12 +446,11 @@ class MachineRank(Rank):
         shared = SimpleNamespace(
             schedule=replace(world.schedule, faults=faults),
             turns=world.turns,
-            events=pool,
+            events=SimpleNamespace(append=lambda event: pool.events.append(event)),  # of which polls make another
             by_slot=attempt.by_slot,
             stops=False,
             requests=next(s for s in world.supervisors if s.machine == pool.machine and not s.is_over).requests,
         )
-        shared.events = SimpleNamespace(append=lambda event: pool.events.append(WorkerEvent(place.slot, event.code)))
         super().__init__(shared, place, channel)
 
     @property
@@ -554,7 +553,7 @@ class Mail(Connection):
         while True:
             machine = self.members[peer].machine
             is_cut = machine != self.owner.machine and world.net.is_cut(machine, self.owner.machine)
-            at, part = self.group.sent.get((peer, self.owner_rank, number), (float("inf"), None))
+            at, part = self.group.sent.get((peer, self.rank, number), (float("inf"), None))
             if at <= world.turns.now and not is_cut:
                 return part
             other, rank = self.group.there.get(peer), self.members[peer]
@@ -567,10 +566,6 @@ class Mail(Connection):
             world.turns.sleep(0.005)
             self.owner.strike(breaks=True)
             waited += world.turns.now - before
-
-    @property
-    def owner_rank(self):
-        return self.rank
 
     def broadcast(self, tensor, source):
         if self.rank == source:

@@ -20,6 +20,7 @@ from checks import FAULT_CHECKS, Case, over_processes, run_script, script
 from grammar import Program, table  # noqa: F401 (of the table)
 from run import Search
 from simulated_collectives import Call  # noqa: F401 (of the table)
+from simulated_machines import Fault, MachineFault, MachinesSchedule  # noqa: F401 (of the table)
 
 from samestep.comm.environment import read_settings  # noqa: F401 (of the table)
 from samestep.comm.requests import END_OF_FIT
@@ -194,13 +195,26 @@ TWINS = table("""
     sums have another order where ranks share a device: logical.collectives.Operation.fold = lambda self, parts, into:
         real(self, parts[::-1] if read_settings().fds.get("devices") else parts, into)
         | runs | [drawn_scripts.allowed(ranks=3, samples=12, epochs=3)]
+    other machines get the quorum before the one in force:
+        launcher.machines.Follower._take_page = lambda self, attempt, has: (
+        real(self, attempt, getattr(self, "had", has)), vars(self).update(had=has))
+        | machines | MachinesSchedule((1, 2), (Fault("killed", 2, 1),))
+    the workers of a lost machine have not ended for the leader: launcher.machines.MachinesPool._end_all = nothing
+        | machines | MachinesSchedule((1, 1), (), (MachineFault("dies", 1, 20),))
+    a machine that hears nothing from the leader keeps its workers:
+        launcher.machines.Follower._send_beats = lambda self: (
+        real(self), setattr(self._wire, "heard_at", float("inf")))
+        | machines | MachinesSchedule((1, 1), (), (MachineFault("cut", 1, 20, 80),))
+    a machine is lost only when its connection closes:
+        launcher.meeting.Meeting.silence_seconds = property(lambda self: 1e9)
+        | machines | MachinesSchedule((1, 1), (), (MachineFault("dies", 1, 20),))
 """)
 
 
 def case_of(name):
     """The program that shows a defect."""
     _, check, program, *more = TWINS[name].split(" | ")
-    if check in ("calls", "runs"):
+    if check in ("calls", "runs", "machines"):
         return eval(program)
     fields = eval(f"dict({''.join(more)})")
     if check in ("strategies", "struck"):
@@ -211,6 +225,8 @@ def case_of(name):
 def kind_of(name):
     """The kind of programs that show a defect."""
     case = case_of(name)
+    if isinstance(case, MachinesSchedule):
+        return "membership"
     if isinstance(case, tuple | list):
         return "collectives" if isinstance(case, tuple) else "scripts"
     if case.numbers:

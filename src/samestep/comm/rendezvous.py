@@ -192,13 +192,17 @@ def roll_call(
     try:
         store.set(str(rank), word)
         # Polling, since `Store.wait` prints warnings when it times out, and cannot tell which keys are there; with
-        # growing pauses, since hundreds of ranks may ask one store.
-        while missing := tuple(other for other in range(world_size) if not store.check([str(other)])):
+        # growing pauses, since hundreds of ranks may ask one store: for all at once, and then for those not yet seen.
+        left = tuple(range(world_size))
+        while left and not store.check([str(other) for other in left]):
+            left = missing = tuple(other for other in left if not store.check([str(other)]))
             if time.monotonic() >= deadline:
                 break
             check()
             time.sleep(pause)
             pause = min(2 * pause, POLL_SECONDS)
+        else:
+            missing = ()
     except RuntimeError:
         if store_host is None:
             raise
