@@ -197,6 +197,10 @@ class End(Shown):
             return b""  # again, too
         return self.coming.popleft()[1]
 
+    def shutdown(self, _):
+        if self.closed_at is None:
+            self.put(b"")
+
     def vanish(self):
         """Closes it without a word to the other one."""
         if self.closed_at is None:
@@ -646,6 +650,7 @@ def simulated_machines(world):
             (machines, "ServerPool", SimpleNamespace(executed=lambda *_: MachinePool(world))),
             (machines, "machine_name", lambda: f"machine {turns.running.machine}"),
             (machines, "notify", world.said.append),
+            (machines.MachinesPool, "_keep_alive", nothing_at_all),  # a thread, of which the clock knows nothing
             (machines, "stop_requests", requests),
             (supervisor, "stop_requests", requests),
             (machines, "HeartbeatPage", world.page),
