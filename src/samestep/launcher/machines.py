@@ -10,7 +10,7 @@ leader's, and the heartbeats, to it. A change is sent at once, and an empty mess
 
 Who is lost: a machine whose connection closes, or that is silent for `Meeting.silence_seconds`. Its workers have ended
 for the leader, and the others go on without them. A follower for which the leader is lost ends its own workers. There
-are never two halves that both go on: only the leader announces quorums, and its connections that fail make nobody else
+are never two halves that both go on: only the leader announces quorums, and connections that fail make no other one
 a leader. Without the leader's machine the run ends, and is started again from its newest checkpoint.
 
 Messages to a follower: `refused` (a sentence; `for_now`), `welcome` (number), `start` (`Assignment`; `pipes`: names),
@@ -133,7 +133,7 @@ class Machine:
             with contextlib.suppress(BlockingIOError):
                 try:
                     data = data[os.write(fd, data) :]
-                except BrokenPipeError:  # nobody reads it any more
+                except BrokenPipeError:  # it has no reader any more
                     data = b""
             self.unwritten = (fd, data) if data else None
 
@@ -250,29 +250,25 @@ class MachinesPool(Pool):
             machine.is_new, machine.posted, machine.unwritten = False, None, None
             machine.running.clear()
             machine.close_pipes([slot for slot, _ in machine.pipes])
-        return tuple(
-            replace(
-                place,
-                rank=rank,
-                slot=rank,
-                local_rank=place.rank,
-                local_world_size=place.world_size,
-                world_size=len(places),
-                attempt=attempt,
-                num_machines=len(others) + 1,
-                store=self._address,
-            )
-            for rank, place in enumerate(places)
+        placed = (replace(self._placed(place), world_size=len(places)) for place in places)
+        return tuple(replace(place, rank=rank, slot=rank) for rank, place in enumerate(placed))
+
+    def _placed(self, place: Assignment) -> Assignment:
+        """A place within a machine, with what it has of the run."""
+        return replace(
+            place,
+            local_rank=place.rank,
+            local_world_size=place.world_size,
+            attempt=self._attempt,
+            num_machines=1 + len(self.machines),
+            store=self._address,
         )
 
     def newcomers(self) -> Sequence[Assignment]:
-        places = []
-        for machine in self.machines:
-            if machine.is_new:
-                machine.is_new = False
-                for place in self._places_on(machine):
-                    local = replace(place, local_rank=place.rank, local_world_size=place.world_size)
-                    places.append(replace(local, attempt=self._attempt, store=self._address, num_machines=2))
+        places: list[Assignment] = []
+        for machine in [each for each in self.machines if each.is_new]:
+            machine.is_new = False
+            places += map(self._placed, self._places_on(machine))
         return places
 
     def start(self, instruction: Instruction) -> None:
@@ -719,8 +715,8 @@ class Follower:
             return False
         except OSError:
             data = b""
-        told = base64.b64encode(data).decode() if data else None
-        self._wire.send(pipe=name, slot=slot, data=told, attempt=self._attempt)
+        text = base64.b64encode(data).decode() if data else None
+        self._wire.send(pipe=name, slot=slot, data=text, attempt=self._attempt)
         if not data:
             self._close_pipe(fd)
         return bool(data)

@@ -113,11 +113,13 @@ def supervise(
         for attempt in itertools.count():
             again = False
             try:
-                told = () if machines is None else machines.assign(run_id, attempt, requests)
+                if machines is None:
+                    places: Sequence[Assignment] = assign(job, selection, run_id, attempt)
+                else:
+                    places = machines.assign(run_id, attempt, requests)
             except BaseException:
                 pool.close()
                 raise
-            places = told or assign(job, selection, run_id, attempt)
             # Anew for each attempt: flags and quorums of the one before must not be taken for its own.
             page = HeartbeatPage.create(len(places))
             monitor = Monitor(job, pool, page, display, restarts, {**(fds or {}), **tokens})
