@@ -401,7 +401,7 @@ def test_programs_that_a_rank_starts_and_nvidia_s_library_find_its_own_gpu(tmp_p
     ("words", "message"),
     [
         (("--devices", "cpu:3", "--logical-devices", "2"), "got 2 logical devices and 3 devices; needed: at least one"),
-        (("--devices", "cpu:1", "--logical-devices", "2000"), "one machine runs 1024 at most (--logical-devices)"),
+        (("--devices", "cpu:1", "--logical-devices", "2000"), "a run has 1024 at most (--logical-devices)"),
     ],
 )
 def test_logical_devices_that_cannot_be_are_refused(tmp_path, words, message):
