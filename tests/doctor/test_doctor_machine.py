@@ -86,7 +86,7 @@ class FakeNvml:
 def test_memory_that_others_have_taken_is_found_with_who_has_it():
     idle = Device("cuda", 0, "A", 80 * GIB, 80 * GIB)
     assert state(check_table.check_devices(on([idle]))) is None
-    used = replace(idle, memory_free=40 * GIB, processes=(Process(7, "python", None),))
+    used = replace(idle, memory_free=40 * GIB, processes=(Process(7, "python"),))
     (found,) = check_table.check_devices(on([used]))
     assert found.state == "note"
     assert "python (pid 7) uses 40.0 GiB of 80.0 GiB" in found.found
