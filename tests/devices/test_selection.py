@@ -190,7 +190,7 @@ def test_too_few_idle_devices_are_counted_and_their_users_named() -> None:
     with pytest.raises(DeviceError) as caught:
         select("free:3", machine(*rows))
     assert "asked for 3 idle devices, 2 of 3 are idle" in str(caught.value)
-    assert "(cuda:0: python (pid 4321, 20.0 GiB), unknown (pid 7))" in str(caught.value)
+    assert "(cuda:0: 20.0 GiB in use by python (pid 4321), unknown (pid 7))" in str(caught.value)
 
 
 def test_free_without_an_accelerator_offers_cpu_workers() -> None:

@@ -21,8 +21,9 @@ from torch import Tensor
 
 from samestep.core.seeds import derive_seed
 
-GLOBAL_OF_NUMPY: Any = mtrand.rand.__self__  # whose methods are the functions of np.random
-GLOBAL = (torch.default_generator, GLOBAL_OF_NUMPY, random.random.__self__)
+_PYTHONS: Any = random.random  # a method of its generator
+GLOBAL_OF_NUMPY: Any = mtrand.rand.__self__  # type: ignore[attr-defined]  # whose methods are the functions of np.random
+GLOBAL = (torch.default_generator, GLOBAL_OF_NUMPY, _PYTHONS.__self__)
 """The global generators of the host."""
 
 GENERATORS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
