@@ -1,7 +1,7 @@
 """The files of a run: records and curves, and the events of its ledger."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -10,9 +10,10 @@ from typing import Any
 
 from samestep.checkpoint.run_folder import CONTRACT_FILE, LEDGER_FILE
 from samestep.errors import DataError, UsageError
+from samestep.files import load_json, read_lines
 from samestep.runs.curves import Curve
 from samestep.runs.ledger import Ledger, is_step, number, read_ledger
-from samestep.runs.run_list import is_run, read_objects
+from samestep.runs.run_list import is_run, unreadable
 from samestep.text import counted
 
 Epochs = dict[int, dict[str, float]]
@@ -37,12 +38,12 @@ def read_steps(folder: Path) -> Ledger:
         return Ledger({}, (), problems=() if isinstance(error.__cause__, FileNotFoundError) else (str(error),))
 
 
-def read_metrics(path: Path) -> tuple[dict[str, Curve], Epochs]:
+def read_metrics(path: Path, problems: list[str]) -> tuple[dict[str, Curve], Epochs]:
     """Curves by tag, and the values of each epoch; unreadable lines are skipped, later values of a step win."""
     values: dict[str, dict[int, float]] = {}
     epochs: Epochs = {}
-    with suppress(OSError):  # `run_status` names it
-        for line in read_objects(path):
+    try:
+        for line in _objects(path):
             step = line.pop("step", None)
             if not is_step(step):
                 continue
@@ -52,7 +53,18 @@ def read_metrics(path: Path) -> tuple[dict[str, Curve], Epochs]:
                 values.setdefault(tag, {})[step] = found
             if epoch is not None and epoch.is_integer() and 0 <= epoch < 2**53:
                 epochs[int(epoch)] = {"step": step, **numbers}
+    except OSError as error:
+        problems += unreadable(path.name, error)
     return {tag: Curve.of(by_step) for tag, by_step in values.items()}, dict(sorted(epochs.items()))
+
+
+def _objects(path: Path) -> Iterator[dict[str, Any]]:
+    """The JSON objects of a file with one a line; lines that are none are skipped."""
+    for line in read_lines(path):
+        with suppress(ValueError):
+            value = load_json(line)
+            if isinstance(value, dict):
+                yield value
 
 
 def ledger_curves(steps: Mapping[int, Mapping[str, Any]]) -> dict[str, Curve]:

@@ -388,7 +388,8 @@ def distinct_names(paths: Sequence[Path]) -> list[str]:
 
 def _summarize(folder: Path, name: str) -> tuple[RunSummary, Ledger]:
     ledger = read_steps(folder)
-    metrics, epochs = read_metrics(folder / METRICS_FILE)
+    problems: list[str] = []
+    metrics, epochs = read_metrics(folder / METRICS_FILE, problems)
     contract = try_object(folder / CONTRACT_FILE, [])
     events = tuple(event for event in map(as_event, ledger.events) if event is not None)
     recorded = ledger_curves(ledger.steps)
@@ -397,6 +398,7 @@ def _summarize(folder: Path, name: str) -> tuple[RunSummary, Ledger]:
     num_steps = max([*(int(curve.steps[-1]) for curve in curves.values() if len(curve)), 0])
     step_seconds = phases.step_seconds or _step_seconds(metrics, contract)
     listed = run_status(folder)
+    problems += (each for each in listed.problems if not each.startswith((LEDGER_FILE, AUDIT)))
     signals = [event.fields.get("signal") for event in events if event.name == "stop"]
     is_named = listed.state == "stopped" and signals and signals[-1]
     run = RunSummary(
@@ -412,10 +414,7 @@ def _summarize(folder: Path, name: str) -> tuple[RunSummary, Ledger]:
         events=events,
         seconds=None if step_seconds is None else num_steps * step_seconds,
         world_sizes=listed.world_sizes,
-        findings=(
-            *ledger_findings(ledger),
-            *(Finding("note", f"{each}.") for each in listed.problems if not each.startswith((LEDGER_FILE, AUDIT))),
-        ),
+        findings=(*ledger_findings(ledger), *(Finding("note", f"{each}.") for each in problems)),
     )
     return run, ledger
 
