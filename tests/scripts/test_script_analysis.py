@@ -111,8 +111,8 @@ def test_a_function_of_another_module_starts_ranks(folder):
     [
         "",
         "import torch\nmodel = torch.nn.DataParallel(torch.nn.Linear(1, 1))",
-        "import samestep\nsamestep.DataParallel(net)\nsamestep.data_parallel(net, x)",
-        "from samestep import DataParallel, data_parallel\nfrom samestep.tutorial import split_and_load, allreduce",
+        "import samestep\nsamestep.DataParallel(net)",
+        "from samestep import DataParallel\nfrom samestep.tutorial import split_and_load, allreduce",
         "import samestep.tutorial\nsamestep.metrics",
         "from transformers import AutoModel",
         "import os\nos.environ['RANK'] = '0'\nos.environ['CUDA_VISIBLE_DEVICES']\nrank = os.environ.get('HOME')",
