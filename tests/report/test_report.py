@@ -86,7 +86,7 @@ def test_a_finished_run_is_told_with_its_figures(tmp_path):
     assert run.epochs[5]["accuracy/eval"] == run.curves["accuracy/eval"].last
     assert run.title == "python -m samestep.recipes.lenet"
     assert run.terms == "128 samples a step = 8 microbatches · sgd, lr 0.05 · seed 0 · 32-true · cpu"
-    assert run.seconds == pytest.approx(60 * 0.0345, rel=0.05)
+    assert run.seconds == pytest.approx(60 * 0.0345, rel=0.2)
     assert sum(run.phases.shares.values()) == pytest.approx(1)
     assert run.phases.shares["compute"] == pytest.approx(0.6, abs=0.06)
     assert run.memory["host"] > 4e8
