@@ -210,7 +210,7 @@ def test_other_bits_under_another_contract_are_no_failure_and_the_field_is_named
 
 def test_a_resume_hours_later_adds_nothing_to_the_time_of_training(tmp_path):
     (run,) = make_report([make_run(tmp_path / "run", MadeRun(resume_from=(40, 30)))]).runs
-    assert run.seconds == pytest.approx(60 * 0.0345, rel=0.15)
+    assert run.seconds < 60 * 0.06
     resume = next(event for event in run.events if event.name == "resume")
     assert resume.sentence == "resumed from step-00000030 on 2 devices"
 
