@@ -219,7 +219,7 @@ MEMORY_PER_RANK = (512 * MIB, 2 * GIB)
 """Bytes of host memory per rank: torch alone takes the first; a small training stays below the second."""
 VARIABLES = {
     "CUDA_LAUNCH_BLOCKING": "every kernel is waited for: slow",
-    "NVIDIA_TF32_OVERRIDE": "decides on TF32 instead of torch, and no contract of a run sees it",
+    "NVIDIA_TF32_OVERRIDE": "decides on TF32 instead of torch, and no record of a run shows it",
     "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "float32 matrix products are computed in TF32",
     "PYTORCH_NO_CUDA_MEMORY_CACHING": "every tensor is allocated anew: very slow",
     "PYTORCH_CUDA_ALLOC_CONF": "changes how torch allocates GPU memory",
