@@ -229,7 +229,7 @@ def test_all_events_are_told_in_words_with_their_step(tmp_path):
     assert "rank 2 (cpu) died in backward: SIGKILL" in told
     assert "rank 1 (cpu) hung in exchange and was ended" in told
     assert "went on with 2 devices without rank 2 after 0.8 s" in told
-    assert "contract changed: versions.numpy 2.4.5 → 2.4.6" in told
+    assert "settings changed: versions.numpy 2.4.5 → 2.4.6" in told
     assert all("3 → … → 3 devices, 1 to 3" in text for text in (told, printed(folder)))
     marks = page_of(folder).data["events"]
     assert sum(not mark["quiet"] for mark in marks) == 10

@@ -2,7 +2,7 @@
 
     python tests/simulation/twins.py
 
-searches for each by what seeds draw, and prints the table of CONTRIBUTING.md.
+searches for each by what seeds draw, and prints the table of MAINTAINING.md.
 """
 
 import argparse

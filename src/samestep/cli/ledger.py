@@ -167,7 +167,7 @@ def _print_comparison(found: _LedgerComparison) -> None:
         console.print(changes_table(found.changes, "A", "B"))
     else:
         same = "the same" if found.changes is not None else "not compared, since one of them cannot be read"
-        console.print(f"contract: {same}")
+        console.print(f"settings: {same}")
     style = "bold" if difference is None else "bold red"
     console.print(_headline(difference, found.extent), style=style, markup=False)
     if difference is not None:

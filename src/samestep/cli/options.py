@@ -197,7 +197,9 @@ def made_portable(selection: "Selection", asked: bool | None, default: bool = Fa
     portable = chosen_portable(selection.kind, asked, default)
     portable_variables(selection.kind, portable)  # refuses what cannot be portable
     if portable is None and default and selection.kind == "cpu":
-        notify(f"--portable, the default, is left out: {why_not_portable('cpu')}; the bits are those of such a CPU")
+        notify(
+            f"--portable, the default, is left out: {why_not_portable('cpu')}; the bits then depend on the kind of CPU"
+        )
     return selection if portable is None else selection.with_variables(**{PORTABLE_VARIABLE: str(int(portable))})
 
 

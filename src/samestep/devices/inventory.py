@@ -209,7 +209,7 @@ def _with_nvidia(bare: Inventory, reading: "nvidia.NvmlReading", environ: Mappin
     named = list(takewhile(lambda entry: entry.strip() != "-1", setting.split(","))) if setting else []
     if len(devices) < len(named) and (gpus or devices or _ask("driver", {**environ, "CUDA_VISIBLE_DEVICES": "0"})):
         misnamed = (
-            f"{cause} names {counted(len(named), 'device')}, of which CUDA takes {len(devices)}: its list ends at an "
+            f"{cause} names {counted(len(named), 'device')}, but CUDA takes {len(devices)}: its list ends at an "
             "entry that is no GPU of this machine, as a MIG instance is, and is empty if one is named twice."
         )
         notes.append(misnamed)

@@ -216,7 +216,7 @@ SHM_PER_RANK = (64 * MIB, 512 * MIB)
 """Bytes of /dev/shm per rank: below the first, data loader workers or NCCL end in a bus error; below the second they
 may. They hold batches and NCCL's buffers there; a container has 64 MiB by default."""
 VARIABLES = {
-    "NVIDIA_TF32_OVERRIDE": "decides on TF32 instead of torch, and no contract of a run sees it",
+    "NVIDIA_TF32_OVERRIDE": "decides on TF32 instead of torch, and no record of a run shows it",
     "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "float32 matrix products are computed in TF32",
 }
 """Environment variables that change results, with their effect unless they are 0."""

@@ -248,7 +248,7 @@ def print_replay(console: "Console", replay: Replay, *, by_microbatch: bool) -> 
     if check.reason is not None:
         say(f"{check.reason}.")
     if check.differs is not None and not any(change.breaks for change in replay.changes):
-        say("No field of the contract that decides the bits has changed: the record, the data or the code has.")
+        say("No setting that decides the bits has changed: the record, the data or the code has.")
     if replay.changes:
         console.print(changes_table(replay.changes, "recorded", "now"))
     for note in replay.notes:
@@ -278,7 +278,8 @@ def _verdict(check: Check) -> str:
     states = f", {counted(check.digests, 'checksum')} of the state" if check.digests else ""
     compared = f"{counted(check.compared, 'step')}{states}"
     if check.differs is not None:
-        return f"step {check.differs} is not what was recorded ({check.tier} was asked of {compared})"
+        how = "to the bit" if check.tier == "bitwise" else "up to rounding"
+        return f"step {check.differs} is not what was recorded ({compared}, compared {how})"
     if check.same_bits:
         return f"same bits as recorded ({compared})"
     return f"as recorded, up to rounding: {check.relative:.1e} of it at most ({compared})"

@@ -114,7 +114,7 @@ class Event:
             "resume": "resumed",
             "stop": "stopped",
             "audit": "wrong bits",
-            "contract_change": "contract changed",
+            "contract_change": "settings changed",
         }
         return labels.get(self.name, self.name.replace("_", " "))
 
@@ -145,7 +145,7 @@ class Event:
                 name = f"checkpoint {fields.get('name', '')}".strip()
                 return name + _seconds(" in {}", fields.get("seconds")) + waited
             case "contract_change":
-                return f"contract changed: {_changes(fields.get('fields'))}"
+                return f"settings changed: {_changes(fields.get('fields'))}"
             case "end":
                 return "finished"
         rest = ", ".join(f"{key} {value}" for key, value in fields.items())

@@ -80,7 +80,7 @@ def _print_runs(report: RunReport, console: "Console") -> None:
             values = f"{value_text(change.before)} and {value_text(change.after)}"
             note = "" if change.breaks else " (does not decide the bits)"
             style = "red" if change.breaks else "dim"
-            console.print(Text(f"  contract: {change.field} {values}{note}", style))
+            console.print(Text(f"  setting: {change.field} {values}{note}", style))
     for run in report.runs:
         for finding in run.findings:
             if finding.verdict == "fails":

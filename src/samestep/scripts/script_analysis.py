@@ -177,7 +177,7 @@ def reads_as(target: str | Path, *, is_module: bool = False) -> Reading:
     preload = tuple(name for name in TRAINING if name in signs.preload)
     found: dict[str, Any] = {"preload": preload, "names_gpus": signs.names_gpus}
     if signs.ranks:
-        reason = f"{signs.ranks}, so it deals with its ranks itself"
+        reason = f"{signs.ranks}, so it is written for several processes"
         if signs.wrapper:
             reason += f"; it also has {signs.wrapper}, which samestep run --single-process shares out instead"
         elif is_one := re.search(r", (imports|uses) (?!samestep)[\w.]+$", signs.ranks):
