@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from samestep.comm.communicator import Communicator
 from samestep.comm.reduction import fold
@@ -72,7 +71,7 @@ def refuse_sync_batchnorm(model: nn.Module) -> None:
 
 def is_mean_buffer(module: nn.Module, key: str) -> bool:
     """Whether a module's buffer holds running statistics, which end as the mean over the microbatches."""
-    return isinstance(module, _NormBase) and key in MEAN_BUFFERS
+    return hasattr(module, "track_running_stats") and key in MEAN_BUFFERS  # as BatchNorm and InstanceNorm have it
 
 
 def in_wide(statistics: Sequence[Tensor], device: torch.device) -> Tensor:

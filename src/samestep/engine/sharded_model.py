@@ -11,7 +11,6 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
@@ -269,7 +268,7 @@ def _check_statistics(modules: Sequence[nn.Module]) -> None:
 def _first_statistics(module: nn.Module) -> str | None:
     """The name of the first module with running statistics."""
     parts = module.named_modules()
-    return next((name for name, part in parts if isinstance(part, _NormBase) and part.track_running_stats), None)
+    return next((name for name, part in parts if getattr(part, "track_running_stats", False)), None)
 
 
 @dataclass(frozen=True)
