@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 
 import pytest
-from cli_commands import samestep
 
 from samestep.extras import is_installed
 from samestep.runs import mirrors
@@ -108,13 +107,12 @@ def check_whole(folder, tools=TOOLS, first=1):
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
     """The digest without a logger."""
-    folder = tmp_path_factory.mktemp("plain")
-    return samestep("run", "--devices", "cpu:1", PROGRAM, "none", "-1", "none", cwd=folder).stdout.splitlines()[-1]
+    return train(tmp_path_factory.mktemp("plain"), ["none"]).stdout.splitlines()[-1]
 
 
 def test_the_rank_that_takes_over_goes_on_with_the_run_and_no_bit_key_or_host_is_touched(tmp_path, plain):
     tools = ["wandb", "trackio"]  # MLflow takes longest, and is killed below
-    done = train(tmp_path, tools, step=9, kind="kill", devices=2)
+    done = train(tmp_path, tools, step=9, kind="kill", devices=3)
     assert done.returncode == 0, done.stderr
     check_whole(tmp_path, tools)
     assert plain in done.stdout.splitlines()
