@@ -97,13 +97,33 @@ def _may_be_forked(command, words, environment):
     return not any(name.startswith(AT_START) for name in others)
 
 
-def _forked(command, words, cwd, timeout, environment):
-    """The same by a fork of a process that has imported torch; for `train` on CPUs, with portable kernels."""
+def start(command, cwd, environment, **streams):
+    """Starts a program in a session of its own, and does not wait for it; by a fork where that is the same."""
+    command = [*map(str, command)]
+    head = SAMESTEP if tuple(command[:3]) == SAMESTEP else PYTHON
+    words = command[len(head) :]
+    if tuple(command[: len(head)]) != head or not _may_be_forked(head, words, environment):
+        return subprocess.Popen(command, cwd=cwd, env=environment, text=True, start_new_session=True, **streams)
+    program, before, caps = _as_fork(head, words, environment)
+    return forked.Program(program, [*before, *words], IMPORTED, environment, cwd, streams, **caps)
+
+
+def _as_fork(command, words, environment):
+    """The program that runs a command, what precedes its words, and the variables with which torch is imported.
+
+    For `train` on CPUs, these are for portable kernels.
+    """
     is_portable = words[0] == "train" and "FAKE_CUDA_DEVICES" not in environment and "--no-portable" not in words
     caps = {PORTABLE_VARIABLE: "1", **CAPS} if is_portable else {}
     own = {name: environment.get(name) for name in ("OMP_NUM_THREADS", "PYTHONHASHSEED")}
     head = () if command == PYTHON else (json.dumps({**server_variables(1), **caps, **own}),)
-    process, program = ((*head, *words), environment, cwd), SCRIPT if command == PYTHON else COMMAND
+    return SCRIPT if command == PYTHON else COMMAND, head, caps
+
+
+def _forked(command, words, cwd, timeout, environment):
+    """The same by a fork of a process that has imported torch."""
+    program, head, caps = _as_fork(command, words, environment)
+    process = (*head, *words), environment, cwd
     try:
         (found,) = forked.run_all(program, [process], timeout, IMPORTED, on_timeout=_show_stacks, **caps)
     except subprocess.TimeoutExpired as error:

@@ -1,46 +1,38 @@
-"""Small models of transformers, made from their configuration, and their training under each strategy."""
+"""A small model of transformers, made from its configuration, and its training under each strategy.
+
+The import of transformers takes seconds, in each process that collects the tests: it is left to those that use it.
+"""
 
 import pytest
 import torch
-from torch import nn
 from torch.nn import functional
 
 from samestep.engine.losses import Mean
 from samestep.engine.strategy_options import Sharded
+from samestep.extras import is_installed
 from samestep.run.run import Run
 from samestep.run.trainer import Trainer
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed (the extra frameworks)")
-
+NEEDED = "transformers", "peft"
+needs_transformers = pytest.mark.skipif(
+    not all(map(is_installed, NEEDED)), reason=f"not all are installed of {NEEDED} (the extra frameworks)"
+)
 STRATEGIES = {"replicate": "replicate", "zero1": "zero1", "sharded": Sharded()}
 TOKENS = torch.randint(16, (24, 6), generator=torch.Generator().manual_seed(0))
 
 
-class StagedConfig(transformers.PreTrainedConfig):
-    model_type = "staged"
+def net_class():
+    """The class of the nets."""
+    from transformers import GPT2LMHeadModel
+
+    return GPT2LMHeadModel
 
 
-class Staged(transformers.PreTrainedModel):
-    """A model of transformers whose layers follow each other."""
+def config():
+    """The configuration of a small net."""
+    from transformers import GPT2Config
 
-    config_class = StagedConfig
-
-    def __init__(self, config):
-        super().__init__(config)
-        self.layers = nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 8), nn.Dropout(0.1), nn.Linear(8, 16))
-        self.post_init()
-
-    def forward(self, input_ids):
-        return self.layers(input_ids)
-
-
-NETS = {"gpt2": transformers.GPT2LMHeadModel, "staged": Staged}
-CONFIGS = {
-    "gpt2": lambda: transformers.GPT2Config(
-        vocab_size=16, n_positions=8, n_embd=8, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0
-    ),
-    "staged": StagedConfig,
-}
+    return GPT2Config(vocab_size=16, n_positions=8, n_embd=8, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
 
 
 def next_token(model, batch, call=lambda model, tokens: model(tokens)):
@@ -50,15 +42,15 @@ def next_token(model, batch, call=lambda model, tokens: model(tokens)):
     return Mean(functional.cross_entropy(scores.flatten(0, 1), targets.flatten(), reduction="sum"), targets.numel())
 
 
-def finetune(communicator, net, strategy, folder, source=None):
+def finetune(communicator, strategy, folder, source=None):
     """The digest after two epochs, and the weights of one device; from a folder or weights, if these are given."""
     run = Run(8, 4, 0, communicator=communicator)
     torch.manual_seed(0)
-    model = NETS[net](CONFIGS[net]())
+    model = net_class()(config())
     if isinstance(source, dict):
         model.load_state_dict(source)
     elif source is not None:
-        model = NETS[net].from_pretrained(source)
+        model = net_class().from_pretrained(source)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     options = {"strategy": STRATEGIES[strategy], "run_dir": folder, "checkpoint_minutes": None}
     with Trainer(run, model, optimizer, next_token, max_grad_norm=1.0, **options) as trainer:

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from hub_programs import CONFIGS, NETS, STRATEGIES, TOKENS, next_token
+from hub_programs import STRATEGIES, TOKENS, config, needs_transformers, net_class, next_token
 from safetensors.torch import load_model, save_model
 from worlds import alone, in_turns
 
@@ -12,16 +12,18 @@ from samestep.checkpoint.digest import state_digest
 from samestep.run.run import Run
 from samestep.run.trainer import Trainer
 
-peft = pytest.importorskip("peft", reason="peft is not installed (the extra frameworks)")
+pytestmark = needs_transformers
 
 
 def adapted():
     """A frozen net with adapters, whose second matrices are not zero, so that both are trained from the first step."""
+    import peft
+
     torch.manual_seed(0)
-    config = peft.LoraConfig(
+    adapters = peft.LoraConfig(
         r=2, lora_dropout=0.1, target_modules=["c_attn"], fan_in_fan_out=True, init_lora_weights=False
     )
-    return peft.get_peft_model(NETS["gpt2"](CONFIGS["gpt2"]()), config)
+    return peft.get_peft_model(net_class()(config()), adapters)
 
 
 def tune(communicator, strategy, folder=None, source=None):
@@ -39,6 +41,8 @@ def tune(communicator, strategy, folder=None, source=None):
 
 
 def check(run, strategy, folder):
+    import peft
+
     assert set(run(tune, strategy, folder / "run")) == {alone(tune, "replicate")}
     whole, fresh = adapted(), adapted()
     load_model(whole, folder / "run" / "weights.safetensors")

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from hub_programs import CONFIGS, NETS, finetune
+from hub_programs import config, finetune, needs_transformers, net_class
 from torch import nn
 from worlds import alone, in_turns
 
@@ -16,19 +16,14 @@ from samestep.cli.main import main
 from samestep.errors import RunFolderError, UsageError
 from samestep.run.run import Run
 
+pytestmark = needs_transformers
+
 
 @pytest.fixture(scope="module")
 def tuned(tmp_path_factory):
     """The run of a net on one device: its folder, digest and weights."""
-    known = {}
-
-    def look_up(net):
-        if net not in known:
-            folder = tmp_path_factory.mktemp(net)
-            known[net] = folder / "run", *alone(finetune, net, "replicate", folder / "run")
-        return known[net]
-
-    return look_up
+    folder = tmp_path_factory.mktemp("tuned") / "run"
+    return folder, *alone(finetune, "replicate", folder)
 
 
 def exported(place, folder):
@@ -40,49 +35,49 @@ def exported(place, folder):
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("strategy", ["replicate", "zero1"])
 def test_from_pretrained_reads_the_weights_of_a_run_and_goes_on_alike(tuned, tmp_path, strategy, world_size):
-    check_round_trip(tuned, tmp_path, "gpt2", strategy, partial(in_turns, world_size))
+    check_round_trip(tuned, tmp_path, strategy, partial(in_turns, world_size))
 
 
 def test_from_pretrained_reads_the_weights_of_a_divided_model_and_goes_on_alike(worlds, tuned, tmp_path):
-    check_round_trip(tuned, tmp_path, "gpt2", "sharded", worlds(3).run)
+    check_round_trip(tuned, tmp_path, "sharded", worlds(3).run)
 
 
-def check_round_trip(tuned, folder, net, strategy, run):
-    place, digest, weights = tuned(net)
-    assert {each[0] for each in run(finetune, net, strategy, folder / "run")} == {digest}
+def check_round_trip(tuned, folder, strategy, run):
+    place, digest, weights = tuned
+    assert {each[0] for each in run(finetune, strategy, folder / "run")} == {digest}
     hub = exported(folder / "run", folder / "hub")
-    read = NETS[net].from_pretrained(hub).state_dict()
+    read = net_class().from_pretrained(hub).state_dict()
     assert read.keys() == weights.keys()
     assert all(torch.equal(read[name], weights[name]) for name in read)
     reference = exported(place, folder / "reference")
     assert [path.read_bytes() for path in sorted(hub.iterdir())] == [
         path.read_bytes() for path in sorted(reference.iterdir())
     ]
-    on = {each[0] for each in run(finetune, net, strategy, None, hub)}
-    assert on == {alone(finetune, net, "replicate", None, weights)[0]}
+    on = {each[0] for each in run(finetune, strategy, None, hub)}
+    assert on == {alone(finetune, "replicate", None, weights)[0]}
     assert on != {digest}, "the twin: a fresh model ends elsewhere"
 
 
 def test_weights_beyond_the_size_of_a_file_are_cut_and_indexed_as_from_pretrained_reads_them(tuned, tmp_path):
-    place, _, weights = tuned("gpt2")
+    place, _, weights = tuned
     export_weights(place, tmp_path / "cut", format="hf", max_file_gb=2e-6)
     names = sorted(path.name for path in (tmp_path / "cut").iterdir())
     index = json.loads((tmp_path / "cut" / "model.safetensors.index.json").read_text())
     assert len(names) > 4
     assert set(index["weight_map"].values()) == {name for name in names if name.endswith(".safetensors")}
-    read = NETS["gpt2"].from_pretrained(tmp_path / "cut").state_dict()
+    read = net_class().from_pretrained(tmp_path / "cut").state_dict()
     assert all(torch.equal(read[name], weights[name]) for name in weights)
     (tmp_path / "cut" / index["weight_map"]["transformer.wpe.weight"]).unlink()
     with pytest.raises(OSError, match="safetensors"):
-        NETS["gpt2"].from_pretrained(tmp_path / "cut")
+        net_class().from_pretrained(tmp_path / "cut")
 
 
 def test_torch_and_distributed_checkpoints_hold_weights_and_the_state_of_the_optimizer(tuned, tmp_path):
     import torch.distributed.checkpoint as dcp
 
-    place, _, weights = tuned("gpt2")
+    place, _, weights = tuned
     export_weights(place, tmp_path / "weights.pt", format="torch")
-    model = NETS["gpt2"](NETS["gpt2"].config_class(**json.loads(config_of(place, tmp_path))))
+    model = net_class()(net_class().config_class(**json.loads(config_of(place, tmp_path))))
     model.load_state_dict(torch.load(tmp_path / "weights.pt", weights_only=True))
     assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
 
@@ -104,7 +99,7 @@ def test_torch_and_distributed_checkpoints_hold_weights_and_the_state_of_the_opt
 
 
 def test_the_command_has_the_formats_and_the_size_of_files(tuned, tmp_path, monkeypatch, capsys):
-    place, _, weights = tuned("gpt2")
+    place, _, weights = tuned
     for words, code, message in (
         (["hub", "--format", "hf", "--max-file-gb", "2e-6"], 0, "the weights of"),
         (["both.pt", "--format", "torch", "--optimizer"], 0, "the weights of"),
@@ -133,17 +128,17 @@ def saved(communicator, net, folder):
 
 
 def test_weights_that_were_loaded_in_16_bits_and_trained_in_32_are_read_as_they_are(tmp_path):
-    config = CONFIGS["gpt2"]()
-    config.dtype = torch.bfloat16
-    net = NETS["gpt2"](config).bfloat16().float()
+    in_16_bits = config()
+    in_16_bits.dtype = torch.bfloat16
+    net = net_class()(in_16_bits).bfloat16().float()
     in_turns(1, saved, net, tmp_path / "run")
-    again = NETS["gpt2"].from_pretrained(exported(tmp_path / "run", tmp_path / "hub"))
+    again = net_class().from_pretrained(exported(tmp_path / "run", tmp_path / "hub"))
     assert all(torch.equal(*pair) for pair in zip(net.cpu().parameters(), again.parameters(), strict=True))
     assert again.dtype == torch.float32
 
 
 def test_what_a_format_does_not_hold_is_refused_before_anything_is_written(tuned, tmp_path):
-    place, *_ = tuned("gpt2")
+    place, *_ = tuned
     for options, message in (
         ({"format": "onnx"}, "safetensors, torch, dcp, hf"),
         ({"format": "hf", "optimizer": True}, "needs --format torch or dcp"),
@@ -162,7 +157,7 @@ def test_what_a_format_does_not_hold_is_refused_before_anything_is_written(tuned
 
 @pytest.mark.parametrize("format", ["safetensors", "torch", "dcp", "hf"])
 def test_a_disk_that_is_full_is_named_and_nothing_is_left_of_the_target(tuned, tmp_path, format):
-    place, *_ = tuned("gpt2")
+    place, *_ = tuned
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))  # bytes of a file: an error as by a full disk
     try:

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from cli_commands import SAMESTEP, start
 from marked import SECONDS, Marked, marked
 
 import samestep
 
-SAMESTEP = Path(samestep.__file__).with_name("__main__.py")
+MAIN = Path(samestep.__file__).with_name("__main__.py")
 RUN = (
     "import runpy, signal, sys;"
     "signal.signal(signal.SIGINT, signal.default_int_handler);"  # a background job's is ignored
@@ -21,10 +22,10 @@ RUN = (
 
 @dataclass
 class Starter(Marked):
-    """Starts `samestep run` in a folder of its own."""
+    """Starts `samestep run` in a folder of its own, as a fork of a process that has torch, where that is the same."""
 
-    def start(self, *arguments):
-        return self.start_program(SAMESTEP, "run", *arguments)
+    def start(self, *arguments, command=(*SAMESTEP, "run"), stdout=subprocess.PIPE):
+        return start((*command, *arguments), self.folder, self.variables, stdout=stdout, stderr=subprocess.PIPE)
 
     def start_program(self, program, *arguments):
         return subprocess.Popen(

@@ -8,6 +8,7 @@ import textwrap
 import psutil
 import pytest
 from gpus import environment, needs_fake_gpus
+from launcher.conftest import MAIN
 
 from samestep.launcher.os_processes import EarlyServer, server_variables
 
@@ -26,6 +27,13 @@ for batch in run.loader(torch.rand(8, 3), shuffle=True):
 print(json.dumps([sorted(before), sorted(set(sys.modules) - before)]))
 """
 HEAVY = {"matplotlib", "tensorboard", "sklearn", "scipy", "pandas", "transformers", "PIL", "IPython", "rich", "typer"}
+
+
+@pytest.fixture
+def anew(starter):
+    """Starts programs anew, not as forks of one that has imported all."""
+    starter.start = lambda *arguments: starter.start_program(MAIN, "run", *arguments)
+    return starter
 
 
 def modules_of_a_first_step(optimizer):
@@ -79,12 +87,12 @@ HIDDEN_STEP = 'getattr(torch, "op" + "tim").SGD([torch.ones(2, requires_grad=Tru
     [("", "absent", "absent"), (PLAIN_STEP, "shared", "shared"), (HIDDEN_STEP, "absent", "own")],
     ids=["without an optimizer", "with one", "twin: with one that the script's text does not show"],
 )
-def test_workers_share_torch_dynamo_if_they_need_it(starter, step, start, end):
-    starter.script("train.py", TRIVIAL + step + TOLD)
-    done = starter.run("--devices", "cpu:2", "train.py")
+def test_workers_share_torch_dynamo_if_they_need_it(anew, step, start, end):
+    anew.script("train.py", TRIVIAL + step + TOLD)
+    done = anew.run("--devices", "cpu:2", "train.py")
     assert (done.returncode, done.stderr) == (0, "")
     for rank in range(2):
-        facts = json.loads((starter.folder / f"facts-{rank}.json").read_text())
+        facts = json.loads((anew.folder / f"facts-{rank}.json").read_text())
         assert facts == {"collects": True, "start": start, "end": end}
 
 
@@ -113,13 +121,13 @@ print([parameter.sum().item().hex() for parameter in model.parameters()])
 
 
 @pytest.mark.parametrize("devices", ["cpu:1", "cpu:2"])
-def test_a_single_process_script_has_the_same_bits_whenever_torch_dynamo_is_imported(starter, devices):
+def test_a_single_process_script_has_the_same_bits_whenever_torch_dynamo_is_imported(anew, devices):
     """Here "optimizer" is a name in the text; without it nothing shows the optimizer before it is built."""
-    starter.script("early.py", LATE)
-    starter.script("late.py", LATE.replace("optimizers", "them").replace("optimizer", "it"))
+    anew.script("early.py", LATE)
+    anew.script("late.py", LATE.replace("optimizers", "them").replace("optimizer", "it"))
     outputs = []
     for name, is_early in (("early.py", "True"), ("late.py", "False")):
-        done = starter.run("--devices", devices, "--logical-devices", "4", "--seed", "3", name)
+        done = anew.run("--devices", devices, "--logical-devices", "4", "--seed", "3", name)
         assert done.returncode == 0, done.stderr
         first, *rest = done.stdout.splitlines()
         assert first == is_early

@@ -9,6 +9,7 @@ from multiprocessing.shared_memory import SharedMemory
 
 import psutil
 import pytest
+from launcher.conftest import MAIN
 from small_training import SMALL_TRAINING
 
 WAIT = """
@@ -73,7 +74,7 @@ def test_a_signal_ends_the_run_with_128_plus_its_number_and_is_told_unless_the_t
 @pytest.mark.parametrize("signum", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_signal_while_the_workers_are_being_started_is_not_lost(starter, signum):
     starter.script("wait.py", WAIT)
-    process = starter.start("--devices", "cpu:2", "wait.py")
+    process = starter.start_program(MAIN, "run", "--devices", "cpu:2", "wait.py")
     deadline = time.monotonic() + 30
     names = {"samestep.launcher.forkserver", "samestep fork server wait.py"}
     while not any(names & set(found.cmdline()) for found in starter.processes()):

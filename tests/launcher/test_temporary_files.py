@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from launcher.conftest import RUN, SAMESTEP, Starter
+from launcher.conftest import MAIN, RUN, Starter
 from marked import SECONDS, marked
 
 LOADER = """
@@ -60,7 +60,7 @@ def test_a_run_in_another_pid_namespace_removes_nothing_of_a_live_one(starter):
     starter.script("other.py", "print('the other run')")
     live = starter.start("--devices", "cpu:1", "--logical-devices", "2", "epochs.py")
     starter.wait_for("epoch-0")
-    command = ["unshare", "--pid", "--fork", "--mount-proc", sys.executable, "-c", RUN, str(SAMESTEP)]
+    command = ["unshare", "--pid", "--fork", "--mount-proc", sys.executable, "-c", RUN, str(MAIN)]
     other = subprocess.run(
         [*command, "run", "--devices", "cpu:1", "other.py"],
         cwd=starter.folder,

@@ -1,16 +1,13 @@
 """Nodes: agents on this machine, started as real programs in one folder, as if all had the same file system."""
 
 import socket
-import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import pytest
+from cli_commands import start
 from marked import SECONDS, Marked, free_port, marked
-
-SOURCE = str(Path(__file__).resolve().parents[2] / "src")
 
 
 @dataclass(frozen=True)
@@ -50,15 +47,8 @@ class Nodes(Marked):
     def start_program(self, command, folder=None, **variables):
         number = len(self.started)
         with open(self.folder / f"out-{number}", "w") as out, open(self.folder / f"err-{number}", "w") as err:
-            process = subprocess.Popen(
-                command,
-                cwd=folder or self.folder,
-                env={**self.variables, **variables},
-                stdout=out,
-                stderr=err,
-                text=True,
-                start_new_session=True,
-            )
+            environment = {**self.variables, **variables}
+            process = start(command, folder or self.folder, environment, stdout=out, stderr=err)
         self.started.append(process)
         return process
 
@@ -95,7 +85,7 @@ class Nodes(Marked):
 
 @pytest.fixture
 def nodes(tmp_path):
-    with marked(Nodes, tmp_path, 3.0, PYTHONPATH=SOURCE, OMP_NUM_THREADS="1") as started:
+    with marked(Nodes, tmp_path, 3.0, OMP_NUM_THREADS="1") as started:
         yield started
     for child in started.started:
         child.wait(timeout=10)

@@ -24,7 +24,6 @@ PET = {
 }
 EPOCHS = "60"
 CHECKPOINT = "mine/checkpoints/step-00000010"
-RUN_IT = "import runpy, sys; sys.argv = ['train.py', " + repr(EPOCHS) + "]; runpy.run_path({0!r}, run_name='__main__')"
 
 
 def given(**options):
@@ -35,8 +34,7 @@ def alone(nodes, script):
     """What a script prints in one process, in a folder of its own."""
     folder = nodes.folder / "alone"
     folder.mkdir()
-    code = f"import os; os.chdir({str(folder)!r}); {RUN_IT.format(str(script))}"
-    ended = nodes.end_of(nodes.start_program([sys.executable, "-c", code]))
+    ended = nodes.end_of(nodes.start_program([sys.executable, script, EPOCHS], folder))
     assert ended.code == 0, ended.stderr
     return ended
 

@@ -1,4 +1,9 @@
-"""Metrics of torchmetrics: those over all samples at once, with the same bits on every number of devices."""
+"""Metrics of torchmetrics: those over all samples at once, with the same bits on every number of devices.
+
+Its import takes seconds, in each process that collects the tests: it is left to the tests that use it.
+"""
+
+import importlib
 
 import pytest
 import torch
@@ -6,32 +11,42 @@ from worlds import cpu_only, in_turns
 
 from samestep import metrics
 from samestep.errors import UsageError
+from samestep.extras import is_installed
 from samestep.run.run import Run
 
-torchmetrics = pytest.importorskip("torchmetrics")
-from torchmetrics import classification, regression, text, wrappers  # noqa: E402
+pytestmark = pytest.mark.skipif(not is_installed("torchmetrics"), reason="torchmetrics is not installed")
 
 NUM_SAMPLES, CLASSES = 61, 4
 WORDS = ["one", "training", "step", "on", "any", "devices", "gives", "the", "same", "model", "as", "before"]
 
 
-class Boxes(torchmetrics.Metric):
+def made(kind, *args, **options):
+    """A metric of torchmetrics, by the name of its class."""
+    module, _, name = f"torchmetrics.{kind}".rpartition(".")
+    return getattr(importlib.import_module(module), name)(*args, **options)
+
+
+def boxes():
     """Mean overlap of each sample's boxes, collected like a mean average precision: lists without a reduction."""
+    from torchmetrics import Metric
 
-    full_state_update = True
+    class Boxes(Metric):
+        full_state_update = True
 
-    def __init__(self):
-        super().__init__()
-        self.add_state("found", default=[], dist_reduce_fx=None)
-        self.add_state("wanted", default=[], dist_reduce_fx=None)
+        def __init__(self):
+            super().__init__()
+            self.add_state("found", default=[], dist_reduce_fx=None)
+            self.add_state("wanted", default=[], dist_reduce_fx=None)
 
-    def update(self, output, target):
-        self.found += [entry["boxes"] for entry in output]
-        self.wanted += [entry["boxes"] for entry in target]
+        def update(self, output, target):
+            self.found += [entry["boxes"] for entry in output]
+            self.wanted += [entry["boxes"] for entry in target]
 
-    def compute(self):
-        firsts = [found.mean() - wanted.sum() for found, wanted in zip(self.found, self.wanted, strict=True)]
-        return {"mean": torch.stack(firsts).mean(), "counts": torch.tensor([len(self.found), len(self.wanted)])}
+        def compute(self):
+            firsts = [found.mean() - wanted.sum() for found, wanted in zip(self.found, self.wanted, strict=True)]
+            return {"mean": torch.stack(firsts).mean(), "counts": torch.tensor([len(self.found), len(self.wanted)])}
+
+    return Boxes()
 
 
 def scores():
@@ -55,16 +70,16 @@ def numbers():
 
 
 MAKE = {
-    "accuracy": (lambda: classification.MulticlassAccuracy(CLASSES, average="micro"), scores),
-    "f1 of classes": (lambda: classification.MulticlassF1Score(CLASSES, average=None), scores),
-    "auroc": (lambda: classification.MulticlassAUROC(CLASSES), scores),
-    "confusions": (lambda: classification.MulticlassConfusionMatrix(CLASSES), scores),
-    "perplexity": (lambda: text.Perplexity(), tokens),
-    "spearman": (lambda: regression.SpearmanCorrCoef(), numbers),
-    "pearson": (lambda: regression.PearsonCorrCoef(), numbers),
-    "r2": (lambda: regression.R2Score(), numbers),
-    "most": (lambda: torchmetrics.MaxMetric(), numbers),
-    "joined": (lambda: torchmetrics.CatMetric(), numbers),
+    "accuracy": (lambda: made("classification.MulticlassAccuracy", CLASSES, average="micro"), scores),
+    "f1 of classes": (lambda: made("classification.MulticlassF1Score", CLASSES, average=None), scores),
+    "auroc": (lambda: made("classification.MulticlassAUROC", CLASSES), scores),
+    "confusions": (lambda: made("classification.MulticlassConfusionMatrix", CLASSES), scores),
+    "perplexity": (lambda: made("text.Perplexity"), tokens),
+    "spearman": (lambda: made("regression.SpearmanCorrCoef"), numbers),
+    "pearson": (lambda: made("regression.PearsonCorrCoef"), numbers),
+    "r2": (lambda: made("regression.R2Score"), numbers),
+    "most": (lambda: made("MaxMetric"), numbers),
+    "joined": (lambda: made("CatMetric"), numbers),
 }
 
 
@@ -142,7 +157,7 @@ def as_lists(samples):
 
 def detect(communicator):
     run = Run(6, 3, communicator=communicator)
-    values = run.evaluate(Detector(), Pictures(), {"map": Boxes()}, collate_fn=as_lists)
+    values = run.evaluate(Detector(), Pictures(), {"map": boxes()}, collate_fn=as_lists)
     found = run.predict(Detector(), Pictures(), collate_fn=as_lists)
     return values, [entry["boxes"].tolist() for entry in found], [entry["labels"].tolist() for entry in found]
 
@@ -179,7 +194,7 @@ def translate(communicator):
         metric.update(output, [[target] for target in batch[1]])
 
     run = Run(4, 4, communicator=communicator)
-    bleu = metrics.from_torchmetrics(text.BLEUScore(n_gram=2), update)
+    bleu = metrics.from_torchmetrics(made("text.BLEUScore", n_gram=2), update)
     return run.evaluate(Translator(), Sentences(), {"bleu": bleu}), run.predict(Translator(), Sentences())
 
 
@@ -187,7 +202,7 @@ def translate(communicator):
 def test_texts_are_measured_and_predicted():
     sources, targets = zip(*(Sentences()[index] for index in range(11)), strict=True)
     outputs = [f"{source} now" for source in sources]
-    whole = text.BLEUScore(n_gram=2)
+    whole = made("text.BLEUScore", n_gram=2)
     whole.update(outputs, [[target] for target in targets])
     for world_size in (1, 2, 3):
         for values, predicted in in_turns(world_size, translate):
@@ -223,29 +238,35 @@ def test_lists_of_tensors_by_sample_are_told_from_tensors_of_all_samples(microba
         in_turns(1, program, lambda model, batch: torch.nn.utils.rnn.pad_sequence(batch, batch_first=True))
 
 
-class Summed(torchmetrics.Metric):
-    def __init__(self):
-        super().__init__()
-        self.add_state("total", torch.ones(()), dist_reduce_fx="sum")
+def with_state(state, default, reduction):
+    """A metric with one state."""
+    from torchmetrics import Metric
 
-    def update(self, *args):
-        pass
+    class OneState(Metric):
+        def __init__(self):
+            super().__init__()
+            self.add_state(state, default, dist_reduce_fx=reduction)
 
-    def compute(self):
-        return self.total
+        def update(self, *args):
+            pass
+
+        def compute(self):
+            return getattr(self, state)
+
+    return OneState()
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (lambda: made("MetricCollection", [made("SumMetric")]), "MetricCollection holds other metrics"),
+        (lambda: made("wrappers.MinMaxMetric", made("SumMetric")), "MinMaxMetric holds other metrics"),
+        (lambda: made("SumMetric") + made("SumMetric"), "CompositionalMetric holds other metrics"),
+        (lambda: made("wrappers.Running", made("SumMetric")), "Running holds other metrics"),
         (
-            lambda: torchmetrics.MetricCollection([classification.BinaryAccuracy()]),
-            "MetricCollection holds other metrics",
+            lambda: with_state("total", torch.ones(()), "sum"),
+            "OneState sums its state 'total' from a default that is not 0",
         ),
-        (lambda: wrappers.MinMaxMetric(classification.BinaryAccuracy()), "MinMaxMetric holds other metrics"),
-        (lambda: torchmetrics.SumMetric() + torchmetrics.SumMetric(), "CompositionalMetric holds other metrics"),
-        (lambda: wrappers.Running(torchmetrics.SumMetric()), "Running holds other metrics"),
-        (lambda: Summed(), "Summed sums its state 'total' from a default that is not 0"),
         (lambda: torch.nn.Identity(), "as metric; needed: a metric of torchmetrics"),
     ],
 )
@@ -254,32 +275,24 @@ def test_what_cannot_be_merged_is_refused_by_name(make, message):
         metrics.from_torchmetrics(make())
 
 
-class Averaged(Summed):
-    def __init__(self):
-        super().__init__()
-        self._defaults.clear()
-        self._reductions.clear()
-        self.add_state("mean", torch.zeros(()), dist_reduce_fx="mean")
-
-
 def test_a_mean_of_means_is_refused():
-    with pytest.raises(UsageError, match="Averaged averages its state 'mean' over updates: use a metric"):
-        Run(4, 2).evaluate(torch.nn.Identity(), scores(), {"x": Averaged()})
-
-
-class Failing(torchmetrics.MaxMetric):
-    def compute(self):
-        raise IndexError("no value")
+    metric = with_state("mean", torch.zeros(()), "mean")
+    with pytest.raises(UsageError, match="OneState averages its state 'mean' over updates: use a metric"):
+        Run(4, 2).evaluate(torch.nn.Identity(), scores(), {"x": metric})
 
 
 def test_an_error_of_a_metric_names_it():
-    metric = metrics.from_torchmetrics(Failing(), first_alone)
+    def fail(self):
+        raise IndexError("no value")
+
+    kind = type("Failing", (type(made("MaxMetric")),), {"compute": fail})
+    metric = metrics.from_torchmetrics(kind(), first_alone)
     with pytest.raises(UsageError, match=r"the metric x \(Failing\) cannot be computed .*: IndexError: no value"):
         Run(4, 2).evaluate(torch.nn.Identity(), numbers(), {"x": metric})
 
 
 def test_the_metric_that_is_given_stays_as_it_was():
-    metric = classification.MulticlassAccuracy(CLASSES)
+    metric = made("classification.MulticlassAccuracy", CLASSES)
     metric.update(*scores())
     before = metric.compute()
     Run(16, 4).evaluate(torch.nn.Identity(), scores(), {"x": metric})
