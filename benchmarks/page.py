@@ -44,7 +44,7 @@ The first table of each workload has every tool **by default**: what a user gets
 8 microbatches, whatever the number of processes, and one thread a process, because the number of threads is part of
 what fixes the bits: `python train.py` leaves the second core idle, `samestep run train.py` uses both. In W2, whose
 arithmetic takes no time, it is the fixed cost of eight microbatches that is compared with that of one; fewer of them
-are another contract, and the better one for such a model. The peers read a map-style dataset (`__getitem__`) through a
+give other, equally valid numbers, and suit such a model better. The peers read a map-style dataset (`__getitem__`) through a
 `DataLoader`; samestep is there with tensors, which it takes as they are, and with the same map-style dataset. The
 *limit* trains on one cached batch and does nothing else; two processes of it train on half of the batch each, without
 communication.
