@@ -194,7 +194,7 @@ def _with_nvidia(bare: Inventory, reading: "nvidia.NvmlReading", environ: Mappin
             "The order of unlike GPUs is a guess, nvidia-smi's; set CUDA_DEVICE_ORDER=PCI_BUS_ID to make it certain."
         )
     devices = nvidia.visible(gpus, environ) if known is None else nvidia.match(gpus, known)
-    unknown = "what is in use on the GPUs (memory, load, processes, links)"
+    unknown = "what is in use on the GPUs (memory, processes)"
     if devices and not reading.is_installed:
         notes.append(missing("pynvml", unknown) + ".")
     elif devices and not gpus:
@@ -257,7 +257,7 @@ def _ask(whom: str, environ: Mapping[str, str], kind: Kind = "cuda") -> tuple[De
 
 def _cpu() -> Device:
     memory = psutil.virtual_memory()
-    return Device("cpu", 0, _cpu_name(), memory.total, memory.available, utilization=_cpu_load())
+    return Device("cpu", 0, _cpu_name(), memory.total, memory.available)
 
 
 def _cpu_name() -> str:
@@ -268,11 +268,3 @@ def _cpu_name() -> str:
     except OSError:
         pass
     return platform.processor() or platform.machine() or "CPU"
-
-
-def _cpu_load() -> float | None:
-    """The load of the last minute in percent of all cores."""
-    try:
-        return min(100.0, round(100.0 * os.getloadavg()[0] / (os.cpu_count() or 1), 1))
-    except OSError:
-        return None
