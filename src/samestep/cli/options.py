@@ -156,29 +156,28 @@ class ScriptOptions:
 
     module: bool = option("SCRIPT is a module, as in `python -m`.", False, flags=("-m", "--module"), panel=SCRIPT)
     wrap: str | None = option(
-        "Of a script that wraps nothing itself: share out this variable or class, not the module that its optimizer "
-        "trains; its batches lie along DIM, or 0.",
+        "The variable or class of the model whose batches are cut into parts, along DIM or 0. By default what it "
+        "wraps in DataParallel, or the module that its optimizer trains.",
         metavar="NAME[:DIM]",
         panel=SCRIPT,
     )
     single_process: bool | None = option(
-        "Run SCRIPT as if alone, and share its DataParallel out; or leave ranks to it, as torchrun does. By default "
-        "SCRIPT is read to find out.",
+        "Run SCRIPT as written for one process, or as written for several, as torchrun does. By default it is read to "
+        "find out.",
         flags=("--single-process/--multi-process",),
         show_default=False,
         panel=SCRIPT,
     )
     logical_devices: int | None = option(
-        "How many devices SCRIPT sees, on however many there are: as many ranks, or chunks of a wrapped forward. By "
-        "default those that there are, and for a wrapped forward what the script says; under verify, the most that "
-        "are compared.",
+        "How many devices SCRIPT sees, however many there are: as many processes, or parts of each batch. By default "
+        "as many as there are, or as its DataParallel says; under verify, the most that are compared.",
         metavar="V",
         min=1,
         panel=SCRIPT,
     )
     seed: int | None = option(
-        "The seed of what SCRIPT leaves unseeded; each rank of a script that deals with ranks gets a number of its own "
-        "from it. By default 0.",
+        "The seed of what SCRIPT leaves unseeded; of several processes each gets a number of its own from it. By "
+        "default 0.",
         metavar="N",
         panel=SCRIPT,
     )
