@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from roster import BY_NAME, PLAIN, ROSTER
-from scores import of_workload, ratio
+from scores import defaults, of_workload, ratio
 from tables import default_table, equal_table, markdown, ranks_table, slope_table, startup_table
 
 PICTURE = "benchmarks.png"
@@ -36,18 +36,18 @@ which torchrun gives each worker one, so that other load slows the tools unequal
 STEPS = """## A step
 
 All entrants of a workload are started once and then run in turns, {rounds}, so that noise of the machine affects all of
-them alike. Each may use two cores: one process with two threads, or two processes with one thread each. Ratios are
+them alike. Each may use two cores: two processes with one thread each, or one process with two threads. Ratios are
 computed per round; the tables have their median, least and greatest. Logging, checkpoints and progress display are off
 in all of them.
 
 The first table of each workload has every tool **by default**: what a user gets who sets nothing. For samestep that is
 8 microbatches, whatever the number of processes, and one thread a process, because the number of threads is part of
 what fixes the bits: `python train.py` leaves the second core idle, `samestep run train.py` uses both. In W2, whose
-arithmetic takes no time, it is the fixed cost of eight microbatches that is compared with that of one; fewer of them
-are another contract, and the better one for such a model. The peers read a map-style dataset (`__getitem__`) through a
-`DataLoader`; samestep is there with tensors, which it takes as they are, and with the same map-style dataset. The
-*limit* trains on one cached batch and does nothing else; two processes of it train on half of the batch each, without
-communication.
+arithmetic takes no time, it is the fixed cost of eight microbatches that is compared with the cost of one; fewer of
+them give other, equally valid numbers, and are the better choice for such a model. The peers read a map-style dataset
+(`__getitem__`) through a `DataLoader`; samestep is there with tensors, which it takes as they are, and with the same
+map-style dataset. The *limit* trains on one cached batch and does nothing else; two processes of it train on half of
+the batch each, without communication.
 
 The second table has **equal terms**, the same data and threads on both sides: as many microbatches as processes, or 8
 beside PyTorch in 8 micro-batches, which accumulates gradients under `no_sync`. Then samestep's fixed order of sums
@@ -85,12 +85,11 @@ LeNet on 1,000 scanned digits, global batch 256, two epochs, shuffled: the final
 same tool with one process. Then one step on one batch, and the number of samples counted in an evaluation.
 """
 
-TICKS = (0.1, 0.2, 0.3, 0.5, 0.7, 1, 1.5, 2, 3, 5, 7, 10, 20)
-MARKERS = {"ours": "o", "peer": "sv^DPX", "limit": "|"}
-COLOURS = {
-    "ours": ("#00796b", "#26a69a"),
-    "limit": ("#212121",),
-    "peer": ("#5c6bc0", "#ef6c00", "#8d6e63", "#c2185b", "#9e9d24"),
+PANELS = {2: "both cores: two processes", 1: "one process: samestep on one core, others on both"}
+STYLES = {
+    "peer": {"fmt": "o", "color": "#bdbdbd", "markersize": 6},
+    "limit": {"fmt": "|", "color": "#424242", "markersize": 16},
+    "ours": {"fmt": "o", "color": "#00796b", "markersize": 9},
 }
 
 
@@ -218,55 +217,56 @@ def rounds_of(count: int) -> str:
 
 
 def draw(steps: Mapping[str, Any], path: Path) -> None:
-    """Writes the chart: each tool by default, as multiples of plain PyTorch, by workload and number of processes."""
+    """Writes the chart: each tool by default, as multiples of plain PyTorch; a panel for each number of processes."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    bands = []
-    for workload in steps["workloads"]:
-        rounds = of_workload(steps["measurements"], workload)
-        title = steps["workloads"][workload]["title"].partition(",")[0]
-        bands += [(f"{workload}: {title}", n, rounds) for n in (1, 2) if (PLAIN, n) in rounds]
-    others = [entrant for entrant in ROSTER if entrant.is_default and entrant.name != PLAIN]
-    names = [entrant.name for entrant in sorted(others, key=lambda entrant: list(MARKERS).index(entrant.role))]
-    if not bands:
+    workloads = steps["workloads"]
+    rounds = {name: of_workload(steps["measurements"], name) for name in workloads}
+    peers = {entry["entrant"] for entry in steps["measurements"]} - {PLAIN}
+    labels = {
+        "peer": ", ".join(e.title for e in ROSTER if e.is_default and e.role == "peer" and e.name in peers),
+        "limit": "limit: one cached batch, nothing else",
+        "ours": "samestep: tensors (above), map-style dataset (below)",
+    }
+    panels = [count for count in PANELS if any((PLAIN, count) in measured for measured in rounds.values())]
+    if not panels:
         return
-    figure, axis = pyplot.subplots(figsize=(9, 1.5 + 0.95 * len(bands)))
-    for number, name in enumerate(names):
-        entrant, offset = BY_NAME[name], (number + 1) / (len(names) + 1) - 0.5
-        found = {row + offset: ratio(r[name, n], r[PLAIN, n]) for row, (_, n, r) in enumerate(bands) if (name, n) in r}
-        if not found:
-            continue
-        markers, colours = MARKERS[entrant.role], COLOURS[entrant.role]
-        below = [times.median - times.least for times in found.values()]
-        above = [times.greatest - times.median for times in found.values()]
-        axis.errorbar(
-            [times.median for times in found.values()],
-            list(found),
-            xerr=[below, above],
-            fmt=markers[number % len(markers)],
-            color=colours[number % len(colours)],
-            markersize=7 if entrant.role == "ours" else 5,
-            elinewidth=0.8,
-            label=entrant.title,
-        )
-    for row in range(1, len(bands)):
-        axis.axhline(row - 0.5, color="#e0e0e0", linewidth=0.8)
-    axis.axvline(1.0, color="#424242", linewidth=1.0, label=BY_NAME[PLAIN].title)
-    axis.set_xscale("log")
-    least, greatest = axis.get_xlim()
-    ticks = [tick for tick in TICKS if least < tick < greatest]
-    axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-    axis.minorticks_off()
-    axis.set_yticks(range(len(bands)), [f"{title}\n{n} process{'es' * (n > 1)}" for title, n, _ in bands])
-    axis.set_ylim(len(bands) - 0.5, -0.5)
-    axis.set_xlabel("time of a step by default, × plain PyTorch (median, least and greatest of the rounds)")
-    axis.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=9)
+    figure, axes = pyplot.subplots(
+        1, len(panels), figsize=(5.2 * len(panels), 1.4 + 0.8 * len(workloads)), sharey=True, squeeze=False
+    )
+    for axis, count in zip(axes[0], panels, strict=True):
+        axis.axvline(1.0, color="#424242", linewidth=1.0, label=BY_NAME[PLAIN].title)
+        for row, measured in enumerate(rounds.values()):
+            others = [who[0] for who in defaults(measured, count) if who[0] != PLAIN and (PLAIN, count) in measured]
+            ours = sorted(name for name in others if BY_NAME[name].role == "ours")
+            for name in sorted(others, key=lambda name: list(STYLES).index(BY_NAME[name].role)):
+                role, times = BY_NAME[name].role, ratio(measured[name, count], measured[PLAIN, count])
+                # The two of samestep, which nearly coincide, one below the other, and each with its number.
+                offset = 0.34 * ours.index(name) - 0.17 * (len(ours) - 1) if name in ours else 0.0
+                axis.errorbar(times.median, row + offset, label=labels[role], **STYLES[role])
+                if name in ours:
+                    text = f"{times.median:.2f}"
+                    at = (times.median, row + offset)
+                    box = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
+                    axis.annotate(text, at, (8, 0), textcoords="offset points", va="center", bbox=box)
+        axis.set_title(PANELS[count], fontsize=11, loc="left")
+        axis.set_xlim(0, 1.15 * axis.get_xlim()[1])
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(axis="x", color="#eeeeee")
+        axis.set_axisbelow(True)
+    titles = [f"{name}: {told['title'].partition(',')[0]}" for name, told in workloads.items()]
+    axes[0][0].set_yticks(range(len(titles)), titles)
+    axes[0][0].set_ylim(len(titles) - 0.5, -0.5)
+    found = dict(zip(*reversed(axes[0][0].get_legend_handles_labels()), strict=True))
+    figure.legend(found.values(), found, loc="upper center", bbox_to_anchor=(0.5, 0.02), ncols=2, frameon=False)
+    figure.supxlabel("time of a step, × plain PyTorch's; less is better", fontsize=10, y=0.03)
     facts = steps["facts"]
     where = f"{facts['date']}: {facts['cpu']}, {facts['cores']} cores, torch {facts['versions']['torch']}"
-    axis.set_title(where, fontsize=9, loc="left")
+    figure.suptitle(where, fontsize=9, color="#616161")
+    figure.tight_layout()
     figure.savefig(path, dpi=110, bbox_inches="tight", metadata={"Software": None})
     pyplot.close(figure)
 

@@ -24,7 +24,7 @@ def default_table(steps: Mapping[str, Any], workload: str) -> Table:
     """Each tool by default: the median time of a step, and how many times plain PyTorch's."""
     rounds = of_workload(steps["measurements"], workload)
     rows = []
-    for num_processes in (1, 2):
+    for num_processes in (2, 1):
         plain = rounds.get((PLAIN, num_processes))
         for who in defaults(rounds, num_processes):
             entrant, values = BY_NAME[who[0]], rounds[who]

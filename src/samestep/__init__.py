@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from samestep.run.run import Run
     from samestep.run.trainer import Trainer
     from samestep.runs.history import EpochRecord
-    from samestep.scripts.data_parallel import DataParallel, data_parallel
+    from samestep.scripts.data_parallel import DataParallel
 
 refuse_older()
 
@@ -65,7 +65,6 @@ _HOMES = {
     "TensorData": "samestep.data.tensors",
     "TrainStep": "samestep.engine.step",
     "Trainer": "samestep.run.trainer",
-    "data_parallel": "samestep.scripts.data_parallel",
     "discover": "samestep.devices.inventory",
     "launch": "samestep.launcher.supervisor",
     "register_backend": "samestep.logical.process_group",
@@ -94,7 +93,6 @@ __all__ = [
     "TrainStep",
     "Trainer",
     "__version__",
-    "data_parallel",
     "discover",
     "launch",
     "metrics",

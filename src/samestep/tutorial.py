@@ -303,7 +303,7 @@ def _rows(tensors: Any) -> list[list[Tensor]]:
         if [(t.dtype, t.shape) for t in row] != [(t.dtype, t.shape) for t in rows[0]]:
             shapes = [[list(tensor.shape) for tensor in row] for row in (rows[0], row)]
             raise UsageError(
-                f"the tensors of local device {device} ({shapes[1]}) do not match those of device 0 ({shapes[0]}) in "
+                f"the tensors of local device {device} ({shapes[1]}) do not match device 0 ({shapes[0]}) in "
                 "number, shape or dtype; give the same parameters' gradients for each device"
             )
     return rows

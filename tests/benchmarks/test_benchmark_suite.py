@@ -259,11 +259,15 @@ def test_the_chart_has_the_tools_and_its_machine(tmp_path):
         page.draw(made_up(), tmp_path / "chart.png")
     finally:
         pyplot.close = close
-    (axis,) = kept[0].axes
-    titles = {text.get_text() for text in axis.get_legend().get_texts()}
-    assert titles == {entrant.title for entrant in roster.ROSTER if entrant.is_default}
-    assert axis.get_title(loc="left") == "today: a cpu, 2 cores, torch 2"
-    assert [label.get_text() for label in axis.get_yticklabels()] == ["W1: LeNet\n1 process", "W1: LeNet\n2 processes"]
+    figure = kept[0]
+    plain, peers, _, _ = (text.get_text() for text in figure.legends[0].get_texts())
+    defaults = [entrant for entrant in roster.ROSTER if entrant.is_default]
+    assert [plain, *peers.split(", ")] == [e.title for e in defaults if e.role == "peer"]
+    assert figure.get_suptitle() == "today: a cpu, 2 cores, torch 2"
+    both, one = figure.axes
+    assert [axis.get_title(loc="left").partition(":")[0] for axis in (both, one)] == ["both cores", "one process"]
+    assert [label.get_text() for label in both.get_yticklabels()] == ["W1: LeNet"]
+    assert [text.get_text() for text in one.texts] == ["1.00", "1.00"], "a number for each of samestep's"
     close(kept[0])
 
 

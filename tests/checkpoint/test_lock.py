@@ -168,16 +168,6 @@ def test_a_run_that_starts_while_somebody_asks_tries_once_more(tmp_path):
         take_lock(tmp_path, pytest.fail, SECONDS, file.close).release()
 
 
-def test_a_folder_in_which_nothing_else_happened_keeps_its_time(tmp_path):
-    os.utime(tmp_path, ns=(10**18, 10**18))
-    take_lock(tmp_path, pytest.fail).release()
-    assert tmp_path.stat().st_mtime_ns == 10**18
-    lock = take_lock(tmp_path, pytest.fail)
-    (tmp_path / "ledger.jsonl").touch()
-    lock.release()
-    assert tmp_path.stat().st_mtime_ns > 10**18
-
-
 def test_giving_back_removes_no_lock_of_another_folder_that_took_the_place(tmp_path):
     (tmp_path / "run").mkdir()
     lock = take_lock(tmp_path / "run", pytest.fail)

@@ -28,7 +28,7 @@ WRITTEN = ("run.json", "ledger.jsonl", "metrics.jsonl", ".lock")
 READ = {  # by entry, the commands that must name it
     "run.json": ("runs", "report", "replay", "audit", "attest", "resume"),
     "ledger.jsonl": ("runs", "report", "ledger", "replay", "audit", "attest"),
-    "metrics.jsonl": ("runs", "report"),
+    "metrics.jsonl": ("report",),
     ".lock": (),
     "checkpoints/latest": ("latest",),
     f"{CHECKPOINT}/manifest.json": ("export", "audit", "attest", "resume"),

@@ -94,7 +94,7 @@ def test_a_script_whose_steps_are_its_own_cannot_be_audited(refused, tmp_path):
     (tmp_path / "script.py").write_text("import torch\nmodel = torch.nn.Linear(1, 1)\n")
     said = refused("run", "--audit", 2, "--devices", "cpu:2", tmp_path / "script.py")
     assert "got --audit 2 for" in said
-    assert "only those of samestep.Run can be computed again by another device. Leave --audit out" in said
+    assert "only steps of samestep.Run can be computed again by another device. Leave --audit out" in said
     assert "got audit='2:ask'" in refused("run", "--audit", "2:ask", tmp_path / "script.py")
     assert "(--audit)" in refused("train", "mlp", "--audit", 0)
 

@@ -28,7 +28,7 @@ for _ in range(4):
 TESTS = """
 def test_to_the_bit(samestep_verify):
     text = samestep_verify("good.py", devices=["cpu:1", "cpu:2"], logical_devices=2, golden="golden.json", write=True)
-    assert "agrees      bitwise" in text
+    assert "agrees      every bit is equal" in text
     assert "golden.json is written" in text
 
 def test_golden(samestep_verify):

@@ -8,6 +8,7 @@ import runpy
 import subprocess
 import textwrap
 import time
+from pathlib import Path
 
 import gpus
 import psutil
@@ -234,6 +235,16 @@ def test_a_script_for_several_ranks_prints_and_saves_the_same_bits_on_any_number
     assert outputs[0][0]
     assert PRINTED.get(name, "") in outputs[0][0]
     assert all(output == outputs[0] for output in outputs)
+
+
+def test_gradients_that_stay_on_their_ranks_since_the_wrapper_is_not_called_are_named_with_the_line(tmp_path):
+    path = Path(__file__).resolve().parents[1] / "verify" / "breakers" / "unexchanged.py"
+    words = "run", "--devices", "cpu:1", "--logical-devices", 2, path, "module"
+    done, cured = samestep(*words, cwd=tmp_path), samestep(*words, "cured", cwd=tmp_path)
+    assert (done.returncode, cured.returncode) == (0, 0), done.stderr + cured.stderr
+    number = 1 + path.read_text().splitlines().index("    optimizer.step()")
+    assert f"unexchanged.py, line {number} Sequential is updated by gradients that are not averaged" in done.stderr
+    assert "averaged" not in cured.stderr
 
 
 def test_a_script_that_lets_its_real_device_into_a_seed_is_found_out(tmp_path):
@@ -487,7 +498,7 @@ def test_a_script_that_insists_on_gpus_is_told_what_gives_it_simulated_ones_and_
     for name in ("sets.py", "asks.py"):
         done = samestep("run", "--devices", "cpu:2", name, cwd=tmp_path)
         assert done.returncode == 1
-        assert "CPU workers show it no GPU: choose GPUs (--devices)" in done.stderr
+        assert "there is no GPU on the CPU: choose GPUs (--devices)" in done.stderr
         assert "with --logical-devices V, as under samestep verify" in done.stderr
     for name in ("sets.py", "asks.py"):
         assert samestep("run", "--devices", "cpu:2", "--logical-devices", 2, name, cwd=tmp_path).returncode == 0
@@ -521,7 +532,7 @@ def test_simulated_gpus_take_hooks_of_bfloat16_and_profilers_and_are_not_there_f
     assert done.stdout.splitlines() == ["available True", "gradient [3.0, 3.0]", "events True"], done.stderr
     assert "Failed to record CUDA event" not in done.stderr
     assert "CUDA is no reason" in done.stderr
-    assert "CPU workers show it no GPU" not in done.stderr
+    assert "there is no GPU on the CPU" not in done.stderr
     done = samestep(*words, cwd=tmp_path, ACCELERATE_USE_CPU="True")
     assert done.stdout.splitlines() == ["available False"], done.stderr
     assert "finds V simulated ones on CPU workers, unless ACCELERATE_USE_CPU asks for CPUs" in done.stderr

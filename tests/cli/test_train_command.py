@@ -170,7 +170,7 @@ def test_a_mistake_gets_one_sentence_before_anything_starts(args, sentence, tmp_
         (["lenet", "--lr", "-1"], "argument --lr: got -1; it must be above 0"),
         (["lenet", "--seed", "x"], "argument --seed: got x; it must be a whole number, 0 or more"),
         (["lenet", "--device", "cpu:2"], "unrecognized arguments: --device cpu:2"),
-        (["lenet", "--data", "nowhere"], "got --data nowhere; needed: digits, mnist, fashion-mnist or a folder"),
+        (["lenet", "--data", "nowhere"], "got --data nowhere; needed: digits, or a folder of IDX files"),
         (["gpt", "--data", "nothing.txt"], "nothing.txt"),
         (["lenet", "--resume", "nope"], "nope is not there; resume (--resume) takes a run's folder"),
     ],

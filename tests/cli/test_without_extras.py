@@ -70,7 +70,7 @@ def test_without_nvml_the_driver_lists_the_gpus_and_a_note_says_what_is_missing(
     bare = inventory.Inventory((), gpu, 8, build, variable="CUDA_VISIBLE_DEVICES")
     found = inventory._with_nvidia(bare, NvmlReading(is_installed=False), {})
     assert [device.name for device in found.devices] == ["NVIDIA H200"]
-    assert found.notes == (missing("pynvml", "what is in use on the GPUs (memory, load, processes, links)") + ".",)
+    assert found.notes == (missing("pynvml", "what is in use on the GPUs (memory, processes)") + ".",)
     assert "pip install 'samestep[nvidia]'" in found.notes[0]
 
 

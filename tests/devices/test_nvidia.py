@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from machines import GIB, gpu, server
 
-from samestep.devices.device import Device, Link, Process
+from samestep.devices.device import Device, Process
 from samestep.devices.nvidia import NvmlReading, is_certain, match, read, visible
 
 
@@ -80,7 +80,6 @@ def test_a_gpu_that_answers_nothing_is_still_listed_and_nvml_is_closed() -> None
     nvml = StandIn([{}])
     (gpu,) = read(nvml).gpus
     assert (gpu.name, gpu.memory_total, gpu.uuid) == ("NVIDIA GPU", 0, None)
-    assert (gpu.utilization, gpu.temperature) == (None, None)
     assert nvml.running == 0
 
 
@@ -91,8 +90,6 @@ def test_a_gpu_is_read_whole() -> None:
         "nvmlDeviceGetUUID": "GPU-a0",
         "nvmlDeviceGetPciInfo": SimpleNamespace(busId=b"00000000:1A:00.0"),
         "nvmlDeviceGetMemoryInfo": memory,
-        "nvmlDeviceGetUtilizationRates": SimpleNamespace(gpu=97, memory=50),
-        "nvmlDeviceGetTemperature": 54,
         "nvmlDeviceGetCpuAffinity": [1 << 63 | 0b110, 1],
         "nvmlDeviceGetComputeRunningProcesses_v3": [
             SimpleNamespace(pid=12, usedGpuMemory=20 * GIB),
@@ -103,8 +100,7 @@ def test_a_gpu_is_read_whole() -> None:
     device = reading.gpus[0]
     assert (device.kind, device.index, device.name, device.uuid) == ("cuda", 0, "NVIDIA H200", "GPU-a0")
     assert (device.memory_total, device.memory_free, device.memory_used) == (140 * GIB, 120 * GIB, 20 * GIB)
-    assert (device.utilization, device.temperature) == (97.0, 54.0)
-    assert device.processes == (Process(12, "python3", 20 * GIB), Process(99, "unknown", None))
+    assert device.processes == (Process(12, "python3"), Process(99, "unknown"))
     assert (device.pci_bus_id, device.visible_as) == ("00000000:1a:00.0", "GPU-a0")
     assert device.cores == (1, 2, 63, 64)
 
@@ -128,51 +124,6 @@ def test_a_lost_gpu_is_told_and_the_others_are_read() -> None:
 def test_gpus_come_by_pci_bus_id() -> None:
     rows = [{"nvmlDeviceGetPciInfo": SimpleNamespace(busId=bus)} for bus in ("00000000:3B:00.0", "00000000:1A:00.0")]
     assert [gpu.index for gpu in read(StandIn(rows)).gpus] == [1, 0]
-
-
-def linked(bus: str, remotes: list[str | None], ancestor: int = pynvml.NVML_TOPOLOGY_SYSTEM) -> dict[str, Any]:
-    """A GPU with NVLinks to these bus ids ("switch" for an NVSwitch, None for a link that is down)."""
-
-    def state(link: int) -> int:
-        if link >= len(remotes):
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_INVALID_ARGUMENT)
-        return int(remotes[link] is not None)
-
-    def remote_type(link: int) -> int:
-        switch = remotes[link] == "switch"
-        return int(pynvml.NVML_NVLINK_DEVICE_TYPE_SWITCH if switch else pynvml.NVML_NVLINK_DEVICE_TYPE_GPU)
-
-    return {
-        "nvmlDeviceGetPciInfo": SimpleNamespace(busId=bus.encode()),
-        "nvmlDeviceGetNvLinkState": state,
-        "nvmlDeviceGetNvLinkRemoteDeviceType": remote_type,
-        "nvmlDeviceGetNvLinkRemotePciInfo": lambda link: SimpleNamespace(busId=str(remotes[link]).encode()),
-        "nvmlDeviceGetTopologyCommonAncestor": lambda other: ancestor,
-    }
-
-
-def links(*rows: dict[str, Any]) -> list[tuple[Link, ...]]:
-    return [gpu.links for gpu in read(StandIn(list(rows))).gpus]
-
-
-def test_direct_nvlinks_are_counted_by_peer_and_links_that_are_down_are_not() -> None:
-    a, b, c = "00000000:0A:00.0", "00000000:0B:00.0", "00000000:0C:00.0"
-    found = links(linked(a, [b, b, c, None]), linked(b, [a, a]), linked(c, [a]))
-    assert found[0] == (Link(1, "NV2"), Link(2, "NV1"))
-    assert found[1] == (Link(0, "NV2"), Link(2, "SYS"))
-
-
-def test_gpus_on_an_nvswitch_reach_each_other_over_all_their_links() -> None:
-    found = links(linked("00000000:0A:00.0", ["switch"] * 18), linked("00000000:0B:00.0", ["switch"] * 18))
-    assert found == [(Link(1, "NV18"),), (Link(0, "NV18"),)]
-
-
-@pytest.mark.parametrize(
-    ("level", "kind"), [(0, "PIX"), (10, "PIX"), (20, "PXB"), (30, "PHB"), (40, "NODE"), (50, "SYS")]
-)
-def test_without_nvlink_the_pcie_path_is_named(level: int, kind: str) -> None:
-    found = links(linked("00000000:0A:00.0", [], level), linked("00000000:0B:00.0", [], level))
-    assert found == [(Link(1, kind),), (Link(0, kind),)]
 
 
 # Numbering.
@@ -221,12 +172,6 @@ def test_indices_are_those_that_torch_would_show() -> None:
     assert [device.torch_name for device in devices] == ["cuda:0", "cuda:1"]
 
 
-def test_links_name_visible_peers_by_their_new_indices() -> None:
-    devices = visible(EIGHT, {"CUDA_VISIBLE_DEVICES": "6,1,3"})
-    assert devices[0].links == (Link(1, "NV18"), Link(2, "NV18"))
-    assert devices[2].links == (Link(0, "NV18"), Link(1, "NV18"))
-
-
 @given(st.lists(st.integers(0, 7), unique=True))
 def test_a_list_of_uuids_is_shown_in_its_own_order(order: list[int]) -> None:
     assert shown(",".join(UUIDS[index] for index in order)) == order
@@ -252,11 +197,10 @@ def test_matching_follows_cudas_order_and_keeps_what_the_driver_knows() -> None:
     matched = match(EIGHT, known)
     assert [UUIDS.index(device.uuid or "") for device in matched] == order
     assert [device.index for device in matched] == list(range(8))
-    assert {device.temperature for device in matched} == {31.0}
+    assert {device.memory_total for device in matched} == {140 * GIB}
 
 
-def test_a_device_that_the_driver_has_no_row_for_keeps_its_place_and_takes_no_links() -> None:
+def test_a_device_that_the_driver_has_no_row_for_keeps_its_place() -> None:
     stranger = Device("cuda", 0, "Stranger", 5, 5, uuid="GPU-zz")
     matched = match(EIGHT, [EIGHT[1], EIGHT[0], stranger])
     assert [device.name for device in matched] == ["NVIDIA H200", "NVIDIA H200", "Stranger"]
-    assert [device.links for device in matched] == [(Link(1, "NV18"),), (Link(0, "NV18"),), ()]

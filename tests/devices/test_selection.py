@@ -14,7 +14,7 @@ from samestep.errors import DeviceError, SamestepError
 TWO = machine(gpu(0), gpu(1))
 EIGHT = machine(*(gpu(index) for index in range(8)))
 NONE = machine(torch=CPU_TORCH, cores=4)
-PYTHON = Process(4321, "python", 20 * GIB)
+PYTHON = Process(4321, "python")
 
 
 @pytest.mark.parametrize(
@@ -186,11 +186,11 @@ def test_a_device_with_much_memory_in_use_is_not_idle_though_no_process_shows() 
 
 
 def test_too_few_idle_devices_are_counted_and_their_users_named() -> None:
-    rows = (gpu(0, used=20 * GIB, processes=(PYTHON, Process(7, "unknown", None))), gpu(1), gpu(2))
+    rows = (gpu(0, used=20 * GIB, processes=(PYTHON, Process(7, "unknown"))), gpu(1), gpu(2))
     with pytest.raises(DeviceError) as caught:
         select("free:3", machine(*rows))
     assert "asked for 3 idle devices, 2 of 3 are idle" in str(caught.value)
-    assert "(cuda:0: python (pid 4321, 20.0 GiB), unknown (pid 7))" in str(caught.value)
+    assert "(cuda:0: 20.0 GiB in use by python (pid 4321), unknown (pid 7))" in str(caught.value)
 
 
 def test_free_without_an_accelerator_offers_cpu_workers() -> None:

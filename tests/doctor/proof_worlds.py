@@ -7,16 +7,14 @@ from dataclasses import replace
 from samestep.devices.inventory import discover
 from samestep.devices.selection import select
 from samestep.doctor import proof
-from samestep.doctor.proof import CPU_MODEL, LATE, PLACED, make_rows
+from samestep.doctor.proof import LATE, PLACED, make_rows
 
 
 def shortened(row):
-    """A row with an epoch, and with the trainings alone that other rows compare with; of a small model."""
+    """A row with an epoch, and with the trainings alone that other rows compare with."""
     changes = {"epochs": 1} if "epochs" in row.options else {}
     if len(row.options.get("names", ())) > 3:
         changes["names"] = [LATE, *PLACED]
-    if row.program == "speed":
-        changes |= CPU_MODEL
     return replace(row, options={**row.options, **changes}, seconds=600.0)
 
 

@@ -26,7 +26,6 @@ from samestep.doctor.proof import (
     judge_killed,
     judge_logical,
     judge_memory,
-    judge_speed,
     judge_streams,
     judge_waits,
     make_rows,
@@ -62,7 +61,6 @@ def test_one_gpu_is_proven_with_two_processes_on_it():
     assert missing == [
         "out of memory in NCCL",
         *([] if is_installed("triton") else ["torch.compile", "torch.compile with CUDA graphs"]),
-        "time of a step by DistributedDataParallel's, 0.8 GB of gradients,",
     ]
     for what in ("collectives", "a killed rank", "a stopped rank", "models and precisions"):
         assert gpus_of(rows[f"{what} on two processes on one GPU"]) == [0, 0]
@@ -82,7 +80,6 @@ def test_cpus_leave_out_the_rows_about_gpus_and_say_why():
         "memory beside the parameters",
         "torch.compile",
         "torch.compile with CUDA graphs",
-        "time of a step by DistributedDataParallel's, 0.8 GB of gradients,",
     }
     assert all("CUDA device" in why for why in missing.values())
 
@@ -234,14 +231,13 @@ def test_a_proof_for_which_the_time_was_too_short_is_none(tmp_path, monkeypatch)
     assert "stream sanitizer" not in proof.verdict(content)
 
 
-def test_collectives_and_speed_have_their_figures():
+def test_collectives_have_their_figures():
     right = good("nccl: broadcast", "right in 18 cases")
     facts = [vars(replace(right, numbers={"latency_us": 7.0})), vars(good("ranks", "2 started"))]
     assert judge_collectives(facts, {}) == ("1 right to the bit, by nccl", {"nccl: broadcast, latency_us": 7.0})
     wrong = {**vars(right), "state": "bad", "found": "wrong on rank 1", "advice": "look"}
     with pytest.raises(UnprovenError, match=r"nccl: broadcast: wrong on rank 1 \(look\)"):
         judge_collectives([wrong], {})
-    assert judge_speed({"8 microbatches": 1.25}, {})[0] == "8 microbatches: 1.25"
 
 
 def test_the_file_is_named_after_the_devices(tmp_path):

@@ -51,7 +51,7 @@ def test_a_rank_that_runs_out_while_others_wait_for_it_ends_the_run(strategy, ph
     [
         (2, 7, "", "of 4 (2 samples) does not fit in the memory of rank 1: use num_microbatches=7 (--num-mic"),
         (1, 4, "", "(1 sample) does not fit in the memory of rank 1, and one sample is the least: use a smaller"),
-        (9, 36, "smaller `wrap`", "the bits of another one are others), or smaller `wrap`"),
+        (9, 36, "smaller `wrap`", "another number gives other, equally valid results), or smaller `wrap`"),
     ],
     ids=["no more microbatches than samples", "one sample is the least", "the strategy's own advice"],
 )

@@ -6,12 +6,13 @@ import os
 import time
 from pathlib import Path
 
+import torch
+from forked_pool import forked_pool
 from worlds import DEVICE
 
 from samestep.devices.selection import select
 from samestep.launcher.job import Job, Policy, process_variables, run_program
-from samestep.launcher.supervisor import forks_break, supervise
-from samestep.launcher.worker_pool import ServerPool
+from samestep.launcher.supervisor import supervise
 from samestep.runs.ledger import from_line
 
 SCRIPT = str(Path(__file__).with_name("faulty_training.py"))
@@ -50,11 +51,11 @@ def run_script(script, devices, told, policy=None, start_method=None):
     before = shared_memory()
     job = Job("script", script, (json.dumps(told),), quiet=True, start_method=start_method, policy=policy)
     selection = select(f"cpu:{devices}" if DEVICE == "cpu" else f"{DEVICE}:" + ",".join(map(str, range(devices))))
-    if start_method is None and not forks_break(selection.kind):
+    if start_method is None and not torch.cuda.is_available():
         for name in IMPORTED_LATE:
             importlib.import_module(name)
         variables = process_variables(selection, 1)
-        outcome = supervise(job, selection, lambda: ServerPool.forked(lambda: run_program(job, {}), variables))
+        outcome = supervise(job, selection, lambda: forked_pool(lambda: run_program(job, {}), variables))
     else:
         outcome = supervise(job, selection)
     deadline = time.monotonic() + SHARED_SECONDS

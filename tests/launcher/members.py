@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from forked_pool import forked_pool
+
 import samestep.run.run  # noqa: F401 - every starter would import it anew
 from samestep.comm.environment import read_settings
 from samestep.comm.heartbeat import HEALS, READY_TO_JOIN, STOPS_ON_REQUEST, Heartbeat, HeartbeatPage, Quorum
@@ -14,7 +16,6 @@ from samestep.devices.selection import select
 from samestep.errors import PeerLostError
 from samestep.launcher.job import Job, Outcome, Policy, process_variables
 from samestep.launcher.supervisor import supervise
-from samestep.launcher.worker_pool import ServerPool
 
 PATIENCE_SECONDS = 60.0
 
@@ -120,4 +121,4 @@ def run_members(
     variables = process_variables(selection, 1)
     log = None if log_dir is None else str(log_dir)
     job = Job("function", "members:play", log_dir=log, policy=policy or Policy(), relay=True)
-    return supervise(job, selection, lambda: ServerPool.forked(call, variables))
+    return supervise(job, selection, lambda: forked_pool(call, variables))

@@ -122,7 +122,8 @@ def test_a_cpu_without_such_kernels_trains_by_its_own_and_a_line_says_so(monkeyp
     monkeypatch.setattr(portable.why_not_portable, "__defaults__", (about,))
     selection = select("cpu:2")
     assert made_portable(selection, None, default=True) is selection
-    line = "--portable, the default, is left out: this CPU has no avx2 and no fma; the bits are those of such a CPU\n"
+    line = "--portable, the default, is left out: this CPU has no avx2 and no fma; the bits then "
+    line += "depend on the kind of CPU\n"
     assert capsys.readouterr().err.endswith(line)
     assert made_portable(selection, None) is selection
     assert made_portable(selection, False, default=True).variables == {"SAMESTEP_PORTABLE": "0"}

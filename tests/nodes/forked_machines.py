@@ -23,6 +23,7 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).resolve().parents[1] / "healing"))
 
 import faulty_training  # noqa: F401 - for tests that are imported before its folder can be
+from forked_pool import forked_pool
 from healing_runs import Told, shared_memory
 from marked import RANK_NAMES, SECONDS, free_port
 
@@ -195,7 +196,7 @@ class Machines:
 
 
 def _forked_pool(job, variables, *_):
-    return ServerPool.forked(lambda: run_program(job, {}), variables)
+    return forked_pool(lambda: run_program(job, {}), variables)
 
 
 def _lead_or_follow(job, devices, meeting):

@@ -29,8 +29,9 @@ from samestep.comm.heartbeat import HEALS, HeartbeatPage
 from samestep.comm.wire import Wire
 from samestep.devices.selection import select
 from samestep.launcher import machines as machines_module
+from samestep.launcher.follower import Follower
 from samestep.launcher.job import Job, Policy, assign
-from samestep.launcher.machines import Follower, MachinesPool
+from samestep.launcher.machines import MachinesPool
 from samestep.launcher.meeting import Meeting
 
 pytestmark = cpu_only("the machines have CPU workers")

@@ -216,5 +216,5 @@ def test_a_text_too_short_to_split_is_refused(tmp_path):
 
 
 def test_a_name_of_images_that_is_neither_known_nor_a_folder_is_refused():
-    with pytest.raises(UsageError, match="got --data cifar; needed: digits, mnist, fashion-mnist or a folder of IDX"):
+    with pytest.raises(UsageError, match="got --data cifar; needed: digits, or a folder of IDX"):
         image_data("cifar")

@@ -617,7 +617,7 @@ def test_a_loop_of_one_s_own_is_audited_by_the_checkpoints_that_it_saves(tmp_pat
     assert "after step 4: " in text
     (tmp_path / "loop.py").write_text(LOOP.replace("LR", "0.02"))
     assert "is not the script that made the run" in said()[1]
-    assert "another contract" in said("--trust")[1]
+    assert "other settings" in said("--trust")[1]
 
 
 def test_a_resumed_loop_s_checkpoints_name_the_code_of_each_start(tmp_path, monkeypatch):

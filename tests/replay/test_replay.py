@@ -116,7 +116,7 @@ def test_a_damaged_line_is_said_and_not_compared(run, tmp_path):
     path.write_bytes(path.read_bytes().replace(b'"skipped": false', b'"skipped": true ', 1))
     found = replayed(folder, 3)
     assert found.holds
-    assert any("is damaged: its checksum is not that of its bytes" in note for note in found.notes)
+    assert any("is damaged: its checksum does not fit its bytes" in note for note in found.notes)
 
 
 def test_steps_of_a_run_that_broke_off_before_it_wrote_them_down_are_replayed_too(run, tmp_path):
@@ -481,7 +481,7 @@ def test_a_script_s_run_is_replayed_by_the_command_with_its_own_arguments(tmp_pa
     altered = runner.invoke(app, ["replay", str(tmp_path / "runs" / "a"), "--step", "4"])
     assert altered.exit_code == 1
     assert "step 2 is not what was recorded" in altered.stdout
-    assert "No field of the contract that decides the bits has changed" in altered.stdout
+    assert "No setting that decides the bits has changed" in altered.stdout
     (tmp_path / "train.py").unlink()
     gone = runner.invoke(app, ["replay", str(tmp_path / "runs" / "a"), "--step", "4"])
     assert "not there any more" in str(gone.exception)

@@ -172,7 +172,7 @@ def mistype(facts):
         (lengthen, "Python's generator has words of more than 32 bits"),
         (shorten, "the packed state is not in the form in which this version packs it"),
         (mistype, "the checkpoint's place in the data cannot be taken up"),
-        (miscount, "is not that of a run after 2 steps"),
+        (miscount, "does not belong to a run after 2 steps"),
         (lambda facts: [], "the state has format None"),
         (lambda facts: {**facts, "run": {}}, "something in it is missing, or of another kind"),
     ],

@@ -134,7 +134,7 @@ def test_a_flipped_bit_in_valid_json_is_told_by_every_reader(tmp_path, monkeypat
     flipped = lines[4].replace(b'"num_samples": 128', b'"num_samples": 129')
     assert "num_samples" in json.loads(flipped)
     path.write_bytes(b"".join([*lines[:4], flipped, *lines[5:]]))
-    sentence = "line 5 is damaged: its checksum is not that of its bytes"
+    sentence = "line 5 is damaged: its checksum does not fit its bytes"
     shown = CliRunner().invoke(app, ["ledger", "show", str(folder)]).stdout
     assert f"note: {sentence}" in shown
     for words in (("ledger", "diff", folder, folder), ("report", folder)):

@@ -30,13 +30,11 @@ def event(name, number, **fields):
     return {"event": name, "step": number, "time": "2026-01-31T12:00:00.123+00:00", **fields}
 
 
-def make_run(folder, ledger=(), metrics=(), contract=CONTRACT, checkpoints=(), when=OLD):
+def make_run(folder, ledger=(), contract=CONTRACT, checkpoints=(), when=OLD):
     """A run's folder as a run leaves it, last written at a time."""
     folder.mkdir(parents=True)
     (folder / "run.json").write_text(json.dumps(contract))
-    for name, lines in (("ledger.jsonl", ledger), ("metrics.jsonl", metrics)):
-        write = to_line if name == "ledger.jsonl" else lambda line: json.dumps(line).encode() + b"\n"
-        (folder / name).write_bytes(b"".join(map(write, lines)))
+    (folder / "ledger.jsonl").write_bytes(b"".join(map(to_line, ledger)))
     for name in checkpoints:
         (folder / "checkpoints" / name).mkdir(parents=True)
         (folder / "checkpoints" / name / "manifest.json").write_text("{}")
@@ -55,23 +53,11 @@ def shown(*arguments):
 
 
 def test_a_finished_run_is_summed_up(tmp_path):
-    metrics = [
-        {"step": 1, "loss/train": 2.0},
-        {"step": 2, "epoch": 1.0, "loss/train_epoch": 1.0, "accuracy/eval": 0.9, "loss/eval": 0.5},
-        {"step": 4, "epoch": 2.0, "loss/train_epoch": 0.5, "accuracy/eval": 0.8, "loss/eval": 0.4},
-    ]
     ledger = [event("start", 0, world_size=2), *map(step, range(1, 5)), event("end", 4, digest="00")]
-    found = run_status(make_run(tmp_path / "a", ledger, metrics))
-    assert (found.state, found.program, found.steps, found.epochs, found.epochs_planned) == (
-        "finished",
-        "lenet",
-        4,
-        2,
-        3,
-    )
-    assert (found.loss, found.metric, found.world_sizes) == (0.5, ("accuracy", 0.9), (2,)), "the last epoch's loss"
+    found = run_status(make_run(tmp_path / "a", ledger))
+    assert (found.state, found.program, found.steps) == ("finished", "lenet", 4)
+    assert (found.loss, found.world_sizes) == (1.5, (2,))
     assert found.changed == pytest.approx(OLD)
-    assert found.size_bytes == sum(path.stat().st_size for path in (tmp_path / "a").rglob("*") if path.is_file())
     assert found.checkpoint is None
     assert found.problems == ()
 
@@ -143,15 +129,6 @@ def test_world_sizes_are_those_that_the_run_had_one_after_another(tmp_path):
     assert run_status(make_run(tmp_path / "c", [step(1, 4), step(2, 3)])).world_sizes == (4, 3)
 
 
-@pytest.mark.parametrize(
-    ("name", "best"), [("accuracy", 0.9), ("perplexity", 0.1), ("top5_error", 0.1), ("r2", 0.9), ("loss", 0.1)]
-)
-def test_the_best_of_a_metric_is_its_largest_value_or_its_smallest(tmp_path, name, best):
-    values = [0.5, 0.9, "nan", 0.1]
-    metrics = [{"step": k, "epoch": k, f"{name}/eval": value} for k, value in enumerate(values)]
-    assert run_status(make_run(tmp_path / "a", metrics=metrics)).metric == (name, best)
-
-
 def test_runs_come_newest_first_and_other_folders_are_left_out(tmp_path):
     for number, name in enumerate(["b", "a", "c"]):
         make_run(tmp_path / name, when=OLD + number)
@@ -180,9 +157,6 @@ BROKEN = {
     "ledger is garbage": lambda folder: (folder / "ledger.jsonl").write_bytes(b'\xff\n{}\n[1]\n{\n"event"\n'),
     "ledger of odd types": lambda folder: (folder / "ledger.jsonl").write_bytes(to_line({"step": "x", "loss": 3})),
     "ledger is a folder": lambda folder: ((folder / "ledger.jsonl").unlink(), (folder / "ledger.jsonl").mkdir()),
-    "metrics are garbage": lambda folder: (folder / "metrics.jsonl").write_bytes(
-        b'"epoch"\n\xff"epoch"\n{"epoch": []}\n{"epoch": Infinity}\n{"epoch": NaN, "loss/eval": 1' + b"0" * 400 + b"}\n"
-    ),
     "checkpoints are a file": lambda folder: (folder / "checkpoints").write_text(""),
     "a dangling link": lambda folder: (folder / "link").symlink_to(folder / "nowhere"),
 }
@@ -220,16 +194,15 @@ def test_the_table_tells_where_a_run_resumes_and_what_script_it_was(tmp_path):
     contract = {"command": ["python", "lib/train [x].py", "--lr", "1"]}
     make_run(tmp_path / "[run]", [step(12, loss=0.123456)], contract=contract, checkpoints=["step-00000008"])
     row, how = [line for line in shown(tmp_path).splitlines() if "[run]" in line]
-    for cell in ("train [x].py", "crashed", " 12 ", " 0 ", "0.1235", " 2 "):
+    for cell in ("train [x].py", "crashed", " 12 ", "0.1235", " 2 "):
         assert cell in row
     assert how.startswith(f"to go on from step-00000008: its command, with resume={str(tmp_path / '[run]')!r}")
 
 
 def test_json_has_every_field_and_stays_json(tmp_path):
-    make_run(tmp_path / "a", [step(1, loss=float("nan"))], [{"step": 1, "epoch": 1, "accuracy/eval": 0.5}])
+    make_run(tmp_path / "a", [step(1, loss=float("nan"))])
     (found,) = json.loads(shown(tmp_path, "--json"), parse_constant=lambda name: pytest.fail(name))
     assert found["loss"] == "nan"
-    assert found["metric"] == {"name": "accuracy", "best": 0.5}
     assert found["path"] == str(tmp_path / "a")
     assert (found["state"], found["steps"], found["world_sizes"]) == ("crashed", 1, [2])
 

@@ -324,7 +324,7 @@ def test_a_module_that_writes_to_an_argument_in_place_is_called_whole_and_the_sc
     for n in (1, 2):
         outcomes = train(n, body)
         assert all(outcome.result == alone.result for outcome in outcomes)
-        assert "its forward writes to an argument in place, of which microbatches have copies" in outcomes[0].stderr
+        assert "its forward writes to an argument in place, and microbatches have copies of it" in outcomes[0].stderr
 
 
 def test_a_module_that_begins_to_write_to_what_every_microbatch_gets_whole_is_refused(train):

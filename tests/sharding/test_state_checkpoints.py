@@ -162,7 +162,7 @@ def test_twin_a_part_that_is_missing_is_noticed_although_the_manifest_does_not_n
     manifest = read_manifest(path)
     files = {name: file for name, file in manifest.files.items() if name != part_name("model", 2, 3)}
     (path / "manifest.json").write_bytes(manifest_bytes(Manifest(manifest.step, files)))
-    with pytest.raises(ValueError, match="are not those of one set"):
+    with pytest.raises(ValueError, match="do not belong to one set"):
         read_checkpoint(path)
 
 

@@ -3,7 +3,7 @@
     python tests/simulation/run.py --seed 7
     python tests/simulation/run.py --minutes 10 --kind faults
 
-A seed and a commit repeat a failure. See CONTRIBUTING.md. SIGTERM and Ctrl-C end the search, with what it found.
+A seed and a commit repeat a failure. See MAINTAINING.md. SIGTERM and Ctrl-C end the search, with what it found.
 """
 
 import argparse

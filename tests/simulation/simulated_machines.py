@@ -44,7 +44,7 @@ from samestep.comm.requests import END_OF_FIT
 from samestep.comm.transport import Connection, LocalTransport
 from samestep.devices.selection import select as select_devices
 from samestep.errors import SamestepError
-from samestep.launcher import machines, monitor, supervisor
+from samestep.launcher import follower, machines, monitor, supervisor
 from samestep.launcher.job import Job, Outcome, Policy
 from samestep.launcher.meeting import Meeting
 from samestep.launcher.worker_pool import Group
@@ -635,28 +635,30 @@ def simulated_machines(world):
         notify=world.said.append, progress=nothing_at_all, line=nothing_at_all, refused=None, close=nothing_at_all
     )
     with ExitStack() as stack:
-        for module in (*TIMED, machines, wire, transport):
+        for module in (*TIMED, machines, follower, wire, transport):
             stack.enter_context(patch.object(module, "time", turns))
         for owner, name, value in (
             (connecting, "connect_at", connect_at),
             (monitor, "selectors", waiting),
-            (machines, "selectors", waiting),
-            (machines, "select", SimpleNamespace(
-                epoll=select.epoll, EPOLLIN=select.EPOLLIN, select=lambda fds, *more: (
-                    waited(lambda: select.select(fds, [], [], 0)[0], more[-1]), [], []))),
-            (machines, "socket", SimpleNamespace(create_connection=world.net.connect, socket=socket.socket)),
+            (follower, "selectors", waiting),
             (machines, "listen", lambda *_: SimpleNamespace(
                 getsockname=lambda: ("", 1), fileno=lambda: 0, close=nothing_at_all)),
             (machines, "ServerPool", SimpleNamespace(executed=lambda *_: MachinePool(world))),
-            (machines, "machine_name", lambda: f"machine {turns.running.machine}"),
-            (machines, "notify", world.said.append),
             (machines.MachinesPool, "_keep_alive", nothing_at_all),  # a thread, of which the clock knows nothing
-            (machines, "stop_requests", requests),
+            (follower, "stop_requests", requests),
             (supervisor, "stop_requests", requests),
-            (machines, "HeartbeatPage", world.page),
             (supervisor, "HeartbeatPage", world.page),
             (supervisor, "Display", lambda *_: show),
             (supervisor, "Monitor", Watch),
+            *((owner, *each) for owner in (machines, follower) for each in (
+                ("select", SimpleNamespace(
+                    epoll=select.epoll, EPOLLIN=select.EPOLLIN, select=lambda fds, *more: (
+                        waited(lambda: select.select(fds, [], [], 0)[0], more[-1]), [], []))),
+                ("socket", SimpleNamespace(create_connection=world.net.connect, socket=socket.socket)),
+                ("machine_name", lambda: f"machine {turns.running.machine}"),
+                ("notify", world.said.append),
+                ("HeartbeatPage", world.page),
+            )),
         ):  # fmt: skip
             stack.enter_context(patch.object(owner, name, value))
         yield

@@ -2,7 +2,7 @@
 
     python tests/simulation/twins.py
 
-searches for each by what seeds draw, and prints the table of CONTRIBUTING.md.
+searches for each by what seeds draw, and prints the table of MAINTAINING.md.
 """
 
 import argparse
@@ -196,13 +196,13 @@ TWINS = table("""
         real(self, parts[::-1] if read_settings().fds.get("devices") else parts, into)
         | runs | [drawn_scripts.allowed(ranks=3, samples=12, epochs=3)]
     other machines get the quorum before the one in force:
-        launcher.machines.Follower._take_page = lambda self, attempt, has: (
+        launcher.follower.Follower._take_page = lambda self, attempt, has: (
         real(self, attempt, getattr(self, "had", has)), vars(self).update(had=has))
         | machines | MachinesSchedule((1, 2), (Fault("killed", 2, 1),))
     the workers of a lost machine have not ended for the leader: launcher.machines.MachinesPool._end_all = nothing
         | machines | MachinesSchedule((1, 1), (), (MachineFault("dies", 1, 20),))
     a machine that hears nothing from the leader keeps its workers:
-        launcher.machines.Follower._send_beats = lambda self: (
+        launcher.follower.Follower._send_beats = lambda self: (
         real(self), setattr(self._wire, "heard_at", float("inf")))
         | machines | MachinesSchedule((1, 1), (), (MachineFault("cut", 1, 20, 80),))
     a machine is lost only when its connection closes:

@@ -244,6 +244,79 @@ def test_what_is_left_under_all_antidotes_is_told_with_its_place(verdict_on, scr
     assert verdict.unexplained_place.text in printed
 
 
+# Drawn before the optimizer is made, so that no draw is suspected.
+DRAWN = PARALLEL.replace("    model =", "    data = torch.randn(6, 12, 3)\n    model =").replace(
+    "torch.randn(12, 3)", "data[number]"
+)
+CENTERED = (
+    parallel(source=DRAWN)
+    .replace(
+        "dist.init",
+        """class Centered(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(3, 1)
+            self.register_buffer("mean", torch.zeros(3))
+
+        def forward(self, x):
+            WRITE
+            return self.layer(x - READ)
+
+    dist.init""",
+    )
+    .replace("nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))", "Centered()")
+)
+
+
+@pytest.mark.parametrize("write", ["self.mean.lerp_(x.mean(0), 0.5)", "self.mean = (self.mean + x.mean(0)) / 2"])
+def test_a_buffer_that_is_written_and_read_in_one_forward_is_confirmed_as_the_cause(verdict_on, script, write):
+    verdict = verdict_on(script(CENTERED.replace("WRITE", write).replace("READ", "self.mean")))
+    assert [cause.key for cause in verdict.causes] == ["buffers"]
+    assert verdict.unexplained is None
+
+
+@pytest.mark.parametrize(("write", "read"), [("pass", "x.mean(0)"), ("self.seen = x.mean(0)", "self.seen")])
+def test_of_a_forward_that_uses_the_other_samples_of_its_batch_the_line_is_named(
+    verdict_on, script, capsys, write, read
+):
+    text = CENTERED.replace("WRITE", write).replace("READ", read)
+    path = script(text)
+    verdict = verdict_on(path)
+    number = 1 + next(index for index, line in enumerate(path.read_text().splitlines()) if "self.layer(x" in line)
+    assert (verdict.place.module, verdict.place.line) == ("layer", f"{path}, line {number}")
+    assert verdict.seen[-1].startswith(f"samples of the same content have other outputs there: what {path}, line")
+    assert verdict.unexplained is not None
+    show(verdict)
+    assert f"seen: {verdict.seen[-1]}" in capsys.readouterr().out
+
+
+COUNTED = parallel(factor="(1 / (1 + count))", source=DRAWN).replace("optimizer.step()", "optimizer.step(); count += 1")
+
+
+def test_a_counter_that_begins_elsewhere_is_named_with_the_numbers_that_follow(verdict_on, script):
+    verdict = verdict_on(script(COUNTED.replace("for number", "count = 4 * size\n    for number")))
+    assert (verdict.causes, verdict.suspects) == ((), ())
+    (seen,) = verdict.seen
+    assert "these numbers of the script differ: count is 4 on cpu:1 and 8 on cpu:2" in seen
+    assert "size is" not in seen
+    assert verdict_on(script(COUNTED.replace("for number", "count = 4\n    for number"))).agrees
+
+
+def test_a_file_that_one_run_leaves_to_the_next_is_named_with_its_line_and_no_cause_is_made_up(
+    verdict_on, script, tmp_path
+):
+    read = "import os, sys\n    count = int(open(sys.argv[1]).read()) if os.path.exists(sys.argv[1]) else 0\n    "
+    write = "    dist.barrier()\n    if rank == 0: open(sys.argv[1], 'w').write(str(count))\n"
+    path = script(COUNTED.replace("for number", f"{read}for number") + write)
+    verdict = verdict_on(path, tmp_path / "count", steps=20)
+    assert (verdict.causes, verdict.suspects) == ((), ())
+    assert verdict.seen[0].startswith(f"cpu:1 (again) read {tmp_path / 'count'} at {path}, line ")
+    assert "count is 0 on cpu:1 and 6 on cpu:1 (again)" in verdict.seen[1]
+    # What was there before is the program's own, and so is what a run writes into its own folder.
+    assert verdict_on(path, tmp_path / "count", steps=4).agrees
+    assert verdict_on(path, "{folder}-count", steps=20).agrees
+
+
 def test_a_cause_that_another_hides_is_looked_for_once_that_is_gone(verdict_on, script, monkeypatch):
     # Without the sign that its sampler gives, ranks that take the same samples are seen once the orders agree.
     facts = Evidence.facts
@@ -468,7 +541,7 @@ def test_the_command_prints_the_verdict_as_json_and_fails_on_a_difference(comman
 def test_the_command_says_what_was_compared_and_which_tier_a_recipe_reached(command):
     code, output = command("--devices", "cpu:1,cpu:2", "--steps", 2, "mlp", "--epochs", 1)
     assert code == 0
-    assert "agrees      bitwise" in output
+    assert "agrees      every bit is equal" in output
     assert "2 steps, 6 parameters, 12 of 12 gradients not zero" in output
 
 
@@ -551,11 +624,11 @@ def test_a_script_for_gpus_finds_one_for_each_worker_where_there_is_none(command
     words = ("--devices", "cpu:1,cpu:2")
     code, output = command(*words, script(ON_GPUS.replace("WRAPPED", "net")))
     assert code == 1
-    assert "note        CPU workers stand in for GPUs" in output
+    assert "note        processes on the CPU stand in for GPUs" in output
     assert re.findall("^cause       (.*)$", output, re.M) == [
         "BatchNorm uses the statistics of each device's own batch"
     ]
     assert "confirmed" in output
     synchronised = script(ON_GPUS.replace("WRAPPED", "nn.SyncBatchNorm.convert_sync_batchnorm(net)"))
     code, output = command(*words, synchronised)
-    assert (code, output.splitlines()[-1]) == (0, "agrees      allclose (equal up to rounding)")
+    assert (code, output.splitlines()[-1]) == (0, "agrees      equal up to rounding (allclose)")

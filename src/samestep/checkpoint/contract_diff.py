@@ -98,8 +98,8 @@ def check_contract_kept(changes: Sequence[ContractChange], allow_change: bool) -
     """Raises a `ContractError` that lists all changes, if one decides the bits and that is not allowed."""
     if any(change.breaks for change in changes) and not allow_change:
         raise ContractError(
-            f"the run to resume was made under another contract:\n{explain(changes)}\n"
-            "go back to its values, or accept other bits from here on by allow_contract_change=True"
+            f"the run to resume was made with other settings:\n{explain(changes)}\n"
+            "go back to its values, or go on with other, equally valid numbers by allow_contract_change=True"
         )
 
 

@@ -300,7 +300,7 @@ class Drift:
         advice = "" if before == step.num_steps - 1 else "; digest_every=1 compares after every step"
         drew = ", and so do the random generators" if len({draws for draws, _ in rows}) > 1 else ""
         raise DeterminismError(
-            f"the ranks' states differ after step {step.num_steps}{since}: {name} of rank {rank} is not that of rank "
+            f"the ranks' states differ after step {step.num_steps}{since}: {name} of rank {rank} differs from rank "
             f"{other}; {len(found)} of {len(columns)} entries differ{drew}. Something was written, set or drawn on one "
             f"rank only: look for what depends on run.rank or run.is_main, in hooks and callbacks too{advice}"
         )

@@ -244,7 +244,7 @@ def check_state(
     # Else the newest checkpoint of the folder, which a resume by "auto" takes, would be one of the old contract.
     if breaking and state.newer is not None and state.is_in(folder):
         raise ContractError(
-            f"{folder} has checkpoints after {state.name}, up to {state.newer}, of the contract before:\n"
+            f"{folder} has checkpoints after {state.name}, up to {state.newer}, with the settings before:\n"
             f"{explain(changes)}\ngo on from the newest, or in a folder of its own by run_dir (--run-dir)"
         )
     for change in changes:

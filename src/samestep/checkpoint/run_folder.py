@@ -22,7 +22,7 @@ from tempfile import NamedTemporaryFile
 from typing import IO, Any
 
 from samestep.errors import UsageError
-from samestep.files import check_kind, is_at, make_folder, open_regular, open_unbuffered, read_object, reason, writing
+from samestep.files import check_kind, is_at, make_folder, open_regular, open_unbuffered, read_object, reason
 
 CONTRACT_FILE = "run.json"
 SCRIPT_FILE = "script.json"  # in its place, of a script that keeps its own checkpoints
@@ -206,29 +206,20 @@ def _precedes_record(entry: Path) -> bool:
 
 
 class FolderLock:
-    """A lock that `take_lock` took, held until it is given back or this process ends.
+    """A lock that `take_lock` took, held until it is given back or this process ends."""
 
-    Runs are listed by the time at which their folder changed last, and the file of the lock is an entry of the folder:
-    a process that locks a folder and does nothing in it leaves the folder's time as it was. `changed` is that time, the
-    folder's modification time before the file was in it, in nanoseconds since 1970.
-    """
-
-    def __init__(self, path: Path, file: IO[bytes], changed: int) -> None:
+    def __init__(self, path: Path, file: IO[bytes]) -> None:
         self._path, self._file = path, file
-        self._before, self._taken = changed, path.parent.stat().st_mtime_ns
         _held().add(self)
 
     def release(self) -> None:
-        """Gives it back and removes the file; the folder's time is as before if nothing else has come or gone."""
+        """Gives it back and removes the file."""
         if self._file.closed:
             return
         with suppress(OSError):
             # While it is locked: after that, the file of this name may be that of the next holder.
             if is_at(self._path, self._file):
-                folder = self._path.parent.stat()
                 self._path.unlink()
-                if folder.st_mtime_ns == self._taken:
-                    os.utime(self._path.parent, ns=(folder.st_atime_ns, self._before))
         self._file.close()
 
 
@@ -245,8 +236,6 @@ def take_lock(
     path = folder / LOCK_FILE
     deadline = time.monotonic() + wait_seconds
     while True:
-        with writing(path):
-            changed = folder.stat().st_mtime_ns
         # Not emptied by opening it: until it is locked it names its holder.
         file = open_unbuffered(path, "a+b")
         try:
@@ -260,7 +249,7 @@ def take_lock(
                 if reason:
                     tell(f"{path} cannot be locked ({reason}): take care that no other run writes to this folder")
                 _sign(file)
-                return FolderLock(path, file, changed)
+                return FolderLock(path, file)
             if time.monotonic() >= deadline:
                 raise UsageError(_refusal(folder, file))
         except BaseException:

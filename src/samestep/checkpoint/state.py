@@ -136,7 +136,7 @@ def check_captured(state: Snapshot) -> None:
         is_counted = all(type(count) is int and count >= 0 for count in counts) and sum(counts) == state.step
         is_whole = len(counts) == len(others["settings"]) == len(others["schedulers"])
         if not is_counted or not is_whole or not isinstance(others["rest"], dict):
-            raise CheckpointError(f"its {FACTS_FILE} is not that of a run after {state.step} steps")
+            raise CheckpointError(f"its {FACTS_FILE} does not belong to a run after {state.step} steps")
         json.dumps(others["rest"].get("contract"))  # it is shown, and compared, as JSON
 
 

@@ -266,7 +266,7 @@ def parts_by_file(names: Iterable[str]) -> dict[str, list[str]]:
         parts.sort()
         if [part[:2] for part in parts] != [(number, len(parts)) for number in range(1, len(parts) + 1)]:
             listed = ", ".join(name for *_, name in parts)
-            raise CheckpointError(f"the parts of {file}{SUFFIX} are not those of one set: {listed}")
+            raise CheckpointError(f"the parts of {file}{SUFFIX} do not belong to one set: {listed}")
     return {file: [name for *_, name in parts] for file, parts in found.items()}
 
 

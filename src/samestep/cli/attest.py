@@ -5,11 +5,9 @@ from typing import Annotated
 
 import typer
 
-from samestep.cli.options import run_folders
-
 
 def attest(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.", autocompletion=run_folders)],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
 ) -> None:
     """Writes attestation.json into RUN: hashes of its code, packages, ledger and checkpoints, to be signed by others.
 

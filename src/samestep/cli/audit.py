@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from samestep.checkpoint.run_folder import holds_script
-from samestep.cli.options import Devices, cap_as_recorded, run_folders
+from samestep.cli.options import Devices, cap_as_recorded
 from samestep.devices.selection import select
 from samestep.launcher.job import Job, Policy
 from samestep.text import json_text, make_console, make_table, notify, one_line
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def audit(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.", autocompletion=run_folders)],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
     segments: Annotated[int, typer.Option(min=1, metavar="K", help="How many segments to take again.")] = 3,
     everything: Annotated[bool, typer.Option("--all", help="Take all of them again.")] = False,
     seed: Annotated[

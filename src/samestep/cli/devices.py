@@ -25,7 +25,7 @@ def devices(
         typer.Option(metavar="N", help="Print the line, such as CUDA_VISIBLE_DEVICES=…, that shows N idle devices."),
     ] = None,
 ) -> None:
-    """Shows the devices: name, memory, load, temperature, processes and links.
+    """Shows the devices: name, memory and processes.
 
     `env $(samestep devices --free 2) python train.py` runs a script on two idle devices.
     """
@@ -67,39 +67,20 @@ def _print_table(inventory: Inventory) -> None:
     if inventory.unusable:
         console.print(_table(inventory.unusable, "GPU (not usable)"))
     cpu = inventory.cpu
-    load = "" if cpu.utilization is None else f", load {cpu.utilization:.0f} %"
     memory = f"{gib(cpu.memory_used)} of {gib(cpu.memory_total)} in use"
-    console.print(f"cpu: {cpu.name}, {counted(inventory.cores, 'core')}, {memory}{load}", markup=False)
+    console.print(f"cpu: {cpu.name}, {counted(inventory.cores, 'core')}, {memory}", markup=False)
     console.print(f"{inventory.torch}, built for {inventory.torch.kind}", markup=False)
     for note in inventory.notes:
         console.print(f"note: {note}", markup=False)
 
 
 def _table(rows: "tuple[Device, ...]", title: str) -> "Table":
-    table = make_table(title, "name", "memory used", "load", "°C", "processes", "links")
+    table = make_table(title, "name", "memory used", "processes")
     for device in rows:
         table.add_row(
             device.torch_name,
             escape(device.name),
             f"{gib(device.memory_used)} of {gib(device.memory_total)}",
-            "-" if device.utilization is None else f"{device.utilization:.0f} %",
-            "-" if device.temperature is None else f"{device.temperature:.0f}",
-            escape(_processes(device)) or "-",
-            _links(device) or "-",
+            escape("\n".join(f"{process.name} {process.pid}" for process in device.processes)) or "-",
         )
     return table
-
-
-def _processes(device: "Device") -> str:
-    return "\n".join(
-        f"{process.name} {process.pid}" + ("" if process.memory is None else f" ({gib(process.memory)})")
-        for process in device.processes
-    )
-
-
-def _links(device: "Device") -> str:
-    """The links by kind: "NV18: 1,2,3"."""
-    peers: dict[str, list[str]] = {}
-    for link in device.links:
-        peers.setdefault(link.kind, []).append(str(link.peer))
-    return "\n".join(f"{kind}: {','.join(indices)}" for kind, indices in peers.items())

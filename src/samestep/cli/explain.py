@@ -16,7 +16,7 @@ PAGES = [root / "docs" / "causes.md" for root in (PACKAGE, PACKAGE.parents[1])] 
 def explain(
     cause: Annotated[str | None, typer.Argument(help="A cause that samestep verify names; without it, all.")] = None,
 ) -> None:
-    """Shows why results depend on the devices by a CAUSE: its sign, its reason, its cure."""
+    """Explains a CAUSE that samestep verify has named: its sign, its reason, its cure."""
     from rich.markdown import Markdown
 
     page = next(page for page in PAGES if page.is_file()).read_text(encoding="utf-8")

@@ -5,16 +5,13 @@ from typing import Annotated
 
 import typer
 
-from samestep.cli.options import run_folders
 from samestep.text import one_line
 
 
 def export(
     place: Annotated[
         Path,
-        typer.Argument(
-            metavar="RUN_OR_CHECKPOINT", help="A run's folder, or a checkpoint in one.", autocompletion=run_folders
-        ),
+        typer.Argument(metavar="RUN_OR_CHECKPOINT", help="A run's folder, or a checkpoint in one."),
     ],
     target: Annotated[
         Path, typer.Argument(metavar="TARGET", help="The file to write, a folder for dcp and hf; not there yet.")

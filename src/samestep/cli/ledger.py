@@ -9,7 +9,7 @@ import typer
 from rich.markup import escape
 
 from samestep.checkpoint.contract_diff import ContractChange, differences
-from samestep.cli.options import Command, CommandGroup, run_folders
+from samestep.cli.options import Command, CommandGroup
 from samestep.errors import DataError, UsageError
 from samestep.runs.ledger import (
     Extent,
@@ -41,7 +41,7 @@ app = typer.Typer(
     help="Shows what a run recorded of its steps, and compares two runs.",
 )
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
-_RunArgument = typer.Argument(metavar="RUN", help="A run's folder, or a ledger.", autocompletion=run_folders)
+_RunArgument = typer.Argument(metavar="RUN", help="A run's folder, or a ledger.")
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ class _LedgerComparison:
 
 @app.command("diff", cls=Command)
 def diff(
-    a: Annotated[Path, typer.Argument(metavar="A", help="A run's folder, or a ledger.", autocompletion=run_folders)],
-    b: Annotated[Path, typer.Argument(metavar="B", help="Another.", autocompletion=run_folders)],
+    a: Annotated[Path, typer.Argument(metavar="A", help="A run's folder, or a ledger.")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="Another.")],
     as_json: _Json = False,
 ) -> None:
     """Shows the first step in which two runs differ, and what differs; exit code 1 if there is one.
@@ -167,7 +167,7 @@ def _print_comparison(found: _LedgerComparison) -> None:
         console.print(changes_table(found.changes, "A", "B"))
     else:
         same = "the same" if found.changes is not None else "not compared, since one of them cannot be read"
-        console.print(f"contract: {same}")
+        console.print(f"settings: {same}")
     style = "bold" if difference is None else "bold red"
     console.print(_headline(difference, found.extent), style=style, markup=False)
     if difference is not None:

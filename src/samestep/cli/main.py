@@ -17,8 +17,8 @@ from samestep.text import discard, notify, readable
 from samestep.version import __version__
 
 COMMANDS = (
-    *("devices", "train", "run", "verify", "explain", "replay"),
-    *("attest", "audit", "report", "runs", "doctor", "export", "ledger"),
+    *("verify", "explain", "run", "train", "devices", "doctor"),
+    *("runs", "report", "replay", "ledger", "export", "audit", "attest"),
 )
 OPTIONS_FIRST = {"allow_interspersed_args": False, **SPELLINGS}  # those after the script are the script's
 SETTINGS = {"run": OPTIONS_FIRST, "verify": OPTIONS_FIRST, "train": {"ignore_unknown_options": True, **SPELLINGS}}
@@ -49,7 +49,7 @@ class Commands(CommandGroup):
 app = typer.Typer(
     name="samestep",
     cls=Commands,
-    help="One training step, any devices, the same model.",
+    help="One training step, any devices, the same model. Begin with: samestep verify train.py",
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
@@ -69,7 +69,7 @@ def _options(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """One training step, any devices, the same model."""
+    """One training step, any devices, the same model. Begin with: samestep verify train.py"""
 
 
 def main(server: EarlyServer | None = None) -> None:

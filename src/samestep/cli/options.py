@@ -2,11 +2,10 @@
 
 The metadata of a field are what `typer.Option` needs: `help`, `flags` (by default the field's name), `metavar`,
 `panel`, `negated` (a flag that has a `--no-…` too), `show_default`, `min`, `max`, and `offers`, the values that a shell
-offers ("RUN" are the folders of runs).
+offers.
 """
 
 import functools
-import glob
 import inspect
 import os
 import sys
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, get_args, get_type_hint
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from samestep.checkpoint.run_folder import CHECKPOINT_FOLDER, RUNS_FOLDER, holds_run, recorded
+from samestep.checkpoint.run_folder import holds_run, recorded
 from samestep.comm.environment import MAX_THREADS, read_environment, torchrun_defaults
 from samestep.devices.portable import CAPPED, PORTABLE_VARIABLE, chosen_portable, portable_variables, why_not_portable
 from samestep.errors import UsageError
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
 DEVICES = "Devices and workers"
 COMPARED = "What is compared"
 SCRIPT = "How the script is run"
-RUN = "RUN"
 SEVERAL_MACHINES = "Several machines (torchrun's options; PET_… variables give their defaults)"
 SPELLINGS: Final[Mapping[str, Any]] = {"token_normalize_func": lambda name: name.replace("_", "-")}
 """Commands are registered with these: options may be spelled with underscores, as torchrun takes them."""
@@ -76,23 +74,8 @@ class CommandGroup(TyperGroup):
 
 
 def one_of(*offers: str) -> Callable[[str], list[str]]:
-    """What a shell offers for the beginning of a value; `RUN` stands for the folders of runs."""
-
-    def offered(incomplete: str) -> list[str]:
-        folders = run_folders(incomplete) if RUN in offers else []
-        return [*(each for each in offers if each != RUN and each.startswith(incomplete)), *folders]
-
-    return offered
-
-
-def run_folders(incomplete: str) -> list[str]:
-    """The folders of runs, or checkpoints, by the beginning of a path; nothing may be meant, so nothing is raised."""
-    start = Path(incomplete)
-    parent, name = (start, "") if incomplete.endswith("/") else (start.parent, start.name)
-    folders = [] if incomplete else list(RUNS_FOLDER.glob("*"))
-    found = [*folders, *parent.glob(f"{glob.escape(name)}*")]
-    is_offered = holds_run if parent.name != CHECKPOINT_FOLDER else Path.is_dir
-    return sorted({str(each) for each in found if is_offered(each)})
+    """What a shell offers for the beginning of a value; paths it offers by itself."""
+    return lambda incomplete: [each for each in offers if each.startswith(incomplete)]
 
 
 def option(help: str, default: Any = None, **more: Any) -> Any:
@@ -214,7 +197,9 @@ def made_portable(selection: "Selection", asked: bool | None, default: bool = Fa
     portable = chosen_portable(selection.kind, asked, default)
     portable_variables(selection.kind, portable)  # refuses what cannot be portable
     if portable is None and default and selection.kind == "cpu":
-        notify(f"--portable, the default, is left out: {why_not_portable('cpu')}; the bits are those of such a CPU")
+        notify(
+            f"--portable, the default, is left out: {why_not_portable('cpu')}; the bits then depend on the kind of CPU"
+        )
     return selection if portable is None else selection.with_variables(**{PORTABLE_VARIABLE: str(int(portable))})
 
 

@@ -8,12 +8,12 @@ from typing import Annotated, Any
 
 import typer
 
-from samestep.cli.options import cap_as_recorded, run_folders
+from samestep.cli.options import cap_as_recorded
 from samestep.text import json_text, make_console, notify
 
 
 def replay(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.", autocompletion=run_folders)],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
     step: Annotated[int, typer.Option(metavar="N", help="The step to show, counted from 1, as in the ledger.")],
     microbatch: Annotated[int | None, typer.Option(metavar="S", help="Show this microbatch alone.")] = None,
     module: Annotated[

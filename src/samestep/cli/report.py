@@ -6,7 +6,6 @@ from typing import Annotated
 import typer
 
 from samestep.checkpoint.run_folder import PICTURE_FILE
-from samestep.cli.options import run_folders
 from samestep.extras import is_installed, missing
 from samestep.text import json_text, make_console, notify
 
@@ -16,9 +15,7 @@ PAGE_FILE = "report.html"
 def report(
     runs: Annotated[
         list[Path],
-        typer.Argument(
-            metavar="RUN...", help="Run folders; several are laid over each other.", autocompletion=run_folders
-        ),
+        typer.Argument(metavar="RUN...", help="Run folders; several are laid over each other."),
     ],
     output: Annotated[
         Path | None,

@@ -59,11 +59,10 @@ def run(
 ) -> None:
     """Runs SCRIPT in one process a device, as `python SCRIPT ARGS` would. Options go before SCRIPT.
 
-    A single-process script (plain, or with nn.DataParallel) runs once, and the chunks of its wrapped forward, or of
-    that of the module which its optimizer trains, are shared out; with --logical-devices V, with the same bits on any
-    number of devices. With --devices cpu:N it finds N simulated CUDA devices. A script that deals with ranks itself
-    (init_process_group, samestep.Run) finds the variables that torchrun sets; with --logical-devices V it is run as V
-    ranks, with the same bits on any number of devices.
+    With --logical-devices V the result is the same, to the bit, on any number of devices. A script for several
+    processes (DistributedDataParallel, samestep.Run) is started as by torchrun, or as V ranks. A script for one process
+    (plain, or with nn.DataParallel) runs once, and each batch of its model is cut into parts, which the devices share.
+    --devices cpu:2 takes two processes on the CPU, which stand in for GPUs.
     """
     if not program:
         raise UsageError("there is no script to run; give one: samestep run train.py, or samestep run -m package.train")

@@ -4,13 +4,12 @@ import shlex
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.markup import escape
 
 from samestep.errors import DataError, UsageError
-from samestep.report.formatting import size
 from samestep.runs.run_list import RunStatus, find_runs
 from samestep.text import json_text, make_console, make_table, print_table
 
@@ -31,38 +30,27 @@ def runs(
     except DataError as error:
         raise UsageError(str(error)) from error
     if as_json:
-        print(json_text([_as_dict(run) for run in found]))
+        print(json_text([{**asdict(run), "path": str(run.path)} for run in found]))
     elif not found:
         make_console().print(f"no runs in {folder}", markup=False)
     else:
         _print(found)
 
 
-def _as_dict(run: "RunStatus") -> dict[str, Any]:
-    facts = asdict(run)
-    if run.metric is not None:
-        facts["metric"] = {"name": run.metric[0], "best": run.metric[1]}
-    return {**facts, "path": str(run.path)}
-
-
 def _print(found: "list[RunStatus]") -> None:
     console = make_console()
-    table = make_table("run", "program", "state", "steps", "epochs", "loss", "best", "devices", "changed", "size")
+    table = make_table("run", "program", "state", "steps", "loss", "devices", "changed")
     for run in found:
         table.add_row(
             escape(run.path.resolve().name),
             escape(run.program or "-"),
             run.state,
             f"{run.steps:,}",
-            str(run.epochs) if run.epochs_planned is None else f"{run.epochs} of {run.epochs_planned}",
             "-" if run.loss is None else f"{run.loss:.4g}",
-            "-" if run.metric is None else escape(f"{run.metric[0]} {run.metric[1]:.4g}"),
             ", ".join(map(str, run.world_sizes)) or "-",
             f"{datetime.fromtimestamp(run.changed):%Y-%m-%d %H:%M}",
-            size(run.size_bytes),
         )
-    spare = ("size", "changed", "program", "devices", "epochs", "best")
-    print_table(console, table, spare, "--json")
+    print_table(console, table, ("changed", "program", "devices"), "--json")
     for run in found:
         for problem in run.problems:
             console.print(f"note: {run.path}: {problem}", markup=False)

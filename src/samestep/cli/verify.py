@@ -46,8 +46,8 @@ MISSED = {
 }
 FAMILIES = {
     "api": "uses samestep.Run",
-    "single-process": "written for one process; its wrapped forwards were shared out",
-    "ddp": "deals with its ranks itself",
+    "single-process": "written for one process; its model's batches were cut into parts",
+    "ddp": "written for several processes",
 }
 LABEL_WIDTH = 11
 NOT_A_RECIPES = frozenset({"--devices", "--steps", "--tier", "--wrap", "--single-process", "--multi-process", "--json"})
@@ -79,7 +79,7 @@ def verify(
             metavar="SPECS",
             rich_help_panel=COMPARED,
             help="What to compare, the reference first: cpu:1,cpu:2,cpu:3 or 1,2,4 (counts). By default 1 to 3 of "
-            "the accelerators; CPU workers where there are fewer than two.",
+            "the GPUs; with fewer than two, as many processes on the CPU.",
         ),
     ] = None,
     steps: Annotated[
@@ -94,8 +94,9 @@ def verify(
             metavar="TIER",
             rich_help_panel=COMPARED,
             autocompletion=one_of(*TIERS),
-            help=f"What is required: {', '.join(TIERS)}. By default bitwise; allclose for scripts that deal with "
-            "ranks themselves without samestep.",
+            help="How equal the runs have to be: bitwise (to the bit), allclose (up to rounding), count-exact (same "
+            "samples and counts) or sample-exact (same samples). By default bitwise; for scripts that are written for "
+            "several processes, allclose.",
         ),
     ] = None,
     golden: Annotated[
@@ -103,8 +104,8 @@ def verify(
         typer.Option(
             metavar="FILE",
             rich_help_panel=COMPARED,
-            help="Compare the steps with those in FILE too, to the bit. Exit code 1 if they differ, 4 if FILE is of "
-            "another CPU or contract, and cannot be compared.",
+            help="Compare the steps with those in FILE too, to the bit. Exit code 1 if they differ, 4 if FILE was "
+            "written on another kind of CPU or with other settings, and cannot be compared.",
         ),
     ] = None,
     write: Annotated[
@@ -120,7 +121,7 @@ def verify(
 
     Compared are the samples, the loss, the gradient of every parameter and the state after each step. Options go
     before SCRIPT. Exit code 0: they agree as required; 1: they do not, or agreeing proves nothing; 4: the golden FILE
-    is of another contract.
+    was written with other settings.
     """
     from samestep.verify.program_runner import ProgramRunner, Stopped
 
@@ -248,7 +249,7 @@ def _program(
         reading.check_logical_devices(options["logical_devices"])
         reading.refuse_own_ranks(single_process)
         if given not in ([], ["--logical-devices"]):
-            raise UsageError(f"got {', '.join(given)}, for scripts of one process; this one deals with ranks itself")
+            raise UsageError(f"got {', '.join(given)}, for scripts of one process; this one is written for several")
         # Of other scripts, which make no process group of their own here, simulated GPUs would say nothing.
         simulated = on_cpus and reading.names_gpus and not (reading.own or reading.starts)
         return VerifiedProgram(kind, name, tuple(arguments), None, name, options["logical_devices"], simulated)
@@ -294,7 +295,7 @@ def show(verdict: "Verdict") -> None:
         _say(console, "refused", refusal)
     reached = "" if verdict.reached is None else TIERS[verdict.reached]
     if verdict.agrees:
-        _say(console, "agrees", f"{verdict.reached} ({reached})", "bold green")
+        _say(console, "agrees", f"{reached} ({verdict.reached})", "bold green")
     elif verdict.difference is None:
         _say(console, "refused", "this proves nothing", "bold red")
     else:
@@ -339,11 +340,13 @@ def _show_rest(console: "Console", verdict: "Verdict") -> None:
     _say(console, "unexplained", f"{left}step {verdict.unexplained.step}: {verdict.unexplained.text}")
     if verdict.unexplained_place is not None:
         _say(console, "", verdict.unexplained_place.text)
+    for seen in verdict.seen:
+        _say(console, "", f"seen: {seen}")
     if verdict.suspects:
         for cause in verdict.suspects:
             _show_cause(console, "suspect", cause)
         _say(console, "", "taking the effect of all suspects away does not make the runs agree")
-    else:
+    elif not verdict.seen:
         _say(console, "", "nothing in the table of causes points to it")
 
 

@@ -23,7 +23,7 @@ ADVICE = (
     ),
     (
         "socket interface|NCCL_SOCKET_IFNAME|Bootstrap",
-        "it finds no network interface: set NCCL_SOCKET_IFNAME to that of this machine (ip addr)",
+        "it finds no network interface: set NCCL_SOCKET_IFNAME to this machine's (ip addr)",
     ),
     ("Duplicate GPU", "two ranks have the same GPU: start one rank a GPU"),
 )

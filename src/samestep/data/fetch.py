@@ -118,7 +118,6 @@ def fetch_batches(
 
 
 GATHERED_BYTES = 2**20
-NUM_BUFFERS = 2
 
 
 def cached(dataset: Any, cache: str | None, device: torch.device) -> Any:
@@ -156,7 +155,6 @@ class RowGather:
     def __init__(self, dataset: TensorData, device: torch.device) -> None:
         self._dataset = dataset
         self._device = device
-        self._pinned = PinnedRows(device) if device.type == "cuda" else None
         row_bytes = [leaf[:1].numel() * leaf.element_size() for leaf in leaves(dataset.tensors)]
         border = memory_border(device)
         self._step = max(border // gcd(border, size) for size in row_bytes)
@@ -178,10 +176,10 @@ class RowGather:
         for ids, gap in zip(parts, lengths[1::2], strict=True):
             rows[start : start + len(ids)] = ids
             start += len(ids) + gap
-        if self._pinned is None:
-            everything = place_aligned(self._dataset.gather(torch.from_numpy(rows)), self._device)
+        if self._device.type == "cuda":
+            everything = take_rows(self._dataset.tensors, self._dataset.rows(torch.from_numpy(rows)), self._device)
         else:
-            everything = self._pinned.take(self._dataset.tensors, self._dataset.rows(torch.from_numpy(rows)))
+            everything = place_aligned(self._dataset.gather(torch.from_numpy(rows)), self._device)
         # `unsafe_split` makes no views of one base: writing to a microbatch in place must not move the version counter
         # of the others.
         pieces = zip(*(leaf.unsafe_split_with_sizes(lengths) for leaf in leaves(everything)), strict=True)
@@ -192,68 +190,25 @@ class RowGather:
             yield here if is_flat else map_tensors(lambda _: next(rest), everything)  # noqa: B023 - called at once
 
 
-class PinnedRows:
-    """Copies rows of tensors to a GPU without blocking, through pinned buffers that are used in turn.
+def take_rows(tensors: Any, rows: Tensor, device: torch.device) -> Any:
+    """Rows of each tensor, on a GPU, copied on the current stream through pinned memory, without blocking.
 
-    A GPU copies asynchronously only from pinned memory, and pinning is slow. So a few buffers are kept: the host
-    gathers into one while the GPU copies from another, and waits only for a copy out of the buffer to be overwritten.
+    Tensors that are on the device already are gathered there; only the row numbers are copied for them. Pinning is
+    slow: torch keeps pinned blocks, and gives one anew when the copy out of it has ended (`CachingHostAllocator`).
     """
+    rows_on: dict[torch.device, Tensor] = {}
 
-    def __init__(
-        self,
-        device: torch.device,
-        allocate: Callable[[int], Tensor] | None = None,
-        make_event: Callable[[], torch.cuda.Event] = torch.cuda.Event,
-    ) -> None:
-        self._device = device
-        self._allocate = allocate or _pinned
-        self._events = [make_event() for _ in range(NUM_BUFFERS)]
-        self._buffers: list[list[Tensor]] = [[] for _ in range(NUM_BUFFERS)]
-        self._num_taken = 0
+    def take(tensor: Tensor) -> Tensor:
+        source = tensor.device
+        if source.type == "cpu":
+            out = torch.empty((len(rows), *tensor.shape[1:]), dtype=tensor.dtype, pin_memory=True)
+            torch.index_select(tensor.detach(), 0, rows, out=out)
+            return out.to(device, non_blocking=True, copy=True)
+        if source not in rows_on:
+            rows_on[source] = rows.pin_memory().to(source, non_blocking=True)
+        return tensor.index_select(0, rows_on[source]).to(device)
 
-    def take(self, tensors: Any, rows: Tensor) -> Any:
-        """Rows of each tensor, on the device, copied on the current stream.
-
-        Tensors that are on the device already are gathered there; only the row numbers are copied for them.
-        """
-        turn = self._num_taken % NUM_BUFFERS
-        self._num_taken += 1
-        buffers, event = self._buffers[turn], self._events[turn]
-        event.synchronize()  # the last copy out of these buffers has ended
-        num_used = 0
-        rows_on: dict[torch.device, Tensor] = {}
-
-        def empty(shape: torch.Size, dtype: torch.dtype) -> Tensor:
-            """A contiguous tensor in the next buffer, which grows to the largest request."""
-            nonlocal num_used
-            size = shape.numel() * dtype.itemsize
-            if num_used == len(buffers):
-                buffers.append(self._allocate(size))
-            elif buffers[num_used].numel() < size:
-                buffers[num_used] = self._allocate(size)
-            num_used += 1
-            return buffers[num_used - 1][:size].view(dtype).view(shape)
-
-        def take(tensor: Tensor) -> Tensor:
-            source = tensor.device
-            if source.type == "cpu":
-                out = empty(torch.Size((len(rows), *tensor.shape[1:])), tensor.dtype)
-                torch.index_select(tensor.detach(), 0, rows, out=out)
-                return out.to(self._device, non_blocking=True, copy=True)
-            if source not in rows_on:
-                numbers = empty(rows.shape, rows.dtype).copy_(rows)
-                rows_on[source] = numbers.to(source, non_blocking=source == self._device)
-            return tensor.index_select(0, rows_on[source]).to(self._device)
-
-        try:
-            return map_tensors(take, tensors)
-        finally:
-            # After an error too: copies out of these buffers may be under way.
-            event.record()
-
-
-def _pinned(size: int) -> Tensor:
-    return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    return map_tensors(take, tensors)
 
 
 @cache

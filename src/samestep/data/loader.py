@@ -230,7 +230,7 @@ class Loader:
             return  # a state at the end of an epoch, loaded with the dataset of another one
         raise DataError(
             f"the dataset has {len(self.dataset)} samples, and had {self._num_samples} when epoch {self.cursor.epoch} "
-            f"began, of which {position} are consumed; its length decides the order of an epoch: change it between two "
+            f"began, and {position} of them are used; its length decides the order of an epoch: change it between two "
             "epochs only, and go on in the middle of one with the dataset of that epoch"
         )
 

@@ -1,23 +1,10 @@
-"""Image data by name, by folder, or embedded: MNIST, Fashion-MNIST, and small real tables that need no download.
+"""The data of recipes: images of a folder, a text, and small real tables that ship with scikit-learn.
 
-Data that needs no download: the small real tables that ship with scikit-learn.
-
-They are read from the installed package without importing it, because the import takes seconds in every worker, starts
-thread pools and sets environment variables.
-
-Addresses and md5 sums are those of the data sets' authors and of `torchvision.datasets.MNIST` and `FashionMNIST`.
+The tables are read from the installed package without importing it, because the import takes seconds in every worker,
+starts thread pools and sets environment variables.
 """
 
-import fcntl
-import hashlib
-import http.client
 import importlib.util
-import os
-import sys
-import urllib.request
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 
@@ -87,41 +74,6 @@ def _enlarge(images: NDArray[np.int64]) -> Tensor:
 
 
 TRAIN_FRACTION = 0.8
-TIMEOUT_SECONDS = 30.0
-
-
-@dataclass(frozen=True)
-class Download:
-    """A data set that is downloaded."""
-
-    noun: str  # of its images, for descriptions
-    mirrors: tuple[str, ...]  # address prefixes, tried in this order
-    md5: dict[str, str]  # of each file, by name
-
-
-DOWNLOADS = {
-    "mnist": Download(
-        "handwritten digits",
-        ("https://ossci-datasets.s3.amazonaws.com/mnist/", "http://yann.lecun.com/exdb/mnist/"),
-        {
-            "train-images-idx3-ubyte.gz": "f68b3c2dcbeaaa9fbdd348bbdeb94873",
-            "train-labels-idx1-ubyte.gz": "d53e105ee54ea40749a09fcbcd1e9432",
-            "t10k-images-idx3-ubyte.gz": "9fb629c4189551a2d022fa330f9573f3",
-            "t10k-labels-idx1-ubyte.gz": "ec29112dd5afa0611ce80d1b7f02629c",
-        },
-    ),
-    "fashion-mnist": Download(
-        "pictures of clothes",
-        ("http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",),
-        {
-            "train-images-idx3-ubyte.gz": "8d4fb7e6c68d591d4c3dfef9ec88bf0d",
-            "train-labels-idx1-ubyte.gz": "25c81989df183df01b3e8a0aad5dffbe",
-            "t10k-images-idx3-ubyte.gz": "bef4ecab320f06d8554ea6380940ec79",
-            "t10k-labels-idx1-ubyte.gz": "bb300cfdad3c16e7a12a480ee83cd310",
-        },
-    ),
-}
-NAMES = ("digits", *DOWNLOADS)
 
 
 def bytes_to_unit(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -136,32 +88,30 @@ def image_data(
     """Grey images in 10 classes, as bytes: the training set, the test set and a description.
 
     Args:
-        source: "digits", "mnist" or "fashion-mnist", the last two downloaded once, or a folder of IDX files.
+        source: a folder of IDX files, such as MNIST's; "digits", the default, are scikit-learn's.
         transform: of a batch `(x, y)` of uint8 `[N, 1, height, width]` and labels, on its device.
         sides: the heights and widths that the model takes.
 
     Raises:
-        UsageError: neither a name nor a folder.
-        DataError: the files are damaged, or cannot be downloaded, or the images have another size.
+        UsageError: neither "digits" nor a folder.
+        DataError: the files are damaged, or the images have another size.
     """
     name = "digits" if source is None else source
     if name == "digits":
         noun, (train, test) = "scans", head_tail(TensorData(digits(), transform), TRAIN_FRACTION)
     else:
         noun, folder = "images", Path(name)
-        if name in DOWNLOADS:
-            download = DOWNLOADS[name]
-            noun, folder = download.noun, cache_folder() / name
-            for file, md5 in download.md5.items():
-                fetch([mirror + file for mirror in download.mirrors], folder / file, md5)
-        elif not folder.is_dir():
-            raise UsageError(f"got --data {name}; needed: {', '.join(NAMES)} or a folder of IDX files")
+        if not folder.is_dir():
+            raise UsageError(
+                f"got --data {name}; needed: digits, or a folder of IDX files, as torchvision.datasets.MNIST(FOLDER, "
+                "download=True) makes one: FOLDER/MNIST/raw"
+            )
         pairs = {part: read_image_label_pair(*paths, transform=transform) for part, paths in find_pairs(folder).items()}
         if len(pairs) == 2:
             train, test = pairs[TRAIN], pairs[TEST]
         else:
             train, test = head_tail(next(iter(pairs.values())), TRAIN_FRACTION)
-        name = name if name in DOWNLOADS else folder.resolve().name
+        name = folder.resolve().name
     about = _describe(name, noun, train, test)
     for part in (train, test):
         height, width = part.tensors[0].shape[-2:]
@@ -199,75 +149,3 @@ def _describe(name: str, noun: str, train: TensorData, test: TensorData) -> str:
     height, width = train.tensors[0].shape[-2:]
     size = f"{height}×{width}"
     return f"{name}: {len(train) + len(test):,} {noun}, {size} ({len(train):,} train, {len(test):,} test)"
-
-
-def cache_folder() -> Path:
-    """The folder for downloads: `samestep` in `$XDG_CACHE_HOME`, else in `~/.cache` or macOS's `~/Library/Caches`."""
-    home = Path.home() / ("Library/Caches" if sys.platform == "darwin" else ".cache")
-    return Path(os.environ.get("XDG_CACHE_HOME") or home) / "samestep"
-
-
-def fetch(urls: Sequence[str], path: Path, md5: str) -> None:
-    """Downloads a file from the first of the addresses that has it, unless it is there with the right md5.
-
-    The file gets its name when it is complete and checked. If several processes call this, one downloads and the others
-    wait.
-    """
-    problems = []
-    try:
-        if _has_md5(path, md5):
-            return
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(path.parent):
-            if _has_md5(path, md5):
-                return
-            for url in urls:
-                try:
-                    request = urllib.request.Request(url, headers={"User-Agent": "samestep"})
-                    with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as answer:
-                        content = answer.read()  # in memory, so that an OSError here is the network's, not the disk's
-                except (OSError, http.client.HTTPException, ValueError) as error:
-                    problems.append(f"  {url}: {error or type(error).__name__}")
-                    continue
-                got = hashlib.md5(content, usedforsecurity=False).hexdigest()
-                if got == md5:
-                    _write(path, content)
-                    return
-                problems.append(f"  {url}: the file there has the md5 {got}, needed: {md5}")
-    except OSError as error:
-        raise DataError(
-            f"{error.filename or path}: cannot be written: {error.strerror or error}; set XDG_CACHE_HOME to another "
-            "folder, or read the files from one by --data"
-        ) from error
-    hint = "without a network, put the files into a folder and give it by --data"
-    raise DataError(f"{path.name} could not be downloaded; {hint}\n" + "\n".join(problems))
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Writes a file that is complete when it gets its name."""
-    # A name of this process's own: where the file system has no locks, two may write at once.
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    try:
-        part.write_bytes(content)
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Excludes other processes that download to a folder, if its file system has locks."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        with suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _has_md5(path: Path, md5: str) -> bool:
-    try:
-        return hashlib.md5(path.read_bytes(), usedforsecurity=False).hexdigest() == md5
-    except FileNotFoundError:
-        return False

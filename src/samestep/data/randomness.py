@@ -21,6 +21,11 @@ from torch import Tensor
 
 from samestep.core.seeds import derive_seed
 
+_PYTHONS: Any = random.random  # a method of its generator
+GLOBAL_OF_NUMPY: Any = mtrand.rand.__self__  # type: ignore[attr-defined]  # whose methods are the functions of np.random
+GLOBAL = (torch.default_generator, GLOBAL_OF_NUMPY, _PYTHONS.__self__)
+"""The global generators of the host."""
+
 GENERATORS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
 MAX_PARTS = 64  # longer lists are taken for data
 ASIDE_STREAM = 2**34  # distinct from the streams of steps, samples and evaluations
@@ -75,11 +80,11 @@ class Generators:
         numpy = mtrand.get_bit_generator()
         # The state has the cached half beside the bit generator's own words, and reading those of a Mersenne twister
         # takes longer than all else here: so it is asked for while Philox is there.
-        mtrand._rand._bit_generator = self._philox
+        GLOBAL_OF_NUMPY._bit_generator = self._philox
         try:
             state = mtrand.get_state(legacy=False)
         finally:
-            mtrand._rand._bit_generator = numpy
+            GLOBAL_OF_NUMPY._bit_generator = numpy
         half = {name: state[name] for name in ("has_gauss", "gauss")}
         return GeneratorStates(of_torch, random.getstate(), numpy, half)
 
@@ -115,7 +120,7 @@ def seed_process(seed: int) -> None:
 def held_generators(holder: Any, depth: int = 3) -> list[Any]:
     """The generators in the attributes of an object, and in those of what they hold: a dataset's transforms."""
     if isinstance(holder, GENERATORS):
-        return [holder] if holder not in (torch.default_generator, mtrand._rand) else []
+        return [holder] if holder not in GLOBAL else []
     if depth == 0 or isinstance(holder, type | ModuleType | FunctionType):
         return []
     parts = holder if isinstance(holder, list | tuple) else getattr(holder, "__dict__", {}).values()

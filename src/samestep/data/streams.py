@@ -262,7 +262,7 @@ class Streams:
             self._open_epoch(epoch)
             return
         if not states:
-            raise UsageError("got the state of a loader over a dataset; needed: that of one over streams")
+            raise UsageError("got the state of a loader over a dataset; needed: the state of one over streams")
         if len(states) != self.num_streams:
             raise UsageError(
                 f"got a state of {len(states)} streams for {self.num_streams}; needed: as many microbatches"

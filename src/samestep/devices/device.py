@@ -20,25 +20,10 @@ class Process:
     Attributes:
         pid: the process id that the driver reports; in a container it may be the host's.
         name: the program; "unknown" if the driver does not report it.
-        memory: bytes of device memory; None if the driver does not report them.
     """
 
     pid: int
     name: str
-    memory: int | None
-
-
-@dataclass(frozen=True)
-class Link:
-    """The connection of a device to another one, by its name in `nvidia-smi topo -m`.
-
-    Attributes:
-        peer: the other device's index.
-        kind: "NV18" (18 NVLinks), "PIX", "PXB", "PHB", "NODE" or "SYS" (PCIe, from near to far).
-    """
-
-    peer: int
-    kind: str
 
 
 @dataclass(frozen=True)
@@ -51,12 +36,9 @@ class Device:
         name: the product's name.
         memory_total: bytes that programs can use, without the driver's own.
         memory_free: bytes of it that are not in use; equal to `memory_total` if unknown.
-        utilization: load in percent; None if unknown.
-        temperature: °C; None if unknown.
         processes: compute processes on it.
         uuid: the driver's identifier ("GPU-…").
         pci_bus_id: "00000000:1a:00.0" (domain:bus:device.function, lower case).
-        links: connections to the other devices.
         visible_as: its entry in the variable that limits the devices of a process, such as CUDA_VISIBLE_DEVICES.
         cores: the CPU cores nearest to it (of its NUMA node), by their numbers in this system; empty if unknown.
     """
@@ -66,12 +48,9 @@ class Device:
     name: str
     memory_total: int
     memory_free: int
-    utilization: float | None = None
-    temperature: float | None = None
     processes: tuple[Process, ...] = ()
     uuid: str | None = None
     pci_bus_id: str | None = None
-    links: tuple[Link, ...] = ()
     visible_as: str | None = None
     cores: tuple[int, ...] = ()
 

@@ -194,7 +194,7 @@ def _with_nvidia(bare: Inventory, reading: "nvidia.NvmlReading", environ: Mappin
             "The order of unlike GPUs is a guess, nvidia-smi's; set CUDA_DEVICE_ORDER=PCI_BUS_ID to make it certain."
         )
     devices = nvidia.visible(gpus, environ) if known is None else nvidia.match(gpus, known)
-    unknown = "what is in use on the GPUs (memory, load, processes, links)"
+    unknown = "what is in use on the GPUs (memory, processes)"
     if devices and not reading.is_installed:
         notes.append(missing("pynvml", unknown) + ".")
     elif devices and not gpus:
@@ -209,7 +209,7 @@ def _with_nvidia(bare: Inventory, reading: "nvidia.NvmlReading", environ: Mappin
     named = list(takewhile(lambda entry: entry.strip() != "-1", setting.split(","))) if setting else []
     if len(devices) < len(named) and (gpus or devices or _ask("driver", {**environ, "CUDA_VISIBLE_DEVICES": "0"})):
         misnamed = (
-            f"{cause} names {counted(len(named), 'device')}, of which CUDA takes {len(devices)}: its list ends at an "
+            f"{cause} names {counted(len(named), 'device')}, but CUDA takes {len(devices)}: its list ends at an "
             "entry that is no GPU of this machine, as a MIG instance is, and is empty if one is named twice."
         )
         notes.append(misnamed)
@@ -257,7 +257,7 @@ def _ask(whom: str, environ: Mapping[str, str], kind: Kind = "cuda") -> tuple[De
 
 def _cpu() -> Device:
     memory = psutil.virtual_memory()
-    return Device("cpu", 0, _cpu_name(), memory.total, memory.available, utilization=_cpu_load())
+    return Device("cpu", 0, _cpu_name(), memory.total, memory.available)
 
 
 def _cpu_name() -> str:
@@ -268,11 +268,3 @@ def _cpu_name() -> str:
     except OSError:
         pass
     return platform.processor() or platform.machine() or "CPU"
-
-
-def _cpu_load() -> float | None:
-    """The load of the last minute in percent of all cores."""
-    try:
-        return min(100.0, round(100.0 * os.getloadavg()[0] / (os.cpu_count() or 1), 1))
-    except OSError:
-        return None

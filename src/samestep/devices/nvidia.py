@@ -16,29 +16,22 @@ environment variables; `torch.cuda.device_count` on CUDA_VISIBLE_DEVICES.
 
 import os
 import re
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, TypeVar
 
-from samestep.devices.device import Device, Link, Process
+from samestep.devices.device import Device, Process
 from samestep.extras import is_installed
 
 T = TypeVar("T")
-
-_PCIE_LINKS = {0: "PIX", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
-"""nvmlGpuTopologyLevel_t by the names of `nvidia-smi topo -m`, which has none for level 0, two GPUs on one board."""
-
-_SWITCH = -1
-"""An NVSwitch, through which a GPU reaches every other GPU on it, as a peer of NVLinks."""
 
 
 @dataclass(frozen=True)
 class NvmlReading:
     """The answers of NVML."""
 
-    gpus: tuple[Device, ...] = ()  # by PCI bus id; their indices and their links' peers are NVML's
+    gpus: tuple[Device, ...] = ()  # by PCI bus id; their indices are NVML's
     problems: tuple[str, ...] = ()  # sentences about errors of NVML
     is_installed: bool = True  # whether its Python package is; otherwise the CUDA driver is asked for the GPUs' names
 
@@ -82,7 +75,6 @@ def driver_version() -> str | None:
 
 def _read_started(nvml: Any) -> NvmlReading:
     gpus: list[Device] = []
-    handles: list[Any] = []
     problems: list[str] = []
     for index in range(_ask(nvml, 0, nvml.nvmlDeviceGetCount)):
         try:
@@ -91,8 +83,6 @@ def _read_started(nvml: Any) -> NvmlReading:
             problems.append(f"GPU {index} does not answer NVML: {error}.")
             continue
         gpus.append(_read_device(nvml, handle, index))
-        handles.append(handle)
-    gpus = _with_links(nvml, gpus, handles)
     # As text: the ids are hexadecimal digits of one width, in lower case.
     gpus.sort(key=lambda gpu: (gpu.pci_bus_id or "", gpu.index))
     return NvmlReading(tuple(gpus), tuple(problems))
@@ -109,8 +99,6 @@ def _ask(nvml: Any, default: T, question: Callable[..., T], *arguments: Any) -> 
 def _read_device(nvml: Any, handle: Any, index: int) -> Device:
     pci = _ask(nvml, None, nvml.nvmlDeviceGetPciInfo, handle)
     total, free = _read_memory(nvml, handle)
-    rates = _ask(nvml, None, nvml.nvmlDeviceGetUtilizationRates, handle)
-    temperature = _ask(nvml, None, nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU)
     running: list[Any] = _ask(nvml, [], nvml.nvmlDeviceGetComputeRunningProcesses_v3, handle)
     uuid = _ask(nvml, None, nvml.nvmlDeviceGetUUID, handle)
     return Device(
@@ -119,9 +107,7 @@ def _read_device(nvml: Any, handle: Any, index: int) -> Device:
         name=_text(_ask(nvml, "NVIDIA GPU", nvml.nvmlDeviceGetName, handle)),
         memory_total=total,
         memory_free=free,
-        utilization=None if rates is None else float(rates.gpu),
-        temperature=None if temperature is None else float(temperature),
-        processes=tuple(Process(row.pid, _process_name(nvml, row.pid), row.usedGpuMemory) for row in running),
+        processes=tuple(Process(row.pid, _process_name(nvml, row.pid)) for row in running),
         uuid=None if uuid is None else _text(uuid),
         pci_bus_id=None if pci is None else _text(pci.busId).lower(),
         visible_as=None if uuid is None else _text(uuid),
@@ -157,46 +143,6 @@ def _text(value: str | bytes) -> str:
     return value.decode(errors="replace") if isinstance(value, bytes) else value
 
 
-def _with_links(nvml: Any, gpus: Sequence[Device], handles: Sequence[Any]) -> list[Device]:
-    """The GPUs with their links to one another: NVLink if there is one, else the PCIe path."""
-    index_of = {gpu.pci_bus_id: gpu.index for gpu in gpus}
-    nvlinks = [_count_nvlinks(nvml, handle, index_of) for handle in handles]
-    linked = []
-    for here, gpu in enumerate(gpus):
-        links = []
-        for there, peer in enumerate(gpus):
-            if here == there:
-                continue
-            direct = nvlinks[here][peer.index]
-            # Through switches the GPU with fewer links decides.
-            switched = min(nvlinks[here][_SWITCH], nvlinks[there][_SWITCH])
-            if direct or switched:
-                links.append(Link(peer.index, f"NV{direct or switched}"))
-                continue
-            level = _ask(nvml, None, nvml.nvmlDeviceGetTopologyCommonAncestor, handles[here], handles[there])
-            if level in _PCIE_LINKS:
-                links.append(Link(peer.index, _PCIE_LINKS[level]))
-        linked.append(replace(gpu, links=tuple(links)))
-    return linked
-
-
-def _count_nvlinks(nvml: Any, handle: Any, index_of: Mapping[str | None, int]) -> Counter[int]:
-    """The number of active NVLinks to each peer, by NVML index, and to switches."""
-    counts: Counter[int] = Counter()
-    for link in range(nvml.NVML_NVLINK_MAX_LINKS):
-        if not _ask(nvml, 0, nvml.nvmlDeviceGetNvLinkState, handle, link):
-            continue
-        kind = _ask(nvml, nvml.NVML_NVLINK_DEVICE_TYPE_UNKNOWN, nvml.nvmlDeviceGetNvLinkRemoteDeviceType, handle, link)
-        if kind == nvml.NVML_NVLINK_DEVICE_TYPE_SWITCH:
-            counts[_SWITCH] += 1
-            continue
-        remote = _ask(nvml, None, nvml.nvmlDeviceGetNvLinkRemotePciInfo, handle, link)
-        peer = None if remote is None else index_of.get(_text(remote.busId).lower())
-        if peer is not None:
-            counts[peer] += 1
-    return counts
-
-
 def visible(gpus: Sequence[Device], environ: Mapping[str, str]) -> tuple[Device, ...]:
     """The devices that torch would show, with torch's indices, by NVML's rows and CUDA_VISIBLE_DEVICES.
 
@@ -214,9 +160,7 @@ def visible(gpus: Sequence[Device], environ: Mapping[str, str]) -> tuple[Device,
 def match(gpus: Sequence[Device], known: Sequence[Device]) -> tuple[Device, ...]:
     """The devices in the order that CUDA gave, with NVML's row of each, matched by UUID."""
     rows = {_bare(gpu.uuid): gpu for gpu in gpus if gpu.uuid}
-    # Negative indices, so that a device without a row takes no links of a GPU of that index.
-    strangers = [replace(device, index=-1 - position) for position, device in enumerate(known)]
-    return _renumbered([rows.get(_bare(device.uuid), device) for device in strangers])
+    return _renumbered([rows.get(_bare(device.uuid), device) for device in known])
 
 
 def is_certain(gpus: Sequence[Device], environ: Mapping[str, str]) -> bool:
@@ -260,11 +204,5 @@ def _bare(uuid: str | None) -> str:
 
 
 def _renumbered(devices: Sequence[Device]) -> tuple[Device, ...]:
-    """The devices with indices 0, 1, … and with links to one another only."""
-    index_of = {device.index: index for index, device in enumerate(devices)}
-
-    def links_of(device: Device) -> tuple[Link, ...]:
-        links = (Link(index_of[link.peer], link.kind) for link in device.links if link.peer in index_of)
-        return tuple(sorted(links, key=lambda link: link.peer))
-
-    return tuple(replace(device, index=index, links=links_of(device)) for index, device in enumerate(devices))
+    """The devices with indices 0, 1, …"""
+    return tuple(replace(device, index=index) for index, device in enumerate(devices))

@@ -228,12 +228,9 @@ def _idle(count: int, inventory: Inventory) -> tuple[Device, ...]:
 
 
 def _use(device: Device) -> str:
-    """The use of a device: "cuda:1: python (pid 12, 20.1 GiB)"."""
-    users = ", ".join(
-        f"{process.name} (pid {process.pid}{'' if process.memory is None else f', {gib(process.memory)}'})"
-        for process in device.processes
-    )
-    return f"{device.torch_name}: {users or f'{gib(device.memory_used)} in use'}"
+    """The use of a device: "cuda:1: 20.1 GiB in use by python (pid 12)"."""
+    users = ", ".join(f"{process.name} (pid {process.pid})" for process in device.processes)
+    return f"{device.torch_name}: {gib(device.memory_used)} in use{users and f' by {users}'}"
 
 
 def _of(inventory: Inventory, devices: Sequence[Device]) -> Selection:

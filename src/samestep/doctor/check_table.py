@@ -215,20 +215,11 @@ MIB, GIB = 2**20, 2**30
 SHM_PER_RANK = (64 * MIB, 512 * MIB)
 """Bytes of /dev/shm per rank: below the first, data loader workers or NCCL end in a bus error; below the second they
 may. They hold batches and NCCL's buffers there; a container has 64 MiB by default."""
-MEMORY_PER_RANK = (512 * MIB, 2 * GIB)
-"""Bytes of host memory per rank: torch alone takes the first; a small training stays below the second."""
 VARIABLES = {
-    "CUDA_LAUNCH_BLOCKING": "every kernel is waited for: slow",
-    "NVIDIA_TF32_OVERRIDE": "decides on TF32 instead of torch, and no contract of a run sees it",
+    "NVIDIA_TF32_OVERRIDE": "decides on TF32 instead of torch, and no record of a run shows it",
     "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "float32 matrix products are computed in TF32",
-    "PYTORCH_NO_CUDA_MEMORY_CACHING": "every tensor is allocated anew: very slow",
-    "PYTORCH_CUDA_ALLOC_CONF": "changes how torch allocates GPU memory",
-    "TORCH_NCCL_BLOCKING_WAIT": "every NCCL operation makes the host wait: nothing overlaps",
-    "NCCL_P2P_DISABLE": "GPUs do not read each other's memory: slow",
-    "NCCL_SHM_DISABLE": "ranks of one host talk through the network: slow",
-    "NCCL_IB_DISABLE": "InfiniBand is not used: slow between nodes",
 }
-"""Environment variables that slow down or change results, with their effect unless they are 0."""
+"""Environment variables that change results, with their effect unless they are 0."""
 ELSEWHERE = "write runs elsewhere (--run-dir), or start in another folder"
 
 
@@ -299,7 +290,9 @@ def check_shm(machine: Machine) -> Result:
     least, enough = (size * machine.num_ranks for size in SHM_PER_RANK)
     found = f"{gib(usage.free)} of {gib(usage.total)} free, for {counted(machine.num_ranks, 'rank')}"
     advice = f"make it larger, {gib(enough)} or more: docker run --shm-size={math.ceil(enough / GIB)}g (or --ipc=host)"
-    return _graded("/dev/shm", found, usage.free, least, enough, advice)
+    if usage.free >= enough:
+        return good("/dev/shm", found)
+    return (bad if usage.free < least else note)("/dev/shm", found, advice)
 
 
 def check_segment(machine: Machine) -> Result:
@@ -318,46 +311,6 @@ def check_segment(machine: Machine) -> Result:
         advice = f"raise it above {gib(needed)} (ulimit -v unlimited); until then {slower}"
         return note("shared memory", f"the limit on address space is {space:.0f} bytes", advice)
     return good("shared memory", "ranks of this host can share memory")
-
-
-def check_limits(machine: Machine) -> Result:
-    """The limit on open files."""
-    files, needed = soft_limit("nofile"), 256 + 16 * machine.num_ranks
-    most = "no limit" if files == math.inf else f"at most {files:.0f}"
-    found = f"{most}, for {counted(machine.num_ranks, 'rank')}"
-    advice = f"ulimit -n 65536 (at least {needed}): data loader workers need many"
-    return _graded("open files", found, files, needed, 1024, advice)
-
-
-def memory_limit(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> float:
-    """Bytes of memory that the control groups (version 2) of this process allow; inf if they set none."""
-    lines = membership.read_text(encoding="utf-8").splitlines() if membership.exists() else []
-    own = root / next((line[3:].strip("/") for line in lines if line.startswith("0::")), "")
-    paths = [group / "memory.max" for group in (own, *own.parents) if root in (group / "memory.max").parents]
-    limits = [path.read_text(encoding="utf-8").strip() for path in paths if path.exists()]
-    return min((float(limit) for limit in limits if limit.isdecimal()), default=math.inf)  # "max" is no limit
-
-
-def check_memory(machine: Machine) -> Result:
-    """Host memory for the ranks, within the limit of the control group."""
-    cpu, limit = machine.inventory.cpu, memory_limit()
-    found = f"{gib(cpu.memory_free)} of {gib(cpu.memory_total)} free, for {counted(machine.num_ranks, 'rank')}"
-    if limit < cpu.memory_total:
-        found += f"; the container may use {limit / GIB:.1f} GiB"
-    least, enough = (size * machine.num_ranks for size in MEMORY_PER_RANK)
-    advice = f"free some, or use fewer ranks: torch alone needs {gib(least)}, small models {gib(enough)}"
-    return _graded("memory", found, min(cpu.memory_free, limit), least, enough, advice)
-
-
-def _graded(name: str, found: str, value: float, least: float, enough: float, advice: str) -> Result:
-    """Bad below the least value, a note below enough, else good."""
-    return (
-        bad(name, found, advice)
-        if value < least
-        else note(name, found, advice)
-        if value < enough
-        else good(name, found)
-    )
 
 
 def check_run_folder(machine: Machine) -> Result:
@@ -407,7 +360,7 @@ def check_host_name(machine: Machine) -> Result:
 
 
 def check_variables(machine: Machine) -> Iterator[Result]:
-    """Environment variables that slow down or break."""
+    """Environment variables that change results or break."""
     for name in VARIABLES:
         if os.environ.get(name, "0") not in ("", "0"):
             yield note(name, f"{os.environ[name]!r}: {VARIABLES[name]}", "unset it, unless that is meant")
@@ -431,8 +384,6 @@ CHECKS: tuple[tuple[str, str, Check], ...] = (
     ("devices", "devices", check_devices),
     ("system", "/dev/shm", check_shm),
     ("system", "shared memory", check_segment),
-    ("system", "limits", check_limits),
-    ("system", "memory", check_memory),
     ("system", "run folder", check_run_folder),
     ("system", "loopback", check_loopback),
     ("system", "host name", check_host_name),

@@ -59,15 +59,10 @@ NUM_MICROBATCHES, EPOCHS = 8, 3
 COUNTS = (2, 3, 8)  # numbers of devices with a row of their own, beside one and all
 MOST_GRADIENTS = 4.5  # beside the parameters: the sums of the levels of the tree, and those that are sent
 ROW_SECONDS, MATRIX_SECONDS = 120.0, 240.0
-MUCH_MEMORY = 32 << 30
-LARGE_MODEL = {"width": 2048, "layers": 4, "context": 256, "microbatch_size": 2}  # 0.8 GB of gradients
-GPU_MODEL = {"width": 512, "layers": 6, "context": 256, "microbatch_size": 16}
-CPU_MODEL = {"width": 64, "layers": 2, "context": 32, "microbatch_size": 2}
 SHARED = "two processes on one GPU"  # through host memory: NCCL wants one a device
 NEEDS_GPU, NEEDS_TWO = "needs a CUDA device", "needs two devices or more"
 NEEDS_GPUS = "needs two CUDA devices or more"
 NEEDS_TRITON = "needs CUDA devices, Triton and a C compiler"
-NEEDS_MEMORY = "needs two CUDA devices or more of 32 GiB each"
 
 BITS, MATRIX = "the same bits", "models and precisions"
 
@@ -189,7 +184,6 @@ def make_rows(chosen: Selection, inventory: Inventory, quick: bool, timeout_seco
         *_other_rows(at, killed),
         at.on_gpus(*measured, chosen),
         at.on_gpus(*waiting, chosen, **both_checks),
-        *_speed_rows(at, chosen),
         *collectives[1:],
         at.matrix(at.shared, MATRIX if at.shared else f"{MATRIX} on {SHARED}"),
         *(at.matrix(at.first(size)) for size in COUNTS if size < at.count),
@@ -197,7 +191,6 @@ def make_rows(chosen: Selection, inventory: Inventory, quick: bool, timeout_seco
         at.on_gpus(*sanitized, at.alone, **watched),
         at.on_gpus(*measured, at.alone),
         at.on_gpus(*waiting, at.alone, **both_checks),
-        *_speed_rows(at, at.alone),
     ]
     found: dict[str, Row] = {}
     for row in rows:
@@ -252,20 +245,6 @@ def _other_rows(at: Places, trained: Mapping[str, Any]) -> list[Row]:
         at.row(BITS, "sharded (FSDP2)", "trainings", at.chosen, judge_bits, {**placed, "strategy": "sharded"}),
     ]
     return [replace(rows[0], hang_seconds=30.0), *rows[1:], replace(segments, area=BITS, variables=SEGMENTS)]
-
-
-def _speed_rows(at: Places, where: Selection) -> list[Row]:
-    what, model, small = (
-        "time of a step by a plain loop's",
-        GPU_MODEL if at.is_gpu else CPU_MODEL,
-        {"smaller": CPU_MODEL},
-    )
-    rows = [at.row("speed", what, "speed", where, judge_speed, {**model, **small})]
-    if where is at.chosen:
-        has_memory = at.is_gpu and at.count > 1 and min(each.memory_total for each in where.devices) >= MUCH_MEMORY
-        what, there = "time of a step by DistributedDataParallel's, 0.8 GB of gradients,", where if has_memory else None
-        rows.append(at.row("speed", what, "speed", there, judge_speed, {**LARGE_MODEL, **small}, NEEDS_MEMORY))
-    return rows
 
 
 def _first(chosen: Selection, inventory: Inventory, count: int) -> Selection:
@@ -412,11 +391,6 @@ def judge_waits(facts: Facts, known: Known) -> tuple[str, Mapping[str, float]]:
         for kind in ("waits", "events", "polls"):
             figures[f"{name}, {kind} a step"] = each[kind] / each["steps"]
     return "; ".join(f"{name}: {value:.3g}" for name, value in figures.items()), figures
-
-
-def judge_speed(facts: Facts, known: Known) -> tuple[str, Mapping[str, float]]:
-    """Ratios, which prove nothing by themselves."""
-    return "; ".join(f"{name}: {ratio:.2f}" for name, ratio in facts.items()), facts
 
 
 def left_out(row: Row, why: str) -> Result:

@@ -5,31 +5,25 @@ import itertools
 import os
 import signal
 import sys
-import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
 from functools import partial
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from samestep.checkpoint.digest import Drift, as_hex, state_checksum, state_digest
 from samestep.comm.communicator import Communicator
-from samestep.comm.default_group import join_group
 from samestep.comm.environment import read_environment
 from samestep.comm.sequential import SequentialTransport, SequentialWorld
 from samestep.comm.transport import wait_until
-from samestep.data.loader import Loader
 from samestep.doctor.proof_script import PLACES, WIDTH, Attention
 from samestep.engine.observer import StepObserver
 from samestep.engine.rank_device import own_device
 from samestep.engine.result import StepResult
-from samestep.engine.step import TrainStep
 from samestep.logical.collectives import Operation
 from samestep.recipes import gpt, lenet
 from samestep.run.run import Run
@@ -42,9 +36,6 @@ KILLED_IN_STEP = 2
 WARM_STEPS, COUNTED_STEPS = 4, 6
 LARGE_LAYERS, LARGE_WIDTH = 16, 1024  # 64 MiB of gradients, in several buckets
 SYNCHRONIZING = "synchronizing CUDA operation"  # in torch's warning: c10/cuda/CUDAFunctions.cpp
-SPEED_ROUNDS, SPEED_STEPS = 5, 5
-SPEED_SECONDS = 60.0  # of all devices at most, else a smaller model is timed
-TIMEOUT = timedelta(seconds=60)
 Facts = dict[str, Any]
 
 
@@ -65,9 +56,9 @@ def make_lenet() -> nn.Module:
     return nn.Sequential(*convolutions, *layers[4:-1], nn.Dropout(0.2), layers[-1])
 
 
-def make_gpt(width: int = 64, layers: int = 2, context: int = CONTEXT) -> nn.Module:
+def make_gpt() -> nn.Module:
     """The recipe's GPT, with dropout, and an output with weights of its own."""
-    return gpt.Gpt(layers, width, heads=4, context=context, dropout=0.1, tied=False)
+    return gpt.Gpt(2, 64, heads=4, context=CONTEXT, dropout=0.1, tied=False)
 
 
 def random_images(count: int) -> tuple[Tensor, Tensor]:
@@ -330,85 +321,6 @@ def mean_squares(model: nn.Module, batch: Tensor) -> Tensor:
     return squares.mean()
 
 
-def speed(num_microbatches: int, smaller: Mapping[str, int], **sizes: int) -> Facts:
-    """The time of a step of a GPT by that of a plain PyTorch loop, which is DistributedDataParallel on several devices.
-
-    With the default number of microbatches, and with one a device, which is what a plain loop has. On a device for
-    which the GPT is too large, `smaller` has the sizes of another.
-    """
-    over = Run(num_microbatches, num_microbatches, SEED).communicator
-    slowest = min(over.gather_words([_megaflops(over.device)]))[0] * 1e6
-    weights = 12 * sizes["layers"] * sizes["width"] ** 2  # of each, a place needs 6 operations in a step
-    places = num_microbatches * sizes["microbatch_size"] * sizes["context"] * SPEED_STEPS * SPEED_ROUNDS * 3
-    if is_small := 6 * weights * places > SPEED_SECONDS * slowest * over.world_size:
-        sizes = dict(smaller)
-    width, layers, context = sizes["width"], sizes["layers"], sizes["context"]
-    batch_size = num_microbatches * sizes["microbatch_size"]
-    first = Run(batch_size, num_microbatches, SEED, communicator=over)
-    device, ranks = first.device, first.world_size
-    precision = "32-true" if device.type == "cpu" else "bf16-mixed"
-    texts = random_texts(batch_size * SPEED_STEPS, context)
-    calls: dict[str, Callable[[], object]] = {}
-    labels = f"{num_microbatches} microbatches" + " of a smaller model" * is_small, "one microbatch a device"
-    for label, count in zip(labels, (num_microbatches, ranks), strict=True):
-        run = Run(batch_size, count, SEED, communicator=over)
-        model = make_gpt(width, layers, context)
-        step = run.train_step(model, make_optimizer("adamw", model, device), gpt.loss_fn, precision=precision)
-        calls[label] = _through(step, run.loader(texts, cache="device"))
-    calls["plain"] = _plain_loop(first, make_gpt(width, layers, context), texts, batch_size // ranks, precision)
-    # The least of several times, each round of all calls in turn: what else the machine does only adds to some of them.
-    best = dict.fromkeys(calls, float("inf"))
-    for _, (label, call) in itertools.product(range(SPEED_ROUNDS), calls.items()):
-        over.barrier()
-        begin = time.perf_counter()
-        call()
-        if device.type != "cpu":
-            torch.accelerator.synchronize()
-        over.barrier()
-        best[label] = min(best[label], time.perf_counter() - begin)
-    return {label: seconds / best["plain"] for label, seconds in best.items() if label != "plain"}
-
-
-def _megaflops(device: torch.device) -> int:
-    """What a device does in a second of a product of matrices, the second time."""
-    matrix = torch.ones(1024, 1024, device=device)
-    for _ in range(2):
-        begin = time.perf_counter()
-        (matrix @ matrix).sum().item()
-    return round(2 * 1024**3 / (time.perf_counter() - begin) / 1e6)
-
-
-def _through(step: TrainStep, loader: Loader) -> Callable[[], None]:
-    """A call that takes a step on each batch."""
-
-    def call() -> None:
-        for batch in loader:
-            step(batch)
-
-    return call
-
-
-def _plain_loop(run: Run, model: nn.Module, texts: Any, size: int, precision: str) -> Callable[[], None]:
-    """A call that trains on this rank's parts of the batches, which lie on the device, as PyTorch's tutorials do."""
-    device = run.device
-    model = model.to(device)
-    if run.world_size > 1:
-        join_group(run.communicator, TIMEOUT)
-        model = DistributedDataParallel(model, device_ids=None if device.type == "cpu" else [device])
-    optimizer = make_optimizer("adamw", model, device)
-    batches = list(zip(*(part.to(device).split(size) for part in texts), strict=True))[run.rank :: run.world_size]
-
-    def call() -> None:
-        for batch in batches:
-            with torch.autocast(device.type, torch.bfloat16, enabled=precision != "32-true"):
-                loss = gpt.loss_fn(model, batch)
-            (loss.total / loss.count).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    return call
-
-
 PROGRAMS: Mapping[str, Callable[..., Facts]] = {
     "trainings": trainings,
     "killed": killed,
@@ -417,5 +329,4 @@ PROGRAMS: Mapping[str, Callable[..., Facts]] = {
     "streams": streams,
     "host_waits": host_waits,
     "memory": memory,
-    "speed": speed,
 }

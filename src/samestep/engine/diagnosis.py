@@ -70,8 +70,7 @@ def describe_shortage(
     twice = min(2 * num_microbatches, length)
     return (
         f"{where}: use num_microbatches={twice} (--num-microbatches {twice}), for microbatches about half as large, or "
-        "more of them if those do not fit either (the number is part of the contract: the bits of another one are "
-        f"others){more}"
+        f"more of them if those do not fit either (another number gives other, equally valid results){more}"
     )
 
 
@@ -79,7 +78,7 @@ def describe_model_shortage(model: nn.Module, rank: int, device: torch.device) -
     """The message if the model does not fit before the first step."""
     size = sum(tensor.numel() * tensor.element_size() for tensor in chain(model.parameters(), model.buffers()))
     return (
-        f"out of memory: the model, {gib(size)} of parameters and buffers, or its comparison with those of other ranks "
+        f"out of memory: the model, {gib(size)} of parameters and buffers, or its comparison with other ranks "
         f"does not fit in the memory of rank {rank}{_memory_of(device)}: use a smaller model, more devices with "
         'strategy="sharded" (--strategy sharded: 1/D of it on each), or devices with more memory'
     )

@@ -51,7 +51,7 @@ def named_parameters(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[
     strangers = held - {id(p) for p in named.values()}
     if strangers or not named:
         raise UsageError(
-            f"the optimizer holds {len(held)} parameters, {len(strangers)} of which are not in the model; pass the "
+            f"the optimizer holds {len(held)} parameters, and {len(strangers)} of them are not in the model; pass the "
             "model that holds them all, for example torch.nn.ModuleList([generator, discriminator])"
         )
     return named

@@ -204,7 +204,7 @@ def read_headers(headers: Sequence[Sequence[int]], num_flags: int) -> Agreed:
             # Of a loader's batch the checksum is the length of its dataset, not negative as that of a stream.
             if min(first[1], header[1], first[3], header[3]) >= 0 and header[3] != first[3]:
                 raise DeterminismError(
-                    f"the dataset of rank {rank} has {header[3]} samples in step {first[4]}, that of rank 0 has "
+                    f"the dataset of rank {rank} has {header[3]} samples in step {first[4]}, rank 0's has "
                     f"{first[3]}; needed: the same dataset on every rank, of the same length in every epoch"
                 )
             raise DeterminismError(

@@ -266,7 +266,7 @@ def refuse_reading(name: str, parameter: Tensor) -> RemovableHandle:
 
     def on_gradient(_: Tensor) -> None:
         raise LossError(
-            f"the loss reads parameter {name} by itself, of which this rank has only a part: leave that to the "
+            f"the loss reads parameter {name} by itself, and this rank has only a part of it: leave that to the "
             "optimizer (weight_decay), do it in the forward of its module, or use strategy='replicate'"
         )
 

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -40,8 +39,8 @@ from samestep.engine.strategy_options import Sharded
 from samestep.errors import DeterminismError, UsageError
 
 
-class TransportAllGather(AllGather):
-    """Gathers the parameters of one module by our transport."""
+class TransportAllGather:
+    """Gathers the parameters of one module by our transport; of FSDP2's form, whose base class has no public name."""
 
     def __init__(self, communicator: Communicator, observers: Observers, on_gather: Callable[[], None]) -> None:
         self._communicator = communicator
@@ -62,7 +61,7 @@ class TransportAllGather(AllGather):
         output_tensor.copy_(self._observers.waits(lambda: transport.gather(input_tensor).wait()))
 
 
-class UnsummedReduceScatter(ReduceScatter):
+class UnsummedReduceScatter:
     """Exchanges the gradients of one module without adding them, in the place of FSDP2's reduce-scatter."""
 
     def __init__(
@@ -229,13 +228,13 @@ class ShardedGradientSum(StepGradients):
         communicator, module = self._communicator, group.module
         receive = partial(self._receive, number)
         scatter = UnsummedReduceScatter(communicator, observers, receive, self._unread_part, lambda: self._is_empty)
-        module.set_custom_reduce_scatter(scatter)
+        module.set_custom_reduce_scatter(scatter)  # type: ignore[arg-type]  # by its methods: the base has no public name
         # Neither a mean over the ranks, nor a rescaling for 16 bits: the tree adds plain sums.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
         if communicator.transport.stream is None:  # else NCCL's own, which FSDP2 runs beside the computation
             gather = TransportAllGather(communicator, observers, lambda: self._order.append(-1 - number))
-            module.set_custom_all_gather(gather)
+            module.set_custom_all_gather(gather)  # type: ignore[arg-type]  # likewise
         if hasattr(module, "set_reduce_scatter_unused_params"):
             module.set_reduce_scatter_unused_params(True)  # else ranks with and without them would exchange other sizes
 

@@ -18,7 +18,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from samestep.callsite import is_script_file
 from samestep.comm.membership import Membership
 from samestep.data.checksums import lacks_bytes, span_size, tensor_checksum, version_of
-from samestep.data.randomness import GENERATORS
+from samestep.data.randomness import GENERATORS, GLOBAL
 
 MAX_OBJECTS = 5000
 MAX_ENTRIES = 256  # longer lists and mappings are taken for data
@@ -347,4 +347,4 @@ def _progress(one: Any) -> Any:
 def _is_global(generator: Any) -> bool:
     """Whether it is one of the global generators, which a step seeds by microbatch."""
     devices = list(torch.cuda.default_generators) if torch.cuda.is_initialized() else []
-    return any(generator is one for one in (torch.default_generator, np.random.mtrand._rand, random._inst, *devices))
+    return any(generator is one for one in (*GLOBAL, *devices))

@@ -11,8 +11,8 @@ code; -N for signal N) and `broken` (text). When the socket closes, or the super
 itself.
 
 A worker is forked in the midst of the server's loop, and returns from it: `_start`, `_loop` and `serve` have its
-instruction there, and None in the server. So a worker runs at the bottom of the stack of `main` or `serve_forked`,
-without a frame of the server above it, and what either of them does after `serve` is done by workers as well.
+instruction there, and None in the server. So a worker runs at the bottom of the stack of `main`, without a frame
+of the server above it, and what that does after `serve` is done by workers as well.
 
 No worker and no store may keep a descriptor of the server: the supervisor takes the end of the socket for the end of
 the server, and whatever is written to the wake-up pipe, for a signal to the server.
@@ -33,7 +33,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, NoReturn
 
@@ -51,10 +51,6 @@ MAX_FDS = 64
 LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 
 
-class ForkError(RuntimeError):
-    """The server cannot fork, and what its workers are to call is in its own memory."""
-
-
 @dataclass
 class ForkServer:
     """The fork server's state, used by its one thread."""
@@ -63,8 +59,6 @@ class ForkServer:
     wake: int  # becomes readable upon a signal
     waker: int  # the end to which signals are written; at the fork asyncio takes it away, since Python 3.12
     forks: bool
-    can_spawn: bool  # whether a worker can be a new program
-    collects: bool  # whether the workers collect garbage by themselves, as Python does by default
     port: int = 0  # of the store
     store: int = 0
     attempt: int = 0
@@ -74,7 +68,7 @@ class ForkServer:
     received: deque[int] = field(default_factory=deque)
 
 
-def serve(control: socket.socket, supervisor: int, forks: bool = True, can_spawn: bool = True) -> Instruction | None:
+def serve(control: socket.socket, supervisor: int, forks: bool = True) -> Instruction | None:
     """Starts workers as the supervisor commands; returns None in the server, its instruction in a forked worker."""
     server = None
     try:
@@ -82,19 +76,17 @@ def serve(control: socket.socket, supervisor: int, forks: bool = True, can_spawn
         os_processes.release_signals()
         os_processes.end_with_parent(supervisor, signal.SIGTERM)
         os_processes.adopt_orphans()
-        collects = gc.isenabled()
         if forks:
             gc.disable()  # takes a tenth of an import's time, and leaves holes in the pages that the workers share
             importlib.import_module("torch.distributed")
         # After the imports: until then SIGTERM ends a server that is a new program at once, if the supervisor dies
         # while torch is imported.
-        server = ForkServer(control, *_install_signals(), forks, can_spawn, collects)
+        server = ForkServer(control, *_install_signals(), forks)
         _start_store(server)
         return _loop(server)
-    except BaseException as error:
+    except BaseException:
         # Otherwise a broken installation of torch would look like a worker that died.
-        reason = str(error) if isinstance(error, ForkError) else traceback.format_exc()
-        _send(control, "broken", text=reason)
+        _send(control, "broken", text=traceback.format_exc())
         if server is not None:
             _end_all(server)
         return None
@@ -117,17 +109,6 @@ def main() -> None:
     if instruction is None:
         os._exit(0)  # the run waits for this, and nothing is left to clean up
     leave(work(instruction))
-
-
-def serve_forked(control: socket.socket, supervisor: int, call: Callable[[], Any]) -> None:
-    """The fork server in a fork of the caller's process, whose workers call a function; never returns."""
-    code = 1
-    try:
-        os.setsid()
-        instruction = serve(control, supervisor, can_spawn=False)
-        code = work(instruction, call) if instruction is not None else 0
-    finally:
-        os._exit(code)
 
 
 def _send(control: socket.socket, event: str, **fields: Any) -> None:
@@ -217,8 +198,7 @@ def _become_worker(server: ForkServer, parent: int) -> None:
     try:
         os_processes.end_with_parent(parent, signal.SIGKILL)
         os.setpgid(0, 0)
-        if server.collects:
-            gc.enable()
+        gc.enable()
         # A fork shares the pipe: a SIGTERM to this worker would be read by the server, as its own, and end the run.
         signal.set_wakeup_fd(-1)
         server.control.close()
@@ -323,8 +303,6 @@ def _can_fork(server: ForkServer) -> bool:
         reason = "has initialised CUDA, by a module that it imported,"
     if not reason:
         return True
-    if not server.can_spawn:
-        raise ForkError(f"the starter process {reason} and cannot fork; use start_method='spawn'")
     notify(
         f"the starter process {reason} and cannot fork, so each worker is started as a new program, which takes some "
         "seconds more: --start-method spawn does so without this line"

@@ -11,7 +11,6 @@ needs no torch: signals, the output and the ends of workers are descriptors that
 import ast
 import contextlib
 import inspect
-import io
 import itertools
 import os
 import pickle
@@ -21,11 +20,10 @@ import tempfile
 import textwrap
 import threading
 import uuid
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from types import FrameType, FunctionType
+from types import FrameType
 from typing import Any, Literal, Protocol
 
 import cloudpickle
@@ -217,10 +215,9 @@ def launch(
 ) -> Any:
     """Calls a function in one worker process a device, and returns rank 0's result.
 
-    A function that can be imported by name runs in clean processes. A closure, or a function of a notebook's cell or
-    of the program itself, runs in forks of this process, which share its memory. Where it cannot be forked (not on
-    Linux; once it has used a GPU or asked for one; after a backward beside GPUs), clean processes get the function by
-    value, with copies of what it uses.
+    The workers are clean processes, whose state does not depend on that of this one. They import the function as a
+    program does, or get it by value if they cannot: a closure, or a function of a notebook's cell or of the program
+    itself, with copies of what it uses.
 
     Args:
         fn: the function; every worker calls it.
@@ -236,8 +233,7 @@ def launch(
         the GPU in this process.
 
     Raises:
-        UsageError: this process cannot be forked, and the function uses what cannot be sent to another one; or this is
-            a worker already.
+        UsageError: the function or an argument cannot be sent to another process; or this is a worker already.
         DeviceError: the devices do not exist.
         WorkerError: a worker failed; the message holds its rank, device and traceback.
         KeyboardInterrupt: the run was interrupted.
@@ -249,21 +245,17 @@ def launch(
     selection = select(devices, cpu_workers=_cpu_workers(fn))
     variables = process_variables(selection, num_threads)
     name = getattr(fn, "__qualname__", type(fn).__qualname__)
-    call = partial(fn, *args, **(kwargs or {}))
-    # By name if possible: a clean process imports the function as a program does, and what runs does not depend on the
-    # state of this one. Else by forks of this process, which have its state; else by value.
-    content = _pickle_by_name(call)
-    if content is None and method == "spawn":
-        content = _pickle_by_value(call, name, "with start_method='spawn'")
-    elif content is None and forks_break(selection.kind):
-        content = _pickle_by_value(call, name, "from a process that has used a GPU, asked for one or called backward()")
+    try:
+        content = cloudpickle.dumps(partial(fn, *args, **(kwargs or {})))
+    except Exception as error:  # of whatever `__reduce__` the values have
+        raise UsageError(
+            f"workers are new processes, and {name} or an argument cannot be sent to them "
+            f"({type(error).__name__}: {error}); open files and make locks, iterators and the like within {name}"
+        ) from error
     with tempfile.TemporaryFile() as payload, tempfile.TemporaryFile() as answer:
-        fds = {"answer": answer.fileno()}
-        open_pool: Callable[[], Pool] = partial(ServerPool.forked, call, variables, TRAINING)
-        if content is not None:
-            write_payload(payload, content)
-            fds["payload"] = payload.fileno()
-            open_pool = partial(ServerPool.executed, variables, TRAINING, method)
+        write_payload(payload, content)
+        fds = {"answer": answer.fileno(), "payload": payload.fileno()}
+        open_pool = partial(ServerPool.executed, variables, TRAINING, method)
         job = Job("function", f"{fn.__module__}:{name}", num_threads=num_threads, relay=True)
         outcome = supervise(job, selection, open_pool, fds=fds)
         if outcome.exit_code == 128 + signal.SIGINT and outcome.failure is None:
@@ -285,73 +277,3 @@ def _cpu_workers(fn: Callable[..., Any]) -> int:
     except (OSError, TypeError, SyntaxError):  # not from a file or a cell, no function, or a lambda amid other code
         stated = None
     return AUTO_CPU_WORKERS if stated is None else cpu_workers_for(stated)
-
-
-def _pickle_by_name(call: partial[Any]) -> bytes | None:
-    """The pickled call, if a clean process can import its function and unpickle its arguments, else None."""
-    if not isinstance(call.func, FunctionType):
-        return None
-    content = io.BytesIO()
-    try:
-        _ByName(content).dump(call)
-    except (pickle.PicklingError, TypeError, AttributeError):
-        return None
-    return content.getvalue()
-
-
-def _pickle_by_value(call: partial[Any], name: str, when: str) -> bytes:
-    """The pickled call with the code of functions and classes that a clean process cannot import."""
-    try:
-        return bytes(cloudpickle.dumps(call))
-    except Exception as error:  # of whatever `__reduce__` the values have
-        raise UsageError(
-            f"{when} workers start as new processes, and {name} or an argument cannot be sent to them "
-            f"({type(error).__name__}: {error}); open files and make locks, iterators and the like within {name}"
-        ) from error
-
-
-class _ByName(pickle.Pickler):
-    """A pickler that refuses functions and classes that a clean process cannot import."""
-
-    def reducer_override(self, value: Any) -> Any:
-        """Refuses functions and classes of modules that cannot be imported."""
-        if isinstance(value, type | FunctionType) and not _is_importable(value.__module__):
-            raise pickle.PicklingError(f"{value.__qualname__} is defined in {value.__module__}")
-        return NotImplemented
-
-
-def _is_importable(module: str) -> bool:
-    """Whether a clean process with the same search path finds a module."""
-    if module == "__main__":
-        return False
-    top = module.partition(".")[0]
-    # The top package alone: to look for a module within a package imports the package, in this process.
-    return any(finder.find_spec(top, None) is not None for finder in sys.meta_path)
-
-
-def forks_break(kind: str) -> bool:
-    """Whether forks of this process break, or cannot use autograd or devices of a kind."""
-    torch = sys.modules.get("torch")
-    if torch is None:
-        return False
-    if torch.cuda.is_initialized():
-        return True
-    # Neither has a public name, so a fork is asked: `torch.cuda.is_available()` starts the driver too, and a backward
-    # starts threads of autograd beside GPUs, or after torch.compile in torch's builds for CUDA.
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12's about threads, which notebooks always have
-        reader, writer = os.pipe()
-        pid = os.fork()
-    if pid == 0:
-        try:
-            torch.zeros((), device="cpu", requires_grad=True).backward()
-            if not getattr(getattr(torch, kind, None), "_is_in_bad_fork", bool)():
-                os.write(writer, b"1")
-        finally:
-            os._exit(0)
-    os.close(writer)
-    with os.fdopen(reader, "rb") as answer:
-        broken = not answer.read()
-    with contextlib.suppress(ChildProcessError):  # the exit status is lost in a process that ignores SIGCHLD
-        os.waitpid(pid, 0)
-    return broken

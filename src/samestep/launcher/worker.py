@@ -14,13 +14,12 @@ import io
 import json
 import multiprocessing
 import os
-import pickle
 import random
 import signal
 import sys
 import threading
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from samestep.comm.events import Channel
@@ -32,12 +31,11 @@ from samestep.launcher.worker_states import report_exception
 from samestep.patch import applied
 from samestep.text import showing, tell
 
-Call = Callable[[], Any]
 COMPRESSING = ("gzip", "bz2", "lzma", "zipfile")
 
 
-def work(instruction: Instruction, call: Call | None = None) -> int:
-    """Runs the job, or a function of the process that this one was forked from; returns the exit code."""
+def work(instruction: Instruction) -> int:
+    """Runs the job; returns the exit code."""
     _reset_signals()
     _redirect_streams(instruction)
     which = f"{instruction.assignment.rank}/{instruction.assignment.world_size}"
@@ -56,7 +54,7 @@ def work(instruction: Instruction, call: Call | None = None) -> int:
         torch.set_num_threads(instruction.job.num_threads)  # the bits depend on it
         keep_freed_memory()
         with applied([os_processes.BATCHES_ARE_SENT]), _forks_apart():
-            value = call() if call is not None else run_program(instruction.job, instruction.fds)
+            value = run_program(instruction.job, instruction.fds)
         _deliver(value, instruction, channel, HeartbeatPage(instruction.fds["page"]))
         return _post_end(instruction, _printed(0, instruction, channel))
     except SystemExit as stop:
@@ -202,21 +200,15 @@ def _deliver(value: Any, instruction: Instruction, channel: Channel, page: Heart
                 channel.send("result", value=value)
         return
     if leads:
-        content = _pickled(value, "payload" in instruction.fds)
+        import cloudpickle  # workers of a command need it not
+
+        # The caller finds classes of its own in it: those that came by value go back so.
+        content = cloudpickle.dumps(value)
         # All workers share the file: an earlier rank 0, lost at its end, may have left a longer answer.
         os.ftruncate(instruction.fds["answer"], 0)
         with open(os.dup(instruction.fds["answer"]), "wb") as file:
             file.seek(0)
             file.write(content)
-
-
-def _pickled(value: Any, is_clean: bool) -> bytes:
-    """A result, pickled so that the caller finds classes of its own in it; a clean process may have them by value."""
-    if not is_clean:
-        return pickle.dumps(value)
-    import cloudpickle  # recognises classes that it has brought along; workers of a command need it not
-
-    return bytes(cloudpickle.dumps(value))
 
 
 def exit_code_of(stop: SystemExit) -> tuple[int, str]:

@@ -10,8 +10,7 @@ import json
 import os
 import signal
 import socket
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -105,23 +104,6 @@ class ServerPool:
         process = early.take_server(variables) if early is not None and start_method == "fork" else None
         process = process or ServerProcess.start(variables, start_method)
         return cls(process.pid, process.control, preload if start_method == "fork" else ())
-
-    @classmethod
-    def forked(cls, call: Callable[[], Any], variables: Mapping[str, str], preload: Sequence[str] = ()) -> "ServerPool":
-        """A fork server that is a fork of this process; its workers call a function of this process."""
-        from samestep.launcher.forkserver import serve_forked
-
-        ours, theirs = socket.socketpair()
-        parent = os.getpid()
-        with warnings.catch_warnings(), theirs, os_processes.held_signals():
-            # Python 3.12 warns of a fork while threads run, which notebooks always have.
-            warnings.simplefilter("ignore", DeprecationWarning)
-            pid = os.fork()
-            if pid == 0:
-                ours.close()
-                os.environ.update(variables)
-                serve_forked(theirs, parent, call)
-        return cls(pid, ours, preload)
 
     def start(self, instruction: Instruction) -> None:
         """Starts one worker by the fork server; the caller may close the instruction's descriptors afterwards."""

@@ -24,6 +24,7 @@ all, and begin the script then; if it does neither, they end with it.
 
 import atexit
 import functools
+import gc
 import importlib
 import itertools
 import multiprocessing
@@ -53,6 +54,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 
+from samestep.callsite import script_line
 from samestep.comm.environment import RANK_VARIABLES, Environment, read_environment
 from samestep.core.seeds import derive_seed
 from samestep.data.checksums import checksum
@@ -85,6 +87,8 @@ NEEDS_LESS = "smaller batches, activation checkpointing, or more GPUs: ranks tha
 LIBRARIES = ("multiprocessing", "concurrent", "torch.utils", "torch.multiprocessing.pool")  # start loaders, pools
 _told: set[str] = set()
 _steps: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+_sums: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # elements that a group has added
+_updated: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers that have used a gradient
 
 
 def run_logical(
@@ -125,6 +129,7 @@ def _enter_logical(stack: ExitStack, place: Environment, simulated: bool, store:
     stack.enter_context(_deterministic())
     stack.enter_context(_enough_memory(device, place.rank))
     stack.callback(register_optimizer_step_pre_hook(_note_replicas).remove)
+    stack.callback(register_optimizer_step_pre_hook(_check_averaged).remove)
     stack.enter_context(applied(late_dynamo()))
     # Accelerate reads the variable too, and is to find the simulated devices.
     if simulated and os.environ.setdefault(ON_CPUS, "false").lower() not in YES:
@@ -324,6 +329,7 @@ def _lending_after_backward(inner: Callable[..., Any]) -> Callable[..., Any]:
     def allreduce(group: Any, *args: Any, **options: Any) -> Any:
         work, backward = inner(group, *args, **options), torch._C._current_graph_task_id()
         # -1 outside of a backward: there the caller waits by Python, which lends the token.
+        _sums[group] = _sums.get(group, 0) + sum(tensor.numel() for tensor in args[0])
         if backward != -1 and shares_device():
             if backward not in pending:
                 engine: Any = torch.autograd.Variable._execution_engine
@@ -358,6 +364,27 @@ def _note_replicas(optimizer: Any, *_: Any) -> None:
             if placement.is_replicate():
                 by_group.setdefault(parameter.device_mesh.get_group(dim), []).append(parameter.to_local())
     _note_step(optimizer, by_group)
+
+
+def _check_averaged(optimizer: Any, *_: Any) -> None:
+    """Before an optimizer's first update: says so if its DistributedDataParallel has averaged no gradient."""
+    if optimizer in _updated or torch.compiler.is_compiling():
+        return
+    ours = {id(each) for group in optimizer.param_groups for each in group["params"] if each.grad is not None}
+    if not ours:
+        return
+    _updated.add(optimizer)
+    for model in [found for found in gc.get_objects() if issubclass(type(found), DistributedDataParallel)]:
+        held = [each for each in model.module.parameters() if id(each) in ours]
+        group = model.process_group._get_backend(held[0].device) if held and model.process_group.size() > 1 else None
+        # One that is compiled has noted no step, and gradients may be added by hand.
+        is_left_out = isinstance(group, OrderedBackend) and model not in _steps
+        if is_left_out and _sums.get(group, 0) < sum(each.numel() for each in held):
+            _tell(
+                f"at {script_line()} {type(model.module).__name__} is updated by gradients that are not averaged: each "
+                "rank trains a model of its own; call what DistributedDataParallel returned, not its .module, and not "
+                "in no_sync alone"
+            )
 
 
 def _note_step(owner: Any, weights: dict[Any, list[torch.Tensor]]) -> None:

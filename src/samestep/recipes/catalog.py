@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from samestep.checks import check_choice
 
 NAMES: Mapping[str, str] = {
-    "lenet": "LeNet on 28 by 28 images: digits (embedded), mnist, fashion-mnist, or a folder of IDX files",
+    "lenet": "LeNet on 28 by 28 images: digits (embedded), or a folder of IDX files such as MNIST's",
     "mlp": "regression on a table of numbers: diabetes (embedded), or a CSV file",
-    "simplenet": "one hidden layer on 28 by 28 images, as those of lenet",
-    "vgg": "VGG-11 with BatchNorm and dropout on images up to 32 by 32, as those of lenet",
+    "simplenet": "one hidden layer on 28 by 28 images, as for lenet",
+    "vgg": "VGG-11 with BatchNorm and dropout on images up to 32 by 32, as for lenet",
     "gpt": "a small GPT over bytes: Python's language reference (embedded), or a text file",
 }
 """Each recipe's name, and what it trains."""

@@ -58,9 +58,7 @@ def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 def main() -> None:
     """Trains, and prints the digest of the final state: the same on any number of devices."""
-    parser = make_parser(
-        __doc__, data="digits, mnist, fashion-mnist or a folder of IDX files", epochs=10, batch=128, lr=0.05
-    )
+    parser = make_parser(__doc__, data="a folder of IDX files, such as MNIST's", epochs=10, batch=128, lr=0.05)
     parser.add_argument(
         "--width", type=number(above=0, whole=False), default=1.0, help="multiplies all widths; %(default)s"
     )

@@ -206,7 +206,7 @@ def _not_audited(folder: Path, ledger: Ledger, plan: Sequence[Segment]) -> Itera
     if plan[-1].target is None and (folder / WEIGHTS_FILE).exists():
         yield f"{WEIGHTS_FILE}: there is no checkpoint after step {plan[-1].last}"
     for change in [each for each in ledger.events if each["event"] == "contract_change"]:
-        yield f"the steps under the contract that was changed after step {change['step']}"
+        yield f"the steps with the settings that were changed after step {change['step']}"
     home = checkpoints_of(folder)
     if home.is_dir():
         yield from (f"{home.name}/{name}, which no run writes" for name in strange_entries(home, holds_run(folder)))
@@ -385,8 +385,8 @@ class SegmentRerun(ProgramRerun):
             before = self.record if self.start is None else read_state(self.start).rest[CONTRACT]
             if breaking := [change for change in differences(before, self.trainer._contract) if change.breaks]:
                 raise ContractError(
-                    f"{self.run_folder} cannot be audited here from step {self.segment.first} on, which was made under "
-                    f"another contract:\n{explain(breaking)}\ngo back to its values, or audit it where they hold"
+                    f"{self.run_folder} cannot be audited here from step {self.segment.first} on, which was made with "
+                    f"other settings:\n{explain(breaking)}\ngo back to its values, or audit it where they hold"
                 )
             if self._taken != self.segment.first:
                 self._end(f"the first step that the program took is {self._taken}, not {self.segment.first}")

@@ -444,7 +444,7 @@ def replay(
     if folder.is_dir() and not holds_run(folder):
         raise UsageError(
             f"{folder} holds no run: there is no {CONTRACT_FILE} in it. A replay needs the folder of samestep train, "
-            "or of samestep.Trainer(…, run_dir=…); existing scripts and loops of your own record no contract"
+            "or of samestep.Trainer(…, run_dir=…); existing scripts and loops of your own record no settings to repeat"
         )
     record = recorded(folder)
     launcher = read_environment().launcher

@@ -118,7 +118,7 @@ def audit_script(
         now = script_of(again)
         if breaking := [change for change in differences(record["contract"], now["contract"]) if change.breaks]:
             raise ContractError(
-                f"{run} cannot be audited here, which was made under another contract:\n{explain(breaking)}\n"
+                f"{run} cannot be audited here, which was made with other settings:\n{explain(breaking)}\n"
                 "go back to its values, or audit it where they hold"
             )
         strange = {*record, *(f"contract.{name}" for name in record["contract"])}

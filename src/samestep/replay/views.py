@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-CHUNK = 2**22  # elements that are widened at a time, so that a large activation needs little more memory
-
 
 @dataclass(frozen=True)
 class Statistics:
@@ -56,25 +54,21 @@ def measure(tensor: Tensor) -> Statistics | None:
         values = tensor.detach().resolve_conj().resolve_neg()
         flat = (torch.view_as_real(values) if values.is_complex() else values).reshape(-1)
         shape, dtype, wide = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), wide_dtype(flat.device)
-        starts = range(0, flat.numel(), CHUNK)
-        chunks = [_measure_chunk(flat[start : start + CHUNK].to(wide), start) for start in starts]
-    if not chunks:
-        return Statistics(shape, dtype)
-    found = replace(_merged(chunks), shape=shape, dtype=dtype)
+        found = _measured(flat.to(wide), shape, dtype)
     if found.row is None or tensor.ndim == 0:
         return replace(found, row=None)
     return replace(found, row=found.row // (flat.numel() // shape[0]))
 
 
-def _measure_chunk(values: Tensor, start: int) -> Statistics:
-    """The statistics of elements that follow `start` others; `row` is a position among all elements."""
+def _measured(values: Tensor, shape: tuple[int, ...], dtype: str) -> Statistics:
+    """The statistics of elements; `row` is a position among them."""
     is_finite = torch.isfinite(values)
     count = int(is_finite.sum())
-    found = Statistics((), "", values.numel(), values.numel() - count)
+    found = Statistics(shape, dtype, values.numel(), values.numel() - count)
     if count < values.numel():
         # Of equal values `argmax` takes the first; it knows no bools.
         first = int((~is_finite).to(torch.uint8).argmax())
-        found = replace(found, row=start + first, bad=repr(float(values[first])))
+        found = replace(found, row=first, bad=repr(float(values[first])))
     if count == 0:
         return found
     clean = torch.where(is_finite, values, 0.0)
@@ -88,31 +82,7 @@ def _measure_chunk(values: Tensor, start: int) -> Statistics:
         mean=mean,
         std=math.sqrt(float(torch.where(is_finite, values - mean, 0.0).square().sum()) / count),
         peak=float(clean[peak]),
-        row=start + peak if found.row is None else found.row,
-    )
-
-
-def _merged(parts: Sequence[Statistics]) -> Statistics:
-    """The statistics of all elements; the shape is that of the first part, the row that of the worst element."""
-    count = sum(part.finite for part in parts)
-    mean = sum(part.finite * part.mean for part in parts) / (count or 1)
-    # Deviations within the parts and between their means: a sum of squares less a square would cancel.
-    variance = sum(part.finite * (part.std**2 + (part.mean - mean) ** 2) for part in parts) / (count or 1)
-    largest = max((part for part in parts if part.finite), key=lambda part: abs(part.peak), default=parts[0])
-    worst = next((part for part in parts if part.bad is not None), largest)
-    return Statistics(
-        parts[0].shape,
-        parts[0].dtype,
-        elements=sum(part.elements for part in parts),
-        nonfinite=sum(part.nonfinite for part in parts),
-        zeros=sum(part.zeros for part in parts),
-        min=min(part.min for part in parts),
-        max=max(part.max for part in parts),
-        mean=mean,
-        std=math.sqrt(variance),
-        peak=largest.peak,
-        row=worst.row,
-        bad=worst.bad,
+        row=peak if found.row is None else found.row,
     )
 
 
@@ -278,7 +248,7 @@ def print_replay(console: "Console", replay: Replay, *, by_microbatch: bool) -> 
     if check.reason is not None:
         say(f"{check.reason}.")
     if check.differs is not None and not any(change.breaks for change in replay.changes):
-        say("No field of the contract that decides the bits has changed: the record, the data or the code has.")
+        say("No setting that decides the bits has changed: the record, the data or the code has.")
     if replay.changes:
         console.print(changes_table(replay.changes, "recorded", "now"))
     for note in replay.notes:
@@ -308,7 +278,8 @@ def _verdict(check: Check) -> str:
     states = f", {counted(check.digests, 'checksum')} of the state" if check.digests else ""
     compared = f"{counted(check.compared, 'step')}{states}"
     if check.differs is not None:
-        return f"step {check.differs} is not what was recorded ({check.tier} was asked of {compared})"
+        how = "to the bit" if check.tier == "bitwise" else "up to rounding"
+        return f"step {check.differs} is not what was recorded ({compared}, compared {how})"
     if check.same_bits:
         return f"same bits as recorded ({compared})"
     return f"as recorded, up to rounding: {check.relative:.1e} of it at most ({compared})"

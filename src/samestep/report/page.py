@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from html import escape
@@ -204,7 +204,7 @@ def _figures(run: RunSummary) -> str:
     figures += [(f"{run.metric[0]} (eval)", number(run.metric[1]))] if run.metric else []
     figures += [("samples a second", number(run.throughput))] if run.throughput else []
     figures += [("begun", run.begun)] if run.begun else []
-    figures += [("under way", duration(run.time.duration))] if run.time.duration else []
+    figures += [("training time", duration(run.seconds))] if run.seconds else []
     figures += [("ran on", run.devices)] if run.devices else []
     figures += [(f"{name} memory, at most", size(value)) for name, value in run.memory.items()]
     cells = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in figures)
@@ -218,13 +218,13 @@ def _runs_table(report: RunReport) -> str:
     metrics = list(dict.fromkeys(tag for run in report.runs for tag in run.eval_tags))
     shown = sorted(metrics, key=lambda tag: tag == "loss/eval")[:4]
     titles = ["run", "state", "steps", "train loss", *(f"{t.removesuffix('/eval')} (eval)" for t in shown)]
-    titles += ["samples/s", "under way", "ran on", "digest"]
+    titles += ["samples/s", "training time", "ran on", "digest"]
     rows = []
     for index, run in enumerate(report.runs):
         digest = f'<code title="{escape(run.digest)}">{escape(run.digest[:8])}…</code>' if run.digest else "-"
         evals = [number(run.curves[tag].last) if tag in run.curves else "-" for tag in shown]
         cells = [escape(run.state), f"{run.num_steps:,}", number(run.train_loss), *evals, number(run.throughput)]
-        cells += [duration(run.time.duration), escape(run.devices or "-"), digest]
+        cells += [duration(run.seconds), escape(run.devices or "-"), digest]
         rows.append([_swatched(run.name, f"run-{index % 6}"), *cells])
     return f'<section class="runs">{_table(titles, rows, numeric=range(2, 6 + len(shown)), html=ALL)}</section>'
 
@@ -289,11 +289,7 @@ def _epochs(report: RunReport) -> str:
 
 
 def _events(report: RunReport) -> str:
-    found = [
-        (run, event, seconds)
-        for run in report.runs
-        for event, seconds in zip(run.events, run.time.event_seconds, strict=True)
-    ]
+    found = [(run, event) for run in report.runs for event in run.events]
     if not found:
         return _section("Events", '<p class="quiet">The ledger holds none.</p>')
     shown, note = found, ""
@@ -302,12 +298,12 @@ def _events(report: RunReport) -> str:
         left_out = len(found) - len(shown)
         note = f'<p class="quiet">{left_out:,} more events, checkpoints above all, are left out here.</p>'
     several = len(report.runs) > 1
-    titles = ["step", "under way", "time (UTC)", *["run"] * several, "what happened"]
+    titles = ["step", "time (UTC)", *["run"] * several, "what happened"]
     rows = []
-    for run, event, seconds in shown:
+    for run, event in shown:
         moment = "-" if event.time is None else event.time.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%S")
-        rows.append([f"{event.step:,}", duration(seconds), moment, *[run.name] * several, event.sentence])
-    return _section("Events", _table(titles, rows, numeric=(0, 1)) + note)
+        rows.append([f"{event.step:,}", moment, *[run.name] * several, event.sentence])
+    return _section("Events", _table(titles, rows, numeric=(0,)) + note)
 
 
 def _contract(report: RunReport) -> str:
@@ -425,7 +421,6 @@ def _data(report: RunReport) -> dict[str, Any]:
         "runs": [_run(run) | {"dash": " ".join(map(str, dash))} for run, dash in runs],
         "events": _marked_events(report),
         "charts": charts,
-        "has_time": all(run.time.steps for run in report.runs),
     }
 
 
@@ -434,7 +429,6 @@ def _run(run: RunSummary) -> dict[str, Any]:
         "name": run.name,
         "first": min((int(curve.steps[0]) for curve in run.curves.values() if len(curve)), default=0),
         "last": run.num_steps,
-        "clock": {"steps": _rounded(run.time.steps), "seconds": _rounded(run.time.seconds)},
     }
 
 
@@ -442,8 +436,8 @@ def _marked_events(report: RunReport) -> list[dict[str, Any]]:
     """The events to be marked; of too many every so many, of checkpoints and of the others."""
     marked, checkpoints = [], []
     for index, run in enumerate(report.runs):
-        for event, seconds in zip(run.events, _rounded(run.time.event_seconds), strict=True):
-            mark = {"run": index, "step": event.step, "seconds": seconds, "name": event.name, "label": event.label}
+        for event in run.events:
+            mark = {"run": index, "step": event.step, "name": event.name, "label": event.label}
             mark |= {"sentence": event.sentence, "quiet": event.name in QUIET}
             if event.name == "checkpoint":
                 checkpoints.append(mark)
@@ -456,7 +450,7 @@ def _chart(chart: Chart) -> dict[str, Any]:
     stack = None
     if chart.stack is not None:
         run, phases = chart.stack
-        rows = [_rounded(row) for row in phases.seconds.tolist()]
+        rows = [[float(f"{value:.5g}") for value in row] for row in phases.seconds.tolist()]
         stack = {"run": run, "names": phases.names, "x": phases.steps.tolist(), "rows": rows}
     return vars(chart) | {
         "whole_numbers": chart.key == "world_size",
@@ -489,10 +483,6 @@ def _chart_summary(chart: Chart) -> str:
     curves = [series.curve for series in chart.series if series.style != "faint"]
     texts = [f"{number(float(curve.values[0]))} to {number(curve.last)}" for curve in curves[:6] if len(curve)]
     return f"From first to last: {'; '.join(texts)}." if texts else ""
-
-
-def _rounded(values: Iterable[float | None] | Sequence[float]) -> list[float | None]:
-    return [None if value is None else float(f"{value:.5g}") for value in values]
 
 
 def _safe_json(value: Any) -> str:

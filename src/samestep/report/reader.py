@@ -1,25 +1,19 @@
-"""The files of a run: records and curves, the events of its ledger, and the elapsed time of each step.
-
-Elapsed time is seconds of running, without pauses between sessions. Steps have no time of their own, but events have;
-between two events the time is interpolated, after the last one it continues at the mean pace. The time between the end
-of a session and the next resume does not count; steps that were done again from a checkpoint count in the later one.
-"""
+"""The files of a run: records and curves, and the events of its ledger."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from samestep.checkpoint.run_folder import CONTRACT_FILE, LEDGER_FILE
 from samestep.errors import DataError, UsageError
+from samestep.files import load_json, read_lines
 from samestep.runs.curves import Curve
 from samestep.runs.ledger import Ledger, is_step, number, read_ledger
-from samestep.runs.run_list import is_run, read_objects
+from samestep.runs.run_list import is_run, unreadable
 from samestep.text import counted
 
 Epochs = dict[int, dict[str, float]]
@@ -44,12 +38,12 @@ def read_steps(folder: Path) -> Ledger:
         return Ledger({}, (), problems=() if isinstance(error.__cause__, FileNotFoundError) else (str(error),))
 
 
-def read_metrics(path: Path) -> tuple[dict[str, Curve], Epochs]:
+def read_metrics(path: Path, problems: list[str]) -> tuple[dict[str, Curve], Epochs]:
     """Curves by tag, and the values of each epoch; unreadable lines are skipped, later values of a step win."""
     values: dict[str, dict[int, float]] = {}
     epochs: Epochs = {}
-    with suppress(OSError):  # `run_status` names it
-        for line in read_objects(path):
+    try:
+        for line in _objects(path):
             step = line.pop("step", None)
             if not is_step(step):
                 continue
@@ -59,7 +53,18 @@ def read_metrics(path: Path) -> tuple[dict[str, Curve], Epochs]:
                 values.setdefault(tag, {})[step] = found
             if epoch is not None and epoch.is_integer() and 0 <= epoch < 2**53:
                 epochs[int(epoch)] = {"step": step, **numbers}
+    except OSError as error:
+        problems += unreadable(path.name, error)
     return {tag: Curve.of(by_step) for tag, by_step in values.items()}, dict(sorted(epochs.items()))
+
+
+def _objects(path: Path) -> Iterator[dict[str, Any]]:
+    """The JSON objects of a file with one a line; lines that are none are skipped."""
+    for line in read_lines(path):
+        with suppress(ValueError):
+            value = load_json(line)
+            if isinstance(value, dict):
+                yield value
 
 
 def ledger_curves(steps: Mapping[int, Mapping[str, Any]]) -> dict[str, Curve]:
@@ -109,7 +114,7 @@ class Event:
             "resume": "resumed",
             "stop": "stopped",
             "audit": "wrong bits",
-            "contract_change": "contract changed",
+            "contract_change": "settings changed",
         }
         return labels.get(self.name, self.name.replace("_", " "))
 
@@ -140,7 +145,7 @@ class Event:
                 name = f"checkpoint {fields.get('name', '')}".strip()
                 return name + _seconds(" in {}", fields.get("seconds")) + waited
             case "contract_change":
-                return f"contract changed: {_changes(fields.get('fields'))}"
+                return f"settings changed: {_changes(fields.get('fields'))}"
             case "end":
                 return "finished"
         rest = ", ".join(f"{key} {value}" for key, value in fields.items())
@@ -184,83 +189,3 @@ def _seconds(form: str, value: Any) -> str:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return ""
     return form.format(f"{1000 * value:.0f} ms" if value < 1 else f"{value:.1f} s")
-
-
-BEGINNINGS = ("start", "resume")
-
-Points = list[tuple[float, float]]  # (step, seconds)
-
-
-@dataclass(frozen=True)
-class ElapsedTime:
-    """Seconds of running by step, piecewise linear and ascending; empty if no time is known."""
-
-    steps: tuple[float, ...]
-    seconds: tuple[float, ...]
-    event_seconds: tuple[float | None, ...]  # of each event; None if it has no time
-
-    @property
-    def duration(self) -> float | None:
-        """Seconds at the last step or event."""
-        return max((each for each in (*self.seconds, *self.event_seconds) if each is not None), default=None)
-
-
-def elapsed_time(events: Sequence[Event], pace: float | None, num_steps: int) -> ElapsedTime:
-    """The elapsed time of a run, from its events in the ledger's order and the mean seconds of a step, if known."""
-    sessions = [timed for session in _sessions(events) if (timed := [e for e in session if e.time is not None])]
-    points: Points = []
-    known: dict[int, float] = {}
-    offset = 0.0
-    for session, timed in enumerate(sessions):
-        times = [event.time.timestamp() for event in timed if event.time is not None]
-        seconds = [offset + time - min(times) for time in times]
-        known |= {id(event): each for event, each in zip(timed, seconds, strict=True)}
-        # Steps after the checkpoint that a session resumed from are done again: the later session's time counts.
-        points = _before(points, timed[0].step)
-        for event, each in zip(timed, seconds, strict=True):
-            if not points or (event.step >= points[-1][0] and each >= points[-1][1]):
-                points.append((float(event.step), each))
-        last = sessions[session + 1][0].step if session + 1 < len(sessions) else num_steps
-        points = _continued(points, pace, last)
-        offset = max(points[-1][1], *seconds)
-    if not sessions and pace is not None and num_steps:
-        points = _continued([(0.0, 0.0)], pace, num_steps)
-    event_seconds = tuple(known.get(id(event)) for event in events)
-    if not points or points[-1][0] == 0:
-        return ElapsedTime((), (), event_seconds)
-    return ElapsedTime(tuple(step for step, _ in points), tuple(each for _, each in points), event_seconds)
-
-
-def _sessions(events: Sequence[Event]) -> list[list[Event]]:
-    """Events by session, which a start or a resume begins; a resume at once after a start belongs to it."""
-    sessions: list[list[Event]] = []
-    for event in events:
-        before = sessions[-1][-1] if sessions else None
-        if before is None or (event.name in BEGINNINGS and not _is_same_beginning(before, event)):
-            sessions.append([])
-        sessions[-1].append(event)
-    return sessions
-
-
-def _is_same_beginning(before: Event, event: Event) -> bool:
-    if before.name not in BEGINNINGS or before.name == event.name or before.time is None or event.time is None:
-        return False
-    return before.step == event.step and abs((event.time - before.time).total_seconds()) < 60
-
-
-def _before(points: Points, step: float) -> Points:
-    """The points up to a step, with one at it if later ones are cut off."""
-    if not points or points[-1][0] <= step:
-        return points
-    seconds = float(np.interp(step, [each for each, _ in points], [each for _, each in points]))
-    return [*(point for point in points if point[0] < step), (float(step), seconds)]
-
-
-def _continued(points: Points, pace: float | None, num_steps: int) -> Points:
-    """The points up to the last step, at the mean pace; if it is not known, at that of the points."""
-    step, seconds = points[-1]
-    if pace is None and step:
-        pace = seconds / step
-    if pace is None or num_steps <= step:
-        return points
-    return [*points, (float(num_steps), seconds + (num_steps - step) * pace)]

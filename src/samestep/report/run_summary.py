@@ -15,12 +15,10 @@ from samestep.checkpoint.run_folder import CONTRACT_FILE, LEDGER_FILE, METRICS_F
 from samestep.errors import UsageError
 from samestep.report.formatting import command_text, number, optimizer_text
 from samestep.report.reader import (
-    ElapsedTime,
     Epochs,
     Event,
     as_event,
     check_run,
-    elapsed_time,
     json_number,
     ledger_curves,
     read_metrics,
@@ -248,7 +246,7 @@ class RunSummary:
     epochs: Epochs
     phases: Phases
     events: tuple[Event, ...]
-    time: ElapsedTime
+    seconds: float | None  # of training: its steps by the mean time of a step; None if that is not known
     world_sizes: tuple[int, ...]  # in the order in which they were used
     findings: tuple[Finding, ...]
 
@@ -334,7 +332,7 @@ class RunSummary:
             "state": self.state,
             "digest": self.digest,
             "steps": self.num_steps,
-            "seconds": self.time.duration,
+            "seconds": self.seconds,
             "world_sizes": list(self.world_sizes),
             "samples_per_second": self.throughput,
             "epochs": [
@@ -390,14 +388,17 @@ def distinct_names(paths: Sequence[Path]) -> list[str]:
 
 def _summarize(folder: Path, name: str) -> tuple[RunSummary, Ledger]:
     ledger = read_steps(folder)
-    metrics, epochs = read_metrics(folder / METRICS_FILE)
+    problems: list[str] = []
+    metrics, epochs = read_metrics(folder / METRICS_FILE, problems)
     contract = try_object(folder / CONTRACT_FILE, [])
     events = tuple(event for event in map(as_event, ledger.events) if event is not None)
     recorded = ledger_curves(ledger.steps)
     phases = _phases(metrics)
     curves = {tag: curve for tag, curve in {**recorded, **metrics}.items() if not tag.startswith("seconds/")}
     num_steps = max([*(int(curve.steps[-1]) for curve in curves.values() if len(curve)), 0])
+    step_seconds = phases.step_seconds or _step_seconds(metrics, contract)
     listed = run_status(folder)
+    problems += (each for each in listed.problems if not each.startswith((LEDGER_FILE, AUDIT)))
     signals = [event.fields.get("signal") for event in events if event.name == "stop"]
     is_named = listed.state == "stopped" and signals and signals[-1]
     run = RunSummary(
@@ -411,12 +412,9 @@ def _summarize(folder: Path, name: str) -> tuple[RunSummary, Ledger]:
         epochs=epochs,
         phases=phases,
         events=events,
-        time=elapsed_time(events, phases.step_seconds or _step_seconds(metrics, contract), num_steps),
+        seconds=None if step_seconds is None else num_steps * step_seconds,
         world_sizes=listed.world_sizes,
-        findings=(
-            *ledger_findings(ledger),
-            *(Finding("note", f"{each}.") for each in listed.problems if not each.startswith((LEDGER_FILE, AUDIT))),
-        ),
+        findings=(*ledger_findings(ledger), *(Finding("note", f"{each}.") for each in problems)),
     )
     return run, ledger
 

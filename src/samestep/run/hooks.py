@@ -230,7 +230,7 @@ def _checked_state(state: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 _NO_PARTS = (
-    "samestep.EMA averages whole parameters, of which each rank has only a part here: use strategy='replicate' or "
+    "samestep.EMA averages whole parameters, and each rank has only a part of each here: use strategy='replicate' or "
     "'zero1', or leave it out"
 )
 

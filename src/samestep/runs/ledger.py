@@ -68,7 +68,7 @@ def is_whole(line: bytes) -> bool:
 def fault(line: bytes) -> str:
     """The fault of a line that is not whole, as the end of a sentence."""
     if b'"crc"' in line[-2 * _SEAL_BYTES :]:
-        return "is damaged: its checksum is not that of its bytes"
+        return "is damaged: its checksum does not fit its bytes"
     return "is damaged or none of a ledger: it has no checksum"
 
 

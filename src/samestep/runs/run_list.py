@@ -4,9 +4,8 @@ Only the lines that are needed of each file are parsed, so that a folder of long
 """
 
 import os
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,15 +15,13 @@ from samestep.checkpoint.run_folder import (
     CHECKPOINT_FOLDER,
     CONTRACT_FILE,
     LEDGER_FILE,
-    METRICS_FILE,
     is_locked,
 )
 from samestep.errors import DataError
-from samestep.files import load_json, read_lines, read_object, reason
+from samestep.files import read_lines, read_object, reason
 from samestep.runs.ledger import from_line, is_step, is_whole, number
 
 RECENT_SECONDS = 120.0
-_SMALLER_IS_BETTER = ("loss", "error", "perplexity", "wrong", "mse", "mae", "rmse", "nll", "bpb", "ppl")
 AUDIT = "an audit found wrong bits"
 _STATE_EVENTS = ("start", "resume", "stop", "end")
 
@@ -44,13 +41,9 @@ class RunStatus:
     state: State = "crashed"
     program: str | None = None  # the script's name, or the module's
     steps: int = 0  # updates done
-    epochs: int = 0
-    epochs_planned: int | None = None
-    loss: float | None = None  # of the last epoch that ended, else of the last step
-    metric: tuple[str, float] | None = None  # name and best value of the metric that an evaluation measures
+    loss: float | None = None  # of the last step
     world_sizes: tuple[int, ...] = ()  # numbers of devices, in the order in which the run had them
     changed: float = 0.0  # when something was last written, in seconds since 1970
-    size_bytes: int = 0
     checkpoint: str | None = None  # the newest one
     problems: tuple[str, ...] = ()  # files that cannot be read and what audits found, as sentences
 
@@ -81,9 +74,7 @@ def read_contract(folder: Path) -> dict[str, Any] | None:
 def run_status(folder: Path) -> RunStatus:
     """The state and the progress of a run; files that cannot be read are left out, and named."""
     problems: list[str] = []
-    contract = try_object(folder / CONTRACT_FILE, problems)
-    planned = contract.get("epochs")
-    run = RunStatus(folder, program=_program(contract), epochs_planned=planned if isinstance(planned, int) else None)
+    run = RunStatus(folder, program=_program(try_object(folder / CONTRACT_FILE, problems)))
     last_event = None
     try:
         last_event, damaged, found = _read_ledger(folder / LEDGER_FILE, run)
@@ -91,24 +82,18 @@ def run_status(folder: Path) -> RunStatus:
         if damaged:
             problems.append(f"{LEDGER_FILE}: damaged lines: {len(damaged)} (line {damaged[0]} first)")
     except OSError as error:
-        problems += _problem(LEDGER_FILE, error)
-    try:
-        _read_metrics(folder / METRICS_FILE, run)
-    except OSError as error:
-        problems += _problem(METRICS_FILE, error)
+        problems += unreadable(LEDGER_FILE, error)
     for parent, _, names in os.walk(folder):
         for name in names:
             with suppress(OSError):
-                status = os.stat(os.path.join(parent, name), follow_symlinks=False)
-                run.size_bytes += status.st_size
-                run.changed = max(run.changed, status.st_mtime)
+                run.changed = max(run.changed, os.stat(os.path.join(parent, name), follow_symlinks=False).st_mtime)
     run.state = _state(folder, last_event, run.changed)
     run.checkpoint = newest_checkpoint_name(folder)
     run.problems = tuple(problems)
     return run
 
 
-def _problem(name: str, error: Exception) -> list[str]:
+def unreadable(name: str, error: Exception) -> list[str]:
     """A sentence about a file that cannot be read; a run may be without it."""
     return (
         []
@@ -127,7 +112,7 @@ def try_object(path: Path, problems: list[str]) -> dict[str, Any]:
     try:
         return read_object(path)
     except (OSError, ValueError) as error:
-        problems += _problem(path.name, error)
+        problems += unreadable(path.name, error)
         return {}
 
 
@@ -164,34 +149,6 @@ def _read_ledger(path: Path, run: RunStatus) -> tuple[Any, list[int], list[str]]
     if is_step(step.get("step")):
         run.steps, run.loss = step["step"], number(step.get("loss"))
     return last_event, damaged, found
-
-
-def _read_metrics(path: Path, run: RunStatus) -> None:
-    """Reads the lines that end an epoch: its number and the metrics of the evaluation."""
-    evals: dict[str, list[float]] = {}
-    for entry in read_objects(path, lambda line: b'"epoch"' in line or b'/eval"' in line):
-        for tag, value in entry.items():
-            if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
-                continue
-            if tag == "epoch":
-                run.epochs = int(value)
-            elif tag == "loss/train_epoch":
-                run.loss = float(value)
-            elif tag.endswith("/eval"):
-                evals.setdefault(tag.removesuffix("/eval"), []).append(float(value))
-    name = next((name for name in evals if name != "loss"), next(iter(evals), None))
-    if name is not None:
-        best = min if any(part in name.lower() for part in _SMALLER_IS_BETTER) else max
-        run.metric = (name, best(evals[name]))
-
-
-def read_objects(path: Path, wanted: Callable[[bytes], bool] = bool) -> Iterator[dict[str, Any]]:
-    """The JSON objects of a file with one a line, of the wanted lines; those that are none are skipped."""
-    for line in filter(wanted, read_lines(path)):
-        with suppress(ValueError):
-            value = load_json(line)
-            if isinstance(value, dict):
-                yield value
 
 
 def _program(contract: dict[str, Any]) -> str | None:

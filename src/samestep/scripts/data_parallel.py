@@ -94,30 +94,6 @@ class Replica:
     __call__ = __getattr__ = __setattr__ = _refuse
 
 
-def data_parallel(
-    module: nn.Module,
-    inputs: Any,
-    device_ids: Sequence[int | torch.device] | None = None,
-    output_device: int | torch.device | None = None,
-    dim: int = 0,
-    module_kwargs: Mapping[str, Any] | None = None,
-) -> Any:
-    """`torch.nn.parallel.data_parallel`, with processes instead of threads. Tier `bitwise`.
-
-    Args:
-        module: its forward is split over the processes.
-        inputs: one input, or a tuple of them.
-        device_ids: as torch's; their number is the number of chunks. All devices by default.
-        output_device: as torch's.
-        dim: along which tensors are cut and outputs are joined.
-        module_kwargs: keyword arguments of the forward.
-
-    Returns:
-        The outputs of all chunks, joined.
-    """
-    return _data_parallel(active(), module, inputs, device_ids, output_device, dim, module_kwargs)
-
-
 def patches(script: ScriptState) -> list[Patch]:
     """Patches of torch's DataParallel, in place: subclasses, earlier imports and pickles keep working."""
 
@@ -238,7 +214,7 @@ def _data_parallel(
     dim: int = 0,
     module_kwargs: Mapping[str, Any] | None = None,
 ) -> Any:
-    """The functional form, torch's or ours."""
+    """torch's functional form."""
     args = inputs if isinstance(inputs, tuple) else () if inputs is None else (inputs,)
     ids = list(range(num_visible(script))) if device_ids is None else [_index(device) for device in device_ids]
     if not ids:

@@ -2,8 +2,8 @@
 
 And will it import modules that are better imported before the workers are forked?
 
-The script and the modules beside it that it imports are parsed, and of installed libraries the functions and classes
-that it calls: a library may start the ranks. Nothing is imported, torch least of all.
+The script and the modules beside it that it imports are parsed; installed libraries are not, of which the tables here
+name those that start ranks. Nothing is imported, torch least of all.
 
 A name counts by what it means, with the file's imports resolved (`ParsedFile.aliases`). That a script deals with ranks
 is the stronger reading: run as a single-process one it would be refused at its process group. The sentence that is
@@ -17,10 +17,8 @@ import sys
 import warnings
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
-from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,8 +27,6 @@ from samestep.launcher.job import TRAINING, stated_microbatches
 from samestep.patch import DYNAMO
 
 MAX_FILES = 200
-MAX_LIBRARY_FILES = 50
-MAX_CALLS = 6  # from a script into functions of libraries, one calling the next
 RANK_VARIABLES = frozenset({"RANK", "LOCAL_RANK", "WORLD_SIZE"})
 STARTERS = frozenset({"init_process_group", "init_device_mesh"})
 PROCESS_STARTERS = frozenset({"torch.multiprocessing.spawn", "torch.multiprocessing.start_processes"})
@@ -43,9 +39,11 @@ FRAMEWORKS = frozenset(
 TRAINERS = {
     "samestep": ("Run", "Trainer", "launch"),
     "transformers": ("Trainer", "Seq2SeqTrainer"),
-    "ignite.distributed": ("Parallel", "initialize", "spawn"),  # which look up the class that starts the ranks
+    "sentence_transformers": ("SentenceTransformerTrainer",),
+    "ignite.distributed": ("Parallel", "initialize", "spawn"),
+    "timm.utils": ("init_distributed_device",),
 }
-CALLED_WITH_A_CLASS = ("__init__", "__post_init__", "__enter__", "__call__")
+"""By module, what starts ranks of all that the module has."""
 NOT_FOLLOWED = frozenset({"samestep", "torch"})
 OWN_HOMES = ("samestep.run", "samestep.engine", "samestep.launcher")
 OWN_SIGNS = ("uses samestep.", "imports samestep.")
@@ -153,7 +151,6 @@ class Signs:
     called: dict[str, set[str]] = field(default_factory=dict)  # by the name of a function or class, what it calls
     reads_ranks: bool = False
     preload: set[str] = field(default_factory=set)
-    libraries: "Libraries" = field(default_factory=lambda: Libraries())
 
     @property
     def starts(self) -> tuple[str, ...]:
@@ -165,95 +162,6 @@ class Signs:
                 reached += self.called.get(each, set()).difference(reached)
             found += [] if STARTERS.isdisjoint(reached) else [place]
         return tuple(found)
-
-
-class Libraries:
-    """The installed libraries, read as far as a script calls their functions and classes."""
-
-    def __init__(self) -> None:
-        self._folders: dict[str, Folder | None] = {}
-        self._sources: dict[Path, ParsedFile | None] = {}
-        self._known: set[str] = set()  # names that start no ranks, or are being looked at
-
-    def sign(self, name: str, depth: int = MAX_CALLS) -> str:
-        """How calling a function or class, by its full name, starts ranks; empty if it does not, as far as is seen."""
-        owner, _, last = name.rpartition(".")
-        if last in TRAINERS.get(owner, ()):
-            return f"uses {name}"
-        if name in self._known or not depth or (definition := self._definition(name)) is None:
-            return ""
-        self._known.add(name)
-        source, node = definition
-        aliases = source.aliases
-        bases = node.bases if isinstance(node, ast.ClassDef) else []
-        calls = [part for body in _bodies(node) for part in ast.walk(body) if isinstance(part, ast.Call)]
-        for call in calls:
-            if (meant := _meaning(call.func, aliases)) in STARTERS:
-                return f"calls {meant} ({_place(source, call)})"
-        used = [*bases, *(call.func for call in calls)]
-        return next(filter(None, (self.sign(_full_name(part, aliases), depth - 1) for part in used)), "")
-
-    def _definition(
-        self, name: str, depth: int = MAX_CALLS
-    ) -> tuple[ParsedFile, ast.FunctionDef | ast.ClassDef] | None:
-        """The file and statement that define a name, through the modules that import it from one another."""
-        top, parts = name.partition(".")[0], name.split(".")
-        if top not in self._folders:
-            self._folders[top] = _installed(top)
-        folder = self._folders[top]
-        if folder is None or not depth:
-            return None
-        length = len(parts) - 1
-        while length and len(folder.files_of(".".join(parts[:length]))) < length:
-            length -= 1  # not all of these names are modules
-        if not length:
-            return None
-        path, wanted, rest = folder.files_of(".".join(parts[:length]))[-1], parts[length], parts[length + 1 :]
-        text = path.read_bytes()
-        # What is defined in a file that uses neither torch nor others of its package starts no ranks: most libraries
-        # are seen through quickly.
-        leads_on = re.search(rf"torch|^\s*(from|import)\s+(\.|{top}\b)".encode(), text, re.MULTILINE)
-        if not leads_on and re.search(rf"\b(def|class)\s+{wanted}\b".encode(), text):
-            return None
-        if (source := self._parsed(path, folder)) is None:
-            return None
-        for node in source.nodes:
-            if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == wanted:
-                return (source, node) if not rest or isinstance(node, ast.ClassDef) else None
-        imports = (node for node in source.nodes if isinstance(node, ast.ImportFrom) and node.names[0].name == "*")
-        origins = [source.aliases.get(wanted, ""), *(f"{_base_of(node, source)}.{wanted}" for node in imports)]
-        asked = (".".join([origin, *rest]) for origin in origins if origin)
-        return next(filter(None, (self._definition(other, depth - 1) for other in asked if other != name)), None)
-
-    def _parsed(self, path: Path, folder: Folder) -> ParsedFile | None:
-        if path not in self._sources:
-            fits = len(self._sources) < MAX_LIBRARY_FILES
-            self._sources[path] = _parse(path, folder, is_main=False) if fits else None
-        return self._sources[path]
-
-
-def _installed(top: str) -> Folder | None:
-    """Where an installed library is that may use torch; None for a part of Python, and for what is not followed."""
-    if top in NOT_FOLLOWED or not _is_library(top) or (spec := importlib.util.find_spec(top)) is None:
-        return None
-    with suppress(PackageNotFoundError):  # a package by another name is read
-        if not any(re.match(r"torch\b", need) for need in distribution(top).requires or ()):
-            return None
-    places = [*(spec.submodule_search_locations or ()), *([spec.origin] if str(spec.origin).endswith(".py") else [])]
-    return Folder(Path(places[0]).parent, top) if places else None
-
-
-def _bodies(node: ast.stmt) -> list[ast.stmt]:
-    """What a call of a function or class runs: of a class its constructor, and the methods that this calls on self."""
-    if not isinstance(node, ast.ClassDef):
-        return [node]
-    methods = {part.name: part for part in node.body if isinstance(part, ast.FunctionDef)}
-    found = [name for name in CALLED_WITH_A_CLASS if name in methods]
-    for name in found:  # which grows meanwhile
-        for part in ast.walk(methods[name]):
-            if isinstance(part, ast.Attribute) and part.attr in methods and _last_name(part.value) == "self":
-                found += [part.attr] if part.attr not in found else []
-    return [methods[name] for name in found]
 
 
 def reads_as(target: str | Path, *, is_module: bool = False) -> Reading:
@@ -269,7 +177,7 @@ def reads_as(target: str | Path, *, is_module: bool = False) -> Reading:
     preload = tuple(name for name in TRAINING if name in signs.preload)
     found: dict[str, Any] = {"preload": preload, "names_gpus": signs.names_gpus}
     if signs.ranks:
-        reason = f"{signs.ranks}, so it deals with its ranks itself"
+        reason = f"{signs.ranks}, so it is written for several processes"
         if signs.wrapper:
             reason += f"; it also has {signs.wrapper}, which samestep run --single-process shares out instead"
         elif is_one := re.search(r", (imports|uses) (?!samestep)[\w.]+$", signs.ranks):
@@ -384,10 +292,7 @@ def _scan(source: ParsedFile, folder: Folder, signs: Signs) -> None:
         elif isinstance(node, ast.Call) and meant[0] in STARTERS:
             sign = f"calls {meant[0]}"
         else:
-            names = [_full_name(part, aliases) for part in used]
-            # What a library does matters until one sign is found: reading it takes longest.
-            sign = "" if signs.ranks else _library_sign(names, folder, signs.libraries)
-            sign = sign or _attribute_sign(node, aliases)
+            sign = _attribute_sign(node, aliases)
             sign = sign or (f"reads {variable} from the environment" if variable in RANK_VARIABLES else "")
         if sign:
             signs.ranks = signs.ranks or f"{_place(source, node)}, {sign}"
@@ -412,19 +317,11 @@ def _process_function(node: ast.AST, meant: Sequence[str], aliases: dict[str, st
     return None if function is None else _full_name(function, aliases)
 
 
-def _library_sign(names: Sequence[str], folder: Folder, libraries: Libraries) -> str:
-    """How a function or base class of a library, of which a node has the full names, starts ranks."""
-    for name in names:
-        if name and not folder.files_of(name.partition(".")[0]) and (sign := libraries.sign(name)):
-            return sign if sign == f"uses {name}" else f"uses {name}, which {sign}"
-    return ""
-
-
 def _attribute_sign(node: ast.AST, aliases: dict[str, str]) -> str:
     """How an attribute of a module, such as `transformers.Trainer`, shows that a script deals with ranks."""
-    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-        package = aliases.get(node.value.id, "")
-        return f"uses {package}.{node.attr}" if node.attr in TRAINERS.get(package, ()) else ""
+    if isinstance(node, ast.Attribute):
+        module = _full_name(node.value, aliases)
+        return f"uses {module}.{node.attr}" if node.attr in TRAINERS.get(module, ()) else ""
     return ""
 
 

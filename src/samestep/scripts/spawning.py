@@ -34,9 +34,9 @@ GROUPS = "torch.distributed.distributed_c10d"
 RENDEZVOUS = "torch.distributed.rendezvous"
 GPU_WORDS = ("CUDA", "_cuda_", "NVIDIA", "NCCL")  # in torch's errors without a GPU, also if built without CUDA
 NO_GPU = (
-    "samestep: this script deals with its ranks itself, and CPU workers show it no GPU: choose GPUs (--devices), or "
-    'let it use the CPU, and backend="gloo"; with --logical-devices V, as under samestep verify, a script that names '
-    "GPUs itself (cuda, nccl) finds V simulated ones on CPU workers, unless ACCELERATE_USE_CPU asks for CPUs"
+    "samestep: this script is written for several processes, and there is no GPU on the CPU: choose GPUs (--devices), "
+    'or let it use the CPU, and backend="gloo"; with --logical-devices V, as under samestep verify, a script '
+    "that names GPUs itself (cuda, nccl) finds V simulated ones on CPU workers, unless ACCELERATE_USE_CPU asks for CPUs"
 )
 ON_CPUS = "ACCELERATE_USE_CPU"  # read by Accelerate, and by the Trainers of transformers and TRL
 YES = ("true", "1", "yes", "y", "on", "t")  # as Accelerate reads it

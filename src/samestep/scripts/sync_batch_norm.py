@@ -61,7 +61,8 @@ def patches(distributed: Any) -> list[Patch]:
             is_synchronised = x.device.type == "cpu" and norm.training and dist.is_initialized()
         if not is_synchronised:
             return inner(norm, x)
-        norm._check_input_dim(x)
+        if x.dim() < 2:
+            raise ValueError(f"expected at least 2D input (got {x.dim()}D input)")
         is_alone = dist.get_world_size(norm.process_group) == 1
         return nn.BatchNorm1d.forward(norm, x) if is_alone else synchronised(norm, x)
 

@@ -29,6 +29,7 @@ class DivergencePlace:
     type: str  # its class
     direction: str  # "forward", "backward", "input": the model's inputs, or "exchange": after all modules
     text: str  # a sentence with numbers
+    line: str = ""  # that calls the module
 
 
 def first_place(ours: Recording, theirs: Recording, *, exact: bool) -> DivergencePlace | None:
@@ -61,7 +62,8 @@ def first_place(ours: Recording, theirs: Recording, *, exact: bool) -> Divergenc
                 mode = "" if line["training"] else ", in evaluation mode"
                 what = "output" if direction == "forward" else "the gradient of its output"
                 text = f"{name}{mode}, {direction}: {what} differs between {ours.label} and {theirs.label}, {differs}"
-                return DivergencePlace(line["name"], line["type"], direction, text)
+                text += f"; called at {line['line']}" * bool(line["line"])
+                return DivergencePlace(line["name"], line["type"], direction, text, line["line"])
     if not compared:
         return None
     if other_inputs:
@@ -406,7 +408,7 @@ class _RecordingPair:
         if self.ours.devices == self.theirs.devices:
             rows = [[rank[step]["rows"] for rank in run.steps] for run in (self.ours, self.theirs)]
             if first == second and rows[0] != rows[1] and all(None not in taken for taken in rows):
-                text = f"other samples: those of equal numbers have other contents on {self.theirs.label}"
+                text = f"other samples: equal numbers stand for other contents on {self.theirs.label}"
                 yield self._found(step, "samples", text)
         if first is None or second is None or first == second:
             return

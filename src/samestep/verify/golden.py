@@ -133,7 +133,7 @@ def compare_golden(path: Path, before: Mapping[str, Any], now: Mapping[str, Any]
         hint = cpu if "cpu" in _names(before["contract"], now["contract"]) else ""
         return GoldenResult(
             CANNOT_COMPARE,
-            f"{path} is of another contract, and cannot be compared: {changed}{hint}; --write writes it anew",
+            f"{path} was written with other settings, and cannot be compared: {changed}{hint}; --write writes it anew",
         )
     counts = len(before["steps"]), len(now["steps"])
     pairs = enumerate(zip(before["steps"], now["steps"], strict=False))

@@ -91,12 +91,14 @@ def run_probed(
     nudge: bool,
     number: int,
     hang_seconds: float,
+    began: tuple[float, float],
 ) -> None:
     """Runs a program as this rank and writes `rank-N.jsonl`: the function that the runner starts in every worker."""
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if rank == 0:
         _redirect(str(Path(folder) / "rank-0.out"))
     recorder = FactRecorder()
+    recorder.watch_files(*began)
     writer = JsonlWriter(str(Path(folder) / f"rank-{rank}.jsonl"))
 
     # The driver of a single-process script has its workers end; of them the chunks are known, and no steps.

@@ -7,6 +7,7 @@ ways. `supervise` closes the pool after each run; a `KeptPool` then stays, unles
 """
 
 import tempfile
+import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -113,6 +114,7 @@ class ProgramRunner(AbstractContextManager["ProgramRunner"]):
         self.program = program
         self.selections = dict(selections)
         self.num_runs = 0
+        self._began = time.time()
         self._num_threads = num_threads
         self._start_method = start_method
         self._hang_seconds = hang_seconds
@@ -166,6 +168,7 @@ class ProgramRunner(AbstractContextManager["ProgramRunner"]):
             # Runs of one server share its store, where each meets under its own number.
             "number": self.num_runs if self._pool is None else self._pool.num_runs + 1,
             "hang_seconds": self._hang_seconds,
+            "began": (self._began, time.time()),
         }
         job = Job(
             "function",

@@ -40,6 +40,7 @@ from samestep.verify.comparison import (
 )
 from samestep.verify.program_runner import ProgramRunner, RunSpec
 from samestep.verify.recording import Recording
+from samestep.verify.surroundings import files_left, numbers_apart
 
 COUNTS = ("loss_factor", "mean_of_means", "metrics")
 MAX_IDLE = 6
@@ -98,7 +99,7 @@ def idle_parameters(recording: Recording) -> list[str]:
 def refusals(recordings: Sequence[Recording]) -> Iterator[str]:
     """The reasons why agreement would prove nothing, as sentences."""
     if any(recording.num_steps == 0 for recording in recordings):
-        yield "no optimizer took a step; seen are those of torch.optim optimizers and of samestep.Run"
+        yield "no optimizer took a step; only steps of torch.optim optimizers and of samestep.Run are seen"
         return
     yield from _not_learning(recordings[0])
     for recording in recordings:
@@ -172,6 +173,7 @@ class Verdict:
     suspects: tuple[NamedCause, ...] = ()  # the others, if not all of the difference could be explained
     unexplained: Difference | None = None  # the first difference with all causes and suspects neutralised
     unexplained_place: DivergencePlace | None = None  # its place, if it is not that of the first difference
+    seen: tuple[str, ...] = ()  # what the two runs hold beside their tensors, if a difference is not explained
     notes: tuple[str, ...] = ()
     num_runs: int = 0
 
@@ -383,11 +385,22 @@ def reach_verdict(
         pair, difference = differing[0]
         place = investigation.place(pair, difference)
         if pair[1].own_hash_seeds:
-            seen = f"the runs agree with one hash seed for all; with one of each rank's own {pair[1].devices} differs"
-            investigation.named.append(NamedCause(HASH_ORDER.key, HASH_ORDER.title, seen, HASH_ORDER.advice))
+            sign = f"the runs agree with one hash seed for all; with one of each rank's own {pair[1].devices} differs"
+            investigation.named.append(NamedCause(HASH_ORDER.key, HASH_ORDER.title, sign, HASH_ORDER.advice))
             differing = []
+        ours, theirs = map(runner.record, pair)
+        seen = list(files_left((ours, theirs)))
+        if seen:  # runs that begin where others ended point to any cause, and confirm it by chance
+            investigation.unexplained, differing = difference, []
         for other, _ in differing:
             investigation.explain(other, evidence)
+        if investigation.unexplained is not None:
+            seen += numbers_apart(ours, theirs, difference.step)
+            if place is not None and place.line and place.direction == "forward" and reference.family == "ddp":
+                seen.append(
+                    f"samples of the same content have other outputs there: what {place.line} computes uses the other "
+                    "samples of a device's batch, or state of the device's own"
+                )
         verdict = replace(
             verdict,
             difference=difference,
@@ -396,6 +409,7 @@ def reach_verdict(
             suspects=tuple(investigation.suspects),
             unexplained=investigation.unexplained,
             unexplained_place=investigation.unexplained_place,
+            seen=tuple(seen),
         )
         if investigation.unexplained is not None and verdict.reached == "count-exact":
             # A difference without a cause may be a denominator.
@@ -418,7 +432,7 @@ def _notes(investigation: _Investigation, repeat: Pair, recordings: Sequence[Rec
     notes = []
     first, again = recordings[:2]
     if investigation.runner.program.simulated:
-        notes.append("CPU workers stand in for GPUs: kernels and their rounding are the CPU's")
+        notes.append("processes on the CPU stand in for GPUs: kernels and their rounding are the CPU's")
     if parts := parts_of_ranks(first):
         count = sum(len(line["names"]) for line in first.lines("parameters"))
         notes.append(

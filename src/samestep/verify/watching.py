@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from samestep.callsite import script_line
 from samestep.comm.communicator import Communicator
 from samestep.data.nested import leaves
 from samestep.engine.sharded_state import LocalShard, ShardedState
@@ -119,6 +120,7 @@ class ModuleRecorder:
             "root": root.type,
             "call": root.num_calls,
             "training": module.training,
+            "line": script_line(),
             **({"microbatch": self.microbatch} if self.in_microbatches else {}),
         }
         root.num_calls += 1

@@ -166,7 +166,7 @@ def edited_import():
     """samestep's own names in place of torch's."""
     model = samestep.DataParallel(nn.Linear(4, 3), device_ids=[0, 1, 2, 3], output_device=0, dim=0).cuda()
     head = nn.Linear(3, 1).cuda()
-    loss = samestep.data_parallel(head, model(torch.randn(10, 4).cuda()), [0, 1, 2, 3]).square().mean()
+    loss = nn.parallel.data_parallel(head, model(torch.randn(10, 4).cuda()), [0, 1, 2, 3]).square().mean()
     loss.backward()
     print(isinstance(model, nn.DataParallel), sorted(model.state_dict()))
     return loss, model.module.weight.grad, head.weight.grad

@@ -48,16 +48,16 @@ function drawCard(card, view) {
   const ticks = card.isLog ? logTicks(low, high, count) : even(low, high, count, chart.whole_numbers);
   const words = ticks.map((tick) => inUnit(tick, chart.unit, 4));
   const left = Math.max(30, 10 + Math.max(0, ...words.map((word) => word.length)) * 6.4), right = width - 12;
-  const x = makeScale(...(chart.stack ? runsRange([chart.stack.run], view) : view.range), left, right, false);
+  const x = makeScale(...(chart.stack ? runsRange([chart.stack.run]) : view.range), left, right, false);
   const events = view.events.filter((event) => card.runs.includes(event.run));
-  const marks = bundled(events.filter((event) => !event.quiet), (event) => x(view.at(event)));
+  const marks = bundled(events.filter((event) => !event.quiet), (event) => x(event.step));
   const labels = chart.key === "loss" ? layLabels(marks, left, right) : [];
   const top = 10 + ROW * Math.max(0, ...labels.map((label) => label.row + 1)), bottom = top + inner;
   const y = makeScale(low, high, bottom, top, card.isLog);
   plot.replaceChildren();
   const svg = add(plot, "svg", { viewBox: `0 0 ${width} ${bottom + 26}`, "aria-hidden": "true" });
-  drawAxes(svg, { ticks, words, x, y, left, right, top, bottom, view });
-  if (chart.stack) drawStack(svg, chart.stack, x, y, view);
+  drawAxes(svg, { ticks, words, x, y, left, right, top, bottom });
+  if (chart.stack) drawStack(svg, chart.stack, x, y);
   drawMarks(svg, marks, labels, { events, top, bottom, view, x });
   const order = { faint: 0, line: 1, steps: 1, dots: 2 };
   const visible = [...card.visible(view)].sort((a, b) => order[a.style] - order[b.style]);
@@ -66,18 +66,16 @@ function drawCard(card, view) {
   card.drawn = { svg, x, y, left, right, top, bottom, width, cross, dots: [] };
 }
 
-function drawAxes(svg, { ticks, words, x, y, left, right, top, bottom, view }) {
+function drawAxes(svg, { ticks, words, x, y, left, right, top, bottom }) {
   ticks.forEach((tick, i) => {
     add(svg, "line", { class: "tick", x1: left, x2: right, y1: y(tick), y2: y(tick) });
     add(svg, "text", { x: left - 7, y: y(tick) + 4, "text-anchor": "end" }, words[i]);
   });
-  const isTime = view.axis === "time";
-  const count = Math.max(2, Math.floor((right - left) / (isTime ? 96 : 84)));
-  const along = isTime ? timeTicks(x.low, x.high, count) : linearTicks(x.low, x.high, count, true);
+  const along = linearTicks(x.low, x.high, Math.max(2, Math.floor((right - left) / 84)), true);
   add(svg, "line", { class: "axis", x1: left, x2: right, y1: bottom, y2: bottom });
   for (const tick of along) {
     add(svg, "line", { class: "axis", x1: x(tick), x2: x(tick), y1: bottom, y2: bottom + 4 });
-    const word = isTime ? duration(tick) : grouped(tick);
+    const word = grouped(tick);
     const isLast = x(tick) + word.length * 3.2 > right + 10;
     add(svg, "text", { x: isLast ? right + 10 : x(tick), y: bottom + 18, "text-anchor": isLast ? "end" : "middle" }, word);
   }
@@ -86,7 +84,7 @@ function drawAxes(svg, { ticks, words, x, y, left, right, top, bottom, view }) {
 function drawMarks(svg, marks, labels, { events, top, bottom, view, x }) {
   const many = view.runs.length > 1;
   for (const event of events.filter((each) => each.name === "checkpoint")) {
-    add(svg, "path", { class: "saved", d: `M${x(view.at(event)).toFixed(1)} ${bottom - 6}l3.5 6h-7z` });
+    add(svg, "path", { class: "saved", d: `M${x(event.step).toFixed(1)} ${bottom - 6}l3.5 6h-7z` });
   }
   for (const mark of marks) {
     const line = add(svg, "line", { class: `event ${kind(mark.events)}`, x1: mark.x, x2: mark.x, y1: top, y2: bottom });
@@ -119,7 +117,7 @@ function drawSeries(svg, series, x, y, view, top) {
       before = null;
       return;
     }
-    const at = `${x(view.place(series.run, step)).toFixed(1)} ${y(value).toFixed(1)}`;
+    const at = `${x(step).toFixed(1)} ${y(value).toFixed(1)}`;
     if (before !== null && series.style === "steps") path.push(`L${at.split(" ")[0]} ${y(before).toFixed(1)}`);
     path.push(`${before === null ? "M" : "L"}${at}`);
     if (before === null && (i + 1 >= series.x.length || series.y[i + 1] === null)) alone.push(i);
@@ -134,22 +132,22 @@ function drawSeries(svg, series, x, y, view, top) {
   const dots = isShort ? series.x.keys() : alone;
   for (const i of dots) {
     if (series.y[i] === null) continue;
-    const center = { cx: x(view.place(series.run, series.x[i])), cy: y(series.y[i]) };
+    const center = { cx: x(series.x[i]), cy: y(series.y[i]) };
     add(svg, "circle", { ...center, class: "dot", r: series.style === "dots" ? (series.x.length > 50 ? 2.5 : 4) : 3 }).style.fill = runColor(series.run);
   }
   let last = -Infinity;
   for (const [step] of series.style === "line" && series.label.includes("smoothed") ? [] : series.bad) {
-    const at = x(view.place(series.run, step));
+    const at = x(step);
     if (at - last < 6) continue;
     last = at;
     add(svg, "path", { class: "bad", d: `M${at - 3.5} ${top - 0.5}l7 7m0 -7l-7 7` });
   }
 }
 
-function drawStack(svg, stack, x, y, view) {
-  const xs = stack.x.map((step) => x(view.place(stack.run, step)));
+function drawStack(svg, stack, x, y) {
+  const xs = stack.x.map(x);
   const rows = stack.rows;
-  const start = Math.min(xs[0], x(view.place(stack.run, 0)));
+  const start = Math.min(xs[0], x(0));
   const across = [Math.max(start, x(x.low)), ...xs], along = [rows[0], ...rows];
   let floor = along.map(() => 0);
   stack.names.forEach((name, part) => {

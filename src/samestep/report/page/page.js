@@ -5,14 +5,7 @@ const spoken = document.getElementById("spoken");
 const NEAR = 9;
 
 const view = {
-  axis: "steps", hidden: new Set(), printing: false, narrow: false, runs: data.runs, events: [], range: [0, 1],
-  place(run, step) {
-    const clock = data.runs[run].clock;
-    return this.axis === "time" ? interpolate(step, clock.steps, clock.seconds) : step;
-  },
-  at(event) {
-    return this.axis === "time" && event.seconds !== null ? event.seconds : this.place(event.run, event.step);
-  },
+  hidden: new Set(), printing: false, narrow: false, runs: data.runs, events: [], range: [0, 1],
 };
 const cards = data.charts.map(makeCard);
 
@@ -70,11 +63,11 @@ function makeCard(chart) {
 }
 
 function places(card) {
-  // Where there is something to read, in the axis's unit, ascending.
+  // The steps at which there is something to read, ascending.
   const { chart } = card;
   const found = chart.stack
-    ? chart.stack.x.map((step) => view.place(chart.stack.run, step))
-    : card.visible(view).flatMap((series) => series.x.map((step) => view.place(series.run, step)));
+    ? chart.stack.x
+    : card.visible(view).flatMap((series) => series.x);
   return [...new Set(found)].sort((a, b) => a - b);
 }
 
@@ -102,24 +95,24 @@ function readings(card, at) {
   // The values near a place: [run or part, words, value, pixel y].
   const { chart, drawn } = card;
   if (chart.stack) {
-    const i = nearest(chart.stack.x.map((step) => view.place(chart.stack.run, step)), at);
+    const i = nearest(chart.stack.x, at);
     const row = chart.stack.rows[i];
     const parts = chart.stack.names.map((name, part) => ({ color: `var(--part-${part % 6})`, words: name, value: inUnit(row[part], "seconds", 3) }));
     const sum = row.reduce((total, value) => total + value, 0);
-    return [...parts.reverse(), { words: "together", value: inUnit(sum, "seconds", 3) }].map((r) => ({ ...r, step: chart.stack.x[i] }));
+    return [...parts.reverse(), { words: "together", value: inUnit(sum, "seconds", 3) }];
   }
   const found = [];
   for (const series of card.visible(view)) {
     if (!series.x.length) continue;
-    const i = nearest(series.x.map((step) => view.place(series.run, step)), at);
-    const x = drawn.x(view.place(series.run, series.x[i]));
+    const i = nearest(series.x, at);
+    const x = drawn.x(series.x[i]);
     if (Math.abs(x - drawn.x(at)) > NEAR) continue;
     const bad = series.bad.find((each) => each[0] === series.x[i]);
     if (series.y[i] === null && !bad) continue;
     const words = [data.runs.length > 1 ? data.runs[series.run].name : "", series.label].filter(Boolean).join(", ") || chart.title;
     const value = bad ? bad[1] : inUnit(series.y[i], chart.unit, 5);
     const y = series.y[i] === null ? undefined : drawn.y(series.y[i]);
-    found.push({ color: runColor(series.run), words, value, x, y, step: series.x[i] });
+    found.push({ color: runColor(series.run), words, value, x, y });
   }
   return found;
 }
@@ -143,14 +136,14 @@ function show(card, at) {
     drawn.dots.push(dot);
   }
   tip.replaceChildren();
-  make(tip, "b", {}, headline(rows, at, card));
+  make(tip, "b", {}, `step ${grouped(at)}`);
   const table = make(tip, "table", {});
   for (const { color, words, value } of rows) {
     const swatch = make(null, "i", { className: "swatch" });
     swatch.style.background = color || "transparent";
     make(table, "tr", {}, make(null, "td", {}, make(null, "span", { className: "name" }, swatch, words)), make(null, "td", {}, value));
   }
-  const near = view.events.filter((event) => card.runs.includes(event.run) && Math.abs(drawn.x(view.at(event)) - drawn.x(at)) < 5);
+  const near = view.events.filter((event) => card.runs.includes(event.run) && Math.abs(drawn.x(event.step) - drawn.x(at)) < 5);
   const most = view.narrow ? 3 : 6;
   for (const event of near.slice(0, most)) {
     make(tip, "p", {}, `${data.runs.length > 1 ? `${data.runs[event.run].name}: ` : ""}step ${grouped(event.step)}: ${event.sentence}`);
@@ -164,17 +157,6 @@ function show(card, at) {
   tip.style.top = `${card.plot.offsetTop + (chart.key === "loss" ? drawn.top : 0) + 8}px`;
 }
 
-function headline(rows, at, card) {
-  const steps = [...new Set(rows.map((row) => row.step))];
-  const run = card.runs.find((each) => !view.hidden.has(each)) ?? 0;
-  const clock = data.runs[run].clock;
-  if (view.axis === "time") {
-    return `${duration(at)}${card.runs.length === 1 && steps.length ? `, step ${grouped(steps[0])}` : ""}`;
-  }
-  const time = card.runs.length === 1 && clock.steps.length ? `, ${duration(interpolate(at, clock.steps, clock.seconds))}` : "";
-  return `step ${grouped(at)}${time}`;
-}
-
 function release() {
   for (const card of cards) {
     card.snap = null;
@@ -185,10 +167,9 @@ function release() {
   }
 }
 
-function runsRange(runs, { axis }) {
-  const isTime = axis === "time";
-  let low = Math.min(...runs.map((run) => (isTime ? 0 : data.runs[run].first)));
-  const high = Math.max(...runs.map((run) => (isTime ? data.runs[run].clock.seconds.at(-1) : data.runs[run].last)));
+function runsRange(runs) {
+  let low = Math.min(...runs.map((run) => data.runs[run].first));
+  const high = Math.max(...runs.map((run) => data.runs[run].last));
   if (low === 1 && high > 1) low = 0;
   if (!runs.length) return [0, 1];
   return low === high ? [low - 0.5, high + 0.5] : [low, high];
@@ -197,7 +178,7 @@ function runsRange(runs, { axis }) {
 function drawAll() {
   view.narrow = window.innerWidth <= 760;
   view.events = data.events.filter((event) => !view.hidden.has(event.run));
-  view.range = runsRange([...data.runs.keys()].filter((run) => !view.hidden.has(run)), view);
+  view.range = runsRange([...data.runs.keys()].filter((run) => !view.hidden.has(run)));
   for (const card of cards) {
     card.element.hidden = card.runs.every((run) => view.hidden.has(run));
     if (!card.element.hidden) drawCard(card, view);
@@ -216,17 +197,6 @@ function makeControls() {
         drawAll();
       };
     });
-  }
-  if (data.has_time) {
-    const group = make(bar, "div", { className: "switch", role: "group", ariaLabel: "Horizontal axis" }, make(null, "span", {}, "across:"));
-    for (const axis of ["steps", "time"]) {
-      const button = make(group, "button", { type: "button", ariaPressed: axis === view.axis }, axis);
-      button.onclick = () => {
-        view.axis = axis;
-        for (const each of group.querySelectorAll("button")) each.ariaPressed = each === button;
-        drawAll();
-      };
-    }
   }
   bar.hidden = !bar.childElementCount;
 }

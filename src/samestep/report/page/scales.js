@@ -1,7 +1,6 @@
 // Scales: from values to pixels, and the ticks and words for them.
 
 const STEP_SIZES = [1, 2, 5];
-const TIME_SIZES = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400, 172800, 604800];
 const BYTES = [["TiB", 2 ** 40], ["GiB", 2 ** 30], ["MiB", 2 ** 20], ["KiB", 2 ** 10]];
 
 function roundSize(rough) {
@@ -24,12 +23,6 @@ function linearTicks(low, high, count, whole) {
 function byteTicks(low, high, count) {
   const unit = (BYTES.find((each) => high >= each[1]) || ["B", 1])[1];
   return linearTicks(low / unit, high / unit, count, false).map((tick) => tick * unit);
-}
-
-function timeTicks(low, high, count) {
-  const rough = (high - low) / Math.max(1, count);
-  const size = rough < 1 ? roundSize(rough) : TIME_SIZES.find((each) => each >= rough) || roundSize(rough);
-  return spread(low, high, size);
 }
 
 function logTicks(low, high, count) {
@@ -82,28 +75,6 @@ function inUnit(value, unit, digits) {
     return `${Number((value / size).toPrecision(digits))} ${name}`;
   }
   return plain(value, digits);
-}
-
-function duration(seconds) {
-  if (seconds < 60) return `${Number(seconds.toPrecision(3))} s`;
-  const days = Math.floor(seconds / 86400), hours = Math.floor((seconds % 86400) / 3600);
-  const minutes = Math.floor((seconds % 3600) / 60), rest = Math.round(seconds % 60);
-  const parts = [[days, "d"], [hours, "h"], [minutes, "min"], [rest, "s"]].filter((part) => part[0]);
-  return parts.slice(0, 2).map((part) => part.join(" ")).join(" ") || "0 s";
-}
-
-function interpolate(x, xs, ys) {
-  if (x <= xs[0]) return ys[0];
-  const last = xs.length - 1;
-  if (x >= xs[last]) return ys[last];
-  let low = 0, high = last;
-  while (high - low > 1) {
-    const middle = (low + high) >> 1;
-    if (xs[middle] <= x) low = middle;
-    else high = middle;
-  }
-  const width = xs[high] - xs[low];
-  return width ? ys[low] + ((x - xs[low]) / width) * (ys[high] - ys[low]) : ys[low];
 }
 
 function nearest(xs, x) {

@@ -41,15 +41,14 @@ def simulated_devices(count: Callable[[], int], notice: Callable[[str], None]) -
     modes: list[SimulatedMode] = []
     mode = SimulatedMode(registry, handlers(registry, lambda: modes[0]))
     modes.append(mode)
-    default = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+    default = torch.get_default_device()
     with applied([*cuda.patches(registry), *_patches(registry, mode)]):
         try:
             with mode:
                 yield
         finally:
             # A default device that the script has set names a device that is gone.
-            if getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None) is not default:
-                torch.set_default_device(None if default is None else default.device)
+            torch.set_default_device(None if default == CPU else default)
 
 
 def _patches(registry: DeviceRegistry, mode: TorchFunctionMode) -> list[Patch]:

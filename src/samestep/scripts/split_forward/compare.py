@@ -191,7 +191,7 @@ def _found(run: Callable[..., Any], module: nn.Module, chunks: Chunks, dim: int)
     # Each microbatch has a copy of its part, and all of them share what has no rows: under python the script sees the
     # write, once.
     if _versions(args, kwargs) != before:
-        raise WritesState("its forward writes to an argument in place, of which microbatches have copies")
+        raise WritesState("its forward writes to an argument in place, and microbatches have copies of it")
     _check_written(module, written, {})
     parts = []
     try:

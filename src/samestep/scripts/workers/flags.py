@@ -18,6 +18,7 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from samestep.callsite import is_script_file
+from samestep.engine import kernel_flags
 from samestep.errors import UsageError
 from samestep.scripts.script_state import VISIBLE_DEVICES
 from samestep.scripts.simulated.cuda import SimulatedMode
@@ -34,14 +35,13 @@ ATTRIBUTES: tuple[tuple[Any, str], ...] = (
     (torch.backends.cudnn, "enabled"),
     (torch.backends.mkldnn, "enabled"),
 )
-PRECISIONS = ("generic", "all"), *((kind, op) for kind in ("cuda", "mkldnn") for op in ("all", "matmul", "conv", "rnn"))
 FLAGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     *((partial(getattr, *each), partial(setattr, *each)) for each in ATTRIBUTES),
     (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
     # Last of the precisions: the names above are older ones for the same.
     *(
-        (partial(torch._C._get_fp32_precision_getter, *each), partial(torch._C._set_fp32_precision_setter, *each))
-        for each in PRECISIONS
+        (partial(getattr, of, "fp32_precision"), partial(setattr, of, "fp32_precision"))
+        for of in (kernel_flags.CUDA | kernel_flags.CPU).values()
     ),
     (CUDA.flash_sdp_enabled, CUDA.enable_flash_sdp),
     (CUDA.mem_efficient_sdp_enabled, CUDA.enable_mem_efficient_sdp),

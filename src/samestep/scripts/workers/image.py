@@ -75,7 +75,7 @@ class Image:
             return True
         # An assignment to `.data` gives a tensor other memory, perhaps of another shape: the object stays the same.
         return any(
-            (*form[2:5], form.requires_grad, self.storages[form.storage]._cdata) != _place(tensor)
+            (*form[2:5], form.requires_grad, id(self.storages[form.storage])) != _place(tensor)
             for tensor, form in zip(self._tensors, self._forms, strict=True)
         )
 
@@ -90,17 +90,17 @@ class Image:
         self.storages, self._forms = [], []
         for tensor in self._tensors:
             storage = tensor.untyped_storage()
-            number = numbers.setdefault(storage._cdata, len(self.storages))
+            number = numbers.setdefault(id(storage), len(self.storages))
             if number == len(self.storages):
                 self.storages.append(storage)
             self._forms.append(_form(tensor, number))
         # Of a parameter or a buffer of BatchNorm's that is written by `.data` the version does not tell.
-        buffers = {buffer.untyped_storage()._cdata for buffer in module.buffers()}
+        buffers = {id(buffer.untyped_storage()) for buffer in module.buffers()}
         self._always = {form.storage for form in self._forms if form.requires_grad}
         self._always |= {
             number
             for number, storage in enumerate(self.storages)
-            if storage._cdata in buffers or storage.nbytes() <= SMALL_BYTES
+            if id(storage) in buffers or storage.nbytes() <= SMALL_BYTES
         }
         self._versions = [version_of(tensor) for tensor in self._tensors]
         return Content(data, self._forms, [(each.nbytes(), each.device.type == "cpu") for each in self.storages])
@@ -202,7 +202,7 @@ def _root_of(module: nn.Module, is_root: bool) -> tuple[Any, ...]:
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:
-    storage = tensor.untyped_storage()._cdata
+    storage = id(tensor.untyped_storage())  # one object as long as the storage lives
     return tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.requires_grad, storage
 
 

@@ -6,7 +6,6 @@ is seeded neither by sample nor by microbatch.
 
 import mmap
 import os
-import random
 import struct
 import sys
 from collections.abc import Callable, Iterator
@@ -26,7 +25,7 @@ from samestep.comm.environment import read_environment
 from samestep.core.seeds import derive_seed
 from samestep.data.checksums import checksum
 from samestep.data.fetch import SeededSamples
-from samestep.data.randomness import Generators, seed_each
+from samestep.data.randomness import GLOBAL, Generators, seed_each
 from samestep.data.streams import StreamReader
 from samestep.engine.side_effects import Watch, reachable
 from samestep.patch import Patch, applied
@@ -115,8 +114,7 @@ class _OwnGenerators:
         places: list[Any] = [] if root is None else [*root.modules()]
         for frame in script_frames(sys._getframe(1)):
             places += [*frame.f_locals.values(), *frame.f_globals.values()]
-        shared = (torch.default_generator, np.random.mtrand._rand, random._inst)
-        self.found = [generator for generator in reachable(places) if not any(generator is known for known in shared)]
+        self.found = [generator for generator in reachable(places) if not any(generator is known for known in GLOBAL)]
 
     def states(self) -> list[int]:
         """A checksum of each one's state."""

@@ -26,7 +26,7 @@ _ONE_DRAW = (
 FIXES = {
     "Accelerate": {
         "global_batch": "Accelerator(dataloader_config=DataLoaderConfiguration(split_batches=True)): the "
-        "DataLoader's batch_size is then that of all devices together, not of each.",
+        "DataLoader's batch_size then counts the samples of all devices together.",
         "learning_rate": "Do not multiply the rate by num_processes: gradients are averaged. "
         "A prepared scheduler steps once for every device: let batches be split, Accelerator(dataloader_config="
         "DataLoaderConfiguration(split_batches=True)), or give Accelerator step_scheduler_with_optimizer=False.",

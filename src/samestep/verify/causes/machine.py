@@ -244,7 +244,7 @@ START = Cause(
 )
 HASH_ORDER = Cause(
     "hash_order",
-    "the order of a set of strings is that of each rank's hash seed",
+    "each rank orders a set of strings by a hash seed of its own",
     "Sort what a set holds before its order counts: for name in sorted(names). Or set PYTHONHASHSEED=0 for all ranks, "
     "as samestep run does.",
     lambda evidence: None,  # found by a run of its own

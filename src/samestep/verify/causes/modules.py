@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
 
 from samestep.callsite import script_line
 from samestep.data.checksums import version_of
@@ -251,21 +252,51 @@ def _suspect_buffers(evidence: Evidence) -> str | None:
 
 
 def _with_frozen_buffers() -> AbstractContextManager[None]:
-    """Buffers are, after every forward in training, what they were before the first."""
+    """Buffers are, after every write by a forward in training, what they were before the first."""
     kept: weakref.WeakKeyDictionary[nn.Module, dict[str, Tensor]] = weakref.WeakKeyDictionary()
 
-    def before(root: nn.Module) -> None:
-        if root.training and root not in kept:
+    def before(root: nn.Module) -> TorchFunctionMode | None:
+        if not root.training:
+            return None
+        if root not in kept:
             kept[root] = {name: buffer.detach().clone() for name, buffer in unwrapped(root).named_buffers()}
+        mode = _KeptBuffers(unwrapped(root), kept[root])
+        mode.__enter__()  # type: ignore[no-untyped-call]  # torch has no types for it
+        return mode
 
-    def after(root: nn.Module, _: Any) -> None:
-        for name, buffer in unwrapped(root).named_buffers() if root in kept else ():
-            start = kept[root].get(name)
-            if start is not None and buffer.shape == start.shape:
-                # Not counted as a write, which the backward would refuse.
-                buffer.data.copy_(start)
+    def after(root: nn.Module, mode: TorchFunctionMode | None) -> None:
+        if mode is not None:
+            mode.__exit__(None, None, None)
 
     return wrapped(around_roots(before, after))
+
+
+class _KeptBuffers(TorchFunctionMode):
+    """Gives buffers their first values back after each function: what is written is not to be read in the same forward.
+
+    A buffer may also be replaced, by an assignment that calls no function: it gets its value before the next one.
+    """
+
+    def __init__(self, root: nn.Module, kept: dict[str, Tensor]) -> None:
+        super().__init__()
+        self._root, self._kept = root, kept
+        self._versions: dict[str, tuple[int, int]] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._restore()
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            self._restore()
+
+    def _restore(self) -> None:
+        for name, buffer in self._root.named_buffers():
+            start = self._kept.get(name)
+            look = id(buffer), version_of(buffer)
+            if start is not None and buffer.shape == start.shape and self._versions.get(name) != look:
+                # Not counted as a write, which the backward would refuse.
+                buffer.data.copy_(start)
+                self._versions[name] = look
 
 
 def _suspect_attributes(evidence: Evidence) -> str | None:
@@ -320,7 +351,7 @@ BATCHNORM = Cause(
     "batchnorm",
     "BatchNorm uses the statistics of each device's own batch",
     "Use GroupNorm or LayerNorm, or torch.nn.SyncBatchNorm.convert_sync_batchnorm(model); with samestep.Run or "
-    "samestep run the statistics are those of a microbatch, on any number of devices.",
+    "samestep run the statistics are taken over a microbatch, on any number of devices.",
     _suspect_batchnorm,
     _without_batch_statistics,
 )

@@ -333,7 +333,7 @@ GLOBAL_BATCH_CAUSE = Cause(
     "global_batch",
     "the number of samples in a step depends on the number of devices",
     "Give each device batch_size // world_size samples, of a batch that the numbers of devices divide, or use "
-    "samestep.Run, whose global_batch_size is that of all devices together.",
+    "samestep.Run, whose global_batch_size counts the samples of all devices together.",
     _suspect_global_batch,
     _with_one_global_batch,
 )

@@ -12,6 +12,7 @@ from typing import Any
 from samestep.patch import Patch
 from samestep.verify.causes import datasets, frameworks, machine, means, modules, rounding, samples, updates
 from samestep.verify.causes.evidence import Cause, Facts
+from samestep.verify.surroundings import record_numbers, watch_files
 from samestep.verify.wraps import patches_for
 
 CAUSES: tuple[Cause, ...] = (  # in the order in which they are suspected, and given their effect back from the end
@@ -52,6 +53,11 @@ class FactRecorder:
 
     def __init__(self) -> None:
         self._facts = Facts()
+        self._facts.at_step.append(lambda: record_numbers(self._facts))
+
+    def watch_files(self, first_began: float, began: float) -> None:
+        """Records until the process ends which files of earlier runs the script reads."""
+        watch_files(self._facts, first_began, began)
 
     def patches(self) -> list[Patch]:
         """The patches of all families; they enclose whatever is in place when this is called."""

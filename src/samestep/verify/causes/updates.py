@@ -255,7 +255,7 @@ def _suspect_left_out(evidence: Evidence) -> str | None:
                 more = listed([rank for rank, count in enumerate(ranks) if count == most])
                 return (
                     f"on {on_devices(run)} rank {more} ran {most} forwards up to its update {step}, others "
-                    f"{min(ranks)}: it left a step out, and its gradients met those of another step of the others"
+                    f"{min(ranks)}: it left a step out, and its gradients were added to gradients of another step"
                 )
     return None
 

@@ -39,11 +39,9 @@ def complete(module: ModuleType) -> None:
         "nvmlDeviceGetUUID": lambda index: UUID.format(index),
         "nvmlDeviceGetPciInfo": lambda index: SimpleNamespace(busId=f"00000000:{0x10 + index:02X}:00.0"),
         "nvmlDeviceGetMemoryInfo": lambda index, version=None: SimpleNamespace(total=total, free=total, reserved=0),
-        "nvmlDeviceGetUtilizationRates": lambda index: SimpleNamespace(gpu=0),
         "nvmlDeviceGetComputeRunningProcesses_v3": lambda index: [],
         "nvmlDeviceGetCpuAffinity": cores_near,
         "nvmlSystemGetDriverVersion": lambda: "570.00",
-        "nvmlDeviceGetTopologyCommonAncestor": lambda one, other: nvml.NVML_TOPOLOGY_SYSTEM,
     }
     for name, value in vars(module).copy().items():
         if name.startswith("nvml") and isinstance(value, FunctionType):
