@@ -8,10 +8,13 @@ package, each in a folder of the project's name; without it their suites are lef
 """
 
 import argparse
+import hashlib
+import importlib
 import importlib.metadata
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -20,13 +23,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch.distributed as dist
-from peer_suites import PYTORCH, REASONS, SUITES, Suite
+from peer_suites import PROGRAMS, PYTORCH, REASONS, SUITES, Suite
 
 HERE = Path(__file__).parent
 RESULTS, PAGE = HERE / "results.json", HERE.parents[1] / "docs" / "conformance.md"
 TORCHRUN = "torchrun"
 SCRIPT_SECONDS, REFERENCE_SECONDS, TEST_SECONDS = 300, 40, 120
 ATTEMPTS = 2  # of a test, on devices: some wait for tenths of a second, which a busy machine takes
+OFFLINE = {**os.environ, "HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
 ENDED_BADLY = ("hangs", "fails", "waits")
 
 
@@ -73,25 +77,49 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def compare(suite: Suite, ranks: int, devices: Sequence[str], root: Path = Path()) -> Compared:
-    """Runs a suite under torchrun, then what passed there on the devices."""
-    reference = run(suite, ranks, TORCHRUN, root, None)
+    """Runs a suite under torchrun, then what passed there on the devices; what scripts write has the same bits."""
+    with tempfile.TemporaryDirectory(prefix="samestep-conformance-") as name:
+        return _compare(suite, ranks, devices, root, Path(name))
+
+
+def _compare(suite: Suite, ranks: int, devices: Sequence[str], root: Path, written: Path) -> Compared:
+    reference = run(suite, ranks, TORCHRUN, root, None, written)
     passed = [test for test, outcome in reference.items() if outcome == "passes"]
     result = Compared(suite, ranks, passed, sum(outcome == "skips" for outcome in reference.values()))
     for each in devices:
         failed = passed
         for _ in range(ATTEMPTS):
             if failed:
-                outcomes = run(suite, ranks, each, root, failed)
+                outcomes = run(suite, ranks, each, root, failed, written)
                 failed = [test for test in failed if outcomes.get(test) != "passes"]
         result.failed[each] = {test: outcomes.get(test, "is not run") for test in failed}
+        if suite.kind == "script":
+            for test in passed:
+                if bits(written / each / test) != bits(written / devices[0] / test):
+                    result.failed[each].setdefault(test, f"has other bits than on {devices[0]}")
     return result
 
 
-def run(suite: Suite, ranks: int, launcher: str, root: Path, only: list[str] | None) -> dict[str, str]:
-    """The outcome of each test under a launcher."""
+def bits(folder: Path) -> dict[str, str]:
+    """A digest of each file of weights, gradients and losses in a folder."""
+    files = [path for pattern in ("*.safetensors", "*losses.json", "result.pt") for path in folder.rglob(pattern)]
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def run(suite: Suite, ranks: int, launcher: str, root: Path, only: list[str] | None, written: Path) -> dict[str, str]:
+    """The outcome of each test under a launcher; scripts write into a folder of theirs in `written`."""
     if suite.kind == "script":
-        sources = suite.sources if only is None else only
-        return {source: script_outcome(launched(launcher, ranks, ["-m", source])) for source in sources}
+        made, outcomes = written / "made", {}
+        for source in suite.sources if only is None else only:
+            arguments, output = PROGRAMS.get(source, f"-m {source}"), written / launcher / source
+            if "{made}" in arguments and not made.exists():
+                importlib.import_module("tiny").write_tiny(made)
+            shutil.rmtree(output, ignore_errors=True)
+            output.mkdir(parents=True)
+            places = {"made": made, "output": output, "root": root}
+            program = [word.format(**places) for word in arguments.split()]
+            outcomes[source] = script_outcome(launched(launcher, ranks, program))
+        return outcomes
     places = ",".join(
         [str(path) for source in suite.sources for path in sorted(root.glob(source))]
         if suite.checkout
@@ -135,12 +163,13 @@ def launched(launcher: str, ranks: int, program: list[str]) -> list[str]:
 
 
 def script_outcome(command: list[str]) -> str:
-    """Whether a program exits with 0."""
-    try:
-        ended = subprocess.run(command, capture_output=True, timeout=SCRIPT_SECONDS, check=False)
-    except subprocess.TimeoutExpired:
-        return "hangs"
-    return "fails" if ended.returncode else "passes"
+    """Whether a program exits with 0; a launcher whose program hangs ends its ranks."""
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=OFFLINE) as launcher:
+        try:
+            return "fails" if launcher.wait(SCRIPT_SECONDS) else "passes"
+        except subprocess.TimeoutExpired:
+            launcher.terminate()
+            return "hangs"
 
 
 def outcome(test: str, lines: list[list[dict[str, str]]]) -> str:
@@ -219,9 +248,11 @@ make conformance SOURCES=FOLDER   # all of it
 |---|---|---|---|---|
 {rows}
 
-FOLDER holds the release archives of PyTorch, torchmetrics and Ignite, unpacked, each in a folder of the name that the
-table has as its version. torchmetrics' tests need the packages `cachier` and `pytest-doctestplus`, Ignite's need
-`pytorch-ignite`. The tests of PyTorch {tests_of} run with torch {torch}.
+FOLDER holds the release archives of PyTorch, torchmetrics and Ignite, unpacked, and a checkout of
+transformers, each in a folder of the name that the table has as its version. torchmetrics' tests need the packages
+`cachier` and `pytest-doctestplus`, Ignite's need `pytorch-ignite`. The tests of PyTorch {tests_of} run with torch
+{torch}. Scripts get a tiny model and rows of text in place of what they would download; what they save has the same
+bits on each of the devices.
 
 A test is not counted that under torchrun fails (so do some of an older PyTorch), skips itself, or makes no group of the
 ranks. Where PyTorch's tests ask for GPUs in a decorator alone, they are tried on CPUs. The launcher's ranks take the

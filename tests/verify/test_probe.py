@@ -7,10 +7,12 @@ import sys
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import DataLoader, TensorDataset
 
 from samestep.verify.program_runner import RunSpec
-from samestep.verify.trained_batches import Batches, seen_batch
+from samestep.verify.trained_batches import Batches, Metrics, seen_batch
 from samestep.verify.wraps import wrapped
 
 PROGRAM = """
@@ -202,3 +204,22 @@ def test_a_batch_counts_for_the_backward_of_its_own_forward_whatever_was_taken_a
                 model(x)  # an evaluation that does not switch gradients off
     size = 4 * num_steps
     assert taken == 2 * [list(range(start, start + size)) for start in range(0, 16, size)]
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_a_reduced_number_is_read_however_the_call_gives_its_arguments(by_name):
+    """The ranks that an average is over are the ones of its group; what is still on its way has no value."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        pair, metrics = dist.new_group([0, 1]), Metrics()
+        with wrapped(*metrics.wraps()):
+            for is_later in (False, True):
+                if by_name:
+                    dist.all_reduce(torch.ones(1), op=dist.ReduceOp.AVG, group=pair, async_op=is_later)
+                    dist.reduce(torch.ones(1), dst=0, op=dist.ReduceOp.AVG, group=pair, async_op=is_later)
+                else:
+                    dist.all_reduce(torch.ones(1), dist.ReduceOp.AVG, pair, is_later)
+                    dist.reduce(torch.ones(1), 0, dist.ReduceOp.AVG, pair, is_later)
+        assert metrics.pop_values() == 2 * [{"before": [1.0], "after": [2.0]}]
+    finally:
+        dist.destroy_process_group()

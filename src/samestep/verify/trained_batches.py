@@ -8,6 +8,7 @@ evaluation are left out. Of batches that were not recognised, those returned whi
 evaluation's last, unless there are no others.
 """
 
+import inspect
 import operator
 import weakref
 from collections import deque
@@ -206,15 +207,16 @@ class Metrics:
         return values
 
     def _reduce(self, inner: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        given = inspect.signature(inner).bind(tensor, *args, **kwargs).arguments
+        ranks = dist.get_world_size(given.get("group"))  # -1 on a rank that is none of the group's
         is_small = isinstance(tensor, Tensor) and 0 < tensor.numel() <= MAX_NUMBERS and not tensor.is_complex()
         before = None
-        if is_small and not self.in_exchange and not kwargs.get("async_op"):
+        if is_small and ranks > 0 and not self.in_exchange and not given.get("async_op"):
             before = tensor.detach().double().reshape(-1).tolist()
         work = inner(tensor, *args, **kwargs)
         if before is not None:
             # Of an average the sum, as of a program that divides by itself: both readings are compared.
-            is_average = any(not isinstance(one, int) and one == dist.ReduceOp.AVG for one in (kwargs.get("op"), *args))
-            times = dist.get_world_size(kwargs.get("group")) if is_average else 1
+            times = ranks if given.get("op") == dist.ReduceOp.AVG else 1
             after = (times * tensor.detach().double()).reshape(-1).tolist()
             self._values.append({"before": before, "after": after})
         return work
