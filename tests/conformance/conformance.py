@@ -116,7 +116,7 @@ def run(suite: Suite, ranks: int, launcher: str, root: Path, only: list[str] | N
                 importlib.import_module("tiny").write_tiny(made)
             shutil.rmtree(output, ignore_errors=True)
             output.mkdir(parents=True)
-            places = {"made": made, "output": output, "root": root}
+            places = {"made": made, "output": output}
             program = [word.format(**places) for word in arguments.split()]
             outcomes[source] = script_outcome(launched(launcher, ranks, program))
         return outcomes
@@ -248,11 +248,10 @@ make conformance SOURCES=FOLDER   # all of it
 |---|---|---|---|---|
 {rows}
 
-FOLDER holds the release archives of PyTorch, torchmetrics and Ignite, unpacked, and a checkout of
-transformers, each in a folder of the name that the table has as its version. torchmetrics' tests need the packages
-`cachier` and `pytest-doctestplus`, Ignite's need `pytorch-ignite`. The tests of PyTorch {tests_of} run with torch
-{torch}. Scripts get a tiny model and rows of text in place of what they would download; what they save has the same
-bits on each of the devices.
+FOLDER holds the release archives of PyTorch, torchmetrics and Ignite, unpacked, each in a folder of the name that the
+table has as its version. torchmetrics' tests need the packages `cachier` and `pytest-doctestplus`, Ignite's need
+`pytorch-ignite`. The tests of PyTorch {tests_of} run with torch {torch}. TRL's scripts get a tiny model and rows of
+text in place of what they would download; what they save has the same bits on each of the devices.
 
 A test is not counted that under torchrun fails (so do some of an older PyTorch), skips itself, or makes no group of the
 ranks. Where PyTorch's tests ask for GPUs in a decorator alone, they are tried on CPUs. The launcher's ranks take the

@@ -48,23 +48,12 @@ SUITES = (
     ),
 )
 
-TRANSFORMERS = "transformers-main"
 WITH_TRL = (
     "--model_name_or_path {made}/model --output_dir {output} --per_device_train_batch_size 2 --max_steps 2"
-    " --report_to none --use_cpu True --bf16 False --logging_steps 1 --dataset_name {made}/"
+    " --report_to none --use_cpu True --bf16 False --logging_steps 1 --dataset_name {made}/pairs"
 )
-WITH_TRAINER = " --output_dir {output} --report_to none --use_cpu True --disable_tqdm True"
-TRAIN = (
-    "{root}/tests/trainer/distributed/scripts/train.py --model_name {made}/model"
-    " --loss_output_file {output}/losses.json --per_device_train_batch_size 4 --logging_steps 1 --num_train_epochs 1"
-    + WITH_TRAINER
-)
-PROGRAMS = {  # the scripts that are no module without arguments
-    "trl.scripts.dpo": "-m trl.scripts.dpo " + WITH_TRL + "pairs",
-    "trl.scripts.reward": "-m trl.scripts.reward " + WITH_TRL + "pairs",
-    "train.py": TRAIN,
-    "train.py, FSDP": TRAIN + " --fsdp_config {made}/fsdp.json --fsdp full_shard",
-}
+PROGRAMS = {name: f"-m {name} {WITH_TRL}" for name in ("trl.scripts.dpo", "trl.scripts.reward")}
+"""The scripts that need arguments."""
 
 PYTORCH, TORCHMETRICS, IGNITE = "pytorch-v2.6.0", "torchmetrics-1.9.0", "ignite-0.5.5"
 COLLECTIVES = (
@@ -99,15 +88,7 @@ def of_torchmetrics(what: str, *folders: str) -> Suite:
 
 
 SUITES += (
-    Suite("TRL: scripts", "script", tuple(name for name in PROGRAMS if name.startswith("trl")), "trl", (2,)),
-    Suite(
-        "transformers: Trainer",
-        "script",
-        tuple(name for name in PROGRAMS if ".py" in name),
-        "transformers",
-        (2,),
-        checkout=TRANSFORMERS,
-    ),
+    Suite("TRL: scripts", "script", tuple(PROGRAMS), "trl", (2,)),
     of_pytorch("DTensor", (4,), "_tensor/*", "_tensor/*/*"),
     of_pytorch("tensor parallel", (2, 4), "tensor/parallel/*"),
     of_pytorch("collectives", (4,), *COLLECTIVES),

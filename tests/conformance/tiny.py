@@ -12,7 +12,7 @@ PAIRS = ("prompt", "chosen", "rejected")
 
 
 def write_tiny(folder: Path) -> None:
-    """Writes `model`, as by `save_pretrained`, `fsdp.json`, and `pairs`, a folder of rows."""
+    """Writes `model`, as by `save_pretrained`, and `pairs`, a folder of rows."""
     set_seed(0)
     tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
@@ -33,9 +33,6 @@ def write_tiny(folder: Path) -> None:
     )
     Qwen2ForCausalLM(config).save_pretrained(folder / "model")
     processing.save_pretrained(folder / "model")
-    (folder / "fsdp.json").write_text(
-        json.dumps({"fsdp_version": 2, "transformer_layer_cls_to_wrap": ["Qwen2DecoderLayer"]})
-    )
     rows = [{key: ascii_lowercase[number % 9 : 11 + place] for place, key in enumerate(PAIRS)} for number in range(16)]
     (folder / "pairs").mkdir()
     (folder / "pairs" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
