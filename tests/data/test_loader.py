@@ -209,7 +209,7 @@ def test_a_length_that_changes_in_the_middle_of_an_epoch_is_refused(count):
     batches = iter(Run(8, 4).loader(dataset))
     next(batches)
     dataset.count = count
-    with pytest.raises(DataError, match=rf"has {count} samples, and had 24 when epoch 0 began, of which 8 are"):
+    with pytest.raises(DataError, match=rf"has {count} samples, and had 24 when epoch 0 began, and 8 of them are"):
         next(batches)
 
 

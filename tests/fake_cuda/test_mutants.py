@@ -65,10 +65,6 @@ MUTANTS = {  # name: (file, text, its replacement), …, the file of the test an
         ("engine/step.py", "event.record(torch.cuda.current_stream(scalars_on))", "event.record()"),
         "engine/test_gpu_steps.py -k whichever_device_is_current",
     ),
-    "forks of a notebook that has asked for GPUs": (
-        ("launcher/supervisor.py", "broken = not answer.read()", "broken = answer.read() is None"),
-        "launcher/test_notebook.py -k forks_would_break",
-    ),
     "NCCL by the numbers that GPUs have in their processes": (
         ("comm/connecting.py", "str(torch.cuda.get_device_properties(device).uuid)", "str(device)"),
         "comm/test_gpus.py -k with_a_gpu_each_use_nccl",

@@ -250,7 +250,7 @@ def test_sharded_parameters_are_refused(worlds):
 
 
 def refused(communicator):
-    with pytest.raises(UsageError, match="of which each rank has only a part here"):
+    with pytest.raises(UsageError, match="each rank has only a part of each here"):
         make(communicator, [EMA()], options={"strategy": "sharded"}).fit(points(), 1)
     return True
 

@@ -336,7 +336,7 @@ def test_diff_of_equal_runs_says_how_much_is_equal(whole, tmp_path):
     code, shown = run("diff", whole, whole)
     assert code == 0
     assert "the same bits in 6 steps, and in 6 checksums of the state\n" in shown
-    assert "contract: not compared" in shown
+    assert "settings: not compared" in shown
     ended = put(tmp_path / "x", line(0), event("end", 1, digest="aa"))
     assert "the same bits in 1 step, and in the digest of the final state" in run("diff", ended, ended)[1]
     unproven = put(tmp_path / "y", line(0))
