@@ -40,8 +40,8 @@ SYNCHRONISED = nn.Sequential(nn.Linear(5, 8), nn.ModuleDict({"norm": nn.SyncBatc
     ("model", "optimizer", "options", "said"),
     [
         (LAZY, None, {}, "parameter 1.weight has no shape yet; run the model once on a batch"),
-        (LINEAR, sgd(nn.Linear(5, 1)), {}, "the optimizer holds 2 parameters, 2 of which are not in the model"),
-        (LINEAR, [sgd(LINEAR), sgd(nn.Linear(2, 2))], {}, "the optimizer holds 4 parameters, 2 of which are not in"),
+        (LINEAR, sgd(nn.Linear(5, 1)), {}, "the optimizer holds 2 parameters, and 2 of them are not in the model"),
+        (LINEAR, [sgd(LINEAR), sgd(nn.Linear(2, 2))], {}, "the optimizer holds 4 parameters, and 2 of them are not in"),
         (LINEAR, [], {}, "the optimizer holds 0 parameters"),
         (LINEAR, torch.optim.LBFGS(LINEAR.parameters()), {}, "LBFGS calls the loss several times a step"),
         (LINEAR, torch.optim.SparseAdam(LINEAR.parameters()), {}, "SparseAdam takes sparse gradients only"),

@@ -98,7 +98,7 @@ def test_ranks_whose_loaders_order_datasets_of_other_lengths_are_told_so_in_the_
         model = classifier()
         step = run.train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), classification)
         loader = run.loader(points(40 + communicator.rank), shuffle=True, drop_last=True)
-        with pytest.raises(DeterminismError, match="dataset of rank 1 has 41 samples in step 1, that of rank 0 has 40"):
+        with pytest.raises(DeterminismError, match="dataset of rank 1 has 41 samples in step 1, rank 0's has 40"):
             step(next(iter(loader)))
 
     in_turns(2, program)

@@ -43,7 +43,7 @@ REASONS = {  # why no program has something, and what belongs to it
     """,
     "is output alone": "__version__ metrics.Metric(name)",
     "is what the head of a program makes or expects": "Communicator SamestepError Run(device)",
-    "is for scripts, which have a grammar of their own": "DataParallel data_parallel register_backend tutorial",
+    "is for scripts, which have a grammar of their own": "DataParallel register_backend tutorial",
     "looks at the machine before a run": "discover select",
     "needs processes": """
         Sharded Run.train_step(strategy=sharded) launch

@@ -558,7 +558,7 @@ def test_the_command_says_what_was_compared_and_which_tier_a_recipe_reached(comm
             "got --devices after mlp; verify's own options go before the program: samestep verify",
         ),
         (["mlp", "--lr", "1", "--tier", "bitwise", "--json"], "got --tier, --json after mlp; verify's own options"),
-        (["--seed", "4", str(BREAKERS / "clean.py")], "deals with ranks itself"),
+        (["--seed", "4", str(BREAKERS / "clean.py")], "this one is written for several"),
         (["no_such_script.py"], "there is no script"),
         (["lenett"], "recipes are lenet"),
     ],

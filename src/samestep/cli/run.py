@@ -157,7 +157,7 @@ def _audited(selection: "Selection", audit: str, name: str, reading: "Reading") 
     parse_audit(audit)
     if not reading.own:
         raise UsageError(
-            f"got --audit {audit} for {name}, whose steps are its own ({reading.reason}): only those of samestep.Run "
+            f"got --audit {audit} for {name}, whose steps are its own ({reading.reason}): only steps of samestep.Run "
             "can be computed again by another device. Leave --audit out, or train by samestep.Run"
         )
     return selection.with_variables(**{AUDIT_VARIABLE: audit})
