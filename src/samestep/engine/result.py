@@ -179,7 +179,7 @@ def _other_names(first: tuple[str, ...] = (), other: tuple[str, ...] = ()) -> Lo
 class Agreed:
     """The requests of one rank; after the exchange those of any rank."""
 
-    stop: int  # the signal by which the run is to stop, or `membership.END_OF_FIT`; 0 for none
+    stop: int  # the signal by which the run is to stop, or `requests.END_OF_FIT`; 0 for none
     checkpoint: bool  # whether all ranks are to write a checkpoint after the step
     flags: list[bool]  # any others, equally many on every rank
     failed: int = 0  # the number of an earlier step whose failure was read since; 0 for none

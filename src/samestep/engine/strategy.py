@@ -3,8 +3,8 @@
 replicate     every rank has everything               engine.replicate; `zero1` is engine.zero1 beside it
 sharded       every rank has 1/D                      engine.sharded_strategy
 
-The user passes options (`engine.config`), of which `engine.factory` makes a strategy. This module imports neither.
-CONTRIBUTING has a page on writing another one.
+The user passes options (`engine.strategy_options`), of which `engine.factory` makes a strategy. This module imports
+neither. CONTRIBUTING has a page on writing another one.
 """
 
 from abc import ABC, abstractmethod
