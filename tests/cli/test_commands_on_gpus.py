@@ -94,7 +94,7 @@ def test_training_ends_in_the_same_bits_on_any_devices(recorded, folder, tmp_pat
 def test_a_variable_that_names_no_gpu_ends_the_command_and_cpu_workers_are_told(folder, tmp_path, nvml):
     words = (*TRAIN, "--run-dir", tmp_path / "run")
     said = on(1, *words, cwd=folder, status=2, CUDA_VISIBLE_DEVICES="MIG-1", FAKE_CUDA_NVML=nvml).stderr
-    assert "CUDA_VISIBLE_DEVICES=MIG-1 names 1 device, of which CUDA takes 0" in said
+    assert "CUDA_VISIBLE_DEVICES=MIG-1 names 1 device, but CUDA takes 0" in said
     assert "cpu:2" in said
     if nvml == "1":
         said = on(1, *words, "--no-portable", cwd=folder, CUDA_VISIBLE_DEVICES="").stderr
