@@ -264,10 +264,9 @@ def test_the_chart_has_the_tools_and_its_machine(tmp_path):
     defaults = [entrant for entrant in roster.ROSTER if entrant.is_default]
     assert [plain, *peers.split(", ")] == [e.title for e in defaults if e.role == "peer"]
     assert figure.get_suptitle() == "today: a cpu, 2 cores, torch 2"
-    both, one = figure.axes
-    assert [axis.get_title(loc="left").partition(":")[0] for axis in (both, one)] == ["both cores", "one process"]
-    assert [label.get_text() for label in both.get_yticklabels()] == ["W1: LeNet"]
-    assert [text.get_text() for text in one.texts] == ["1.00", "1.00"], "a number for each of samestep's"
+    assert [axis.get_title(loc="left").partition(":")[0] for axis in figure.axes] == ["both cores", "one process"]
+    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["W1: LeNet"]
+    assert [text.get_text() for text in figure.axes[1].texts] == ["1.00", "1.00"], "a number for each of samestep's"
     close(kept[0])
 
 

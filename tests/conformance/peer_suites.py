@@ -53,7 +53,6 @@ WITH_TRL = (
     " --report_to none --use_cpu True --bf16 False --logging_steps 1 --dataset_name {made}/pairs"
 )
 PROGRAMS = {name: f"-m {name} {WITH_TRL}" for name in ("trl.scripts.dpo", "trl.scripts.reward")}
-"""The scripts that need arguments."""
 
 PYTORCH, TORCHMETRICS, IGNITE = "pytorch-v2.6.0", "torchmetrics-1.9.0", "ignite-0.5.5"
 COLLECTIVES = (
