@@ -9,8 +9,8 @@ from samestep.launcher.forkserver import serve
 from samestep.launcher.worker_pool import ServerPool
 
 
-def forked_pool(call, variables):
-    """The pool of a fork server whose workers call a function of this process in place of their job."""
+def forked_pool(call, variables, preload=()):
+    """The pool of a fork server whose workers call a function of this process in place of their job, if it is given."""
     ours, theirs = socket.socketpair()
     parent = os.getpid()
     with warnings.catch_warnings(), theirs, os_processes.held_signals():
@@ -18,7 +18,7 @@ def forked_pool(call, variables):
         pid = os.fork()
         if pid == 0:
             _serve(ours, theirs, parent, call, variables)
-    return ServerPool(pid, ours)
+    return ServerPool(pid, ours, preload)
 
 
 def _serve(ours, theirs, parent, call, variables):
@@ -27,7 +27,8 @@ def _serve(ours, theirs, parent, call, variables):
         ours.close()
         os.environ.update(variables)
         os.setsid()
-        worker.run_program = lambda job, fds: call()
+        if call is not None:
+            worker.run_program = lambda job, fds: call()
         instruction = serve(theirs, parent)
         code = worker.work(instruction) if instruction is not None else 0
     finally:

@@ -16,6 +16,7 @@ from types import ModuleType
 from unittest.mock import patch
 
 import drawn_scripts
+import forked_pool
 import grammar
 import psutil
 import simulated_collectives
@@ -258,9 +259,8 @@ def script(case):
     numbers = {"ranks": min(case.ranks, most), "most": most, "others": case.order % most + 1, "order": case.order}
     numbers |= {"place": case.place, "count": case.count, "named": repr(grammar.NAMED.get(program.named))}
     numbers |= case.numbers
-    heads = [simulated_ranks, simulated_processes] if processes else [simulated_ranks]
-    texts = [Path(head.__file__).read_text() for head in heads]
-    texts = [texts[0].split('"""\n\n', 1)[1], *(text.replace(FROM_HEAD, "") for text in texts[1:])]
+    heads = [simulated_ranks, forked_pool, simulated_processes] if processes else [simulated_ranks]
+    texts = [Path(head.__file__).read_text().split('"""\n\n', 1)[1].replace(FROM_HEADS, "") for head in heads]
     texts.append(grammar.text(program, processes=processes))
     if "loops" in checks:
         by_hand = grammar.text(program.but(loop="own", evaluated=""), "train_by_hand")
@@ -282,7 +282,7 @@ def script(case):
 
 
 IMPORTS = "import tempfile\nfrom pathlib import Path\nfrom types import SimpleNamespace\n"
-FROM_HEAD = "from simulated_ranks import check_same, checkpoints_in\n"
+FROM_HEADS = "from forked_pool import forked_pool\nfrom simulated_ranks import check_same, checkpoints_in\n"
 MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # where syncing files takes no time
 
 

@@ -6,10 +6,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import ClassVar
 
+import forked_pool
 import grammar
 import simulated_scripts
 from hypothesis import strategies as st
 
+FROM_POOL = "from forked_pool import forked_pool\n"
 TEMPLATE = Path(__file__).with_name("drawn_script.txt")
 RARE = [False, False, False, True]
 CHOICES = {  # the first value of each is the simplest
@@ -179,7 +181,8 @@ def script(case):
     texts = [text(case), text([s.but(gpus=False) for s in case], is_reference=True)]
     return (
         f'"""Drawn by the simulator: {case!r}."""\n'
-        + Path(simulated_scripts.__file__).read_text().split('"""\n', 1)[1]
+        + Path(forked_pool.__file__).read_text().split('"""\n', 1)[1]
+        + Path(simulated_scripts.__file__).read_text().split('"""\n', 1)[1].replace(FROM_POOL, "")
         + "".join(f'\n\n{name} = r"""\n{each}\n"""' for name, each in zip(("SCRIPT", "ON_CPUS"), texts, strict=True))
         + f'\n\ncheck_script(SCRIPT, {first.ranks}, ON_CPUS, "{reference}")\nprint("all checks hold")\n'
     )

@@ -16,6 +16,7 @@ from collections import Counter
 from pathlib import Path
 
 import psutil
+from forked_pool import forked_pool
 from simulated_ranks import check_same, checkpoints_in
 
 import samestep
@@ -23,7 +24,6 @@ from samestep.comm.environment import read_settings
 from samestep.devices.selection import select
 from samestep.launcher.job import Job, Policy, process_variables
 from samestep.launcher.supervisor import supervise
-from samestep.launcher.worker_pool import ServerPool
 
 PACKAGE = str(Path(samestep.__file__).parent)
 NO_POLICY = {}
@@ -82,7 +82,7 @@ def in_processes(ranks, train, *args, faults=(), policy=NO_POLICY, **options):
 
         hang_seconds = 8.0 if {"hang", "SIGSTOP"} & {each[3] for each in faults} else 60.0
         job = Job("function", "simulated:train", quiet=True, policy=Policy(hang_seconds=hang_seconds, **policy))
-        outcome = supervise(job, selection, lambda: ServerPool.forked(rank_main, process_variables(selection, 1)))
+        outcome = supervise(job, selection, lambda: forked_pool(rank_main, process_variables(selection, 1)))
         found = [pickle.loads(path.read_bytes()) for path in sorted(Path(notes).glob("found-*"))]
     deadline = time.monotonic() + SECONDS
     while left := [*_left(shared), *(set(psutil.Process().children(recursive=True)) - before)]:

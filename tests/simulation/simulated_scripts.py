@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 
 import psutil
+from forked_pool import forked_pool
 
 from samestep.cli.main import main
 from samestep.launcher.worker_pool import ServerPool
@@ -30,7 +31,7 @@ IMPORTED = ("torch._dynamo", "samestep.cli.run", "samestep.logical.ranks", "same
 
 def by_samestep(ranks, devices):
     """Runs the script as `samestep run` does, by forks."""
-    ServerPool.executed = lambda variables, preload, *_: ServerPool.forked(None, variables, preload)
+    ServerPool.executed = lambda variables, preload, *_: forked_pool(None, variables, preload)
     sys.argv = ["samestep", "run", f"--logical-devices={ranks}", f"--devices=cpu:{devices}", "script.py"]
     main()
 
