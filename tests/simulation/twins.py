@@ -8,10 +8,14 @@ searches for each by what seeds draw, and prints the table of MAINTAINING.md.
 import argparse
 import os
 import pkgutil
+import sys
 from contextlib import contextmanager, nullcontext  # noqa: F401 (of the table)
 from dataclasses import replace
 from functools import reduce  # noqa: F401 (of the table)
+from pathlib import Path
 from types import SimpleNamespace
+
+sys.path.append(str(Path(__file__).parents[1]))
 
 import drawn_scripts  # noqa: F401 (of the table)
 import pytest
