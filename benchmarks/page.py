@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from roster import BY_NAME, PLAIN, ROSTER
-from scores import defaults, of_workload, ratio
+from scores import Who, defaults, of_workload, ratio
 from tables import default_table, equal_table, markdown, ranks_table, slope_table, startup_table
 
 PICTURE = "benchmarks.png"
@@ -240,24 +240,14 @@ def draw(steps: Mapping[str, Any], path: Path) -> None:
     for axis, count in zip(axes[0], panels, strict=True):
         axis.axvline(1.0, color="#424242", linewidth=1.0, label=BY_NAME[PLAIN].title)
         for row, measured in enumerate(rounds.values()):
-            others = [who[0] for who in defaults(measured, count) if who[0] != PLAIN and (PLAIN, count) in measured]
-            ours = sorted(name for name in others if BY_NAME[name].role == "ours")
-            for name in sorted(others, key=lambda name: list(STYLES).index(BY_NAME[name].role)):
-                role, times = BY_NAME[name].role, ratio(measured[name, count], measured[PLAIN, count])
-                # The two of samestep, which nearly coincide, one below the other, and each with its number.
-                offset = 0.34 * ours.index(name) - 0.17 * (len(ours) - 1) if name in ours else 0.0
-                axis.errorbar(times.median, row + offset, label=labels[role], **STYLES[role])
-                if name in ours:
-                    text = f"{times.median:.2f}"
-                    at = (times.median, row + offset)
-                    box = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
-                    axis.annotate(text, at, (8, 0), textcoords="offset points", va="center", bbox=box)
+            if (PLAIN, count) in measured:
+                _draw_row(axis, row, measured, count, labels)
         axis.set_title(PANELS[count], fontsize=11, loc="left")
         axis.set_xlim(0, 1.15 * axis.get_xlim()[1])
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(axis="x", color="#eeeeee")
         axis.set_axisbelow(True)
-    titles = [f"{name}: {told['title'].partition(',')[0]}" for name, told in workloads.items()]
+    titles = [f"{name}: {workload['title'].partition(',')[0]}" for name, workload in workloads.items()]
     axes[0][0].set_yticks(range(len(titles)), titles)
     axes[0][0].set_ylim(len(titles) - 0.5, -0.5)
     found = dict(zip(*reversed(axes[0][0].get_legend_handles_labels()), strict=True))
@@ -269,6 +259,20 @@ def draw(steps: Mapping[str, Any], path: Path) -> None:
     figure.tight_layout()
     figure.savefig(path, dpi=110, bbox_inches="tight", metadata={"Software": None})
     pyplot.close(figure)
+
+
+def _draw_row(axis: Any, row: int, measured: Mapping[Who, Sequence[float]], count: int, labels: dict[str, str]) -> None:
+    """Draws the tools on one workload; the points of samestep, which nearly coincide, below each other with numbers."""
+    others = [name for name, _ in defaults(measured, count) if name != PLAIN]
+    ours = sorted(name for name in others if BY_NAME[name].role == "ours")
+    for name in sorted(others, key=lambda name: list(STYLES).index(BY_NAME[name].role)):
+        role, median = BY_NAME[name].role, ratio(measured[name, count], measured[PLAIN, count]).median
+        height = row + 0.34 * ours.index(name) - 0.17 * (len(ours) - 1) if name in ours else row
+        axis.errorbar(median, height, label=labels[role], **STYLES[role])
+        if name in ours:
+            box = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
+            place = {"xytext": (8, 0), "textcoords": "offset points", "va": "center"}
+            axis.annotate(f"{median:.2f}", (median, height), bbox=box, **place)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A machine that another one leads: its supervisor lends the devices, and does as it is told (see `machines`)."""
+"""A machine that another one leads: its supervisor lends the devices, and obeys the leader (see `machines`)."""
 
 import base64
 import contextlib
