@@ -48,7 +48,7 @@ SERVER = """
             file = os.open(path, os.O_WRONLY | os.O_APPEND if fd else os.O_RDONLY)
             os.dup2(file, fd)
             os.close(file)
-        sys.stdout = sys.__stdout__ = open(1, "w", closefd=False)  # a pipe, perhaps, where the server has a file
+        sys.stdout = sys.__stdout__ = open(1, "w", buffering=1, closefd=False)  # no fork of it prints a line again
         sys.stderr = sys.__stderr__ = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)
         if not is_waited_for:  # becomes a child of the process that adopts orphans, when this one has ended
             if pid := os.fork():
