@@ -538,6 +538,42 @@ def test_simulated_gpus_take_hooks_of_bfloat16_and_profilers_and_are_not_there_f
     assert "finds V simulated ones on CPU workers, unless ACCELERATE_USE_CPU asks for CPUs" in done.stderr
 
 
+SHARDED_ON_SIMULATED = """
+    import os, torch, torch.distributed as dist
+    from torch import nn
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("nccl")
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+
+    def show(name, tensor):
+        print(name, tensor.device, tensor.to_local().device, tensor.full_tensor().device, flush=True)
+
+    with torch.device("meta"):
+        late = nn.Linear(4, 4)
+    fully_shard(late)  # torch chooses the mesh
+    print("made late", late.weight.device, late.weight.device_mesh.device_type)
+    late.to_empty(device="cuda")
+    show("emptied", late.weight)
+    model = nn.Linear(4, 4)
+    fully_shard(model)
+    show("weight", model.weight)
+    model(torch.ones(2, 4).cuda()).sum().backward()
+    show("gradient", model.weight.grad)
+    optimizer = torch.optim.Adam(model.parameters())
+    optimizer.step()
+    show("state", optimizer.state[model.weight]["exp_avg"])
+    show("norm", nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+"""
+
+
+def test_tensors_that_torch_shards_are_on_simulated_gpus_as_on_gpus(tmp_path):
+    (tmp_path / "train.py").write_text(textwrap.dedent(SHARDED_ON_SIMULATED))
+    done = samestep("run", "--devices", "cpu:1", "--logical-devices", 2, "train.py", cwd=tmp_path)
+    shown = [f"{name} cuda:0 cuda:0 cuda:0" for name in ("emptied", "weight", "gradient", "state", "norm")]
+    assert done.stdout.splitlines() == ["made late meta cuda", *shown], done.stderr
+
+
 REPORTING = """
     import os, sys, time, warnings
     import torch, torch.distributed as dist

@@ -32,6 +32,8 @@ TORCHRUN = "torchrun"
 SCRIPT_SECONDS, REFERENCE_SECONDS, TEST_SECONDS, END_SECONDS = 300, 40, 120, 30
 ATTEMPTS = 2  # of a test on devices, and of a script: some wait for tenths of a second, which a busy machine takes
 OFFLINE = {**os.environ, "HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
+ON_CPUS, ON_GPUS = {"ACCELERATE_USE_CPU": "true"}, {"BACKEND": "nccl", "FAKE_CUDA_DEVICES": "8"}
+FAKE_CUDA = HERE.parent / "fake_cuda" / "dist-packages"
 ENDED_BADLY = ("hangs", "fails", "waits")
 
 
@@ -128,9 +130,10 @@ def run(suite: Suite, ranks: int, launcher: str, root: Path, only: list[str] | N
         if suite.checkout
         else suite.sources
     )
-    environment = {**os.environ}
-    if suite.checkout:
-        environment["PYTHONPATH"] = str(root / "test")
+    paths = [str(root / "test")] if suite.checkout else []
+    if suite.on_gpus and launcher == TORCHRUN:
+        paths.append(str(FAKE_CUDA))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **(ON_GPUS if suite.on_gpus else ON_CPUS)}
     with tempfile.TemporaryDirectory(prefix="samestep-conformance-") as name:
         folder = Path(name)
         tests = []

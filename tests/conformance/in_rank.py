@@ -32,6 +32,8 @@ RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 KIND, SOURCES, FOLDER, PORT, FIRST = sys.argv[1], sys.argv[2].split(","), Path(sys.argv[3]), *map(int, sys.argv[4:6])
 LIMIT = float(sys.argv[6])  # seconds, of a test
 BACKEND = os.environ.setdefault("BACKEND", "gloo")  # torch's tests read it, too
+ON_GPUS = BACKEND == "nccl"
+BACKENDS = "cpu:gloo,cuda:nccl" if ON_GPUS else BACKEND
 os.environ["TEMP_DIR"] = str(FOLDER / "temp")
 os.environ["PYTEST_REFERENCE_CACHE"] = str(
     FOLDER / f"references.{RANK}"
@@ -96,6 +98,8 @@ def run_all(names: list[str], outcome_of: Callable[[str], Outcome]) -> None:
             watcher = threading.Thread(target=watch, args=(lines, names[index], index, ended), daemon=True)
             watcher.start()
             GROUPS.clear()
+            if ON_GPUS:
+                torch.cuda.set_device(RANK)
             common_utils.set_rng_seed()
             outcome, text = outcome_of(names[index])
             if outcome == "passes" and not GROUPS:
@@ -231,7 +235,7 @@ def group(case: Any, name: str, key: str) -> Iterator[Any]:
     if bases & set(WITH_GROUP):
         seconds = datetime.timedelta(seconds=LIMIT - 10)
         dist.init_process_group(
-            BACKEND, store=dist.PrefixStore(key, STORE), rank=RANK, world_size=SIZE, timeout=seconds
+            BACKENDS, store=dist.PrefixStore(key, STORE), rank=RANK, world_size=SIZE, timeout=seconds
         )
     if "MultiProcContinuousTest" in bases:
         case.pg = dist.group.WORLD

@@ -15,6 +15,7 @@ class Suite:
         ranks: the numbers of ranks they run with.
         least: how many pass under torchrun at the least.
         is_short: part of the gate.
+        on_gpus: they want GPUs: under torchrun the fake ones of tests/fake_cuda, under samestep simulated ones.
     """
 
     name: str
@@ -25,6 +26,7 @@ class Suite:
     least: int = 0
     checkout: str = ""
     is_short: bool = False
+    on_gpus: bool = False
 
 
 SUITES = (
@@ -74,10 +76,10 @@ WRAPPERS = (
 )
 
 
-def of_pytorch(what: str, ranks: tuple[int, ...], *files: str) -> Suite:
+def of_pytorch(what: str, ranks: tuple[int, ...], *files: str, on_gpus: bool = False) -> Suite:
     """Test classes of PyTorch's repository."""
     sources = tuple(f"test/distributed/{file}.py" for file in files)
-    return Suite(f"PyTorch: {what}", "torch", sources, "torch", ranks, checkout=PYTORCH)
+    return Suite(f"PyTorch: {what}", "torch", sources, "torch", ranks, checkout=PYTORCH, on_gpus=on_gpus)
 
 
 def of_torchmetrics(what: str, *folders: str) -> Suite:
@@ -93,6 +95,8 @@ SUITES += (
     of_pytorch("collectives", (4,), *COLLECTIVES),
     of_pytorch("checkpoints", (4,), "checkpoint/*", "checkpoint/*/*"),
     of_pytorch("DDP, ZeRO, Join", (2,), *WRAPPERS),
+    of_pytorch("FSDP2 on GPUs", (2,), "_composable/fsdp/*", on_gpus=True),
+    of_pytorch("FSDP on GPUs", (2,), "fsdp/*", on_gpus=True),
     of_torchmetrics("sums and gathers", "bases", "wrappers"),
     of_torchmetrics("regression", "regression"),
     of_torchmetrics("clusters", "clustering", "nominal"),

@@ -90,7 +90,8 @@ class DeviceRegistry:
         """The index of the device that a tensor is on; -1 is the host."""
         index: int | None = getattr(holder, TAG, None)
         if index is None and type(holder).__name__ == "DTensor":  # torch makes them where modes are off
-            return self.thread.current if holder.device_mesh.device_type == "cuda" else HOST
+            is_here = holder.device_mesh.device_type == "cuda" and not holder.is_meta
+            return self.thread.current if is_here else HOST
         return self.thread.unmarked if index is None else index
 
     def index(self, device: Any) -> int | None:
@@ -335,6 +336,8 @@ def patches(registry: DeviceRegistry) -> list[Patch]:
         for name, replacement in _accelerator(registry, cuda).items()
         if hasattr(torch.accelerator, name)
     ]
+    # The device of a mesh that a script leaves to torch, as in `fully_shard(model)`.
+    table.append(Patch(torch._C, "_get_accelerator", lambda: torch.device("cuda")))
     marks = ("range_push", "range_pop", "range_start", "range_end", "mark")
     table += [Patch(torch.cuda.nvtx, name, _always(0)) for name in marks]
     table += [Patch(torch.cuda.nvtx, "range", lambda msg, *args, **kwargs: nullcontext(msg))]
@@ -505,7 +508,7 @@ def _rest() -> Table:
         "Event": SimulatedEvent,
         **dict.fromkeys(("StreamContext", "stream"), nullcontext),
         **dict.fromkeys(("current_stream", "default_stream"), SimulatedStream),
-        **dict.fromkeys(("set_stream", "init", "set_sync_debug_mode"), _nothing),
+        **dict.fromkeys(("set_stream", "init", "set_sync_debug_mode", "_sleep"), _nothing),
         **dict.fromkeys(("is_bf16_supported", "is_tf32_supported"), _always(True)),
         "is_current_stream_capturing": _always(False),
         "get_arch_list": list,

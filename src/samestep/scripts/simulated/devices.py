@@ -65,7 +65,7 @@ def _patches(registry: DeviceRegistry, mode: TorchFunctionMode) -> list[Patch]:
         *_autocast(),
         _checkpointing(),
         *scattering(),
-        *_distributed(mode),
+        *_distributed(registry, mode),
         Patch(torch, "Stream", cuda.SimulatedStream),
         Patch(torch, "Event", cuda.SimulatedEvent),
     ]
@@ -339,7 +339,7 @@ def _autocast() -> list[Patch]:
     ]
 
 
-def _distributed(mode: TorchFunctionMode) -> list[Patch]:
+def _distributed(registry: DeviceRegistry, mode: TorchFunctionMode) -> list[Patch]:
     """Distributed tensors name the device of their mesh where torch has turned modes off."""
 
     def with_mode(inner: Callable[..., Any]) -> Callable[..., Any]:
@@ -350,9 +350,18 @@ def _distributed(mode: TorchFunctionMode) -> list[Patch]:
 
         return run
 
+    def marking(inner: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        @functools.wraps(inner)
+        def run(tensor: Tensor, *args: Any, **options: Any) -> Tensor:
+            return mark(inner(tensor, *args, **options), registry.where(tensor))
+
+        return run
+
     def of_tensors(module: Any) -> list[Patch]:
         dispatcher, tail = module.DTensor._op_dispatcher, "_dispatch_fast_path_python_tail"
         patches = [Patch(module.DTensor, "from_local", staticmethod(with_mode(module.DTensor.from_local)))]
+        for name in ("to_local", "full_tensor"):  # where the distributed tensor is
+            patches.append(Patch(module.DTensor, name, marking(getattr(module.DTensor, name))))
         if found := getattr(dispatcher, tail, None):
             patches.append(Patch(dispatcher, tail, with_mode(found)))
         return patches

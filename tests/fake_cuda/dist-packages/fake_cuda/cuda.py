@@ -40,6 +40,8 @@ def prepare() -> None:
     names._CudaStreamBase, names._CudaEventBase = _StreamBase, _EventBase
     names._CudaDeviceProperties = Properties
     names._CUDAGraph, names._graph_pool_handle = _NoGraph, _NoGraph
+    names._cuda_CUDAAllocator_AllocatorState = _NoGraph  # torch.compile's graphs import these two
+    names._set_cached_tensors_enabled = lambda enabled: None
     for name, function in {
         "init": _initialize,
         "getDeviceCount": _device_count,
