@@ -116,17 +116,6 @@ def test_the_readme_s_example_prints_the_same_on_one_device_and_on_two(released,
     assert (done.returncode, done.stdout) == (0, alone), done.stderr
 
 
-def test_a_script_of_distributed_data_parallel_has_the_bits_of_four_devices_on_one_and_two(released, tmp_path):
-    script = (ROOT / "examples" / "ddp.py", "--samples", 256, "--epochs", 2)
-    options = ("run", "--logical-devices", 4, "--devices")
-    one, two = (
-        samestep(*options, devices, *script, cwd=tmp_path, command=released.command) for devices in ("cpu:1", "cpu:2")
-    )
-    assert "epoch 2: loss" in one.stdout, one.stderr
-    assert "processes 4" in one.stdout
-    assert (two.returncode, two.stdout) == (0, one.stdout), two.stderr
-
-
 def test_verify_and_explain_run(released, tmp_path):
     script = ("--samples", 128, "--epochs", 1)
     words = ("verify", "--logical-devices", 2, "--devices", "cpu:1,cpu:2", "--steps", 2, ROOT / "examples" / "ddp.py")

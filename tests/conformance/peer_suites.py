@@ -45,8 +45,6 @@ SUITES = (
         tuple(f"accelerate.test_utils.scripts.{name}" for name in ("test_ops", "test_script", "test_sync")),
         "accelerate",
         (2,),
-        least=3,
-        is_short=True,
     ),
 )
 

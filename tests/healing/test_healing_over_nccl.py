@@ -96,6 +96,7 @@ FEW = {
 }
 
 
+@pytest.mark.timeout(900)
 def test_deaths_leave_no_trace_in_the_bits(tmp_path):
     alone = [{**kind, "devices": 1, **more} for kind in (KINDS[0], KINDS[3]) for more in (RARELY, {})]
     few = [{"devices": 3, "messages": True, "seconds": 0.5, **told} for told in FEW.values()]
