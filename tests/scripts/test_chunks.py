@@ -92,7 +92,7 @@ def test_a_sparse_input_is_refused_in_a_sentence(sparse):
         already_cut([((sparse,), {})])
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Scores:
     logits: Any
     loss: Any = None
