@@ -106,7 +106,7 @@ def on_one(tmp_path_factory):
     return look_up
 
 
-@pytest.mark.parametrize("devices", [2, _slow(3), _slow(4)])
+@pytest.mark.parametrize("devices", [2, _slow(4)])
 @pytest.mark.parametrize("name", [_slow(name) if name in LONGER else name for name in SCRIPTS])
 def test_four_ranks_print_and_save_the_same_on_any_number_of_devices(on_one, name, devices):
     folder, (printed, saved) = on_one(name)

@@ -22,6 +22,7 @@ def test_every_option_can_be_read_whole_at_80_columns(words, capsys, monkeypatch
     code, said = said_by(capsys, monkeypatch, *words, "--help")
     assert code == 0
     assert max(map(len, said.out.splitlines())) <= 80
+    assert "<bool>" not in said.out, "a flag stands without a type"
     shown = said.out.replace(",", " ").split()
     options = [name for option in COMMANDS[words].params for name in (*option.opts, *option.secondary_opts)]
     assert [name for name in options if name.startswith("--") and name not in shown] == []
@@ -51,11 +52,6 @@ def test_the_options_of_a_long_help_lie_in_panels(words, capsys, monkeypatch):
     first = next(number for number, line in enumerate(lines) if line.startswith("╭─ Options"))
     general = {line.split()[1] for line in lines[first : lines.index(f"╰{'─' * 78}╯", first)] if line[2:4] == "--"}
     assert general <= {"--json", "--help"}
-
-
-@pytest.mark.parametrize("words", [(), ("ledger",), *COMMANDS], ids=" ".join)
-def test_a_flag_stands_without_a_type(words, capsys, monkeypatch):
-    assert "<bool>" not in said_by(capsys, monkeypatch, *words, "--help")[1].out
 
 
 def offered(capsys, monkeypatch, *words):

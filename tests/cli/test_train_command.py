@@ -1,6 +1,5 @@
 """`samestep train`, as a user types it: the same digest on every number of devices, and sentences for mistakes."""
 
-import gzip
 import json
 import shutil
 import sys
@@ -38,7 +37,7 @@ def tables(tmp_path_factory):
 
 
 def test_lenet_on_real_images_gives_one_digest_on_all_numbers_of_devices(shared_data, tmp_path):
-    words = ("--data", shared_data / "fashion-mnist", "--num-microbatches", 4, "--max-steps", 20)
+    words = ("--data", shared_data / "fashion-mnist", "--num-microbatches", 4, "--max-steps", 8)
     done = [samestep("train", "lenet", *words, "--devices", f"cpu:{count}", cwd=tmp_path) for count in (1, 3)]
     assert len({*map(digest_of, done)}) == 1
 
@@ -71,9 +70,6 @@ def test_a_copy_with_another_layer_has_its_own_digest_the_same_on_any_devices(ta
     found = [digest_of(samestep("run", "--devices", f"cpu:{count}", *words, cwd=tmp_path)) for count in (1, 3)]
     assert found[0] == found[1] != alone[1]
     assert len(list((tmp_path / "runs").glob("my_mlp-*"))) == 2
-    run = next((tmp_path / "runs").glob("my_mlp-*"))
-    replayed = samestep("replay", run, "--step", 2, cwd=tmp_path)
-    assert replayed.returncode == 0, replayed.stderr
 
 
 def test_a_run_leaves_its_folder_and_says_where_and_another_seed_gives_another_digest(tables, tmp_path, alone):
@@ -95,17 +91,13 @@ def test_a_run_leaves_its_folder_and_says_where_and_another_seed_gives_another_d
     assert "run      here" in done.stdout
 
 
-def test_every_strategy_ends_with_the_digest_of_one_device_and_goes_on_from_another(tables, tmp_path, alone):
+def test_a_sharded_run_goes_on_on_one_device_and_ends_with_its_digest(tables, tmp_path, alone):
     words = ("mlp", "--data", tables, "--run-dir", "run")
     first = samestep("train", *words, "--epochs", 1, "--devices", "cpu:2", "--strategy", "sharded", cwd=tmp_path)
     digest_of(first)
     ended = samestep("train", *words, "--epochs", 2, "--devices", "cpu:1", "--resume", "run", cwd=tmp_path)
     assert "resumed from" in ended.stdout
     assert digest_of(ended) == alone[1]
-    audited = samestep("audit", "run", "--all", "--json", cwd=tmp_path)
-    assert audited.returncode == 0, audited.stdout + audited.stderr
-    exported = samestep("export", "run", "weights.safetensors", cwd=tmp_path)
-    assert exported.returncode == 0, exported.stderr
 
 
 def test_auto_takes_up_the_newest_run_that_did_not_end_and_begins_a_new_one_after_that(tables, tmp_path, alone):
@@ -124,11 +116,10 @@ def test_auto_takes_up_the_newest_run_that_did_not_end_and_begins_a_new_one_afte
     assert len(list((tmp_path / "runs").iterdir())) == 3
 
 
-@pytest.mark.parametrize("words", [("--seed", 4), ("--lr", 0.5)], ids=["seed", "rate"])
-def test_a_changed_contract_is_listed_once_and_changes_nothing(tables, tmp_path, alone, words):
+def test_a_changed_contract_is_listed_once_and_changes_nothing(tables, tmp_path, alone):
     shutil.copytree(alone[0], tmp_path / "a")
     before = (tmp_path / "a" / "ledger.jsonl").read_bytes()
-    done = samestep("train", "mlp", "--data", tables, "--epochs", 3, "--resume", "a", *words, cwd=tmp_path)
+    done = samestep("train", "mlp", "--data", tables, "--epochs", 3, "--resume", "a", "--lr", 0.5, cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr.count("these decide the bits:") == 1
     assert "Traceback" not in done.stderr
@@ -164,12 +155,8 @@ def test_a_mistake_gets_one_sentence_before_anything_starts(args, sentence, tmp_
 @pytest.mark.parametrize(
     ("args", "sentence"),
     [
-        (["lenet", "--num-microbatches", "0"], "argument --num-microbatches: got 0; it must be 1 or more"),
         (["lenet", "--num-microbatches", "2", "--devices", "cpu:3"], "use num_microbatches=3 or more"),
-        (["lenet", "--precision", "8-bit"], "argument --precision: invalid choice: '8-bit'"),
-        (["lenet", "--lr", "-1"], "argument --lr: got -1; it must be above 0"),
         (["lenet", "--seed", "x"], "argument --seed: got x; it must be a whole number, 0 or more"),
-        (["lenet", "--device", "cpu:2"], "unrecognized arguments: --device cpu:2"),
         (["lenet", "--data", "nowhere"], "got --data nowhere; needed: digits, or a folder of IDX files"),
         (["gpt", "--data", "nothing.txt"], "nothing.txt"),
         (["lenet", "--resume", "nope"], "nope is not there; resume (--resume) takes a run's folder"),
@@ -191,23 +178,6 @@ def one_sentence(done, *words):
         assert done.stderr.count(word) == 1, done.stderr
 
 
-def write_images(folder, labels):
-    """A pair of IDX files of 20 images."""
-    folder.mkdir()
-    sizes = b"".join(n.to_bytes(4, "big") for n in (20, 28, 28))
-    (folder / "train-images-idx3-ubyte").write_bytes(b"\x00\x00\x08\x03" + sizes + bytes(20 * 28 * 28))
-    with gzip.open(folder / "train-labels-idx1-ubyte.gz", "wb") as file:
-        file.write(b"\x00\x00\x08\x01" + (20).to_bytes(4, "big") + labels)
-    return folder
-
-
-def test_damaged_images_get_one_sentence_from_two_workers(tmp_path):
-    folder = write_images(tmp_path / "data", labels=bytes([11] * 20))
-    done = samestep("train", "lenet", "--data", folder, "--devices", "cpu:2", "--run-dir", "r", cwd=tmp_path)
-    one_sentence(done, "label 11")
-    assert not (tmp_path / "r" / "ledger.jsonl").exists()
-
-
 def test_a_loss_that_is_not_finite_names_step_microbatch_and_samples(tables, tmp_path):
     done = samestep("train", "mlp", "--data", tables, "--lr", "1e30", "--run-dir", "r", cwd=tmp_path)
     one_sentence(done, ": not finite: the loss of microbatch 0 (", "set max_grad_norm")
@@ -216,13 +186,6 @@ def test_a_loss_that_is_not_finite_names_step_microbatch_and_samples(tables, tmp
     assert len(set(ids)) == len(ids) > 0
     assert all(0 <= number < 160 for number in ids), "of the 160 to train on"
     assert [step["step"] for step in entries(tmp_path / "r")[0]] == [1]
-
-
-def test_a_run_folder_that_is_taken_is_left_alone(tables, tmp_path, alone):
-    before = (alone[0] / "ledger.jsonl").read_bytes()
-    done = samestep("train", "mlp", "--data", tables, "--epochs", 1, "--run-dir", alone[0], cwd=tmp_path)
-    one_sentence(done, "already holds a run")
-    assert (alone[0] / "ledger.jsonl").read_bytes() == before
 
 
 def test_a_folder_with_other_things_is_left_alone(tables, tmp_path):

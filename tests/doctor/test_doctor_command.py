@@ -103,7 +103,7 @@ def test_two_nodes_are_checked_and_rank_0_tells_what_is_amiss_on_the_other(tmp_p
     assert "NCCL_IB_DISABLE" not in rows
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_the_child_processes_of_the_checks_too(tmp_path, signum):
     options = {"cwd": tmp_path, "env": variables(), "stderr": subprocess.PIPE, "start_new_session": True, "text": True}
     process = subprocess.Popen([*SAMESTEP, "--devices", "cpu:1"], **options)

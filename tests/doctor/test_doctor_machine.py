@@ -239,16 +239,15 @@ def test_the_table_can_be_read_without_colour(capsys):
     assert lines[-1] == "1 bad: 1 good, 1 note"
 
 
-@pytest.mark.parametrize("width", [80, 120])
-def test_nothing_is_cut_off_on_a_narrow_terminal(width, monkeypatch, tmp_path):
-    monkeypatch.setenv("COLUMNS", str(width))
+def test_nothing_is_cut_off_on_a_narrow_terminal(monkeypatch, tmp_path):
+    monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("FORCE_COLOR", "1")
     with (tmp_path / "out").open("w") as file:
         print_results(RESULTS, file)
     text = (tmp_path / "out").read_text()
     assert "\x1b[" in text
     assert text.count("x") == 100
-    assert max(map(len, re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines())) <= width
+    assert max(map(len, re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines())) <= 80
 
 
 def test_json_says_whether_anything_is_bad():

@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 import zlib
-from pathlib import Path
 
 import pytest
 from cli_commands import samestep
@@ -114,6 +113,32 @@ def test_twin_a_forged_segment_is_found_if_it_is_drawn(run, tmp_path, forgery):
     missed = next(s for s in range(99) if 3 not in [each.number for each in audited(run, 1, seed=s).segments])
     if "a weight" not in forgery and "a moment" not in forgery:
         assert audited(folder, 1, seed=missed).holds
+
+
+def test_twin_a_run_that_was_trained_on_other_data_is_found(tmp_path):
+    record(1, tmp_path / "run", poison=2.0, **OPTIONS)
+    assert not audited(tmp_path / "run").holds
+
+
+FAULT = """
+class Fault(samestep.Hook):
+    def on_step_end(self, trainer, result):
+        if result.step == 3 and os.environ.get("RANK") == "1":
+            os.kill(os.getpid(), 9)
+
+"""
+
+
+def test_a_run_that_was_healed_holds(tmp_path):
+    options = "digest_every=1, checkpoint_steps=2, keep=9, hooks=[Fault()]"
+    text = SCRIPT.replace("with samestep", f"{FAULT}with samestep").replace("digest_every=1", options)
+    (tmp_path / "train.py").write_text(f"import os{text}")
+    (tmp_path / "replayed_parts.py").write_text(PARTS)
+    done = samestep("run", "--devices", "cpu:2", "train.py", "0.1", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert {"death", "heal"} <= {each["event"] for each in read_ledger(tmp_path / "runs" / "a").events}
+    audit = CliRunner().invoke(app, ["audit", str(tmp_path / "runs" / "a"), "--all"])
+    assert audit.exit_code == 0, audit.output
 
 
 def exchanged(lines):
@@ -521,19 +546,6 @@ def test_an_attestation_is_a_statement_of_in_toto_that_fits_the_folder_and_no_ot
     assert same == [True, True, False, False, False]
 
 
-def test_the_code_and_packages_are_recorded_as_the_run_starts_and_compared(tmp_path, monkeypatch):
-    (tmp_path / "train.py").write_text(SCRIPT)
-    (tmp_path / "replayed_parts.py").write_text(PARTS)
-    done = samestep("run", "--devices", "cpu:1", "train.py", "0.1", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    record = json.loads((tmp_path / "runs" / "a" / "run.json").read_text())
-    assert record["code"]["files"].keys() == {"train.py", "replayed_parts.py"}
-    assert record["packages"]["numpy"]
-    (tmp_path / "replayed_parts.py").write_text(PARTS + "\n")
-    other = CliRunner().invoke(app, ["audit", str(tmp_path / "runs" / "a")])
-    assert "replayed_parts.py is not the file that made it" in str(other.exception)
-
-
 def test_a_resumed_run_keeps_the_code_of_each_start_and_all_of_it_is_checked(tmp_path, monkeypatch):
     script = SCRIPT.replace("trainer.fit((x, y), 3)", 'trainer.fit((x, y), int(sys.argv[2]), resume="auto")')
     (tmp_path / "train.py").write_text(script)
@@ -545,6 +557,8 @@ def test_a_resumed_run_keeps_the_code_of_each_start_and_all_of_it_is_checked(tmp
         words = ["python", "train.py", "0.1", str(number)]
         program_of({"command": words, "working_folder": str(tmp_path)}, tmp_path).run()
         records.append(json.loads((folder / "run.json").read_text()))
+    assert records[0]["code"]["files"].keys() == {"train.py", "replayed_parts.py"}
+    assert records[0]["packages"]["numpy"]
     own = [{name: record[name] for name in ("script_sha256", "code")} for record in records]
     assert [record["earlier_starts"] for record in records] == [[], own[:1], own[:1], [own[0], own[2]]]
     assert statement(folder)["predicate"]["program"]["earlier_starts"] == [own[0], own[2]]
@@ -647,11 +661,3 @@ def test_no_import_of_ours_draws_from_the_generators_of_a_run(tmp_path):
     text = "import random, samestep\nrun = samestep.Run(8, 4)\nstate = random.getstate()\nsamestep.Trainer\n"
     done = samestep("-c", f"{text}assert random.getstate() == state\n", cwd=tmp_path, command=(sys.executable,))
     assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.slow
-def test_forged_runs_are_found_and_honest_ones_are_not_doubted():
-    script = Path(__file__).with_name("forged_runs.py")
-    words = [sys.executable, str(script), "--forged", "2", "--honest", "6", "--healed", "1"]
-    done = subprocess.run(words, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr

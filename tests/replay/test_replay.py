@@ -101,15 +101,6 @@ def test_some_steps_of_runs_on_other_numbers_of_devices_too(tmp_path, world_size
     assert_every_step_is_the_same(tmp_path / "run", (1, 8, 12))
 
 
-def test_a_run_without_checkpoints_is_replayed_from_its_beginning(run, tmp_path):
-    folder = copied(run, tmp_path)
-    shutil.rmtree(folder / "checkpoints")
-    found = replayed(folder, 12)
-    assert found.start is None
-    assert found.check.compared == 12
-    assert found.check.same_bits
-
-
 def test_a_damaged_line_is_said_and_not_compared(run, tmp_path):
     folder = copied(run, tmp_path)
     path = folder / "ledger.jsonl"

@@ -60,75 +60,6 @@ for epoch in range(first, 3):
         sys.exit(3)
 dist.destroy_process_group()
 """
-FSDP = """
-import torch, torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_state_dict
-from torch.distributed.fsdp import fully_shard
-from parts import make_model
-
-dist.init_process_group("gloo")
-rank = dist.get_rank()
-torch.manual_seed(0)
-model = make_model()
-for layer in model:
-    fully_shard(layer)
-fully_shard(model)
-optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-data = torch.load("data/x.pt", weights_only=True)
-torch.manual_seed(rank)
-for x in data[rank :: dist.get_world_size()].split(4):
-    optimizer.zero_grad()
-    model(x).square().mean().backward()
-    optimizer.step()
-weights, state = get_state_dict(model, optimizer)
-dcp.save({"model": weights, "optimizer": state}, checkpoint_id="sharded")
-whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-if rank == 0:
-    torch.save(whole, "whole.pt")
-dist.destroy_process_group()
-"""
-ACCELERATE = """
-import torch
-from accelerate import Accelerator
-from accelerate.utils import set_seed
-from torch.utils.data import DataLoader, TensorDataset
-from parts import make_model
-
-accelerator = Accelerator(gradient_accumulation_steps=2)
-set_seed(0)
-model = make_model()
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-loader = DataLoader(TensorDataset(torch.load("data/x.pt", weights_only=True)), batch_size=4, shuffle=True)
-model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-for epoch in range(1):
-    for (x,) in loader:
-        with accelerator.accumulate(model):
-            accelerator.backward(model(x).square().mean())
-            optimizer.step()
-            optimizer.zero_grad()
-    accelerator.save_state("state")
-accelerator.save_model(model, "weights")
-accelerator.end_training()
-"""
-DATA_PARALLEL = """
-import torch
-from torch import nn
-from parts import make_model
-
-torch.manual_seed(0)
-device = "cuda" if torch.cuda.is_available() else "cpu"
-model = nn.DataParallel(make_model().to(device))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-data = torch.load("data/x.pt", weights_only=True)
-for epoch in range(2):
-    for x in data.split(8):
-        optimizer.zero_grad()
-        model(x.to(device)).square().mean().backward()
-        optimizer.step()
-    torch.save({"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}, f"epoch-{epoch}.pth")
-    print(epoch, file=open("log.txt", "a"))
-"""
 PLAIN = """
 import os
 import sys
@@ -267,44 +198,6 @@ def test_a_plain_script_is_audited_too_and_names_what_was_there_before(tmp_path)
         assert said in str(CliRunner().invoke(app, ["audit", str(run), *words]).exception)
     with pytest.raises(AssertionError, match=r"(?s)already holds the run of another script, or one with other options"):
         recorded(tmp_path, lr="0.2")
-
-
-OTHERS = {  # the script, what it writes, and which of these a twin edits
-    "fsdp": (FSDP, {"whole.pt", "sharded/.metadata", "sharded/__0_0.distcp", "sharded/__1_0.distcp"}, "whole.pt"),
-    "accelerate": (
-        ACCELERATE,
-        {"weights/model.safetensors"}
-        | {f"state/{name}" for name in ("model.safetensors", "optimizer.bin")}
-        | {f"state/random_states_{rank}.pkl" for rank in range(2)},
-        "state/optimizer.bin",
-    ),
-    "data parallel": (DATA_PARALLEL, {"epoch-0.pth", "epoch-1.pth", "log.txt"}, "epoch-0.pth"),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", OTHERS)
-def test_scripts_of_other_kinds_are_audited_and_an_edited_file_or_script_is_found(tmp_path, kind):
-    if kind == "accelerate":
-        pytest.importorskip("accelerate")
-    script, files, edited = OTHERS[kind]
-    attest(recorded(prepare(tmp_path, script)))
-    found = audited(tmp_path, *(("--devices", "cpu:2") if kind == "data parallel" else ()))
-    assert (found["holds"], found["files"]) == (True, dict.fromkeys(files)), found
-    assert (found["faults"], found["notes"], found["not_compared"]) == ([], [], [])
-
-    # The twins: a value with the record made good again, and another script.
-    state = torch.load(tmp_path / edited, weights_only=True)
-    tensor = next(leaf for leaf in torch.utils._pytree.tree_leaves(state) if isinstance(leaf, torch.Tensor))
-    tensor.view(-1)[0] += 1e-6
-    torch.save(state, tmp_path / edited)
-    claim(tmp_path, edited)
-    found = audited(tmp_path)
-    assert [name for name, said in found["files"].items() if said is not None] == [edited]
-    assert found["faults"][0].startswith("attestation.json does not fit the folder: subject.")
-    (tmp_path / "train.py").write_text(script.replace("lr=0.1", "lr=0.2"))
-    refused = CliRunner().invoke(app, ["audit", str(tmp_path / "runs/a")])
-    assert "train.py is not the script that made the run" in str(refused.exception)
 
 
 @pytest.mark.slow

@@ -189,13 +189,6 @@ def test_runs_of_one_contract_are_found_to_be_the_same_to_the_bit(tmp_path):
     assert "Same bits for all 60 steps" in printed(*folders, width=300)
 
 
-def test_the_first_step_that_differs_under_equal_contracts_is_a_failure(tmp_path):
-    folders = [make_run(tmp_path / "a"), make_run(tmp_path / "b", MadeRun(differs_from=17))]
-    (comparison,) = make_report(folders).comparisons
-    assert comparison.finding.verdict == "fails"
-    assert "after 17 equal steps: step 18, loss" in comparison.finding.text
-
-
 def test_other_bits_under_another_contract_are_no_failure_and_the_field_is_named(tmp_path):
     folders = [make_run(tmp_path / "a"), make_run(tmp_path / "b", MadeRun(seed=1))]
     (comparison,) = make_report(folders).comparisons
@@ -250,7 +243,7 @@ def test_nan_and_infinite_losses_are_gaps_and_are_named(tmp_path):
     assert figure_of(folder).axes
 
 
-@pytest.mark.parametrize("steps", [0, 1, 2])
+@pytest.mark.parametrize("steps", [0, 1])
 def test_a_run_of_hardly_any_steps_is_told_whole(tmp_path, steps):
     folder = make_run(tmp_path / "run", MadeRun(steps=steps, epoch_steps=1))
     page = page_of(folder)

@@ -86,12 +86,7 @@ def test_a_long_curve_is_smoothed_and_forgets_a_huge_loss():
     assert math.isnan(line[60])
 
 
-def test_a_very_long_curve_is_thinned_but_keeps_its_last_point():
-    axes = axes_of([(step, 1.0 + step % 2) for step in range(100_001)], [])
-    assert all(len(line.get_xdata()) <= 4_100 and line.get_xdata()[-1] == 100_000 for line in axes.lines)
-
-
-@pytest.mark.parametrize("title", ["$run_1$", r"$\frac{$", "größe · 4²", ""])
+@pytest.mark.parametrize("title", [r"$\frac{$", "größe · 4²"])
 def test_any_title_is_drawn_as_it_is(tmp_path, title):
     draw_losses(tmp_path / "loss.png", [title], series_of(FALLING, []))
     assert imread(tmp_path / "loss.png").shape == (675, 1200, 4)

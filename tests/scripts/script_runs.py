@@ -21,6 +21,7 @@ from reference import ReferenceDataParallel, from_the_left, in_pairs, reference_
 from torch import nn
 from worlds import DEVICE
 
+from samestep.comm.transport import LocalTransport
 from samestep.launcher.job import run_script
 from samestep.patch import Patch, applied
 from samestep.scripts.script_state import ScriptState, num_visible
@@ -58,10 +59,13 @@ class Outcome:
     exit_code: Any = None
 
 
-def run(worlds, n, path, num_microbatches=4, argv=(), *, cwd, seed=None, wrap=None):
-    """Runs a script as `samestep run` does on n processes; its `Outcome` once a process, with that one's chunks."""
+def run(worlds, n, path, num_microbatches=4, argv=(), *, cwd, seed=None, wrap=None, changed=None):
+    """Runs a script as `samestep run` does on n processes; its `Outcome` once a process, with that one's chunks.
+
+    What the processes exchange may be `changed`, see `changes`.
+    """
     Path(cwd).mkdir(parents=True, exist_ok=True)
-    settings = {"num_microbatches": num_microbatches, "num_devices": n, "seed": seed, "wrap": wrap}
+    settings = {"num_microbatches": num_microbatches, "num_devices": n, "seed": seed, "wrap": wrap, "changed": changed}
     outcomes = worlds(n).run(run_single_process, str(path), tuple(argv), str(cwd), settings)
     return [replace(outcomes[0], chunks=outcome.chunks) for outcome in outcomes]
 
@@ -102,11 +106,35 @@ def run_single_process(communicator, path, argv, cwd, settings):
     if not simulated:
         torch.cuda.init()  # before it is looked at what a script leaves changed
         torch.cuda.device_count()
-    with driving(script, cwd) as own:
+    with applied(changes(settings["changed"])), driving(script, cwd) as own:
         if own is None:
             return Outcome("", "", {}, chunks())
         context = patched(own, simulated=simulated, seed=settings["seed"], wrap=settings["wrap"])
         return _run(path, argv, cwd, context, chunks)
+
+
+def changes(name):
+    """Patches of what processes exchange: sums of one's own pieces alone, results that are zeros, small messages."""
+    from samestep.scripts.split_forward import calls, derivatives, pieces, shared_forward
+    from samestep.scripts.workers import serve
+    from samestep.scripts.workers.link import decode
+
+    def own_sums(communicator, items, ranges):
+        local = LocalTransport()
+        alone = replace(communicator, transport=local, control=local)
+        return make_sums(alone, items, (ranges[communicator.rank],))
+
+    def zeros(data):
+        head, tensors = decode(data)
+        return head, [tensor.zero_() for tensor in tensors]
+
+    make_sums = calls.make_sums
+    return {
+        None: [],
+        "own sums": [Patch(derivatives, "make_sums", own_sums), Patch(serve, "make_sums", own_sums)],
+        "zeros": [Patch(shared_forward, "decode", zeros)],
+        "small messages": [Patch(pieces, "BUCKET_BYTES", 64), Patch(calls, "BUCKET_BYTES", 64)],
+    }[name]
 
 
 def run_referenced(communicator, path, argv, cwd, num_microbatches, num_devices, fold):

@@ -17,15 +17,11 @@ ACT = "def act(h):\n    return h * act.gain\n\nact.gain = 1.0\n"
 
 GLOBALS = [
     changing("global float", "out * gain", "gain = 3.0", before="gain = 1.0"),
-    changing("global of a file beside", "out * cfg.temperature", "cfg.temperature = 3.0", before="import cfg", files=CFG),
     changing("global set by a function of its file", "scaled(out)", "cfg.set_temperature(3.0)", before="import cfg\nfrom utils import scaled", files={**CFG, "utils.py": "import cfg\n\ndef scaled(x):\n    return x * cfg.temperature\n"}),
     changing("global of a package", "self.gain(out)", "settings.gain = 3.0", before="from parts import settings\nfrom parts.layers import Gain", init="self.gain = Gain()", files=PACKAGE),
     changing("dict", "out * config['gain']", "config['gain'] = 3.0", before="config = {'gain': 1.0}"),
     changing("nested list", "out * config[0][0]", "config[0][0] = 3.0", before="config = [[1.0]]"),
     changing("dataclass", "out * config.gain", "config.gain = 3.0", before="import dataclasses\n@dataclasses.dataclass\nclass Config:\n    gain: float = 1.0\n\nconfig = Config()"),
-    changing("namespace", "out * config.inner.gain", "config.inner.gain = 3.0", before="from types import SimpleNamespace\nconfig = SimpleNamespace(inner=SimpleNamespace(gain=1.0))"),
-    changing("argparse", "out * args.gain", "args.gain = 3.0", before="import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument('--gain', type=float, default=1)\n" "args = parser.parse_args()"),
-    changing("one list by two names", "out * config[0] * self.config[0]", "config[0] = 3.0", before="config = [1.0]", init="self.config = config"),
     changing("name made of parts", "out * globals()['ga' + 'in']", "gain = 3.0", before="gain = 1.0"),
     changing("module by sys.modules", "out * getattr(sys.modules['cf' + 'g'], 'tempera' + 'ture')", "cfg.temperature = 3.0", before="import sys\nimport cfg", files=CFG),
     changing("main by its name", "out * sys.modules['__main__'].gain * (2.0 if __name__ == '__main__' else 1.0)", "gain = 3.0", before="import sys\ngain = 1.0"),
@@ -33,8 +29,6 @@ GLOBALS = [
     changing("attribute of torch", "out * torch.own_gain", "torch.own_gain = 3.0", before="torch.own_gain = 1.0"),
     changing("sentinel", "out * (3.0 if mode is TUNE else 1.0)", "mode = TUNE", before="TRAIN, TUNE = object(), object()\nmode = TRAIN"),
     changing("module by its id", "out * gains.get(id(self), 1.0)", "gains[id(net)] = 3.0", before="gains = {}", expect=EITHER),
-    changing("context variable", "out * gain.get()", "gain.set(3.0)", before="import contextvars\ngain = contextvars.ContextVar('gain', default=1.0)", expect=EITHER),
-    changing("thread local", "out * own.gain", "own.gain = 3.0", before="import threading\nown = threading.local()\nown.gain = 1.0", expect=EITHER),
     changing("environment variable", "out * float(os.environ.get('GAIN', '1'))", "os.environ['GAIN'] = '3'", before="import os"),
     changing("file that is read", "out * float(Path('gain.txt').read_text())", "Path('gain.txt').write_text('3')", before="from pathlib import Path\nPath('gain.txt').write_text('1')", expect=EITHER),
     changing("current folder", "out * float(open('gain.txt').read())", "os.chdir('other')", before="import os", files={"gain.txt": "1", "other/gain.txt": "3"}, expect=EITHER),
@@ -77,7 +71,6 @@ FUNCTIONS = [
         """,
     ),
     changing("function attribute", "act(out)", "act.gain = 3.0", before=ACT),
-    changing("list as a default", "act(out)", "act.__defaults__[0][0] = 3.0", before="def act(h, k=[1.0]):\n    return h * k[0]"),
     changing("defaults", "act(out)", "act.__defaults__ = (3.0,)", before="def act(h, k=1.0):\n    return h * k"),
     changing("code of a function", "act(out)", "act.__code__ = other.__code__", before="def act(h):\n    return h\n\ndef other(h):\n    return h * 3.0"),
     changing("partial", "self.act(out)", "net.act.keywords['k'] = 3.0", before="import functools\ndef scaled(h, k):\n    return h * k", init="self.act = functools.partial(scaled, k=1.0)"),
@@ -95,21 +88,6 @@ FUNCTIONS = [
         each="if step == 2:\n    table['gain'] = 3.0  # which the cache hides until it is cleared",
     ),
     changing("singledispatch", "out * factor(1)", "factor.register(int, lambda value: 3.0)", before="import functools\n@functools.singledispatch\ndef factor(value):\n    return 1.0"),
-    changing(
-        "registry of a decorator",
-        "out * REGISTRY[-1]()",
-        "register(lambda: 3.0)",
-        before="""
-        REGISTRY = []
-        def register(function):
-            REGISTRY.append(function)
-            return function
-        @register
-        def one():
-            return 1.0
-        """,
-    ),
-    changing("helper of a file patched", "utils.act(out)", "utils.act = lambda h: h * 3.0", before="import utils", files={"utils.py": "def act(h):\n    return h\n"}),
     changing("functional patched", "F.relu(out)", "F.relu = F.gelu"),
     changing("method of an instance", "self.act(out)", "net.act = types.MethodType(lambda self, h: h * 3.0, net)", before="import types", init="self.act = lambda h: h"),
     changing("forward of an instance", "out", "net.forward = lambda x, own=net.forward: own(x) * 3.0", expect=EITHER),
@@ -162,27 +140,9 @@ FUNCTIONS = [
 ]  # fmt: skip
 ATTRIBUTES = [
     changing("class attribute", "out * self.gain", "Net.gain = 3.0", after="Net.gain = 1.0"),
-    changing("attribute of another class", "out * Config.gain", "Config.gain = 3.0", before="class Config:\n    gain = 1.0"),
-    changing("property", "out * self.gain", "Net.gain = property(lambda self: 3.0)", after="Net.gain = 1.0"),
     changing("class of an instance", "out", "net.__class__ = Other", before="class Other(Base):\n    def forward(self, x):\n        return super().forward(x) * 3.0"),
     changing("float of the module", "out * self.gain", "net.gain = 3.0", init="self.gain = 1.0"),
     changing("float of a child", "out * self.inner.gain", "net.inner.gain = 3.0", init="self.inner.gain = 1.0"),
-    Program(
-        "temperature schedule",
-        """
-        class Net(Base):
-            temperature = 1.0
-            def forward(self, x):
-                return torch.softmax(super().forward(x) / self.temperature, 1)
-
-        net = Net()
-        model, optimizer = wrap(net), sgd(net)
-        for step in range(6):
-            net.temperature = 0.7**step  # change
-            learn(model, optimizer)
-        finish(net, temperature=net.temperature)
-        """,
-    ),
     changing("slots", "out * self.config.gain", "net.config.gain = 3.0", before="class Config:\n    __slots__ = ('gain',)", init="self.config = Config()\nself.config.gain = 1.0"),
     changing(
         "enum and nested object",
@@ -192,32 +152,10 @@ ATTRIBUTES = [
         init="self.config = SimpleNamespace(mode=Mode.TRAIN)",
     ),
     changing("modules in a plain list", "out + self.parts[0](x)", "net.parts[0].weight.data.mul_(3.0)", init="self.parts = [nn.Linear(6, 2).requires_grad_(False)]", expect=EITHER),
-    Program(
-        "trained modules in a plain list",
-        """
-        class Net(Base):
-            def __init__(self):
-                super().__init__()
-                self.parts = [nn.Linear(6, 2), nn.Linear(6, 2)]
-            def forward(self, x):
-                return super().forward(x) + sum(part(x) for part in self.parts)
-
-        net = Net()
-        parameters = [*net.parameters(), *net.parts[0].parameters(), *net.parts[1].parameters()]
-        model, optimizer = wrap(net), torch.optim.SGD(parameters, lr=0.1)
-        for step in range(6):
-            learn(model, optimizer)
-        finish(net, *net.parts)
-        """,
-        EITHER,
-    ),
-    changing("functions in a plain list", "self.acts[-1](out)", "net.acts.append(torch.sin)", init="self.acts = [torch.tanh]"),
-    changing("NumPy table of the module", "out * float(self.table[0])", "net.table[:] = 3.0", before="import numpy as np", init="self.table = np.ones(3)"),
     changing("NumPy table of the script", "out * torch.from_numpy(table).to(out)", "table[1] = 3.0", before="import numpy as np\ntable = np.ones(2)"),
     changing("plain tensor changed in place", "out * self.table", "net.table.mul_(3.0)", init="self.table = torch.ones(2)"),
     changing("plain tensor replaced", "out * self.table", "net.table = torch.full((2,), 3.0)", init="self.table = torch.ones(2)"),
     changing("global tensor", "out * table", "table.mul_(3.0)", before="table = torch.ones(2)"),
-    changing("tensor in a dict of an attribute", "out * self.tables['a'][0]", "net.tables['a'][0][1] = 3.0", init="self.tables = {'a': [torch.ones(2)]}"),
     changing(
         "tensor changed by its data",
         "out * self.table",
@@ -225,7 +163,6 @@ ATTRIBUTES = [
         init="self.table = torch.ones(2)",
     ),
     changing("buffer replaced", "out * self.gain", "net.gain = torch.full((1,), 3.0)", init="self.register_buffer('gain', torch.ones(1))"),
-    changing("buffer that is not saved", "out * self.gain", "net.gain.fill_(3.0)", init="self.register_buffer('gain', torch.ones(1), persistent=False)"),
     changing("alias of a parameter", "out + F.linear(x, self.alias) * self.gain", "net.gain = 3.0", init="self.gain, self.alias = 1.0, self.inner.weight.detach()[:2]", expect=EITHER),
     changing("NumPy view of a parameter", "out + float(self.view[0]) * self.gain", "net.gain = 3.0", init="self.gain, self.view = 1.0, self.inner.bias.detach().numpy()", expect=EITHER),
     changing(

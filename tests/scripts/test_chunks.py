@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from samestep.errors import UsageError
 from samestep.scripts.split_forward.chunks import (
@@ -20,6 +21,14 @@ from samestep.scripts.split_forward.chunks import (
     put_together,
     take_apart,
 )
+from samestep.scripts.split_forward.replicas import uninitialized
+
+
+def test_lazy_layers_are_uninitialized_until_their_first_input():
+    module = nn.Sequential(nn.Linear(3, 2), nn.LazyLinear(2))
+    assert uninitialized(module)
+    module(torch.ones(1, 3))
+    assert not uninitialized(module)
 
 
 def cut_all(*args, num_microbatches=4, dim=0, scatter="tensors", **kwargs):
@@ -92,7 +101,7 @@ def test_a_sparse_input_is_refused_in_a_sentence(sparse):
         already_cut([((sparse,), {})])
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Scores:
     logits: Any
     loss: Any = None

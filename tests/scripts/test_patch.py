@@ -39,12 +39,6 @@ def module(name, **entries):
     return made
 
 
-def test_patches_hold_in_the_block_and_not_after_it():
-    with applied([Patch(Owner, "name", "within")]):
-        assert Owner.name == "within"
-    assert Owner.name == "before"
-
-
 def test_what_is_patched_twice_is_put_back_in_reverse_order():
     with applied([Patch(Owner, "name", "first"), Patch(Owner, "name", "second")]):
         assert Owner.name == "second"

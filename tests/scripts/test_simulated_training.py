@@ -37,8 +37,7 @@ def test_loaders_that_pin_memory_work(num_workers):
         assert {x.get_device() for x, _ in batches} == {0}
 
 
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-@pytest.mark.parametrize("old", [False, True])
+@pytest.mark.parametrize(("dtype", "old"), [(None, False), (torch.bfloat16, True)])
 def test_mixed_precision_with_a_scaler_trains(dtype, old):
     with devices():
         torch.manual_seed(0)

@@ -16,7 +16,7 @@ from samestep.tutorial import allreduce, replicate_params, split_and_load
 
 alone = partial(simulated_programs.alone, num_devices=1)
 SIZES = [32, 32, 13, 32, 3]  # an odd batch, and one that leaves the fourth device without a sample
-WORLDS = (1, 2, 3, 4)
+WORLDS = (1, 2, 4)
 
 
 @pytest.mark.parametrize("together", [True, False])
@@ -60,8 +60,9 @@ def test_processes_beyond_the_devices_hold_a_ghost_that_does_not_count(worlds):
     assert [a + b for a, b in zip(results[0]["rows"], results[1]["rows"], strict=True)] == reference["rows"]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "complex64", "int64"])
-@pytest.mark.parametrize("shape", [(), (7,), (130, 70)])
+@pytest.mark.parametrize(
+    ("dtype", "shape"), [("float32", (130, 70)), ("bfloat16", (7,)), ("complex64", (7,)), ("int64", ())]
+)
 def test_a_sum_is_that_of_the_tree(worlds, dtype, shape):
     for num_devices, world_size in ((5, 1), (5, 3), (2, 3)):
         for same in worlds(world_size).run(sum_values, num_devices, dtype, shape):
@@ -70,7 +71,7 @@ def test_a_sum_is_that_of_the_tree(worlds, dtype, shape):
 
 
 def test_before_anything_is_divided_every_process_sums_the_whole_list(worlds):
-    for world_size in (1, 2, 3):
+    for world_size in (1, 3):
         assert worlds(world_size).run(reduce_what_everyone_holds) == [[[111.0, 111.0]] * 3] * world_size
 
 

@@ -31,22 +31,15 @@ from samestep.verify.program_runner import RunSpec
 
 BREAKERS = Path(__file__).resolve().parent / "breakers"
 ROOT = Path(__file__).resolve().parents[2]
-THREE = ("cpu:1", "cpu:2", "cpu:3")
 ROWS = {
     "alone": "alone",
-    "batch_means": "metrics",
     "learning_rate_stepped": "learning_rate",
-    "loss_factor": "loss_factor",
-    "metrics": "metrics",
-    "mixup": "draws",
     "own_mean": "mean_of_means",
     "skipped": "loss_scale",
     "stochastic_depth": "draws",
-    "stream": "stream",
     "tokens": "mean_of_means",
-    "unexchanged": "alone",
 }
-"""Scripts for DistributedDataParallel or with an exchange by hand, and the cause that each has; held to `allclose`."""
+"""Scripts that have a cause in another way than the page's script; held to `allclose`."""
 
 API = {"api_dataset_generator": "own_generator", "api_loss_draws": "own_generator", "api_module_state": "module_state"}
 """Programs that use samestep and still break its promise; held to `bitwise`."""
@@ -59,7 +52,7 @@ TOGETHER = (
 """The breakers that `several.py` can switch on."""
 PAIRS = [
     ("order", "sampler"),  # whose antidotes are at one place
-    *random.Random(2024).sample([(one, other) for one in TOGETHER for other in TOGETHER if one < other], 6),
+    *random.Random(2024).sample([(one, other) for one in TOGETHER for other in TOGETHER if one < other], 4),
 ]
 
 UNEXCHANGED = {
@@ -138,7 +131,6 @@ def test_of_a_gradient_that_is_not_exchanged_the_reason_is_given(verdict_on, way
     assert named(verdict) == {"alone"}
     assert verdict.unexplained is None
     assert verdict.causes[0].evidence.endswith(f"; {UNEXCHANGED[way]}")
-    assert verdict_on(BREAKERS / "unexchanged.py", way, "cured", steps=3).agrees
 
 
 @pytest.mark.parametrize("way", ["blocks", "held", "workers"])
@@ -149,17 +141,15 @@ def test_a_stream_that_is_not_shared_in_turn_is_named_in_all_its_ways(verdict_on
     assert "islice" in verdict.causes[0].advice
 
 
-@pytest.mark.parametrize(
-    ("way", "causes"), [("", "unshared order"), ("subset", "unshared order"), ("alike", "unshared")]
-)
+@pytest.mark.parametrize(("way", "causes"), [("", "unshared order"), ("alike", "unshared")])
 def test_samples_that_each_device_draws_for_itself_are_not_shared_whatever_their_sampler(verdict_on, way, causes):
-    verdict = verdict_on(BREAKERS / "weighted.py", way, steps=3, devices=THREE)
+    verdict = verdict_on(BREAKERS / "weighted.py", way, steps=3)
     assert named(verdict) == set(causes.split())
     assert verdict.unexplained is None
     assert all("[rank::world_size]" in cause.advice for cause in verdict.causes)
 
 
-@pytest.mark.parametrize("name", ["skipped", "stochastic_depth", "stream", "weighted"])
+@pytest.mark.parametrize("name", ["skipped", "stochastic_depth", "stream", "unexchanged", "weighted"])
 def test_the_cure_of_a_breaker_takes_it_away(verdict_on, name):
     assert verdict_on(BREAKERS / f"{name}.py", "cured").agrees
 
@@ -172,16 +162,8 @@ def test_a_program_of_samesteps_own_that_breaks_its_promise_is_told_why(verdict_
     assert verdict.unexplained is None
 
 
-@pytest.mark.parametrize("name", ["clean", "api_clean"])
-def test_a_script_without_a_breaker_raises_no_alarm(verdict_on, name):
-    verdict = verdict_on(BREAKERS / f"{name}.py", steps=4)
-    assert verdict.agrees
-    assert verdict.reached == ("bitwise" if name == "api_clean" else "allclose")
-    assert not verdict.causes
-
-
 @pytest.mark.parametrize(
-    "pair", [*PAIRS[:2], *(pytest.param(pair, marks=pytest.mark.slow) for pair in PAIRS[2:])], ids="-".join
+    "pair", [PAIRS[0], *(pytest.param(pair, marks=pytest.mark.slow) for pair in PAIRS[1:])], ids="-".join
 )
 def test_two_breakers_are_both_named_and_nothing_else(verdict_on, pair):
     verdict = verdict_on(BREAKERS / "several.py", *pair, steps=4)

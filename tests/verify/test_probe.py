@@ -81,11 +81,6 @@ def test_what_is_read_ahead_or_for_an_evaluation_is_not_counted_to_a_step(runner
     assert metric["step"] == 4
 
 
-def test_a_program_that_catches_its_own_failures_ends_after_the_last_step(runner_of, program):
-    recording = runner_of(program, 0).record(RunSpec("cpu:2", 2))
-    assert [line["reason"] for rank in (0, 1) for line in recording.lines("end", rank)] == ["steps", "steps"]
-
-
 LEAVING = """
     import os, torch, samestep
     run = samestep.Run(12, 3, seed=0)
@@ -126,11 +121,6 @@ def test_modules_are_written_down_by_sample_in_the_step_that_is_asked_for(runner
     keys = [set(line["keys"]) for line in lines if line["name"] == "2" and line["direction"] == "backward"]
     assert len(keys) == 2
     assert not keys[0] & keys[1]
-
-
-def test_what_a_program_prints_before_it_gives_up_is_told(runner_of, script):
-    recording = runner_of(script("import sys; print('the data is missing'); sys.exit(3)")).record(RunSpec("cpu:1", 2))
-    assert "the data is missing" in recording.failure
 
 
 @pytest.mark.parametrize(

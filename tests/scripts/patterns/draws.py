@@ -127,6 +127,36 @@ def scatters_lists():
 
 
 @case
+def exact_derivatives():
+    """Of whole numbers, whose sums are exact: first and second derivatives are those of the whole batch in one piece.
+
+    A parameter and an input have no dims, a parameter is not used.
+    """
+
+    def forward(net, x, scale):
+        hidden = (x @ net.weight + net.offset) * scale
+        return hidden * hidden * x[:, :2], (hidden * hidden).sum()
+
+    def derivatives(call):
+        rows, power = call(x, scale)
+        total = (rows * unrelated).sum() + 3 * power.sum()
+        first = torch.autograd.grad(total, leaves, create_graph=True, allow_unused=True)
+        penalty = sum(gradient.square().sum() for gradient in first if gradient is not None)
+        return [total, *first, *torch.autograd.grad(penalty, leaves, allow_unused=True)]
+
+    whole = lambda *shape: torch.randint(-3, 4, shape).double().cuda()  # noqa: E731
+    parts = {name: nn.Parameter(whole(*shape)) for name, shape in (("weight", (4, 2)), ("offset", ()), ("spare", (3,)))}
+    model, found = wrap(Net(forward, **parts)), []
+    for count in (13, 2, 1):
+        x, scale, unrelated = whole(count, 4).requires_grad_(), (whole() + 4).requires_grad_(), whole(count, 2)
+        leaves = [x, scale, *model.parameters()]
+        split, in_one = derivatives(model), derivatives(model.module)
+        assert all(a is b is None or torch.equal(a, b) for a, b in zip(split, in_one, strict=True))
+        found.append([gradient for gradient in split if gradient is not None])
+    return found
+
+
+@case
 def zero_dim_input():
     """A tensor without a dimension among the inputs, which the forward writes to."""
 

@@ -17,16 +17,22 @@ class BadRow(Exception):
 
 
 class Strict(nn.Module):
+    """Leaves something behind on every module that it has, before it may fail: the next chunk finds none of it."""
+
     def __init__(self):
         super().__init__()
-        self.fc = nn.Linear(4, 2)
+        self.fc, self.num_calls, self.scratch = nn.Linear(4, 2), 0, 1
 
     def forward(self, x):
+        self.num_calls += 1
+        self.fc.last, self.extra = x, nn.Identity()
+        self.fc.register_buffer("table", torch.ones(1))
+        del self.scratch
         if (x > 90).any():
             raise BadRow(int(x.argmax()) // 4, "too bright")
         if (x < -90).any():
             raise BadBatch(3)
-        return self.fc(x)
+        return self.fc(x) * self.num_calls
 
 
 class Root(nn.Module):

@@ -59,6 +59,34 @@ def backwards_apart():
 
 
 @case
+def nested_backward():
+    """In a backward a hook runs one more, through the same graph; a weight is used twice, another in some chunks.
+
+    Of whole numbers, whose sums are exact: the two backwards add up in another order than the reference's.
+    """
+
+    def forward(net, x):
+        hidden = x @ net.weight
+        result = hidden.square() @ net.weight
+        if x[0, 0] > 0:
+            result = result + net.sometimes
+
+        def on_gradient(gradient):
+            (slope,) = torch.autograd.grad(hidden, x, torch.ones_like(hidden), retain_graph=True)
+            return gradient + slope
+
+        result.register_hook(on_gradient)
+        return result
+
+    weight, sometimes, x = (torch.randint(-3, 4, shape).double() for shape in ((5, 5), (5,), (13, 5)))
+    model, x = wrap(Net(forward, weight=nn.Parameter(weight), sometimes=nn.Parameter(sometimes))), x.cuda()
+    result = model(x.requires_grad_())
+    result.sum().backward(retain_graph=True)
+    (result * 2).sum().backward()
+    return result, x.grad, [p.grad for p in model.parameters()]
+
+
+@case
 def hooks():
     """On modules inside the wrapper, forward and backward, on the wrapper, on parameters and on outputs."""
     net = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))

@@ -29,19 +29,6 @@ def channels_last():
 
 
 @case
-def default_device():
-    """Everything on the GPU by default, as older detection scripts do at their top."""
-    torch.set_default_device("cuda")
-    try:
-        model = nn.DataParallel(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)))
-        trained = train(model, lambda: (torch.randn(10, 4),))
-        print(trained["loss"].device)
-        return trained
-    finally:
-        torch.set_default_device(None)
-
-
-@case
 def devices_inside():
     """Each chunk believes itself on a device of its own."""
 
@@ -122,34 +109,12 @@ def part_wrap():
 
 
 @case
-def nested_wrap():
-    inner, head = nn.DataParallel(nn.Linear(6, 12)), nn.Linear(12, 1)
-    model = wrap(Net(lambda net, x: net.head(net.body(x).tanh()), body=inner, head=head))
-    return {**train(model, rows(11, 6)), "alone": model.module.body(torch.ones(5, 6).cuda())}
-
-
-@case
 def output_device():
     """The outputs are wanted on the second device, and the targets follow them."""
     model = nn.DataParallel(nn.Linear(3, 2), device_ids=[0, 1, 2, 3], output_device=1).cuda()
     trained = train(model, rows(8, 3), loss_of=lambda out: (out - torch.ones(8, 2).to(out.device)).square().mean())
     print("loss on", trained["loss"].device, "gradient on", model.module.weight.grad.device)
     return trained
-
-
-@case
-def shared_encoder():
-    """One encoder in two wrapped models, and alone."""
-    encoder = nn.Linear(4, 6)
-    first, second = wrap(encoder, nn.ReLU(), nn.Linear(6, 1)), wrap(encoder, nn.Tanh(), nn.Linear(6, 2))
-
-    def loss_of(x):
-        return first(x).square().mean() + second(x).abs().mean() + encoder(x).mean()
-
-    parameters = sorted({*first.parameters(), *second.parameters()}, key=lambda p: p.numel())
-    optimizer = torch.optim.SGD(parameters, lr=0.1)
-    train(nn.Identity(), rows(10, 4), optimizer=optimizer, loss_of=loss_of)
-    return first.state_dict(), second.state_dict()
 
 
 if os.environ.get("SAMESTEP_TEST_DEVICE") != "cuda":  # fake GPUs have no sparse tensors

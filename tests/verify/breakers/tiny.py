@@ -57,8 +57,8 @@ def classifier(*extra):
     return nn.Sequential(nn.Linear(8, 16), *extra, nn.ReLU(), nn.Linear(16, 4))
 
 
-def parallel(model, **options):
-    return DistributedDataParallel(model, **options)
+def parallel(model):
+    return DistributedDataParallel(model)
 
 
 def loader(data, batch_size=None, shuffle=True, **options):
@@ -67,18 +67,16 @@ def loader(data, batch_size=None, shuffle=True, **options):
     return DataLoader(data, batch_size=batch_size or BATCH // world_size(), sampler=sampler, **options)
 
 
-def train(model, batches, optimizer, loss_fn=nn.functional.cross_entropy, epochs=EPOCHS, scheduler=None):
+def train(model, batches, optimizer, loss_fn=nn.functional.cross_entropy):
     """The loop that everybody writes."""
     model.train()
-    for epoch in range(epochs):
+    for epoch in range(EPOCHS):
         if hasattr(batches.sampler, "set_epoch"):
             batches.sampler.set_epoch(epoch)
         for x, y in batches:
             optimizer.zero_grad()
             loss_fn(model(x), y).backward()
             optimizer.step()
-            if scheduler is not None:
-                scheduler.step()
 
 
 def average_gradients(model):
