@@ -103,9 +103,6 @@ class Faults:
             strike_machine(signal.Signals[name], alone=of == "supervisor")
         elif fault["kind"] == "exit":
             os._exit(3)
-        elif fault["kind"] == "sys.exit":
-            sys.exit(1)
-
         elif fault["kind"] == "device":
             raise torch.AcceleratorError(f"CUDA error: something went wrong on rank {self._slot}")
         elif fault["kind"] == "flip":  # a bit of the state
@@ -181,19 +178,6 @@ def put_in_place(faults, model, optimizer):
 
     striking_writes(faults)
     checkpoint_module._fill, BufferMerge.exchange, GradientSum.finish = fill, merge, finish
-
-
-class Log:
-    """A logger of the script's own, in which things go wrong; it is called on rank 0."""
-
-    def __init__(self, faults):
-        self._faults = faults
-
-    def log(self, step, scalars):
-        self._faults.strike("log")
-
-    def close(self):
-        pass
 
 
 class Thaw:
@@ -311,7 +295,6 @@ def main():
         loss,
         hooks=[*thaws, Ends(faults)],
         run_dir=folder,
-        loggers=[Log(faults)],
         digest_every=told.get("digest_every", 1),
         checkpoint_steps=told.get("checkpoint_steps", 3),
         max_grad_norm=1.0,
