@@ -25,7 +25,7 @@ STARTING_TESTS = {  # the command that starts processes is only named by a strin
     "doctor/test_doctor_ranks.py::test_a_rank_that_gets_one_wrong_element_is_named",
     "doctor/test_proof.py::test_a_proof_for_which_the_time_was_too_short_is_none",
     "launcher/test_preloading.py::test_an_early_server_is_taken_once_and_only_with_its_variables_and_else_killed",
-    "simulation/test_simulation.py::test_what_some_seeds_draw_holds[scripts-1]",
+    "simulation/test_simulation.py::test_what_a_seed_draws_holds[scripts]",
     "verify/test_verify.py::test_the_command_prints_the_verdict_as_json_and_fails_on_a_difference",
     "verify/test_verify.py::test_a_script_for_gpus_finds_one_for_each_worker_where_there_is_none",
 }
