@@ -6,7 +6,7 @@ ends; "options" are the step's, "fused" is Adam's, "plain" leaves BatchNorm out,
 for a sum, with "streams" each microbatch has one, "thaws" adds an average of the weights and a hook that evaluates at
 the start and trains the first layer from the second epoch on, "num_workers" fetch samples, "best" is the trainer's;
 "timeout" is that of an exchange, "abort_seconds" that of NCCL's abort. A fault may "skip" so many passages, or strike
-"once", whatever restarts. It leaves a file behind that says where it struck, on the clock that all processes share;
+"once", whatever restarts. It leaves a file behind that says where it struck;
 "pid-SLOT" is there once a worker has taken a step.
 """
 
@@ -94,7 +94,7 @@ class Faults:
             path.write_text(str(os.getpid()))
 
     def _do(self, fault):
-        told = {**fault, "time": time.monotonic(), "at": self.step()}
+        told = {**fault, "at": self.step()}
         (self._folder / f"struck-{self._slot}.json").write_text(json.dumps(told))
         if fault["kind"].startswith("SIG"):
             os.kill(os.getpid(), signal.Signals[fault["kind"]])
@@ -115,8 +115,6 @@ class Faults:
             time.sleep(0.5)
             HeartbeatPage.from_environment()[0].ask_to_stop(signal.SIGTERM)
             raise PeerLostError("the connection broke")
-        elif fault["kind"] == "hang":
-            time.sleep(1000)
         elif fault["kind"] == "spin":
             while True:
                 pass
@@ -273,7 +271,6 @@ def main():
         model[1] = torch.nn.Identity()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01, fused=told.get("fused"))
     put_in_place(faults, model, optimizer)
-    times = []
 
     def loss(model, batch):
         if (
@@ -304,9 +301,6 @@ def main():
     ) as trainer:
         faults.step = lambda: trainer.step.num_steps
         between_steps(trainer, faults)
-        trainer.step.model.register_forward_pre_hook(
-            lambda *_: times.append((len(run.membership.healed), time.monotonic()))
-        )
         samples = Samples(103, faults.strike)
         streams = [
             Subset(samples, range(first, stop)) for first, stop in pairwise((0, 20, 25, 40, 55, 70, 70, 91, 103))
@@ -324,11 +318,7 @@ def main():
             "digest": trainer.digest,
             "history": [[r.train_loss.hex(), r.eval["accuracy"]] for r in trainer.history],
         }
-    firsts = {}
-    for count, when in times:
-        firsts.setdefault(count, when)
-    healed = {number: firsts.get(number) for number in range(1, len(run.membership.healed) + 1)}
-    (folder.parent / f"ended-{slot}.json").write_text(json.dumps({**ended, "healed": healed}))
+    (folder.parent / f"ended-{slot}.json").write_text(json.dumps(ended))
 
 
 if __name__ == "__main__":

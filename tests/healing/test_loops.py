@@ -89,13 +89,12 @@ def sweep(folder, devices, policy=None, kills=(), **told):
 @pytest.mark.parametrize(
     ("devices", "told", "ranks", "counts"),
     [
-        (3, {"kills": [0]}, {0: [0, 0, 0], 2: [1, 1, 1]}, [2, 2, 2]),
         (2, {"kills": [1]}, {0: [0, 0, 0], 1: [1]}, [2, 1, 1]),
         (3, {"kills": [0], "spares": 1}, {0: [0, 0, 0], 2: [1, 1, 1]}, [2, 2, 2]),
         (2, {"kills": [0], "joins": True}, {0: [0, 0, 0], 2: [1, 1, 1]}, [2, 2, 2]),
         (3, {"kills": [1], "late": True}, {0: [0, 0, 0], 1: [1], 2: [2, 1, 1]}, [3, 2, 2]),
     ],
-    ids=["in the first", "in the second", "with a spare", "a replacement goes on", "no replacement in a later run"],
+    ids=["in the second", "with a spare", "a replacement goes on", "no replacement in a later run"],
 )
 def test_a_later_run_of_a_program_is_of_the_workers_that_are_left(swept, tmp_path, devices, told, ranks, counts):
     policy = Policy(replace=True, max_restarts=2) if told.keys() & {"joins", "late"} else None
