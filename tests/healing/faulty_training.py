@@ -38,7 +38,6 @@ from samestep.comm.heartbeat import HEALS, READY_TO_JOIN, HeartbeatPage
 from samestep.comm.shared_memory import SharedTransport
 from samestep.engine.buffers import BufferMerge
 from samestep.engine.gradients import GradientSum
-from samestep.errors import PeerLostError
 from samestep.metrics import accuracy
 from samestep.run.hooks import EMA
 from samestep.run.run import Run
@@ -111,10 +110,6 @@ class Faults:
             self.is_wrong = True
         elif fault["kind"] == "exit 0":
             os._exit(0)
-        elif fault["kind"] == "stop and break":  # the others have what they need for this step, and we have not
-            time.sleep(0.5)
-            HeartbeatPage.from_environment()[0].ask_to_stop(signal.SIGTERM)
-            raise PeerLostError("the connection broke")
         elif fault["kind"] == "spin":
             while True:
                 pass
