@@ -41,8 +41,9 @@ def check(kind, devices, faults, tmp_path, policy=None, start_method=None):
     [
         ("gan", {"rank": 0, "step": 2, "phase": "sent", "kind": "SIGKILL"}),
         ("user's loader", {"rank": 1, "step": 3, "phase": "evaluate", "kind": "exit 0"}),
+        ("checkpoints", {"rank": 0, "step": 1, "phase": "point latest", "kind": "SIGKILL"}),  # the first is complete
     ],
-    ids=["gan", "user's loader"],
+    ids=["gan", "user's loader", "checkpoints"],
 )
 def test_a_loop_of_ones_own_goes_on_with_the_same_bits(kind, fault, tmp_path):
     check(kind, 2, [fault], tmp_path)
