@@ -73,14 +73,14 @@ ON = {"SAMESTEP_PORTABLE": "1"}
 def test_every_starter_and_number_of_devices_gives_the_same_bits_and_other_kernels_others(start, tmp_path):
     expected, said = start(*RUN, "--portable", "--devices", "cpu:1", "train.py", "one")
     assert "NumPy" not in said
-    assert start(*RUN, "--portable", "--devices", "cpu:3", "train.py", "three")[0] == expected
-    assert start(*RUN, "--devices", "cpu:2", "train.py", "two", **ON)[0] == expected
+    assert start(*RUN, "--devices", "cpu:3", "train.py", "three", **ON)[0] == expected
     digest = expected.split()[1]
     for number, words in enumerate([(), TORCHRUN]):
         found, said = start(*words, "train.py", number, **ON)
         assert found.split()[1] == digest
         assert "NumPy was imported before" in said
-    assert start("train.py", "all", **ON, **CAPS) == (expected, start("train.py", "capped", **ON, **CAPS)[1])
+    found, said = start("train.py", "capped", **ON, **CAPS)
+    assert (found, "NumPy" in said) == (expected, False)
     plain, _ = start("train.py", "plain")
     assert start(*RUN, "--no-portable", "--devices", "cpu:2", "train.py", "unportable", **ON)[0] == plain
     assert plain.split()[1] != digest
