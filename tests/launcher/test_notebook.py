@@ -47,6 +47,7 @@ def test_a_closure_runs_in_clean_workers(capsys):
     assert "RANK" not in os.environ
 
 
+@pytest.mark.usefixtures("forks")
 def test_a_rank_0_that_ends_its_process_has_no_result_and_one_that_exits_has_none():
     def leave(how):
         how(0) if os.environ["RANK"] == "0" else None
@@ -57,6 +58,7 @@ def test_a_rank_0_that_ends_its_process_has_no_result_and_one_that_exits_has_non
         launch(leave, (os._exit,), devices="cpu:2")
 
 
+@pytest.mark.usefixtures("forks")
 @pytest.mark.parametrize(
     ("function", "devices", "kind", "message"),
     [
