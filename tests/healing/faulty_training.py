@@ -6,7 +6,7 @@ ends; "options" are the step's, "fused" is Adam's, "plain" leaves BatchNorm out,
 for a sum, with "streams" each microbatch has one, "thaws" adds an average of the weights and a hook that evaluates at
 the start and trains the first layer from the second epoch on, "num_workers" fetch samples, "best" is the trainer's;
 "timeout" is that of an exchange, "abort_seconds" that of NCCL's abort. A fault may "skip" so many passages, or strike
-"once", whatever restarts. It leaves a file behind that says where it struck, on the clock that all processes share;
+"once", whatever restarts. It leaves a file behind that says where it struck;
 "pid-SLOT" is there once a worker has taken a step.
 """
 
@@ -38,7 +38,6 @@ from samestep.comm.heartbeat import HEALS, READY_TO_JOIN, HeartbeatPage
 from samestep.comm.shared_memory import SharedTransport
 from samestep.engine.buffers import BufferMerge
 from samestep.engine.gradients import GradientSum
-from samestep.errors import PeerLostError
 from samestep.metrics import accuracy
 from samestep.run.hooks import EMA
 from samestep.run.run import Run
@@ -94,7 +93,7 @@ class Faults:
             path.write_text(str(os.getpid()))
 
     def _do(self, fault):
-        told = {**fault, "time": time.monotonic(), "at": self.step()}
+        told = {**fault, "at": self.step()}
         (self._folder / f"struck-{self._slot}.json").write_text(json.dumps(told))
         if fault["kind"].startswith("SIG"):
             os.kill(os.getpid(), signal.Signals[fault["kind"]])
@@ -103,9 +102,6 @@ class Faults:
             strike_machine(signal.Signals[name], alone=of == "supervisor")
         elif fault["kind"] == "exit":
             os._exit(3)
-        elif fault["kind"] == "sys.exit":
-            sys.exit(1)
-
         elif fault["kind"] == "device":
             raise torch.AcceleratorError(f"CUDA error: something went wrong on rank {self._slot}")
         elif fault["kind"] == "flip":  # a bit of the state
@@ -114,12 +110,6 @@ class Faults:
             self.is_wrong = True
         elif fault["kind"] == "exit 0":
             os._exit(0)
-        elif fault["kind"] == "stop and break":  # the others have what they need for this step, and we have not
-            time.sleep(0.5)
-            HeartbeatPage.from_environment()[0].ask_to_stop(signal.SIGTERM)
-            raise PeerLostError("the connection broke")
-        elif fault["kind"] == "hang":
-            time.sleep(1000)
         elif fault["kind"] == "spin":
             while True:
                 pass
@@ -181,19 +171,6 @@ def put_in_place(faults, model, optimizer):
 
     striking_writes(faults)
     checkpoint_module._fill, BufferMerge.exchange, GradientSum.finish = fill, merge, finish
-
-
-class Log:
-    """A logger of the script's own, in which things go wrong; it is called on rank 0."""
-
-    def __init__(self, faults):
-        self._faults = faults
-
-    def log(self, step, scalars):
-        self._faults.strike("log")
-
-    def close(self):
-        pass
 
 
 class Thaw:
@@ -289,7 +266,6 @@ def main():
         model[1] = torch.nn.Identity()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01, fused=told.get("fused"))
     put_in_place(faults, model, optimizer)
-    times = []
 
     def loss(model, batch):
         if (
@@ -311,7 +287,6 @@ def main():
         loss,
         hooks=[*thaws, Ends(faults)],
         run_dir=folder,
-        loggers=[Log(faults)],
         digest_every=told.get("digest_every", 1),
         checkpoint_steps=told.get("checkpoint_steps", 3),
         max_grad_norm=1.0,
@@ -321,9 +296,6 @@ def main():
     ) as trainer:
         faults.step = lambda: trainer.step.num_steps
         between_steps(trainer, faults)
-        trainer.step.model.register_forward_pre_hook(
-            lambda *_: times.append((len(run.membership.healed), time.monotonic()))
-        )
         samples = Samples(103, faults.strike)
         streams = [
             Subset(samples, range(first, stop)) for first, stop in pairwise((0, 20, 25, 40, 55, 70, 70, 91, 103))
@@ -341,11 +313,7 @@ def main():
             "digest": trainer.digest,
             "history": [[r.train_loss.hex(), r.eval["accuracy"]] for r in trainer.history],
         }
-    firsts = {}
-    for count, when in times:
-        firsts.setdefault(count, when)
-    healed = {number: firsts.get(number) for number in range(1, len(run.membership.healed) + 1)}
-    (folder.parent / f"ended-{slot}.json").write_text(json.dumps({**ended, "healed": healed}))
+    (folder.parent / f"ended-{slot}.json").write_text(json.dumps(ended))
 
 
 if __name__ == "__main__":

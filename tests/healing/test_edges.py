@@ -15,20 +15,13 @@ from samestep.data.checksums import checksum
 MAIN_FIRST = str(Path(__file__).with_name("main_first_script.py"))
 BEST = {"best": "accuracy", "checkpoint_steps": 4}  # the best is epoch 2 of 3, whose last step has a checkpoint already
 TIMED = ("seconds", "memory/", "checkpoint/", "samples_per_second")
-POINTS = {
-    "the hook at the epoch's end": "epoch end",
-    "before the state is taken": "save",
-    "while a file is written": "write optimizer",
-    "before the checkpoint has its name": "checkpoint",
-    "while the one without the record is replaced": "discard",
-    "before the newest is named": "point latest",
-    "before the best is named": "point best",
-    "the epoch's line of the metrics": "metrics",
-    "the epoch's TensorBoard event": "events",
-    "the loss curve": "draw",
-    "the weights": "weights",
-}
-AT = {"draw": 12, "weights": 12}  # else the end of epoch 2
+CHAINS = [  # where the writing rank dies at the end of the first epoch, its successor at that of the second, and so on
+    ("epoch end", "save", "draw"),  # in the hook; before the state is taken; at the loss curve
+    ("write optimizer", "checkpoint", "weights"),  # while a file is written; before the checkpoint has its name
+    ("metrics", "discard"),  # the epoch's line; while the checkpoint without the record is replaced
+    ("point latest", "point best", "events"),  # before they are named; the epoch's TensorBoard event
+]
+TWICE = ("save", "write optimizer", "checkpoint", "point latest")  # at an epoch's end: first those of the step alone
 
 
 @pytest.fixture(scope="module")
@@ -66,18 +59,15 @@ def events_of(folder):
     return {tag: {event.step: event.value for event in accumulator.Scalars(tag)} for tag in tags}
 
 
-PAIRS = [(point, 2 + index % 2) for index, point in enumerate(POINTS)]  # one rank goes on, or two do
-OTHERS = [pytest.param(point, 5 - devices, marks=pytest.mark.slow) for point, devices in PAIRS]
-
-
-@pytest.mark.parametrize(("point", "devices"), [*PAIRS, *OTHERS])
-def test_what_the_writing_rank_owes_is_written_by_its_successor(train, undisturbed, undisturbed_best, point, devices):
-    phase = POINTS[point]
-    skip = 1 if phase in ("save", "write optimizer", "checkpoint", "point latest") else 0  # that of the step alone
-    fault = {"rank": 0, "step": AT.get(phase, 8), "phase": phase, "kind": "SIGKILL", "skip": skip}
-    told = train(devices, [fault], **BEST)
+@pytest.mark.parametrize("phases", CHAINS)
+def test_what_the_writing_rank_owes_is_written_by_its_successor(train, undisturbed, undisturbed_best, phases):
+    faults = [
+        {"rank": rank, "step": 4 * rank + 4, "phase": phase, "kind": "SIGKILL", "skip": int(phase in TWICE)}
+        for rank, phase in enumerate(phases)
+    ]
+    told = train(1 + len(phases), faults, **BEST)
     assert told.outcome.exit_code == 0, told.outcome.failure
-    assert [struck["phase"] for struck in told.struck] == [phase]
+    assert [(struck["phase"], struck["at"]) for struck in told.struck] == [*zip(phases, (4, 8, 12), strict=False)]
     assert left_by(told.folder / "run") == undisturbed_best
     assert (told.steps, told.digests) == (undisturbed.steps, undisturbed.digests)
     assert [event["event"] for event in told.events][-1] == "end"

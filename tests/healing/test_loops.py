@@ -41,8 +41,9 @@ def check(kind, devices, faults, tmp_path, policy=None, start_method=None):
     [
         ("gan", {"rank": 0, "step": 2, "phase": "sent", "kind": "SIGKILL"}),
         ("user's loader", {"rank": 1, "step": 3, "phase": "evaluate", "kind": "exit 0"}),
+        ("checkpoints", {"rank": 0, "step": 1, "phase": "point latest", "kind": "SIGKILL"}),  # the first is complete
     ],
-    ids=["gan", "user's loader"],
+    ids=["gan", "user's loader", "checkpoints"],
 )
 def test_a_loop_of_ones_own_goes_on_with_the_same_bits(kind, fault, tmp_path):
     check(kind, 2, [fault], tmp_path)
@@ -59,10 +60,9 @@ def test_a_replacement_does_not_train_alone_where_nobody_hands_it_the_state(tmp_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("kind", KINDS)
-def test_any_loop_goes_on_whatever_happens(kind, seed, tmp_path):
-    random_ = random.Random(f"{kind} {seed}")
+def test_any_loop_goes_on_whatever_happens(kind, tmp_path):
+    random_ = random.Random(kind)
     devices = random_.choice((2, 3, 4))
     faults = []
     for rank in random_.sample(range(devices), random_.randint(1, devices - 1)):
@@ -90,13 +90,12 @@ def sweep(folder, devices, policy=None, kills=(), **told):
 @pytest.mark.parametrize(
     ("devices", "told", "ranks", "counts"),
     [
-        (3, {"kills": [0]}, {0: [0, 0, 0], 2: [1, 1, 1]}, [2, 2, 2]),
         (2, {"kills": [1]}, {0: [0, 0, 0], 1: [1]}, [2, 1, 1]),
         (3, {"kills": [0], "spares": 1}, {0: [0, 0, 0], 2: [1, 1, 1]}, [2, 2, 2]),
         (2, {"kills": [0], "joins": True}, {0: [0, 0, 0], 2: [1, 1, 1]}, [2, 2, 2]),
         (3, {"kills": [1], "late": True}, {0: [0, 0, 0], 1: [1], 2: [2, 1, 1]}, [3, 2, 2]),
     ],
-    ids=["in the first", "in the second", "with a spare", "a replacement goes on", "no replacement in a later run"],
+    ids=["in the second", "with a spare", "a replacement goes on", "no replacement in a later run"],
 )
 def test_a_later_run_of_a_program_is_of_the_workers_that_are_left(swept, tmp_path, devices, told, ranks, counts):
     policy = Policy(replace=True, max_restarts=2) if told.keys() & {"joins", "late"} else None

@@ -25,10 +25,8 @@ def test_the_terminal_the_ledger_and_the_report_tell_one_time_of_a_healing(train
     assert event.sentence == f"went on with 1 device without rank 0 after {heal['seconds']:.3g} s"
 
 
-JOINED = {  # what is replaced while it does what, and the options of the run
-    "in a backward": ({}, {}),
+JOINED = {  # where one is replaced, and the options of the run
     "one that evaluated at its start, and a layer is thawed": ({"step": 4}, {"thaws": True}),  # in the second epoch
-    "one that reads its streams": ({"phase": "data"}, {"streams": True}),
     "one that has read its streams": ({"phase": "exchanged"}, {"streams": True}),
 }
 

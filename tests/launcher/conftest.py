@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 from cli_commands import SAMESTEP, start
+from forked_pool import forked_pool
 from marked import SECONDS, Marked, marked
 
 import samestep
+from samestep.launcher.worker_pool import ServerPool
 
 MAIN = Path(samestep.__file__).with_name("__main__.py")
 RUN = (
@@ -60,3 +62,9 @@ def same_descriptors():
     yield
     if before:
         assert set(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.fixture
+def forks(monkeypatch):
+    """Fork servers are forks of this process, which has imported torch."""
+    monkeypatch.setattr(ServerPool, "executed", lambda variables, preload, *_: forked_pool(None, variables, preload))

@@ -48,20 +48,3 @@ def fail_on(rank: int) -> None:
     import time
 
     time.sleep(60)
-
-
-def kill_the_starter() -> int:
-    import signal
-    import time
-
-    from samestep.comm.heartbeat import HeartbeatPage
-
-    found = HeartbeatPage.from_environment()
-    assert found is not None
-    found[0].post(found[1], "script", 0, 0, 0)
-    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    if attempt == 0:
-        if os.environ["RANK"] == "0":
-            os.kill(os.getppid(), signal.SIGKILL)
-        time.sleep(60)
-    return attempt

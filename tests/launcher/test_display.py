@@ -1,11 +1,16 @@
 """What is shown of a run: a bar, lines and messages, and what becomes of lines that cannot be shown."""
 
+import io
 import os
 import pty
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+
+from samestep import text
+from samestep.launcher import monitor
 
 PROGRAM = """
 from samestep.launcher.monitor import Display
@@ -16,9 +21,6 @@ display.close()
 """
 
 EPOCHS = """
-import types
-from samestep.launcher import monitor
-monitor.time = types.SimpleNamespace(monotonic=iter([100, 160, 100 + 3667]).__next__)
 bar = monitor.Display(quiet=False, lines_to="stdout")
 bar.progress(dict(epoch=1, epochs=2, step=3, steps=3))
 bar.progress(dict(epoch=2, epochs=2, step=1, steps=3))
@@ -26,25 +28,27 @@ bar.close()
 """
 
 
+@pytest.fixture
+def at(monkeypatch):
+    """Sets the times at which a display looks at the clock."""
+    return lambda *times: monkeypatch.setattr(monitor, "time", SimpleNamespace(monotonic=iter(times).__next__))
+
+
 def show(quiet=False, stdout_on_terminal=False, program=PROGRAM):
     """What the program writes to a terminal on stderr, and to stdout."""
     terminal, side = pty.openpty()
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", program.format(quiet=quiet)],
-            stdout=side if stdout_on_terminal else subprocess.PIPE,
-            stderr=side,
-            env={**os.environ, "TERM": "xterm", "COLUMNS": "100"},
-            check=True,
-        )
-        os.write(side, b"END")
+    with open(side, "w") as stderr, io.StringIO() as stdout, pytest.MonkeyPatch.context() as patched:
+        patched.setattr(sys, "stderr", stderr)
+        patched.setattr(sys, "stdout", stderr if stdout_on_terminal else stdout)
+        patched.setenv("TERM", "xterm")
+        patched.setenv("COLUMNS", "100")
+        exec(program.format(quiet=quiet), {"monitor": monitor})
+        print("END", end="", file=stderr, flush=True)
         text = b""
         while not text.endswith(b"END"):
             text += os.read(terminal, 65_536)
-    finally:
         os.close(terminal)
-        os.close(side)
-    return text.decode().removesuffix("END"), (done.stdout or b"").decode()
+        return text.decode().removesuffix("END"), stdout.getvalue()
 
 
 def test_the_bar_is_on_the_terminal_and_is_removed_while_lines_go_to_stdout():
@@ -55,21 +59,17 @@ def test_the_bar_is_on_the_terminal_and_is_removed_while_lines_go_to_stdout():
     assert stdout == "a [bold]line[/bold]\n"
 
 
-def test_the_time_that_is_left_is_told_by_the_pace_since_the_first_progress():
-    program = """
-import types
-from samestep.launcher import monitor
-monitor.time = types.SimpleNamespace(monotonic=iter([100, 110, 145, 170]).__next__)
-lines = monitor.Display(quiet=False, lines_to="stdout")
-lines.progress(dict(epoch=1, epochs=2, step=10, steps=100))
-lines.progress(dict(epoch=1, epochs=2, step=60, steps=100, loss=0.5))
-lines.progress(dict(epoch=3, epochs=None, step=70, steps=100))
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stderr == "epoch 1, step 60 of 100, loss 0.5, 0:01:38 left\n"
+def test_the_time_that_is_left_is_told_by_the_pace_since_the_first_progress(at, capsys):
+    at(100, 110, 145, 170)
+    lines = monitor.Display(quiet=False, lines_to="stdout")
+    lines.progress({"epoch": 1, "epochs": 2, "step": 10, "steps": 100})
+    lines.progress({"epoch": 1, "epochs": 2, "step": 60, "steps": 100, "loss": 0.5})
+    lines.progress({"epoch": 3, "epochs": None, "step": 70, "steps": 100})
+    assert capsys.readouterr().err == "epoch 1, step 60 of 100, loss 0.5, 0:01:38 left\n"
 
 
-def test_the_clock_goes_on_after_an_epoch():
+def test_the_clock_goes_on_after_an_epoch(at):
+    at(100, 160, 100 + 3667)
     terminal, _ = show(program=EPOCHS)
     first, second = terminal.split("epoch 2/2")[0], terminal.split("epoch 2/2", 1)[1]
     assert "0:01:00" in first
@@ -87,11 +87,9 @@ def test_a_quiet_run_shows_nothing():
     assert show(quiet=True) == ("", "")
 
 
-def test_without_a_terminal_there_is_no_bar():
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM.format(quiet=False)], capture_output=True, text=True, check=True
-    )
-    assert (done.stdout, done.stderr) == ("a [bold]line[/bold]\n", "")
+def test_without_a_terminal_there_is_no_bar(capsys):
+    exec(PROGRAM.format(quiet=False))
+    assert capsys.readouterr() == ("a [bold]line[/bold]\n", "")
 
 
 def test_an_end_by_steps_has_no_number_of_epochs():
@@ -141,7 +139,6 @@ def test_a_bar_whose_terminal_is_closed_is_no_error():
 
 
 def test_letters_that_a_stream_lacks_are_escaped():
-    program = "import sys\nfrom samestep.text import show\nshow('b\u2026', sys.stdout)"
-    variables = {**os.environ, "PYTHONIOENCODING": "ascii"}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=variables)
-    assert done.stdout == "b\\u2026\n"
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    text.show("b\u2026", stream)
+    assert stream.buffer.getvalue() == b"b\\u2026\n"

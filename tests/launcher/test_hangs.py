@@ -260,8 +260,10 @@ run.print("done", len(pauses))
 """
 
 
-@pytest.mark.parametrize("kind", ["own loop", "sharded", "end of fit", "main first"])
-@pytest.mark.parametrize("launcher", ["samestep", "torchrun"])
+@pytest.mark.parametrize(
+    ("launcher", "kind"),
+    [("samestep", "main first"), ("samestep", "own loop"), ("samestep", "sharded"), ("torchrun", "end of fit")],
+)
 def test_rank_0_may_use_files_for_longer_than_the_timeouts(starter, launcher, kind):
     starter.script("slow_disk.py", SMALL_TRAINING + SLOW_DISK)
     if launcher == "samestep":

@@ -28,11 +28,6 @@ def test_an_importable_function_runs_in_clean_workers(capsys):
     assert capsys.readouterr() == ("printed by rank 0\n", "")
 
 
-def test_an_importable_function_runs_in_spawned_workers():
-    result = launch(steps.give_tensor, devices="cpu:1", start_method="spawn")
-    assert torch.equal(result, torch.arange(3))
-
-
 def test_a_closure_runs_in_clean_workers(capsys):
     captured = torch.ones(2)
 
@@ -52,6 +47,7 @@ def test_a_closure_runs_in_clean_workers(capsys):
     assert "RANK" not in os.environ
 
 
+@pytest.mark.usefixtures("forks")
 def test_a_rank_0_that_ends_its_process_has_no_result_and_one_that_exits_has_none():
     def leave(how):
         how(0) if os.environ["RANK"] == "0" else None
@@ -62,6 +58,7 @@ def test_a_rank_0_that_ends_its_process_has_no_result_and_one_that_exits_has_non
         launch(leave, (os._exit,), devices="cpu:2")
 
 
+@pytest.mark.usefixtures("forks")
 @pytest.mark.parametrize(
     ("function", "devices", "kind", "message"),
     [
@@ -80,8 +77,7 @@ def test_what_fails_or_cannot_be_is_raised_here(function, devices, kind, message
         launch(function, devices=devices)
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_a_closure_is_sent_to_workers_with_copies_of_what_it_uses(method):
+def test_a_closure_is_sent_to_spawned_workers_with_copies_of_what_it_uses():
     captured = torch.ones(2)
 
     def total(scale):
@@ -89,7 +85,7 @@ def test_a_closure_is_sent_to_workers_with_copies_of_what_it_uses(method):
         return captured, os.getppid() != here
 
     here = os.getpid()
-    result, is_child_of_another = launch(total, (3.0,), devices="cpu:1", start_method=method)
+    result, is_child_of_another = launch(total, (3.0,), devices="cpu:1", start_method="spawn")
     assert (result.tolist(), captured.tolist(), is_child_of_another) == ([3.0, 3.0], [1.0, 1.0], True)
 
 

@@ -73,14 +73,14 @@ ON = {"SAMESTEP_PORTABLE": "1"}
 def test_every_starter_and_number_of_devices_gives_the_same_bits_and_other_kernels_others(start, tmp_path):
     expected, said = start(*RUN, "--portable", "--devices", "cpu:1", "train.py", "one")
     assert "NumPy" not in said
-    assert start(*RUN, "--portable", "--devices", "cpu:3", "train.py", "three")[0] == expected
-    assert start(*RUN, "--devices", "cpu:2", "train.py", "two", **ON)[0] == expected
+    assert start(*RUN, "--devices", "cpu:3", "train.py", "three", **ON)[0] == expected
     digest = expected.split()[1]
     for number, words in enumerate([(), TORCHRUN]):
         found, said = start(*words, "train.py", number, **ON)
         assert found.split()[1] == digest
         assert "NumPy was imported before" in said
-    assert start("train.py", "all", **ON, **CAPS) == (expected, start("train.py", "capped", **ON, **CAPS)[1])
+    found, said = start("train.py", "capped", **ON, **CAPS)
+    assert (found, "NumPy" in said) == (expected, False)
     plain, _ = start("train.py", "plain")
     assert start(*RUN, "--no-portable", "--devices", "cpu:2", "train.py", "unportable", **ON)[0] == plain
     assert plain.split()[1] != digest
@@ -134,10 +134,10 @@ def test_a_cpu_without_such_kernels_trains_by_its_own_and_a_line_says_so(monkeyp
 def test_the_digest_of_the_documentation_is_that_of_this_machine(start, tmp_path):
     page = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text()
     shown = re.findall(r"^samestep (train lenet .*?) +# digest +(\w+)…$", page, re.MULTILINE)
-    assert len(shown) == 2
-    for number, (words, digest) in enumerate(shown):
-        start("-m", "samestep", *words.split(), "--run-dir", str(number))
-        assert end_of(tmp_path / str(number)).startswith(digest)
+    (_, other), (words, digest) = shown  # on one device and on three, as recipes in tests/engine/test_invariance.py
+    assert other == digest
+    start("-m", "samestep", *words.split(), "--run-dir", "run")
+    assert end_of(tmp_path / "run").startswith(digest)
 
 
 def test_code_for_this_cpu_is_refused(start, tmp_path):

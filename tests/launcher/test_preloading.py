@@ -154,7 +154,7 @@ main()
     [
         (["run", "--devices", "cpu:2"], ["before typer"], 0),
         (["run", "--devices", "cpu:2", "--num_threads", "2"], ["with typer"], 0),
-        (["run", "--devices", "cpu:2", "--start-method=spawn"], ["with typer"], 0),
+        (["run", "--devices", "cpu:1", "--start-method=spawn"], ["with typer"], 0),
         (["run", "--devices", "none"], ["before typer", "samestep: error: cannot read 'none' as devices;"], 2),
         (["run", "--help"], [], 0),
         (["verify", "--devices", "none"], [], 2),

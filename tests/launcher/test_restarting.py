@@ -4,14 +4,14 @@ import os
 import signal
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 
 from samestep.comm.environment import read_settings
-from samestep.devices.selection import select
 from samestep.errors import DataError
-from samestep.launcher.job import Job, Policy
-from samestep.launcher.supervisor import supervise
+from samestep.launcher.job import Policy
+from samestep.launcher.worker_states import Failure, Restarts
 
 sys.path.insert(0, os.path.dirname(__file__))
 from members import is_down_to, run_members, wait_until
@@ -43,64 +43,51 @@ def test_when_the_restarts_are_used_up_the_run_fails(tmp_path):
     assert (outcome.exit_code, names(outcome).count("restart")) == (5, 1)
 
 
-def crash(signum):
-    os.kill(os.getpid(), signum)
-
-
-def fail(_):
-    raise RuntimeError("it went wrong")
-
-
-@pytest.mark.parametrize(
-    ("end", "cause", "code"),
-    [(crash, "SIGSEGV", 128 + signal.SIGSEGV), (os._exit, "exit code 11", 11), (fail, "RuntimeError", 1)],
-    ids=["signal", "exit", "exception"],
-)
-def test_what_befalls_the_same_step_of_two_attempts_alike_is_not_tried_a_third_time(tmp_path, end, cause, code):
+def test_what_befalls_the_same_step_of_two_attempts_alike_is_not_tried_a_third_time(tmp_path):
     def play(member):
         member.do(17)
-        end(signal.SIGSEGV)
+        os.kill(os.getpid(), signal.SIGSEGV)
 
     outcome = run_members(tmp_path, play, "cpu:1", Policy(max_restarts=5))
-    assert (outcome.exit_code, names(outcome).count("restart")) == (code, 1)
+    assert (outcome.exit_code, names(outcome).count("restart")) == (128 + signal.SIGSEGV, 1)
     assert outcome.failure.splitlines()[-1] == (
-        f"two attempts in turn have ended in step 17 by {cause}: that is no accident, and is not tried again, although "
+        "two attempts in turn have ended in step 17 by SIGSEGV: that is no accident, and is not tried again, although "
         "4 of 5 restarts are left; when its cause is fixed: start the script again from what it last saved"
     )
 
 
+LAST = Failure(0, 0, "CPU worker 0", "exit code 5", "forward", 17)
+
+
 @pytest.mark.parametrize(
-    "play",
+    ("ended_by", "is_tried"),
     [
-        lambda member: (member.do(17 + member.attempt), os._exit(5)),
-        lambda member: (member.do(17), os._exit(5 + member.attempt)),
-        lambda member: (member.do(0, "script"), os._exit(5)),
+        ((LAST, "no such thing"), False),
+        ((replace(LAST, device="CPU worker 1", rank=1), "no such thing"), False),
+        ((LAST, "another thing"), True),
+        ((replace(LAST, step=18), "no such thing"), True),
+        ((replace(LAST, cause="RuntimeError"), "no such thing"), True),
+        (None, True),
     ],
-    ids=["another step", "another end", "no step known"],
 )
-def test_attempts_that_end_otherwise_are_tried_as_often_as_allowed(tmp_path, play):
-    outcome = run_members(tmp_path, play, "cpu:1", Policy(max_restarts=2))
-    assert names(outcome).count("restart") == 2
-    assert "in turn" not in outcome.failure
+def test_attempts_that_end_otherwise_are_tried_as_often_as_allowed(ended_by, is_tried):
+    restarts = Restarts(2)
+    assert restarts.use_one_after((LAST, "no such thing"))
+    assert restarts.use_one_after(ended_by) is is_tried
+    assert bool(restarts.refusal) is not is_tried
 
 
-@pytest.mark.slow
-def test_those_that_are_too_few_start_again_too(tmp_path):
-    def play(member):
-        if member.attempt == 0 and member.slot == 1:
-            os._exit(3)
-        return member.attempt if member.attempt else member.work_until(is_down_to(1))
-
-    outcome = run_members(tmp_path, play, "cpu:3", Policy(min_devices=3, max_restarts=1))
-    assert (outcome.exit_code, outcome.result) == (0, 1)
+def test_attempts_in_which_no_step_is_known_do_not_end_alike():
+    restarts, ended_by = Restarts(2), (replace(LAST, step=0, phase="script"), "")
+    assert [restarts.use_one_after(ended_by) for _ in range(3)] == [True, True, False]
+    assert not restarts.refusal
 
 
-@pytest.mark.parametrize("heal", [True, False])
-def test_a_mistake_of_the_users_is_not_tried_again(tmp_path, heal):
+def test_a_mistake_of_the_users_is_not_tried_again(tmp_path):
     def play(member):
         raise DataError("no such column")
 
-    outcome = run_members(tmp_path, play, "cpu:2", Policy(heal=heal, max_restarts=3))
+    outcome = run_members(tmp_path, play, "cpu:2", Policy(max_restarts=3))
     assert (outcome.exit_code, outcome.failure.splitlines()[0]) == (1, "no such column")
     assert "restart" not in names(outcome)
 
@@ -113,13 +100,6 @@ def test_logs_go_on_where_the_earlier_attempt_ended(tmp_path):
 
     run_members(tmp_path, play, "cpu:2", Policy(max_restarts=1), log_dir=tmp_path / "logs")
     assert (tmp_path / "logs" / "rank-1.log").read_text() == "attempt 0\nattempt 1\n"
-
-
-@pytest.mark.slow
-def test_a_starter_that_was_killed_is_started_again_with_its_workers(monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", os.path.dirname(__file__))
-    outcome = supervise(Job("function", "steps:kill_the_starter", policy=Policy(max_restarts=1)), select("cpu:2"))
-    assert (outcome.exit_code, outcome.result) == (0, 1)
 
 
 def replace_one(member):

@@ -1,7 +1,6 @@
 """`supervise` from Python: results, lines, errors of functions."""
 
 import math
-import os
 import time
 from dataclasses import asdict
 
@@ -13,15 +12,9 @@ from samestep.launcher.job import Job
 from samestep.launcher.monitor import Display
 from samestep.launcher.supervisor import supervise
 
-pytestmark = pytest.mark.usefixtures("same_descriptors")
+pytestmark = pytest.mark.usefixtures("same_descriptors", "forks")
 
 
-@pytest.fixture
-def _steps_importable(monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", os.path.dirname(__file__))
-
-
-@pytest.mark.usefixtures("_steps_importable")
 @pytest.mark.parametrize("lines_to", [pytest.param("stdout", marks=pytest.mark.slow), "stderr"])
 def test_a_function_gives_rank_0s_json_and_its_lines_are_printed(capsys, lines_to):
     job = Job("function", "steps:report", kwargs={"values": [1, 2]}, lines_to=lines_to)
@@ -37,6 +30,8 @@ def test_a_function_gives_rank_0s_json_and_its_lines_are_printed(capsys, lines_t
 @pytest.fixture
 def _slow_display(monkeypatch):
     """A supervisor that takes its time for a line, as on a busy machine."""
+    import samestep.runs.run_log  # noqa: F401 - each worker would import it anew
+
     line = Display.line
 
     def show(display, text):
@@ -46,7 +41,7 @@ def _slow_display(monkeypatch):
     monkeypatch.setattr(Display, "line", show)
 
 
-@pytest.mark.usefixtures("_steps_importable", "_slow_display")
+@pytest.mark.usefixtures("_slow_display")
 @pytest.mark.parametrize("relay", [False, True], ids=["inherited", "relayed"])
 def test_lines_and_what_rank_0_prints_are_in_the_order_of_the_calls(capfd, relay):
     job = Job("function", "steps:print_between_lines", kwargs={"count": 20}, relay=relay)
@@ -54,7 +49,7 @@ def test_lines_and_what_rank_0_prints_are_in_the_order_of_the_calls(capfd, relay
     assert capfd.readouterr().out.split() == [str(number) for number in range(40)]
 
 
-@pytest.mark.usefixtures("_steps_importable", "_slow_display")
+@pytest.mark.usefixtures("_slow_display")
 def test_twin_lines_that_are_not_waited_for_come_late(capfd, monkeypatch):
     monkeypatch.setenv("STEPS_DO_NOT_WAIT", "1")
     job = Job("function", "steps:print_between_lines", kwargs={"count": 20})
@@ -62,7 +57,6 @@ def test_twin_lines_that_are_not_waited_for_come_late(capfd, monkeypatch):
     assert capfd.readouterr().out.split() != [str(number) for number in range(40)]
 
 
-@pytest.mark.usefixtures("_steps_importable")
 @pytest.mark.parametrize(
     ("target", "code", "said"),
     [

@@ -136,6 +136,7 @@ class Machines:
         """
         folder = self.folder / f"machine-{len(self.started)}"
         folder.mkdir()
+        (folder / "err").touch()
         if unread:
             os.mkfifo(folder / "out")
             self.unread = os.open(folder / "out", os.O_RDONLY | os.O_NONBLOCK)
@@ -204,7 +205,7 @@ def _lead_or_follow(job, devices, meeting):
     try:
         outcome = run_on_machines(job, select_devices(f"cpu:{devices}"), meeting)
     except SamestepError as error:
-        outcome = Outcome(2, failure=str(error))
+        outcome = Outcome(error.exit_code, failure=str(error))
     if outcome.failure is not None:
         print(f"samestep: error: {outcome.failure}", file=sys.stderr)
     return outcome.exit_code
@@ -257,35 +258,20 @@ def machines_in(tmp_path):
 
 @dataclass
 class Networks:
-    """Two network namespaces with a cable between them, whose packets can be dropped one way, the other, or both."""
+    """Two network namespaces with a cable between them, which can be cut."""
 
     holders: list  # a process in each
     devices: list
-    hardware: list  # the address of each end
 
     @property
     def files(self):
         return [f"/proc/{holder.pid}/ns/net" for holder in self.holders]
 
-    def cut(self, *ways):
-        """Drops what is sent from these ends on, without a word to anybody: it goes to an address that nobody has."""
-        self._send_to(dict.fromkeys(ways, NOBODY))
-
-    def mend(self):
-        self._send_to({end: self.hardware[1 - end] for end in (0, 1)})
-
-    def slow_down(self, rate):
-        """Whether so much a second goes through at most, each way."""
-        shape = ["root", "tbf", "rate", rate, "burst", "8kb", "latency", "20s"]
-        return all(not inside(holder, "tc", "qdisc", "add", "dev", device, *shape) for holder, device in self._ends())
-
-    def _ends(self):
-        return zip(self.holders, self.devices, strict=True)
-
-    def _send_to(self, addresses):
-        for end, hardware in addresses.items():
-            place = [ADDRESSES[1 - end], "lladdr", hardware, "dev", self.devices[end], "nud", "permanent"]
-            assert inside(self.holders[end], "ip", "neigh", "replace", *place) == 0
+    def cut(self):
+        """Drops what is sent, without a word: it goes to an address at which nothing is."""
+        for end, holder in enumerate(self.holders):
+            place = [ADDRESSES[1 - end], "lladdr", NOBODY, "dev", self.devices[end], "nud", "permanent"]
+            assert inside(holder, "ip", "neigh", "replace", *place) == 0
 
 
 ADDRESSES, NOBODY = ("10.213.79.1", "10.213.79.2"), "02:00:00:00:00:99"
@@ -304,7 +290,7 @@ def two_networks(skip):
         skip("unshare, nsenter or ip is not here")
     holders = [subprocess.Popen(["unshare", "-n", "sleep", "600"], stderr=subprocess.DEVNULL) for _ in range(2)]
     devices = [f"sl{os.getpid() % 100_000}{letter}" for letter in "ab"]
-    made = Networks(holders, devices, [])
+    made = Networks(holders, devices)
     try:
         for _ in range(100):  # until the holders have left this one's network
             links = [os.readlink(path) for path in made.files if os.path.exists(path)]
@@ -321,10 +307,6 @@ def two_networks(skip):
         if any(codes):
             subprocess.run(["ip", "link", "del", devices[0]], capture_output=True)
             skip("this machine lets nobody make network namespaces")
-        for holder, device in made._ends():
-            show = ["nsenter", "-t", str(holder.pid), "-n", "ip", "-o", "link", "show", device]
-            shown = subprocess.run(show, capture_output=True, text=True).stdout
-            made.hardware.append(shown.partition("link/ether ")[2].split()[0])
         yield made
     finally:
         for holder in holders:

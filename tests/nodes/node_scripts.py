@@ -20,49 +20,14 @@ run.print("by nodes", len(between) > 0)
 """
 """Trains with large enough a model for sums to go by nodes, and says whether they did."""
 
-TRAINER = """
-import os, sys, time
-import torch
-import samestep
-
-run = samestep.Run(global_batch_size=32, timeout_seconds=float(os.environ.get("PATIENCE", "600")))
-model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.Dropout(0.1), torch.nn.Linear(64, 1))
-data = torch.randn(320, 8), torch.randn(320, 1)
-pace = float(os.environ.get("PACE", "0"))
-loss = lambda model, batch: (time.sleep(pace), (model(batch[0]) - batch[1]).square().mean())[1]
-optimizer = torch.optim.Adam(model.parameters())
-print("begun", file=sys.stderr)
-with samestep.Trainer(run, model, optimizer, loss, run_dir="mine", checkpoint_steps=5) as trainer:
-    trainer.fit(data, epochs=int(sys.argv[1]), resume="auto")
-    run.print("digest", trainer.digest)
-"""
-"""A script with a Trainer, which goes on from its own newest checkpoint when it is started again."""
-
 ENDS_FIRST = """
 import os, sys, time
 
-time.sleep(2)
 if "FIRST" in os.environ:
     sys.exit(7)
 time.sleep(60)
 """
 """Fails at once on the machine that has the variable; the other one's worker does not notice."""
-
-PARALLEL = """
-import torch
-from torch import nn
-
-torch.manual_seed(0)
-model = nn.DataParallel(nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 1)))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for _ in range(3):
-    loss = (model(torch.randn(16, 8)) - 1).square().mean()
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-print("digest", sum(p.double().sum().item() for p in model.parameters()).hex())
-"""
-"""A script for one process with nn.DataParallel."""
 
 ONCE = """
 import os, sys, time
@@ -131,16 +96,3 @@ if rank == 0:
 dist.destroy_process_group()
 """
 """A script with DistributedDataParallel; it says where its ranks are."""
-
-FAILING = """
-import os, sys, time
-import torch, torch.distributed as dist
-
-dist.init_process_group("gloo")
-total = torch.ones(1)
-dist.all_reduce(total)
-if os.environ["RANK"] == "3":
-    sys.exit(7)
-dist.all_reduce(total)
-"""
-"""A script of torch.distributed; one rank fails once all have met, the others wait for it."""

@@ -8,11 +8,14 @@ from contextlib import suppress
 
 import pytest
 import torch
-from node_scripts import ENDS_FIRST, FAILING, HELPERS, ONCE, PARALLEL, RANKS, SMALL, TRAINER
+from node_scripts import ENDS_FIRST, HELPERS, ONCE, RANKS, SMALL
 
 from samestep.cli.options import NodeOptions, WorkerOptions, chosen_devices, chosen_meeting
 from samestep.comm.environment import torchrun_defaults
+from samestep.devices.selection import select
 from samestep.errors import UsageError
+from samestep.launcher.job import Job
+from samestep.launcher.machines import run_on_machines
 from samestep.launcher.meeting import parse_nodes
 
 PET = {
@@ -22,21 +25,12 @@ PET = {
     "PET_MASTER_ADDR": "job-node-0-0.job",
     "PET_MASTER_PORT": "29400",
 }
-EPOCHS = "60"
+EPOCHS = "30"
 CHECKPOINT = "mine/checkpoints/step-00000010"
 
 
 def given(**options):
     return chosen_meeting(NodeOptions(**options))
-
-
-def alone(nodes, script):
-    """What a script prints in one process, in a folder of its own."""
-    folder = nodes.folder / "alone"
-    folder.mkdir()
-    ended = nodes.end_of(nodes.start_program([sys.executable, script, EPOCHS], folder))
-    assert ended.code == 0, ended.stderr
-    return ended
 
 
 @pytest.mark.parametrize(("text", "numbers"), [("1", (1, 1)), ("2", (2, 2)), ("1:4", (1, 4))])
@@ -172,7 +166,7 @@ def test_a_machine_whose_host_is_not_there_says_so_in_a_sentence(nodes):
     assert error.startswith(f"samestep: error: nothing answered at {nodes.endpoint} in 2 s; check that")
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL])
 def test_a_machine_that_waits_for_the_others_ends_upon_a_signal_and_leaves_no_folder(nodes, signum):
     script = nodes.script(SMALL)
     meeting = ["--master-addr", "localhost", "--master-port", str(nodes.port), "--node-rank", "0"]
@@ -201,17 +195,11 @@ def test_a_script_of_its_own_ranks_that_fails_on_one_machine_ends_both_with_its_
     assert f"the run has ended with exit code 7: see the output of {socket.gethostname()}" in second.stderr
 
 
-@pytest.mark.parametrize("numbered", [False, True])
-def test_the_first_machine_says_what_it_waits_for_and_goes_on_when_the_second_is_there(nodes, numbered):
-    script = nodes.script(SMALL)
-    meeting = ["--rdzv-endpoint", nodes.endpoint]
-    if numbered:
-        meeting = ["--master-addr", "localhost", "--master-port", str(nodes.port)]
-    ranks = [["--node-rank", str(rank)] if numbered else [] for rank in range(2)]
-    commands = [["run", "--nnodes", "2", *meeting, *rank, "--devices", "cpu:1", script] for rank in ranks]
-    first = nodes.start(*commands[0])
+def test_the_first_machine_says_what_it_waits_for_and_goes_on_when_the_second_is_there(nodes):
+    command = ["run", "--nnodes", "2", "--rdzv-endpoint", nodes.endpoint, "--devices", "cpu:1", nodes.script(SMALL)]
+    first = nodes.start(*command)
     wait_until_it_listens(nodes.port)
-    second = nodes.start(*commands[1])
+    second = nodes.start(*command)
     first, second = nodes.end_of(first), nodes.end_of(second)
     assert (first.code, second.code) == (0, 0), first.stderr + second.stderr
     for ended in (first, second):
@@ -219,31 +207,6 @@ def test_the_first_machine_says_what_it_waits_for_and_goes_on_when_the_second_is
         assert told[0] == f"samestep: waiting at {nodes.endpoint} for 2 machines, up to 600 s"
     # Without --node-rank, machines are numbered by address and process id, which may begin again at a low one.
     assert sorted(ended.stdout.count("digest") for ended in (first, second)) == [0, 1]
-
-
-@pytest.mark.slow
-def test_a_recipe_on_two_nodes_ends_in_the_digest_of_one_process(nodes):
-    recipe = ["train", "lenet", "--data", "digits", "--epochs", "1", "--devices"]
-    one = nodes.run(*recipe, "cpu:1", "--run-dir", "one")
-    first, second = nodes.run_all(2, [*recipe, "cpu:2"], ["--run-dir", "many", "--log-dir", "logs"])
-    assert (one.code, first.code, second.code) == (0, 0, 0), first.stderr
-    assert first.digest == one.digest
-    assert second.stdout == ""
-    assert (nodes.folder / "logs" / "rank-3.log").exists()
-    again = nodes.run_all(2, [*recipe, "cpu:1"], ["--run-dir", "many"])
-    assert [ended.code for ended in again] == [2, 2]
-    assert "already holds a run" in again[0].stderr
-
-
-@pytest.mark.slow
-def test_a_single_process_script_is_shared_out_over_nodes_with_the_same_bits(nodes):
-    script = nodes.script(PARALLEL)
-    options = ["--logical-devices", "4", "--seed", "0"]
-    one = nodes.run("run", "--devices", "cpu:1", *options, script)
-    first, second = nodes.run_all(2, ["run"], ["--devices", "cpu:2", *options, script])
-    assert (one.code, first.code, second.code) == (0, 0, 0), first.stderr + second.stderr
-    assert first.digest == one.digest
-    assert second.stdout == ""
 
 
 class Once:
@@ -288,11 +251,10 @@ def test_a_script_that_runs_once_needs_its_files_on_its_own_machine_alone(nodes)
     assert list(once.second.iterdir()) == []
 
 
-@pytest.mark.parametrize("code", [0, 7])
-def test_both_machines_have_the_exit_code_of_a_script_and_the_other_says_where_to_look(nodes, code):
-    first, second = map(nodes.end_of, Once(nodes).start_both(3, f"sys.exit({code})"))
-    assert (first.code, second.code) == (code, code), first.stderr + second.stderr
-    assert (f"the run has ended with exit code {code}: see the output of" in second.stderr) == bool(code)
+def test_both_machines_have_the_exit_code_of_a_script_and_the_other_says_where_to_look(nodes):
+    first, second = map(nodes.end_of, Once(nodes).start_both(3, "sys.exit(7)"))
+    assert (first.code, second.code) == (7, 7), first.stderr + second.stderr
+    assert "the run has ended with exit code 7: see the output of" in second.stderr
     assert "Traceback" not in second.stderr
 
 
@@ -305,10 +267,9 @@ def test_a_process_of_a_script_that_runs_once_is_missed_on_the_other_machine(nod
     assert f"rank {killed} on CPU worker 0 of {socket.gethostname()} was ended by SIGKILL" in ended[0].stderr
 
 
-@pytest.mark.parametrize("stopped", [0, 1])
-def test_a_signal_to_either_machine_ends_both(nodes, stopped):
+def test_a_signal_to_the_machine_that_follows_ends_both(nodes):
     started = Once(nodes).begun(100_000, "time.sleep(0.1)")
-    started[stopped].send_signal(signal.SIGTERM)
+    started[1].send_signal(signal.SIGTERM)
     ended = [nodes.end_of(process) for process in started]
     assert [machine.code for machine in ended] == [143, 143]
 
@@ -327,80 +288,15 @@ def test_logical_devices_are_dealt_to_the_machines_with_the_same_bits(nodes):
 @pytest.mark.parametrize(
     ("nnodes", "logical", "devices", "message"),
     [
-        ("2", "3", "cpu:1", "got --logical-devices 3 and --nnodes 2; needed: one number of machines"),
-        ("1:2", "4", "cpu:1", "got --logical-devices 4 and --nnodes 1:2; needed: one number of machines"),
-        ("2", "4", "cpu:3", "got 4 logical devices and 6 devices; needed: at least one logical device each"),
+        ("2", 3, "cpu:1", "got --logical-devices 3 and --nnodes 2; needed: one number of machines"),
+        ("1:2", 4, "cpu:1", "got --logical-devices 4 and --nnodes 1:2; needed: one number of machines"),
+        ("2", 4, "cpu:3", "got 4 logical devices and 6 devices; needed: at least one logical device each"),
     ],
 )
-def test_logical_devices_that_cannot_be_dealt_to_the_machines_are_refused(nodes, nnodes, logical, devices, message):
-    script = nodes.script(RANKS)
-    meeting = ["--nnodes", nnodes, "--rdzv-endpoint", nodes.endpoint, "--devices", devices]
-    ended = nodes.run("run", *meeting, "--logical-devices", logical, script)
-    assert ended.code == 2
-    assert message in ended.stderr
-
-
-@pytest.mark.slow
-def test_a_rank_that_fails_ends_all_machines_with_its_code(nodes):
-    script = nodes.script(FAILING)
-    first, second = nodes.run_all(2, ["run"], ["--devices", "cpu:2", script])
-    assert (first.code, second.code) == (7, 7), first.stderr + second.stderr
-    assert f"rank 3 on CPU worker 1 of {socket.gethostname()} exited with code 7" in first.stderr
-
-
-@pytest.mark.parametrize(
-    ("killed", "is_numbered"),
-    [
-        pytest.param(1, False, id="rank 1"),
-        pytest.param(0, False, id="rank 0", marks=pytest.mark.slow),
-        pytest.param(1, True, id="rank 1, with numbers", marks=pytest.mark.slow),
-    ],
-)
-def test_a_worker_that_is_killed_is_healed_by_the_workers_of_both_machines(nodes, killed, is_numbered):
-    script = nodes.script(TRAINER)
-    after = ["--devices", "cpu:2", "--log-dir", "logs", script, EPOCHS]
-    if is_numbered:
-        started = nodes.start_all(2, ["run"], after)
-    else:
-        started = [nodes.start("run", "--nnodes", "2", "--rdzv-endpoint", nodes.endpoint, *after) for _ in range(2)]
-    nodes.wait_for(CHECKPOINT)
-    nodes.worker(killed).send_signal(signal.SIGKILL)
-    ended = [nodes.end_of(process) for process in started]
-    assert [machine.code for machine in ended] == [0, 0], ended[0].stderr + ended[1].stderr
-    told = "".join(machine.stdout for machine in ended)
-    assert "resumed from step-" not in told
-    assert f"digest {alone(nodes, script).digest}" in told
-    assert "3 devices go on" in ended[0].stderr + ended[1].stderr
-
-
-def test_a_machine_that_has_gone_is_waited_for_if_the_rest_are_too_few(nodes):
-    script = nodes.script(TRAINER)
-    after = ["--max-restarts", "3", "--devices", "cpu:1", "--rdzv-conf", "join_timeout=6", script, EPOCHS]
-    first, second = nodes.start_all(2, ["run"], after)
-    nodes.wait_for(CHECKPOINT)
-    second.send_signal(signal.SIGKILL)
-    ended = nodes.end_of(first)
-    assert ended.code == 1
-    assert "1 device is left, and --nnodes asks for 2 machines" in ended.stderr
-    assert ended.stderr.count("samestep: all workers start again (1 of 3)") == 1
-    assert f"not all of 2 machines came to {nodes.endpoint} in 6 s" in ended.stderr
-    assert nodes.end_of(second).code == -signal.SIGKILL
-
-
-@pytest.mark.slow
-def test_a_machine_that_comes_back_starts_the_run_again_from_its_checkpoint(nodes):
-    script = nodes.script(TRAINER)
-    after = ["--max-restarts", "1", "--devices", "cpu:1", script, EPOCHS]
-    first, second = nodes.start_all(2, ["run"], after)
-    nodes.wait_for(CHECKPOINT)
-    second.send_signal(signal.SIGKILL)
-    nodes.wait_for_text("err-0", "all workers start again")
-    meeting = ["--nnodes", "2", "--master-addr", "localhost", "--master_port", str(nodes.port), "--node-rank", "1"]
-    again = nodes.start("run", *meeting, *after)
-    ended = nodes.end_of(first)
-    assert (ended.code, nodes.end_of(again).code) == (0, 0), ended.stderr
-    assert "resumed from step-" in ended.stdout
-    assert ended.digest == alone(nodes, script).digest
+def test_logical_devices_that_cannot_be_dealt_to_the_machines_are_refused(nnodes, logical, devices, message):
+    job = Job("script", __file__, logical_devices=logical)
+    with pytest.raises(UsageError, match=message):
+        run_on_machines(job, select(devices), given(nnodes=nnodes, rdzv_endpoint="localhost"))
 
 
 def test_a_recipe_goes_on_by_itself_after_a_worker_of_another_machine_was_killed(nodes):
@@ -413,18 +309,3 @@ def test_a_recipe_goes_on_by_itself_after_a_worker_of_another_machine_was_killed
     ended = [nodes.end_of(process) for process in started]
     assert [node.code for node in ended] == [0, 0], ended[0].stderr + ended[1].stderr
     assert f"digest   {one.digest}" in "".join(node.stdout for node in ended)
-
-
-@pytest.mark.parametrize("asked", [pytest.param([1], marks=pytest.mark.slow), [0, 1]])
-def test_a_signal_to_one_machine_or_all_stops_them_after_a_checkpoint_and_a_later_run_goes_on(nodes, asked):
-    script = nodes.script(TRAINER)
-    started = nodes.start_all(2, ["run"], ["--devices", "cpu:1", script, EPOCHS], PACE="0.02")
-    nodes.wait_for(CHECKPOINT)
-    for number in asked:
-        started[number].send_signal(signal.SIGTERM)
-    first, second = map(nodes.end_of, started)
-    assert (first.code, second.code) == (143, 143), first.stderr + second.stderr
-    assert "stopped after step" in first.stdout
-    assert "samestep: error" not in second.stderr
-    resumed, _ = nodes.run_all(2, ["run"], ["--devices", "cpu:1", script, EPOCHS])
-    assert resumed.digest == alone(nodes, script).digest

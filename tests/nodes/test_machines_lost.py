@@ -3,9 +3,7 @@
 import base64
 import inspect
 import json
-import math
 import os
-import random
 import re
 import signal
 import socket
@@ -14,7 +12,6 @@ from dataclasses import asdict, replace
 from functools import partial
 from select import select as select_ready
 
-import forked_machines
 import psutil
 import pytest
 from forked_machines import ADDRESSES, listens, machines_in, two_networks, wait_until
@@ -23,37 +20,26 @@ from test_loops import SCRIPT as LOOP
 from test_loops import alone
 from worlds import cpu_only
 
-from samestep.comm import connecting, group
-from samestep.comm.environment import read_settings
-from samestep.comm.heartbeat import HEALS, HeartbeatPage
+from samestep.comm import group
 from samestep.comm.wire import Wire
 from samestep.devices.selection import select
 from samestep.launcher import machines as machines_module
-from samestep.launcher.follower import Follower
 from samestep.launcher.job import Job, Policy, assign
-from samestep.launcher.machines import MachinesPool
-from samestep.launcher.meeting import Meeting
+from samestep.launcher.machines import Machine, MachinesPool
 
 pytestmark = cpu_only("the machines have CPU workers")
 
 GONE = "has ended or cannot be reached, and the workers of this one are ended; start the run again"
 WORKER, KILLED, CLOSED, SILENT = "SIGKILL", "machine SIGKILL", "supervisor SIGKILL", "machine SIGSTOP"
-LOST_BY = (WORKER, KILLED, CLOSED, SILENT)
 WORKS_ALONE = {"rank": 0, "step": 3, "phase": "backward", "kind": WORKER}
-PLACES = {  # name: (phase, step, other faults before)
-    "in the first step": ("backward", 0, ()),
-    "forward": ("forward", 5, ()),
-    "backward": ("backward", 5, ()),
-    "exchange": ("exchange", 5, ()),
-    "update": ("update", 5, ()),
-    "files": ("checkpoint", 5, (WORKS_ALONE,)),  # which the first of the ranks that are left writes
-    "evaluation": ("evaluate", 8, ()),
-    "between steps": ("between", 5, ()),
-    "connecting anew": ("reconnect", 3, (WORKS_ALONE,)),
-    "at the end": ("end", 8, ()),
-}
-OF_LOOPS = {"files": "exchanged", "between steps": "data"}  # a loop of one's own has no such place
-WORLDS = ((3, 1), (2, 2), (2, 1), (4, 1))  # machines, and workers of each
+# The place and the kind of the fault, whether the loop is of one's own, machines, workers of each, and the transport.
+# At any instant, and several at once, in tests/simulation.
+CASES = [
+    ("exchange", SILENT, False, (2, 1), "gloo"),
+    ("backward", KILLED, False, (2, 2), "gloo"),
+    pytest.param("update", CLOSED, True, (4, 1), "auto", marks=pytest.mark.slow),
+    pytest.param("checkpoint", WORKER, False, (3, 1), "auto", marks=pytest.mark.slow),
+]
 
 
 @pytest.fixture
@@ -75,32 +61,14 @@ def loop_alone(tmp_path_factory):
     return alone("plain", tmp_path_factory.mktemp("alone"))
 
 
-def cases():
-    """Each place with each way to be lost; the other dimensions in turn."""
-    for row, place in enumerate(PLACES):
-        for column, kind in enumerate(LOST_BY):
-            number = row + column
-            world = WORLDS[number % 4]
-            if PLACES[place][2] and world[0] < 3:
-                world = (3, 1)
-            is_loop = number % 3 == 1 and place not in OF_LOOPS
-            if (place, kind) == ("files", SILENT):
-                continue  # it holds the lock of the folder, see below
-            of_gate = (place, kind) in (("exchange", SILENT), ("backward", KILLED))
-            marks = () if of_gate else (pytest.mark.slow,)
-            transport = "gloo" if number % 2 or of_gate else "auto"
-            words = f"{place}-{kind}-{'loop' if is_loop else 'trainer'}-{world[0]}x{world[1]}-{transport}"
-            yield pytest.param(place, kind, is_loop, world, transport, marks=marks, id=words)
-
-
-@pytest.mark.parametrize(("place", "kind", "is_loop", "world", "transport"), [*cases()])
+@pytest.mark.parametrize(("phase", "kind", "is_loop", "world", "transport"), CASES)
 def test_whatever_is_lost_the_others_end_in_the_bits_of_one_process(
-    machines, undisturbed, loop_alone, place, kind, is_loop, world, transport
+    machines, undisturbed, loop_alone, phase, kind, is_loop, world, transport
 ):
     count, devices = world
-    phase, step, before = PLACES[place]
-    victim = devices if place == "files" else count * devices - 1
-    faults = [*before, {"rank": victim, "step": step, "phase": phase, "kind": kind}]
+    is_written = phase == "checkpoint"  # by the first of the ranks that are left
+    victim = devices if is_written else count * devices - 1
+    faults = [*[WORKS_ALONE] * is_written, {"rank": victim, "step": 5, "phase": phase, "kind": kind}]
     script, told = LOOP if is_loop else SCRIPT, {"folder": str(machines.folder / "run"), "faults": faults}
     if is_loop:
         told["kind"] = "plain"
@@ -137,54 +105,10 @@ def check_end_of(lost, kind):
         assert lost.is_gone()
 
 
-def several_faults(seed):
-    """Faults by chance at up to three of four machines with a worker each; one worker has none."""
-    random_ = random.Random(seed)
-    slots = random_.sample(range(1, 4), random_.randint(1, 3))
-    kinds = {slot: random_.choice(LOST_BY) for slot in slots}
-    if len(slots) < 3 and SILENT not in kinds.values() and random_.random() < 0.5:
-        kinds[0] = WORKER  # else a silent machine may hold the lock of the folder
-    phases = (
-        "data",
-        "forward",
-        "backward",
-        "exchange",
-        "sent",
-        "exchanged",
-        "update",
-        "evaluate",
-        "between",
-        "reconnect",
-    )
-    return [
-        {"rank": slot, "step": random_.choice((0, 3, 3, 4, 7)), "phase": random_.choice(phases), "kind": kind}
-        for slot, kind in kinds.items()
-    ]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(6))
-def test_several_machines_may_be_lost_at_once_or_one_after_another(machines, undisturbed, seed):
-    told = {"folder": str(machines.folder / "run"), "faults": several_faults(seed)}
-    transport = ("gloo", "auto")[seed % 2]
-    started = machines.start_all(4, SCRIPT, told, SAMESTEP_TRANSPORT=transport)
-    assert started[0].wait() == 0, started[0].stderr
-    for machine in started:
-        machine.signal(signal.SIGCONT)
-    left = machines.left_by(started[0])
-    assert (left.digests, left.steps) == (undisturbed.digests, undisturbed.steps)
-    assert not left.has_read_a_checkpoint
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", [KILLED, SILENT])
-@pytest.mark.parametrize("phase", ["join", "forward"])
-def test_a_machine_that_comes_late_may_be_lost_while_it_joins_and_another_one_joins(machines, undisturbed, phase, kind):
-    fault = {"rank": 1, "step": 0, "phase": phase, "kind": kind}
+def test_a_machine_that_comes_late_may_be_lost_and_another_one_joins(machines, undisturbed):
+    fault = {"rank": 1, "step": 0, "phase": "forward", "kind": KILLED}
     told = {"folder": str(machines.folder / "run"), "faults": [fault], "pause": 0.05, "wait_for": 2}
-    if phase == "join":
-        machines.twin = lambda: wrapped(connecting, "reconnect", struck_once)
-        told["faults"], struck_once.kind = [], kind
     soon = {"nnodes": "1:3", "conf": {"last_call_timeout": "0"}, "SAMESTEP_TRANSPORT": "gloo"}
     first = machines.start(SCRIPT, told, **soon)
     wait_until(lambda: (machines.folder / "pid-0").exists(), "it trains")
@@ -193,16 +117,9 @@ def test_a_machine_that_comes_late_may_be_lost_while_it_joins_and_another_one_jo
     third = machines.start(SCRIPT, told, **soon)
     assert (first.wait(), third.wait()) == (0, 0), first.stderr
     assert "a replacement joined" in first.stderr
-    check_end_of(late, kind)
+    check_end_of(late, KILLED)
     left = machines.left_by(first)
     assert (left.digests, left.steps) == (undisturbed.digests, undisturbed.steps)
-
-
-def struck_once(real, *args):
-    """Loses the machine of slot 1 when it connects."""
-    if read_settings().slot == 1:
-        forked_machines.faulty_training.strike_machine(signal.Signals[struck_once.kind.split()[1]], alone=False)
-    return real(*args)
 
 
 SAYS = """
@@ -311,6 +228,20 @@ def test_what_the_other_end_said_last_is_read_although_it_takes_nothing_any_more
     near.close()
 
 
+def test_what_is_said_of_workers_of_an_earlier_attempt_changes_nothing(machines):
+    meeting, job = machines.meeting("2", 0, "", {}), Job("script", __file__)
+    ours, theirs = socket.socketpair()
+    with theirs, MachinesPool(job, select("cpu:1"), meeting, meeting.open_door(), list) as pool:
+        machine = Machine(Wire(ours), running={1})
+        pool.machines.append(machine)
+        pool._attempt = 1
+        for said in ({"exited": 1, "code": 9}, {"broken": "late"}):
+            pool._handle(machine, {**said, "attempt": 0})
+        assert (pool._events, machine.running) == ([], {1})
+        pool._handle(machine, {"exited": 1, "code": 9, "attempt": 1})
+        assert ([event.slot for event in pool._events], machine.running) == ([1], set())
+
+
 @pytest.mark.parametrize("other", ["options", "a name", "devices of another kind of command"])
 def test_a_machine_of_another_run_is_turned_away_in_a_sentence_and_the_right_one_taken(machines, says, other):
     first = machines.start(says, ("2", "0"), "2")
@@ -369,11 +300,13 @@ def test_a_signal_to_a_machine_that_waits_for_others_ends_it_alone(machines, say
     assert [machine.wait() for machine in (first, *others)] == [0, 0, 0], first.stderr
 
 
-def test_a_signal_to_a_machine_that_works_stops_all_after_their_step(machines, undisturbed):
+@pytest.mark.parametrize("asked", [[1], [0, 1]])
+def test_a_signal_to_a_machine_that_works_stops_all_after_their_step(machines, undisturbed, asked):
     told = {"folder": str(machines.folder / "run"), "faults": [], "pause": 0.05, "epochs": 40, "resume": "auto"}
     first, second = machines.start_all(2, SCRIPT, told)
     wait_until(lambda: len(list(machines.folder.glob("pid-*"))) == 2, "both train")
-    second.signal(signal.SIGTERM, [second.pid])
+    for number in asked:
+        machines.started[number].signal(signal.SIGTERM, [machines.started[number].pid])
     assert (first.wait(), second.wait()) == (143, 143), first.stderr + second.stderr
     assert "stopping after this step" in first.stderr
     assert "samestep: error" not in second.stderr
@@ -547,19 +480,19 @@ def test_with_too_few_machines_left_the_run_starts_again_when_another_has_come(m
 
 
 @pytest.mark.parametrize(
-    ("policy", "said"),
+    ("policy", "nnodes", "said"),
     [
-        (Policy(min_devices=2), "1 device is left, and --min-devices asks for 2"),
-        (Policy(heal=False), "rank 1 on CPU worker 0 of {0} was lost: {0} has closed its connection"),
+        (Policy(min_devices=2), None, "1 device is left, and --min-devices asks for 2"),
+        (Policy(heal=False), None, "rank 1 on CPU worker 0 of {0} was lost: {0} has closed its connection"),
+        (Policy(max_restarts=1), "2", "not all of 2 machines came to localhost"),
     ],
-    ids=["--min-devices", "--no-heal"],
+    ids=["--min-devices", "--no-heal", "--nnodes"],
 )
-def test_a_run_that_may_not_go_on_without_a_machine_ends_everywhere(machines, policy, said):
-    fault = {"rank": 2, "step": 3, "phase": "backward", "kind": KILLED}
-    count = 2 + policy.min_devices
-    faults = [{**fault, "rank": rank} for rank in range(1, count - 1)]
+def test_a_run_that_may_not_go_on_without_a_machine_ends_everywhere(machines, policy, nnodes, said):
+    count = 1 + policy.min_devices
+    faults = [{"rank": rank, "step": 3, "phase": "backward", "kind": KILLED} for rank in range(1, count)]
     told = {"folder": str(machines.folder / "run"), "faults": faults}
-    first, *others = machines.start_all(count - 1, SCRIPT, told, policy=policy)
+    first, *others = machines.start_all(count, SCRIPT, told, nnodes, policy=policy, conf={"join_timeout": "6"})
     assert first.wait() == 1
     assert said.format(socket.gethostname()) in first.stderr
     assert [other.wait() for other in others] == [-signal.SIGKILL] * len(faults)
@@ -577,59 +510,16 @@ def test_a_lost_machine_ends_a_script_of_torch_distributed_everywhere(machines):
 
 
 @pytest.mark.slow
-def test_what_workers_of_an_earlier_attempt_sent_late_changes_nothing(machines, says):
-    """The other machine is this test, which speaks the language of machines."""
-    policy = Policy(hang_seconds=1.0, max_restarts=1)
-    first = machines.start(says, ("1", "6"), "2", number=0, policy=policy)
-    wait_until(lambda: listens(machines.port), "the first machine listens")
-    wire = Wire(socket.create_connection(("localhost", machines.port)))
-    job = Job("script", str(says), policy=replace(policy, min_machines=2))
-    wire.send(**machines_module._described(job, select("cpu:1"), machines.meeting("2", 1, "", {})))
-    attempt, lines, ends_at, deadline = 0, [], math.inf, time.monotonic() + 60
-    page = HeartbeatPage.create(2)
-    page.post(1, "forward", 7, HEALS, 0)  # and nothing more: who posts this hangs
-    beat = base64.b64encode(page.read_slot(1)).decode()
-    page.close()
-    while wire.is_open and time.monotonic() < deadline:
-        for message in wire.receive():
-            lines.append(message)
-            if "start" in message:
-                attempt = message["start"]["attempt"]
-                wire.send(exited=1, code=9, attempt=0)  # once in time, once late
-                wire.send(broken="late", attempt=0)
-                wire.send(beats=[[1, beat]], attempt=0)
-                wire.send(pipe="stdout", slot=1, data=beat, attempt=0)
-            elif attempt == 1 and "page" not in message:
-                assert "signal" not in message, "it is taken for hung"
-        if attempt == 1 and first.stdout == "00":
-            ends_at = min(ends_at, time.monotonic() + 4)
-        if time.monotonic() > ends_at:
-            attempt, ends_at = 2, math.inf
-            wire.send(exited=1, code=0, attempt=1)
-        wire.keep_alive(0.5)
-        time.sleep(0.02)
-    assert first.wait() == 0, first.stderr
-    assert lines[-1]["end"] == 0
-    wire.close()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", [KILLED, CLOSED, SILENT])
-def test_without_the_machine_where_all_meet_the_others_end_and_the_run_is_started_again(machines, undisturbed, kind):
-    fault = {"rank": 0, "step": 7, "phase": "backward", "kind": kind, "once": True}
-    told = {"folder": str(machines.folder / "run"), "faults": [fault], "resume": "auto"}
+def test_without_the_machine_where_all_meet_the_others_end_and_it_goes_on_alone_if_it_wakes_up(machines, undisturbed):
+    fault = {"rank": 0, "step": 7, "phase": "backward", "kind": SILENT}
+    told = {"folder": str(machines.folder / "run"), "faults": [fault]}
     first, *others = machines.start_all(3, SCRIPT, told, SAMESTEP_TRANSPORT="gloo")
     for other in others:
         assert other.wait() == 1, other.stderr
         assert GONE in other.stderr
         assert other.is_gone()
-    if kind == SILENT:  # it goes on alone
-        first.signal(signal.SIGCONT)
-        assert first.wait() == 0, first.stderr
-    else:
-        assert first.wait() == -signal.SIGKILL
-        again = machines.start_all(2, SCRIPT, told)
-        assert [machine.wait() for machine in again] == [0, 0], again[0].stderr
+    first.signal(signal.SIGCONT)
+    assert first.wait() == 0, first.stderr
     assert machines.left_by(first).digests == undisturbed.digests
 
 
@@ -639,84 +529,24 @@ def networks():
         yield made
 
 
-def start_in(networks, machines, told, *, number, end=None, **options):
-    """A machine at an end of the cable between two networks: that of its number if it is not told."""
-    machines.host, end = ADDRESSES[0], number if end is None else end
-    gloo = {"GLOO_SOCKET_IFNAME": networks.devices[end], "SAMESTEP_TRANSPORT": "gloo"}
-    return machines.start(SCRIPT, told, number=number, network=networks.files[end], **options, **gloo)
-
-
-def train_in(networks, machines, **more):
-    """Two machines in two networks that train."""
-    told = {"folder": str(machines.folder / "run"), "faults": [], "pause": 0.05, **more}
-    started = [start_in(networks, machines, told, number=number) for number in (0, 1)]
-    wait_until(lambda: len(list(machines.folder.glob("pid-*"))) == 2, "both train")
-    return started
-
-
-CUTS = {"both ways": (0, 1), "to the first machine": (1,), "from the first machine": (0,)}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("ways", CUTS)
-def test_of_two_halves_without_a_network_between_them_the_first_machine_s_goes_on(
-    machines, undisturbed, networks, ways, capsys
-):
-    first, second = train_in(networks, machines)
-    networks.cut(*CUTS[ways])
-    at = time.monotonic()
+def test_of_two_halves_without_a_network_between_them_the_first_machine_s_goes_on(machines, undisturbed, networks):
+    machines.host = ADDRESSES[0]
+    told = {"folder": str(machines.folder / "run"), "faults": [], "pause": 0.05}
+    first, second = (
+        machines.start(SCRIPT, told, number=number, network=file, GLOO_SOCKET_IFNAME=device, SAMESTEP_TRANSPORT="gloo")
+        for number, (file, device) in enumerate(zip(networks.files, networks.devices, strict=True))
+    )
+    wait_until(lambda: len(list(machines.folder.glob("pid-*"))) == 2, "both train")
+    networks.cut()
     assert second.wait() == 1
-    took = time.monotonic() - at
     assert GONE in second.stderr
     assert second.is_gone()
     assert first.wait() == 0, first.stderr
-    with capsys.disabled():
-        print(f"\n{ways}: the half that was cut off ended after {took:.1f} s")
     assert "was lost" in first.stderr
     left = machines.left_by(first)
     assert (left.digests, left.steps) == (undisturbed.digests, undisturbed.steps)
     assert len(left.ended) == 1
-
-
-@pytest.mark.slow
-def test_a_machine_that_was_taken_for_lost_ends_when_the_network_is_there_again_and_may_come_as_a_new_one(
-    machines, undisturbed, networks
-):
-    told = {"folder": str(machines.folder / "run"), "faults": [], "pause": 0.1}
-    first = start_in(networks, machines, told, number=0)
-    patient = start_in(networks, machines, told, number=1, conf={"keep_alive_interval": "100"})
-    wait_until(lambda: len(list(machines.folder.glob("pid-*"))) == 2, "both train")
-    networks.cut(0, 1)
-    wait_until(lambda: "was silent for 3 s" in first.stderr, "the first machine goes on")
-    assert patient.processes()
-    networks.mend()
-    assert patient.wait() == 1
-    assert GONE in patient.stderr
-    assert patient.is_gone()
-    again = start_in(networks, machines, told, number=1)
-    assert (first.wait(), again.wait()) == (0, 0), first.stderr + again.stderr
-    assert "a replacement joined" in first.stderr
-    left = machines.left_by(first)
-    assert (left.digests, left.steps) == (undisturbed.digests, undisturbed.steps)
-
-
-@pytest.mark.slow
-def test_the_files_of_a_run_are_written_on_by_another_machine_when_the_one_that_wrote_them_is_cut_off(
-    machines, undisturbed, networks
-):
-    told = {"folder": str(machines.folder / "run"), "faults": [WORKS_ALONE], "pause": 0.05}
-    ends = (0, 1, 0)  # of the cable, at which the machines are
-    first, second, third = (
-        start_in(networks, machines, told, number=number, end=end, nnodes="1:3") for number, end in enumerate(ends)
-    )
-    wait_until(lambda: "went on after" in first.stderr, "the second machine has rank 0")
-    networks.cut(0, 1)
-    assert second.wait() == 1
-    assert GONE in second.stderr
-    assert (first.wait(), third.wait()) == (0, 0), first.stderr
-    assert first.stderr.count("went on after") == 2
-    left = machines.left_by(first)
-    assert (left.digests, left.steps) == (undisturbed.digests, undisturbed.steps)
 
 
 @pytest.mark.slow
@@ -729,26 +559,10 @@ def test_a_machine_that_is_frozen_while_it_writes_to_the_folder_of_all_ends_the_
     check_end_of(second, SILENT)
 
 
-@pytest.mark.slow
-def test_a_machine_behind_a_slow_network_is_not_lost(machines, undisturbed, networks):
-    if not networks.slow_down("400kbit"):
-        pytest.skip("the kernel slows no network down")
-    first, second = train_in(networks, machines)
-    assert (first.wait(), second.wait()) == (0, 0), first.stderr + second.stderr
-    assert "lost" not in first.stderr
-    assert machines.left_by(first).digests == undisturbed.digests
-
-
 def wrapped(owner, name, around):
     """Replaces a function by `around(the function, its arguments)`."""
     real = getattr(owner, name)
     setattr(owner, name, lambda *args: around(real, *args))
-
-
-def never_lost_leader(real, *args):
-    """A machine that another one leads waits for its words without end."""
-    Meeting.silence_seconds = property(lambda meeting: 1e9)
-    return real(*args)
 
 
 def unread_is_kept(real, pool, machine, text):
@@ -757,21 +571,13 @@ def unread_is_kept(real, pool, machine, text):
     machine.unread.extend(unread)
 
 
-def heard_again(real, pool, machine, message):
-    """What is said of another attempt counts."""
-    real(pool, machine, {**message, "attempt": pool._attempt})
-
-
 silent_in_an_exchange = partial(
     test_whatever_is_lost_the_others_end_in_the_bits_of_one_process,
-    place="exchange",
+    phase="exchange",
     kind=SILENT,
     is_loop=False,
     world=(2, 1),
     transport="gloo",
-)
-leader_is_silent = partial(
-    test_without_the_machine_where_all_meet_the_others_end_and_the_run_is_started_again, kind=SILENT
 )
 TWINS = {
     "gloo's waits without looks": (
@@ -781,24 +587,6 @@ TWINS = {
     "the sockets of a lost machine stay open": (
         lambda: setattr(group, "_shut", lambda inodes: None),
         silent_in_an_exchange,
-    ),
-    "a machine that does not end when the leader is silent": (
-        lambda: wrapped(Follower, "run", never_lost_leader),
-        leader_is_silent,
-    ),
-    "workers start before their page is there": (
-        lambda: wrapped(
-            MachinesPool, "_send_page", lambda real, pool, machine: machine.posted is not None and real(pool, machine)
-        ),
-        silent_in_an_exchange,
-    ),
-    "changes of the page are not sent": (
-        lambda: setattr(MachinesPool, "post", lambda pool, page: None),
-        partial(silent_in_an_exchange, world=(3, 1)),
-    ),
-    "messages of another attempt count": (
-        lambda: wrapped(MachinesPool, "_handle", heard_again),
-        test_what_workers_of_an_earlier_attempt_sent_late_changes_nothing,
     ),
     "two machines with one number": (
         lambda: wrapped(

@@ -5,13 +5,12 @@ import os
 import shutil
 import socket
 import stat
-import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from forked_machines import ADDRESSES, two_networks
 from node_scripts import SMALL
 
 pytestmark = pytest.mark.slow
@@ -151,48 +150,22 @@ def test_tasks_of_srun_on_two_nodes_sum_by_nodes(nodes):
 
 
 @pytest.fixture
-def networks() -> Iterator[list[list[str]]]:
-    """Two connected network namespaces: the command prefixes that run a program in each."""
-    if not all(shutil.which(name) for name in ("unshare", "nsenter", "ip")):
-        pytest.skip("unshare, nsenter or ip is not here")
-    holders = [subprocess.Popen(["unshare", "-n", "sleep", "600"], stderr=subprocess.DEVNULL) for _ in range(2)]
-    inside = [["nsenter", "-t", str(holder.pid), "-n"] for holder in holders]
-    ends = [f"st{os.getpid()}{letter}" for letter in "ab"]
-    commands = [["ip", "link", "add", ends[0], "type", "veth", "peer", "name", ends[1]]]
-    for number, (end, holder, enter) in enumerate(zip(ends, holders, inside, strict=True)):
-        commands += [
-            ["ip", "link", "set", end, "netns", str(holder.pid)],
-            [*enter, "ip", "addr", "add", f"10.213.77.{number + 1}/24", "dev", end],
-            [*enter, "ip", "link", "set", end, "up"],
-            [*enter, "ip", "link", "set", "lo", "up"],
-        ]
-    try:
-        for _ in range(100):  # until the holders have left this one's network
-            links = [os.readlink(f"/proc/{holder.pid}/ns/net") for holder in holders if holder.poll() is None]
-            if len(links) < 2 or len({*links, os.readlink("/proc/self/ns/net")}) == 3:
-                break
-        for command in commands:
-            if subprocess.run(command, capture_output=True).returncode:
-                subprocess.run(["ip", "link", "del", ends[0]], capture_output=True)
-                pytest.skip("this machine lets nobody make network namespaces")
-        yield inside
-    finally:
-        for holder in holders:
-            holder.kill()
-            holder.wait()
+def networks():
+    with two_networks(pytest.skip) as made:
+        yield made
 
 
 def test_nodes_in_two_networks_find_each_other_by_the_interface_between_them(nodes, networks):
     script = nodes.script(SMALL)
-    meeting = ["run", "--nnodes", "2", "--master-addr", "10.213.77.1", "--master-port", str(nodes.port)]
+    meeting = ["run", "--nnodes", "2", "--master-addr", ADDRESSES[0], "--master-port", str(nodes.port)]
     started = [
         nodes.start(
             *meeting,
             *("--node-rank", str(rank), "--devices", "cpu:2", script),
-            prefix=enter,
-            GLOO_SOCKET_IFNAME=f"st{os.getpid()}{'ab'[rank]}",
+            prefix=("nsenter", f"--net={file}"),
+            GLOO_SOCKET_IFNAME=device,
         )
-        for rank, enter in enumerate(networks)
+        for rank, (file, device) in enumerate(zip(networks.files, networks.devices, strict=True))
     ]
     first, second = map(nodes.end_of, started)
     assert (first.code, second.code) == (0, 0), first.stderr + second.stderr

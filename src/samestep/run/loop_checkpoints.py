@@ -49,14 +49,14 @@ def save(
         raise UsageError(f"got {place}, which names one checkpoint; needed: the folder for all of them")
     steps = _listed(step)
     values = _values(contract, steps, loader, rest)
-    values["program"] = {**program, SIGNATURE: signed({**values["contract"], **program})[SIGNATURE]}
+    record = membership.heartbeat.call("files", lambda: signed({**values["contract"], **program}))
+    values["program"] = {**program, SIGNATURE: record[SIGNATURE]}
 
     def check_ours() -> None:
         if list_checkpoints(folder) and not is_ours:
             raise UsageError(f"{folder} holds checkpoints of another run; go on by run.load_checkpoint, or use another")
 
     def write() -> str:
-        check_ours()
         heartbeat = membership.heartbeat
         state = heartbeat.call("checkpoint", lambda: capture(steps, values))
         snapshot = Snapshot(state.step, to_host_copy(whole_tensors(state.files)), state.facts)
@@ -68,13 +68,13 @@ def save(
         if not is_sharded(steps):
             name: str = communicator.share_value(on_main(communicator, write))
             return name
-        # Before any rank writes, as `write` does on rank 0.
-        on_main(communicator, check_ours)
         written = partial(write_sharded, communicator, folder, capture(steps, values), keep, replaces=True)
         return membership.heartbeat.call("files", lambda: attempts(written)).name
 
     # First: what rank 0 writes stands for the states of all.
     Drift(membership, steps).check()
+    # In an operation of its own: writing is repeated after a loss, and would find what it has written.
+    membership.perform(lambda: on_main(membership.communicator, check_ours))
     return folder / membership.perform(attempt)
 
 
