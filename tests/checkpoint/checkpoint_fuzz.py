@@ -194,10 +194,12 @@ def places(value):
 def mutate_tree(draw, tree, names):
     """Changes, in place, one thing or a few in a tree of JSON."""
     for _ in range(draw(st.sampled_from([1, 1, 1, 2, 5]))):
-        if not (found := places(tree)):
+        found = places(tree)
+        numbers = [(above, key) for above, key in found if isinstance(above[key], bool | int | float)]
+        how = draw(st.sampled_from(["counted"] * 3 + ["other", "gone", "copied", "renamed", "wrapped"]))
+        if not (found := numbers if how == "counted" else found):
             return
         (above, key), (other, name) = (draw(st.sampled_from(found)) for _ in range(2))
-        how = draw(st.sampled_from(["other", "other", "gone", "copied", "renamed", "wrapped", "counted"]))
         if how == "other":
             above[key] = draw(values(names))
         elif how == "gone":
@@ -208,7 +210,7 @@ def mutate_tree(draw, tree, names):
             above[draw(st.sampled_from(KEYS))] = above.pop(key)
         elif how == "wrapped":
             above[key] = draw(st.sampled_from(([above[key]], {"$tuple": [above[key]]}, {"$scalar": above[key]})))
-        elif isinstance(above[key], bool | int | float):
+        elif how == "counted":
             above[key] = draw(st.sampled_from((-above[key], above[key] + 1, not above[key], str(above[key]), 2**60)))
 
 
@@ -218,7 +220,7 @@ def mutate(draw, folder):
     data = path.read_bytes()
     size = int.from_bytes(data[:8], "little") if path.suffix == ".safetensors" else None
     text, behind = (data, b"") if size is None else (data[8 : 8 + size], data[8 + size :])
-    how = draw(st.integers(0, 7))
+    how = draw(st.integers(0, 11))
     if how == 0:
         text = draw(st.sampled_from(TEXTS))
     elif how == 1:

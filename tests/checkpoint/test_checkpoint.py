@@ -401,19 +401,6 @@ def test_a_manifest_of_any_size_is_not_read_whole(tmp_path):
     )
 
 
-def test_files_of_other_writers_are_verified_too(tmp_path):
-    path = write_checkpoint(tmp_path, snapshot_of(1))
-    files = json.loads((path / "manifest.json").read_bytes())["files"]
-    (path / "part-0.bin").write_bytes(b"sharded")
-    files["part-0.bin"] = {"size": 7, "sha256": hashlib.sha256(b"sharded").hexdigest()}
-    with_manifest(path, files=dict(sorted(files.items())))
-    assert is_state_of(read_checkpoint(path), 1)
-    flip(path / "part-0.bin", 0)
-    with pytest.raises(CheckpointError, match=r"part-0\.bin is damaged"):
-        read_checkpoint(path)
-    assert "part-0.bin is damaged" in verify_checkpoint(path)
-
-
 def test_older_ones_are_removed_beyond_those_to_keep(tmp_path):
     for step in range(6):
         write_checkpoint(tmp_path, snapshot_of(step), keep=3)
@@ -715,7 +702,7 @@ def test_two_writers_in_one_folder_do_not_harm_each_other(tmp_path, writers):
     assert not [name for name in names_in(apart) if name.startswith(".tmp")]
 
 
-@pytest.mark.parametrize("limit", [0, 100, 10_000, -4, 30_000])
+@pytest.mark.parametrize("limit", [0, -4, 30_000])
 def test_a_file_that_may_not_grow_is_an_error_that_says_what_to_do(tmp_path, writers, limit):
     folder = tmp_path / "checkpoints"
     write_checkpoint(folder, snapshot_of(1))

@@ -151,14 +151,6 @@ def test_a_tensor_of_every_dtype_comes_back_with_all_its_bits(dtype):
     assert is_same(there_and_back(transposed), transposed)
 
 
-@pytest.mark.parametrize("dtype", DENSE, ids=str)
-def test_packed_tensors_are_of_dtypes_that_files_of_tensors_know(dtype, tmp_path):
-    from safetensors.torch import load, save
-
-    tensors = pack(some_tensor(dtype, 3, 4), "a").tensors
-    assert load(save(tensors)).keys() == {"a"}
-
-
 @pytest.mark.parametrize(
     "tensor",
     [
