@@ -164,6 +164,23 @@ SLOW_ON_GPUS = {  # seconds each on fake ones: on GPUs the gate has others of th
         for net in ("hidden", "tied")
     ),
 }
+HOST_FILES = {  # about what the host alone does, in memory of its own: on GPUs their tests would be the same ones again
+    f"{room}/test_{name}.py"
+    for room, names in {
+        "checkpoint": "checkpoint contract contract_diff digest folder lock saving state_packing",
+        "comm": "buckets environment exceptions heartbeat_page nccl_errors sequential",
+        "data": "embedded fetch idx named randomness tables tensors text transfer",
+        "run": "metrics stopping_alone",
+        "runs": "ledger ledger_proof loggers loss_plot runs",
+        "scripts": "output patch script_analysis",
+    }.items()
+    for name in names.split()
+}
+OF_GPUS = {  # in those files
+    "checkpoint/test_digest.py::test_the_kind_of_device_does_not_count",
+    "checkpoint/test_saving.py::test_a_copy_from_a_cuda_device_is_complete_used_again_and_holds_no_pinned_memory",
+    "data/test_transfer.py::test_a_copy_to_cuda_that_does_not_block_arrives_whole_and_comes_back",
+}
 if DEVICE == "cuda":
     SMOKE |= SMOKE_ON_GPUS
 
@@ -171,6 +188,12 @@ if DEVICE == "cuda":
 def name_of(item):
     """The id of a test without the folder of all tests."""
     return item.nodeid.removeprefix("tests/")
+
+
+def is_of_the_other_run(item):
+    """Whether a test is of the run on CPUs alone: it is about the host, or starts programs on fake GPUs by itself."""
+    is_host = name_of(item).partition("::")[0] in HOST_FILES and name_of(item) not in OF_GPUS
+    return is_host or item.get_closest_marker("fake_gpus") is not None
 
 
 def starts_processes(item):
