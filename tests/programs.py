@@ -19,6 +19,7 @@ from samestep.core.microbatches import microbatch_ranges
 from samestep.core.tree import Block, TreeSum, rank_blocks
 from samestep.data.named import image_data, text_data
 from samestep.data.randomness import Generators
+from samestep.engine.losses import Mean
 from samestep.metrics import accuracy, cross_entropy
 from samestep.recipes import gpt, lenet, mlp, simplenet, vgg
 from samestep.run.run import Run
@@ -183,6 +184,13 @@ def train_recipe(communicator, name, options):
         losses += [step(batch).loss.hex() for batch in loader]
     scores = run.evaluate(model, FirstSamples(test, 50), RECIPES[name].METRICS)
     return state_digest(model, step.optimizers[0]), losses, dict(ran), scores
+
+
+def masked_loss(model, batch):
+    """A loss a token, of which most are masked; some microbatches have none left."""
+    scores = model(batch[0])
+    total = functional.cross_entropy(scores, batch[1], ignore_index=-100, reduction="sum")
+    return Mean(total, (batch[1] != -100).sum())
 
 
 def whole_state(step):

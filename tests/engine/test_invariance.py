@@ -5,13 +5,17 @@ one of them over each transport.
 """
 
 import pytest
-from programs import agree, train_recipe, train_small
+import torch
+from programs import agree, masked_loss, small_images, train_recipe, train_small
+from torch import nn
+from torch.nn import functional
 from worlds import in_turns
 
 from samestep.comm import reduction as reduction_module
 from samestep.engine import forward_backward as forward_backward_module
 from samestep.engine import losses as losses_module
 from samestep.engine import microbatch_runner as microbatches_module
+from samestep.run.run import Run
 
 CASES = [
     ("lenet", {"max_grad_norm": 0.5, "optimizer": "adam", "lr": 0.001}),
@@ -48,6 +52,22 @@ def test_unequal_shares_do_not_change_the_bits():
     agree(reference, results)
     steps = len(reference[1])
     assert [sum(result[2].values()) for result in results] == [5 * steps, steps, 2 * steps]
+
+
+def test_microbatches_without_a_valid_token_weigh_nothing():
+    def program(communicator):
+        images, labels = small_images(32)
+        labels[:4] = labels[-4:] = -100  # of the first and the last of eight microbatches
+        run = Run(32, 8, communicator=communicator)
+        model = nn.Linear(64, 10)
+        before = functional.cross_entropy(model(images.flatten(1)[4:-4]), labels[4:-4]).item()
+        step = run.train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), masked_loss)
+        result = step((images.flatten(1), labels))
+        assert result.count == 24
+        assert result.loss == pytest.approx(before, rel=1e-6)  # the same float32 terms in another order
+        return result.loss.hex(), result.grad_norm.hex()
+
+    assert len({*in_turns(1, program), *in_turns(3, program)}) == 1
 
 
 # Twins: each breaks one thing on which the promise rests, and the comparison must notice.

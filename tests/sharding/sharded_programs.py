@@ -3,7 +3,7 @@
 from collections import Counter
 
 import torch
-from programs import bits
+from programs import bits, masked_loss
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -126,7 +126,7 @@ def twice(model, batch):
     return classify(model, batch) + other
 
 
-LOSSES = {"mean": classify, "twice": twice}
+LOSSES = {"mean": classify, "masked": masked_loss, "twice": twice}
 
 
 class Written(nn.Module):
@@ -224,6 +224,7 @@ STRATEGIES = {
 OPTIMIZERS = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),
     "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
+    "foreach": lambda p: torch.optim.Adam(p, lr=1e-2, foreach=True),
     "fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
     "nadam": lambda p: torch.optim.NAdam(p),
     "adafactor": lambda p: torch.optim.Adafactor(p),
@@ -260,10 +261,12 @@ def train(communicator, strategy, options):
     model = MODELS[o["model"]]()
     groups = [{"params": list(model.parameters())[:3], "weight_decay": 0.1}, {"params": list(model.parameters())[3:]}]
     optimizer = OPTIMIZERS[o["optimizer"]](groups)
-    step_options = {k: o[k] for k in ("max_grad_norm", "bucket_bytes", "overlap") if k in o}
+    step_options = {k: o[k] for k in ("max_grad_norm", "precision", "bucket_bytes", "overlap") if k in o}
     loss = by_counts if o["loss"] == "counts" else LOSSES[o["loss"]]
     if o["loss"] == "counts":
         step_options["counts_fn"] = counted
+    if "gamma" in o:
+        step_options["scheduler"] = torch.optim.lr_scheduler.ExponentialLR(optimizer, o["gamma"])
     ran = Counter()
     step_options.update(strategy=STRATEGIES[strategy], observers=[Counting(ran)])
     step = run.train_step(model, optimizer, loss, **step_options)

@@ -9,11 +9,12 @@ from sharded_programs import refused, train
 from samestep.core.tree import TreeSum
 from samestep.engine import sharded_strategy as gradients_module
 
-CASES = [  # beside which tests/simulation draws precisions, losses, optimizers and schedules under each strategy
-    {"num_microbatches": 7, "max_grad_norm": 0.1, "optimizer": "momentum"},
+CASES = [
+    {"num_microbatches": 7, "max_grad_norm": 0.1, "optimizer": "momentum", "precision": "16-mixed"},
     {"model": "fickle", "max_grad_norm": 0.5, "epochs": 1},
-    {"model": "layer normed", "samples": 67, "num_microbatches": 4, "epochs": 1},
+    {"model": "layer normed", "samples": 67, "num_microbatches": 4, "precision": "bf16-mixed", "gamma": 0.9},
     {"model": "layer normed", "num_microbatches": 32, "samples": 33, "loss": "counts", "epochs": 1},
+    {"loss": "masked", "optimizer": "foreach", "epochs": 1},
     {"model": "looped", "loss": "twice", "samples": 67, "epochs": 1},
 ]
 SIZES_AND_CASES = [*((size, {}) for size in (1, 2, 3, 4)), *((3, case) for case in CASES)]
