@@ -178,6 +178,8 @@ HOST_FILES = {  # about what the host alone does, in memory of its own: on GPUs 
 }
 OF_GPUS = {  # in those files
     "checkpoint/test_digest.py::test_the_kind_of_device_does_not_count",
+    "checkpoint/test_folder.py::test_tied_weights_are_written_once_and_load_again",
+    "checkpoint/test_folder.py::test_weights_come_back_with_buffers_and_plain_names",
     "checkpoint/test_saving.py::test_a_copy_from_a_cuda_device_is_complete_used_again_and_holds_no_pinned_memory",
     "data/test_transfer.py::test_a_copy_to_cuda_that_does_not_block_arrives_whole_and_comes_back",
 }

@@ -2,8 +2,6 @@
 
 import random
 import re
-import subprocess
-import sys
 from contextlib import nullcontext
 from itertools import count
 from unittest import mock
@@ -11,6 +9,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from cli_commands import samestep
 from torch import nn
 from torch.nn import functional
 from worlds import DEVICE, in_turns
@@ -210,8 +209,7 @@ print("went on")
 def test_ranks_that_differ_end_the_whole_run_with_one_sentence_and_are_not_healed(tmp_path):
     script = tmp_path / "rates.py"
     script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "samestep", "run", "--devices", "cpu:3", script]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = samestep("run", "--devices", "cpu:3", script, cwd=tmp_path)
     assert done.returncode == 1
     assert "went on" not in done.stdout + done.stderr
     assert (
