@@ -31,7 +31,7 @@ sys.path.append(str(Path(__file__).parent / "fake_cuda" / "dist-packages"))
 
 import fake_cuda
 import forked
-from tiers import LONG_FILES, SLOW, SLOW_ON_GPUS, SMOKE, name_of, starts_processes, watch
+from tiers import LONG_FILES, SLOW, SLOW_ON_GPUS, SMOKE, is_of_the_other_run, name_of, starts_processes, watch
 from worlds import DEVICE, World, close_mesh
 
 hypothesis.settings.register_profile("samestep", deadline=None)  # no test asserts a time
@@ -62,9 +62,9 @@ def pytest_unconfigure(config):
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     """Marks the tests of `make test`; files with many others come first: a long one at the end is waited for."""
-    if DEVICE == "cuda":  # tests that start programs on fake GPUs do so in the other run, the one on CPUs
-        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("fake_gpus")])
-        items[:] = [item for item in items if not item.get_closest_marker("fake_gpus")]
+    if DEVICE == "cuda":
+        config.hook.pytest_deselected(items=[item for item in items if is_of_the_other_run(item)])
+        items[:] = [item for item in items if not is_of_the_other_run(item)]
     files, reason = Counter(), fake_cuda.cannot_be()
     if not reason and not GPUS_ARE_REQUIRED and not fake_cuda.is_built():
         reason = "the fake CUDA device is not built: make fake-cuda"

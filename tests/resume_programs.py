@@ -8,7 +8,7 @@ import numpy as np
 import torch
 import train_programs
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from train_programs import classification
 
 from samestep.metrics import accuracy, cross_entropy
@@ -28,19 +28,6 @@ def points(num_samples=NUM_SAMPLES):
 def plain(width=8):
     """BatchNorm and dropout, whose statistics and randomness matter."""
     return nn.Sequential(nn.Linear(2, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(0.2), nn.Linear(width, 3))
-
-
-class Images(nn.Module):
-    """Convolutions in channels_last, over points that are made images."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(nn.Conv2d(2, 4, 2), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 3, 2))
-        self.to(memory_format=torch.channels_last)
-
-    def forward(self, x):
-        images = x[:, :, None, None].repeat(1, 1, 3, 3).contiguous(memory_format=torch.channels_last)
-        return self.layers(images).flatten(1)
 
 
 class Momentum64(torch.optim.Optimizer):
@@ -94,24 +81,18 @@ class StatisticsFixed(Hook):
 
 
 class Ordered(Sampler):
-    """Draws the order by the number of the epoch that a hook tells it, or of its calls, which its `state_dict` has."""
+    """Draws the order by the number of the epoch that a hook tells it."""
 
     newest = None
 
-    def __init__(self, counts):
-        Ordered.newest, self.epoch, self.calls = self, 0, [0]
-        if counts:
-            self.state_dict = lambda: {"calls": self.calls[0]}
-            self.load_state_dict = lambda state: self.calls.__setitem__(0, state["calls"])
+    def __init__(self):
+        Ordered.newest, self.epoch = self, 0
 
     def __len__(self):
         return NUM_SAMPLES
 
     def __iter__(self):
-        order = list(range(NUM_SAMPLES))
-        random.Random(f"{self.epoch} {self.calls}").shuffle(order)
-        self.calls[0] += hasattr(self, "state_dict")
-        return iter(order)
+        return iter(random.Random(self.epoch).sample(range(NUM_SAMPLES), NUM_SAMPLES))
 
 
 class SetEpoch(Hook):
@@ -130,9 +111,7 @@ DATA = {
     "user's, shuffled": lambda: DataLoader(Noisy(), batch_size=BATCH, shuffle=True),
     "user's, own generator": lambda: DataLoader(Noisy(), batch_size=BATCH, shuffle=True, generator=own_generator()),
     "user's, a stream": lambda: DataLoader(Stream(), batch_size=BATCH),
-    "user's, drop_last": lambda: DataLoader(TensorDataset(*points()), batch_size=BATCH, drop_last=True, shuffle=True),
-    "user's, sampler by state_dict": lambda: DataLoader(Noisy(), batch_size=BATCH, sampler=Ordered(True)),
-    "user's, sampler by hook": lambda: DataLoader(Noisy(), batch_size=BATCH, sampler=Ordered(False)),
+    "user's, sampler by hook": lambda: DataLoader(Noisy(), batch_size=BATCH, sampler=Ordered()),
 }
 
 # For other tests alone: tests/simulation resumes these, too, with optimizers, schedulers, precisions and losses.
@@ -140,10 +119,7 @@ OTHERS = {"plain": {}, **{name: {"data": name} for name in DATA}}
 CASES = {
     "float64 momentum": {"optimizer": Momentum64},
     "user's, a stream": {"data": "user's, a stream"},
-    "user's, sampler by state_dict": {"data": "user's, sampler by state_dict"},
     "user's, sampler by hook": {"data": "user's, sampler by hook", "trainer": {"hooks": [SetEpoch()]}},
-    "channels_last": {"model": Images, "optimizer": partial(torch.optim.Adam, lr=0.02)},
-    "noisy evaluation": {"eval": "noisy"},
     "evaluation by a loader": {"eval": "loader"},
     "evaluation mode in parts": {"trainer": {"hooks": [StatisticsFixed()]}},
 }
@@ -153,12 +129,12 @@ def train(communicator, name="plain", run_dir=None, resume=None, *, epochs=EPOCH
     """Trains a case; the digest, the history without its times, the step's state, and draws at the end."""
     case = {**(OTHERS | CASES)[name], **more}
     run = Run(BATCH, NUM_MICROBATCHES, SEED, communicator=communicator)
-    model = case.get("model", plain)()
+    model = plain()
     optimizer = case.get("optimizer", partial(torch.optim.SGD, lr=0.1, momentum=0.9))(model.parameters())
     data = DATA[case.get("data", "tensors")]()
     options = {"checkpoint_steps": 1, "checkpoint_minutes": None, "keep": 1000, "digest_every": 1}
     options |= case.get("trainer", {})
-    evaluated = {"noisy": Noisy, "loader": lambda: run.loader(Noisy(), shuffle=True)}.get(case.get("eval"), points)()
+    evaluated = run.loader(Noisy(), shuffle=True) if case.get("eval") == "loader" else points()
     with Trainer(run, model, optimizer, case.get("loss", classification), run_dir=run_dir, **options) as trainer:
         trainer.fit(data, epochs, eval_data=evaluated, metrics=METRICS, resume=resume, **case.get("fit", {}))
         end = (torch.rand(1).item(), float(np.random.randn()), random.random())

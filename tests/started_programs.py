@@ -2,17 +2,16 @@
 
 import os
 import runpy
-import subprocess
 import sys
 import time
+from subprocess import PIPE
+
+from cli_commands import PYTHON, start
 
 from samestep.runs.ledger import from_line
 
 SECONDS = 120
-_UNBLOCKED = (  # a shell may start what it runs with SIGINT ignored
-    "import runpy, signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); sys.argv = sys.argv[1:]; "
-    "runpy.run_path(sys.argv[0], run_name='__main__')"
-)
+UNBLOCKED = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may ignore it\n"
 
 
 class Programs:
@@ -20,19 +19,15 @@ class Programs:
 
     def __init__(self, folder, program):
         self.folder, self._started = folder, []
-        (folder / "train.py").write_text(program)
+        (folder / "train.py").write_text(UNBLOCKED + program)
 
-    def start(self, *words, command=("-c", _UNBLOCKED, "train.py"), **variables):
-        process = subprocess.Popen(
-            [sys.executable, *command, *words],
-            cwd=self.folder,
-            env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+    def start(self, *words, command=("train.py",), **variables):
+        environment, pipes = (
+            {**os.environ, "OMP_NUM_THREADS": "1", **variables},
+            dict.fromkeys(("stdout", "stderr"), PIPE),
         )
-        self._started.append(process)
-        return process
+        self._started.append(start([*PYTHON, *command, *words], self.folder, environment, **pipes))
+        return self._started[-1]
 
     def wait_for(self, *names):
         """Until these files are there."""

@@ -6,7 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 from tiers import (
+    HOST_FILES,
     LONG_FILES,
+    OF_GPUS,
     SLOW,
     SLOW_ON_GPUS,
     SMOKE,
@@ -58,8 +60,8 @@ def test_a_quick_test_that_starts_a_program_is_an_error(request):
         getattr(sys.modules["subprocess"], "run")([sys.executable, "-c", ""], check=True)  # noqa: B009
 
 
-def test_the_files_that_come_first_exist():
-    assert [name for name in LONG_FILES if not (TESTS / name).is_file()] == []
+def test_the_files_that_are_named_exist():
+    assert [name for name in LONG_FILES | HOST_FILES if not (TESTS / name).is_file()] == []
 
 
 def test_the_modules_that_start_processes_exist():
@@ -73,7 +75,7 @@ def test_every_test_that_is_named_exists():
     assert done.returncode == 0, done.stdout + done.stderr
     assert (
         sorted(
-            (SMOKE | SMOKE_ON_GPUS | SLOW | SLOW_ON_GPUS | STARTING_TESTS)
+            (SMOKE | SMOKE_ON_GPUS | SLOW | SLOW_ON_GPUS | STARTING_TESTS | OF_GPUS)
             - {line.removeprefix("tests/") for line in done.stdout.splitlines()}
         )
         == []

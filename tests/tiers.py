@@ -75,7 +75,6 @@ SLOW = {  # more than ten seconds each, of a kind that a shorter one of the gate
     "benchmarks/test_benchmark_suite.py::test_the_benchmark_runs_and_its_page_shows_the_numbers_of_its_json",
     "benchmarks/test_invariance_benchmark.py::"
     "test_two_processes_change_the_samples_and_parameters_of_ddp_and_no_bit_of_samestep",
-    "checkpoint/test_adapters.py::test_adapters_of_a_sharded_model_end_in_the_same_bits_too[3]",
     "cli/test_commands_on_gpus.py::test_a_run_goes_on_on_other_gpus_from_its_checkpoint[cuda:3]",
     "cli/test_commands_on_gpus.py::test_a_step_is_replayed_on_any_device[cuda:3]",
     "cli/test_commands_on_gpus.py::test_an_unchanged_script_prints_the_same_on_gpus_as_on_simulated_ones_of_the_cpu",
@@ -148,24 +147,32 @@ SLOW = {  # more than ten seconds each, of a kind that a shorter one of the gate
 }
 SLOW_ON_GPUS = {  # seconds each on fake ones: on GPUs the gate has others of their kind, and on CPUs all of them
     "run/test_trainer.py::test_mlp_learns_the_prices_of_houses",
+    "checkpoint/test_adapters.py::test_adapters_end_in_the_same_bits_and_are_saved_and_gone_on_from[zero1-3]",
+    "comm/test_process_group.py::"
+    "test_every_reduction_of_every_dtype_is_the_fold_along_the_tree_on_host_and_device_alike[7]",
     *(
-        f"checkpoint/test_adapters.py::test_adapters_end_in_the_same_bits_and_are_saved_and_gone_on_from[{case}]"
-        for case in ("replicate-1", "replicate-3", "zero1-1", "zero1-2", "zero1-3")
-    ),
-    *(
-        "comm/test_process_group.py::"
-        f"test_every_reduction_of_every_dtype_is_the_fold_along_the_tree_on_host_and_device_alike[{size}]"
-        for size in (4, 5, 6, 7)
-    ),
-    *(
-        f"comm/test_process_group.py::test_a_large_tensor_gives_the_same_bits_in_whatever_pieces_it_goes[{size}-8]"
-        for size in (1 << 12, 1 << 30)
-    ),
-    *(
-        f"engine/test_nested_backward.py::test_hidden_layers_are_trained_as_visible_ones_are[{net}-zero1-{kind}]"
+        f"engine/test_nested_backward.py::test_hidden_layers_are_trained_as_visible_ones_are[{net}-zero1-reversible]"
         for net in ("hidden", "tied")
-        for kind in ("reentrant", "reversible")
     ),
+}
+HOST_FILES = {  # about what the host alone does, in memory of its own: on GPUs their tests would be the same ones again
+    f"{room}/test_{name}.py"
+    for room, names in {
+        "checkpoint": "checkpoint contract contract_diff digest folder lock saving state_packing",
+        "comm": "buckets environment exceptions heartbeat_page nccl_errors sequential",
+        "data": "embedded fetch idx named randomness tables tensors text transfer",
+        "run": "metrics stopping_alone",
+        "runs": "ledger ledger_proof loggers loss_plot runs",
+        "scripts": "output patch script_analysis",
+    }.items()
+    for name in names.split()
+}
+OF_GPUS = {  # in those files
+    "checkpoint/test_digest.py::test_the_kind_of_device_does_not_count",
+    "checkpoint/test_folder.py::test_tied_weights_are_written_once_and_load_again",
+    "checkpoint/test_folder.py::test_weights_come_back_with_buffers_and_plain_names",
+    "checkpoint/test_saving.py::test_a_copy_from_a_cuda_device_is_complete_used_again_and_holds_no_pinned_memory",
+    "data/test_transfer.py::test_a_copy_to_cuda_that_does_not_block_arrives_whole_and_comes_back",
 }
 if DEVICE == "cuda":
     SMOKE |= SMOKE_ON_GPUS
@@ -174,6 +181,12 @@ if DEVICE == "cuda":
 def name_of(item):
     """The id of a test without the folder of all tests."""
     return item.nodeid.removeprefix("tests/")
+
+
+def is_of_the_other_run(item):
+    """Whether a test is of the run on CPUs alone: it is about the host, or starts programs on fake GPUs by itself."""
+    is_host = name_of(item).partition("::")[0] in HOST_FILES and name_of(item) not in OF_GPUS
+    return is_host or item.get_closest_marker("fake_gpus") is not None
 
 
 def starts_processes(item):

@@ -1,15 +1,10 @@
-"""Writers of checkpoints in processes of their own, to be killed or to meet errors; run as a program, forks them.
-
-Each line of input is a JSON list of jobs, [name of a function, arguments]. The answers are a line with the process ids,
-and one with the exit codes, a signal as a negative number.
-"""
+"""Writers of checkpoints in processes of their own, to be killed or to meet errors."""
 
 import json
 import os
 import resource
 import signal
 import sys
-import traceback
 from pathlib import Path
 
 import torch
@@ -94,32 +89,11 @@ def write_within(folder, step, keep, limit):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)  # stderr is a file too
 
 
-def forked(name, arguments):
-    """The id of a new process that runs one job."""
-    pid = os.fork()
-    if pid:
-        return pid
-    code = 1
+def main(name, arguments):
+    """Does a job in a process of its own: calls a function with arguments, a list in JSON."""
+    torch.set_num_threads(1)
     try:
-        globals()[name](*arguments)
-        code = 0
+        globals()[name](*json.loads(arguments))
     except RunFolderError as error:
         print(error, file=sys.stderr)
-        code = REFUSED
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stderr.flush()
-        os._exit(code)
-
-
-def serve():
-    torch.set_num_threads(1)
-    for line in sys.stdin:
-        pids = [forked(name, arguments) for name, arguments in json.loads(line)]
-        print(json.dumps(pids), flush=True)
-        print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]), flush=True)
-
-
-if __name__ == "__main__":
-    serve()
+        sys.exit(REFUSED)

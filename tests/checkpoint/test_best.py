@@ -83,7 +83,7 @@ def test_the_best_checkpoint_is_kept_beside_the_newest_and_can_be_resumed(tmp_pa
     assert resumed == [(digest, scores, best)] * 3
 
 
-@pytest.mark.parametrize("strategy", [{}, {"strategy": "zero1"}, {"strategy": "sharded"}])
+@pytest.mark.parametrize("strategy", [{}, {"strategy": "sharded"}])
 def test_the_best_weights_are_the_models_within_a_block(tmp_path, worlds, strategy):
     _, scores, best = in_turns(1, fit, tmp_path / "one", ("accuracy", "max"))[0]
     assert worlds(3).run(with_best_weights, tmp_path / "run", strategy) == [(scores[best - 1], scores[-1], True)] * 3

@@ -15,6 +15,7 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 
+import forked
 import pytest
 import torch
 from checkpoint_writers import REFUSED, is_state_of, snapshot_of
@@ -38,56 +39,21 @@ from samestep.patch import Patch, applied
 FILES = ["manifest.json", "model.safetensors", "optimizer.safetensors", "state.json"]
 
 
-class Writers:
-    """A process that forks writers; see checkpoint_writers.py."""
-
-    def __init__(self, errors):
-        self._errors = errors
-        with errors.open("ab") as file:
-            self._process = subprocess.Popen(
-                [sys.executable, str(Path(__file__).with_name("checkpoint_writers.py"))],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=file,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-                text=True,
-            )
-
-    def start(self, *jobs):
-        """Starts jobs, each a tuple of a function's name and its arguments, and gives their process ids."""
-        self._process.stdin.write(json.dumps([(name, [*map(plain, arguments)]) for name, *arguments in jobs]) + "\n")
-        self._process.stdin.flush()
-        return json.loads(self._process.stdout.readline())
-
-    def wait(self):
-        """The exit codes of the jobs."""
-        return json.loads(self._process.stdout.readline())
-
-    def run(self, *jobs):
-        self.start(*jobs)
-        return self.wait()
-
-    def said(self):
-        """What the jobs have written to stderr since the last call."""
-        text = self._errors.read_text()
-        os.truncate(self._errors, 0)
-        return text
-
-    def close(self):
-        self._process.stdin.close()
-        self._process.wait()
-        self._process.stdout.close()
+NOWHERE = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+WRITER = "import sys; from checkpoint_writers import main; main(*sys.argv[1:])"
 
 
-def plain(argument):
-    return str(argument) if isinstance(argument, Path) else argument
+def job(name, *arguments):
+    """The arguments, environment and folder of a process that does a job of checkpoint_writers.py."""
+    words = [str(argument) if isinstance(argument, Path) else argument for argument in arguments]
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
+    return (name, json.dumps(words)), variables, str(Path(__file__).parent)
 
 
-@pytest.fixture(scope="module")
-def writers(tmp_path_factory):
-    process = Writers(tmp_path_factory.mktemp("writers") / "errors")
-    yield process
-    process.close()
+def outcomes(*jobs):
+    """The exit codes of jobs that run at once, and what they write to stderr."""
+    found = forked.run_all(WRITER, [job(*each) for each in jobs], 240, ("checkpoint_writers",))
+    return [status for status, *_ in found], "".join(stderr for *_, stderr in found)
 
 
 def names_in(folder):
@@ -401,19 +367,6 @@ def test_a_manifest_of_any_size_is_not_read_whole(tmp_path):
     )
 
 
-def test_files_of_other_writers_are_verified_too(tmp_path):
-    path = write_checkpoint(tmp_path, snapshot_of(1))
-    files = json.loads((path / "manifest.json").read_bytes())["files"]
-    (path / "part-0.bin").write_bytes(b"sharded")
-    files["part-0.bin"] = {"size": 7, "sha256": hashlib.sha256(b"sharded").hexdigest()}
-    with_manifest(path, files=dict(sorted(files.items())))
-    assert is_state_of(read_checkpoint(path), 1)
-    flip(path / "part-0.bin", 0)
-    with pytest.raises(CheckpointError, match=r"part-0\.bin is damaged"):
-        read_checkpoint(path)
-    assert "part-0.bin is damaged" in verify_checkpoint(path)
-
-
 def test_older_ones_are_removed_beyond_those_to_keep(tmp_path):
     for step in range(6):
         write_checkpoint(tmp_path, snapshot_of(step), keep=3)
@@ -624,14 +577,14 @@ def assert_all_is_good(folder, allowed, size=5000):
     assert [verify_checkpoint(path) for _, path in list_checkpoints(folder)] == [None] * len(list_checkpoints(folder))
 
 
-def test_a_writer_killed_at_any_operation_on_files_loses_nothing(tmp_path, writers):
+def test_a_writer_killed_at_any_operation_on_files_loses_nothing(tmp_path):
     number, ends = 0, []
     for step in (1, 2, 3):
         write_checkpoint(tmp_path / "before", snapshot_of(step))
     while not ends or ends[-1] != 0:
         number += 1
         folder = shutil.copytree(tmp_path / "before", tmp_path / str(number))
-        ends += writers.run(("write_until", folder, 4, 2, number, 0))
+        ends += outcomes(("write_until", folder, 4, 2, number, 0))[0]
         assert_all_is_good(folder, {3, 4})
         write_checkpoint(folder, snapshot_of(4), keep=2)
         assert names_in(folder) == ["latest", "step-00000003", "step-00000004"], number
@@ -641,31 +594,31 @@ def test_a_writer_killed_at_any_operation_on_files_loses_nothing(tmp_path, write
 
 
 @pytest.mark.parametrize("number_of_error", [errno.ENOSPC, pytest.param(errno.EIO, marks=pytest.mark.slow)])
-def test_an_error_at_any_operation_on_files_loses_nothing(tmp_path, writers, number_of_error):
+def test_an_error_at_any_operation_on_files_loses_nothing(tmp_path, number_of_error):
     number, ends = 0, []
     for step in (1, 2):
         write_checkpoint(tmp_path / "before", snapshot_of(step))
     while number < max((n for n, end in enumerate(ends, 1) if end), default=0) + 3:
         number += 1
         folder = shutil.copytree(tmp_path / "before", tmp_path / str(number))
-        ends += writers.run(("write_until", folder, 3, 2, number, number_of_error))
+        end, said = outcomes(("write_until", folder, 3, 2, number, number_of_error))
+        ends += end
         assert_all_is_good(folder, {2, 3})
         if ends[-1]:
             assert not [name for name in names_in(folder) if name.startswith(".tmp")], number
-    assert set(ends) == {0, REFUSED}, writers.said()
+    assert set(ends) == {0, REFUSED}, said
     assert len(ends) > 12
 
 
 @pytest.mark.parametrize("number_of_error", [0, errno.ENOSPC])
-def test_a_writer_stopped_while_it_replaces_a_checkpoint_leaves_the_old_or_the_new_one(
-    tmp_path, writers, number_of_error
-):
+def test_a_writer_stopped_while_it_replaces_a_checkpoint_leaves_the_old_or_the_new_one(tmp_path, number_of_error):
     number, ends, facts, aside = 0, [], [], 0
     write_checkpoint(tmp_path / "before", Snapshot(4, snapshot_of(4).files, {"evaluated": False}, is_best=True))
     while number < 9 or any(ends[-9:]):  # some errors, such as those of a removal, do not end a writer
         number += 1
         folder = shutil.copytree(tmp_path / "before", tmp_path / str(number))
-        ends += writers.run(("write_until", folder, 4, 1, number, number_of_error, True))
+        end, said = outcomes(("write_until", folder, 4, 1, number, number_of_error, True))
+        ends += end
         found = newest_checkpoint(folder)
         assert (found.snapshot.step, found.skipped) == (4, ()), number
         best = named_checkpoint(folder / "best")
@@ -676,7 +629,7 @@ def test_a_writer_stopped_while_it_replaces_a_checkpoint_leaves_the_old_or_the_n
         write_checkpoint(folder, snapshot_of(5), keep=3)
         assert names_in(folder) == ["best", "latest", "step-00000004", "step-00000005"], number
         assert read_checkpoint(folder / "step-00000004").facts == found.snapshot.facts, number
-    assert set(ends) == {0, REFUSED if number_of_error else -signal.SIGKILL}, writers.said()
+    assert set(ends) == {0, REFUSED if number_of_error else -signal.SIGKILL}, said
     assert set(facts) == {False, True}
     assert number_of_error or facts == sorted(facts), "the new one is there from one operation on"
     assert aside == 1
@@ -691,44 +644,45 @@ def test_a_writer_stopped_while_it_replaces_a_checkpoint_leaves_the_old_or_the_n
         pytest.param("save_steps", 15, marks=pytest.mark.slow),
     ],
 )
-def test_a_writer_killed_at_any_moment_leaves_a_newest_good_checkpoint(tmp_path, writers, function, count):
+def test_a_writer_killed_at_any_moment_leaves_a_newest_good_checkpoint(tmp_path, function, count):
     folder, size = tmp_path / "checkpoints", 300_000
     write_checkpoint(folder, snapshot_of(1, size))
     choose = random.Random(f"{function} {count}")
     for _ in range(count):
         first = steps_in(folder)[-1] + 1
-        (pid,) = writers.start((function, folder, first, first + 10_000, 2, size))
-        time.sleep(0.02 + 0.2 * choose.random())
-        os.kill(pid, signal.SIGKILL)
-        assert writers.wait() == [-signal.SIGKILL]
+        words, variables, place = job(function, folder, first, first + 10_000, 2, size)
+        with forked.Program(WRITER, words, ("checkpoint_writers",), variables, place, NOWHERE) as writer:
+            time.sleep(0.02 + 0.2 * choose.random())
+            writer.kill()
+        assert writer.returncode == -signal.SIGKILL
         assert_all_is_good(folder, range(first - 1, first + 10_000), size)
 
 
-def test_two_writers_in_one_folder_do_not_harm_each_other(tmp_path, writers):
+def test_two_writers_in_one_folder_do_not_harm_each_other(tmp_path):
     same, apart = tmp_path / "same", tmp_path / "apart"
-    assert writers.run(*[("write_steps", same, 1, 15, 3)] * 2) == [0, 0], writers.said()
+    assert outcomes(*[("write_steps", same, 1, 15, 3)] * 2) == ([0, 0], "")
     assert_all_is_good(same, {14})
     assert set(steps_in(same)) <= {11, 12, 13, 14}
-    assert writers.run(("write_steps", apart, 1, 15, 2), ("write_steps", apart, 101, 115, 2)) == [0, 0], writers.said()
+    assert outcomes(("write_steps", apart, 1, 15, 2), ("write_steps", apart, 101, 115, 2)) == ([0, 0], "")
     assert_all_is_good(apart, {114})
     write_checkpoint(apart, snapshot_of(115))
     assert not [name for name in names_in(apart) if name.startswith(".tmp")]
 
 
-@pytest.mark.parametrize("limit", [0, 100, 10_000, -4, 30_000])
-def test_a_file_that_may_not_grow_is_an_error_that_says_what_to_do(tmp_path, writers, limit):
+@pytest.mark.parametrize("limit", [0, -4, 30_000])
+def test_a_file_that_may_not_grow_is_an_error_that_says_what_to_do(tmp_path, limit):
     folder = tmp_path / "checkpoints"
     write_checkpoint(folder, snapshot_of(1))
     before = names_in(folder)
     if limit < 0:  # so many bytes too few for the largest file
         limit += (folder / "step-00000001" / "model.safetensors").stat().st_size
     fits = limit == 30_000
-    writers.said()
-    assert writers.run(("write_within", folder, 2, 1, limit)) == [0 if fits else REFUSED]
+    ends, said = outcomes(("write_within", folder, 2, 1, limit))
+    assert ends == [0 if fits else REFUSED]
     assert_all_is_good(folder, {2 if fits else 1})
     if not fits:
         assert names_in(folder) == before
-        assert writers.said() == (
+        assert said == (
             f"cannot write {folder}/step-00000002: File too large; free some space, or choose another folder by"
             " run_dir (--run-dir)\n"
         )

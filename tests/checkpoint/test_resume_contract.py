@@ -271,22 +271,7 @@ def test_a_run_goes_on_in_another_folder_and_the_old_one_is_untouched(run_dir, t
     assert alone(None, tmp_path / "new")[0] == reference
 
 
-def test_the_hash_of_code_knows_what_is_code():
-    def one(model, batch):
-        """Says something."""
-        return model(batch)  # and more
-
-    here = code_hash(one)
-
-    def one(model, batch):
-        return model(batch)
-
-    assert code_hash(one) == here
-
-    def one(model, batch):
-        return -model(batch)
-
-    assert code_hash(one) not in (here, None)
+def test_a_model_has_a_form_and_that_of_its_classes_code():
     assert code_hash(print) is None
     assert model_form(plain()).keys() == {"class", "elements", "form"}
     assert model_form(Model())["code"] != model_form(OtherModel())["code"]

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from samestep.checkpoint import packing
 from samestep.checkpoint.packing import as_bad_checkpoint, check_packed, pack, unpack
 from samestep.errors import CheckpointError, UsageError
 
@@ -147,16 +148,9 @@ def some_tensor(dtype, *shape):
 def test_a_tensor_of_every_dtype_comes_back_with_all_its_bits(dtype):
     for value in (some_tensor(dtype, 3, 4), some_tensor(dtype, 1).reshape(()), some_tensor(dtype, 0, 2)):
         assert is_same(there_and_back(value), value)
+        assert {tensor.dtype for tensor in pack(value, "").tensors.values()} <= {*packing.DTYPES}, "as files have them"
     transposed = some_tensor(dtype, 2, 3).t()
     assert is_same(there_and_back(transposed), transposed)
-
-
-@pytest.mark.parametrize("dtype", DENSE, ids=str)
-def test_packed_tensors_are_of_dtypes_that_files_of_tensors_know(dtype, tmp_path):
-    from safetensors.torch import load, save
-
-    tensors = pack(some_tensor(dtype, 3, 4), "a").tensors
-    assert load(save(tensors)).keys() == {"a"}
 
 
 @pytest.mark.parametrize(

@@ -79,10 +79,10 @@ def odd_broadcasts(communicator, source):
     return strided, scalar, empty.shape, parameter.detach(), parameter.requires_grad
 
 
-def train_on_own_loader(communicator, seeds, lengths=(16, 16), workers=0):
+def train_on_own_loader(communicator, seeds, lengths=(16, 16)):
     """Three steps on batches of a torch DataLoader that the script shuffles: losses and weight, or a step's error.
 
-    The seeds of the samplers and the lengths of the batches are one a rank; `workers` are the DataLoader's.
+    The seeds of the samplers and the lengths of the batches are one a rank.
     """
     rank = communicator.rank
     run = Run(16, 4, communicator=communicator)
@@ -91,10 +91,7 @@ def train_on_own_loader(communicator, seeds, lengths=(16, 16), workers=0):
     generator = torch.Generator().manual_seed(1)
     data = TensorDataset(torch.randn(50, 5, generator=generator), torch.randint(0, 3, (50,), generator=generator))
     sampler = torch.Generator().manual_seed(seeds[rank])
-    context = "fork" if workers else None
-    loader = DataLoader(
-        data, lengths[rank], shuffle=True, generator=sampler, num_workers=workers, multiprocessing_context=context
-    )
+    loader = DataLoader(data, lengths[rank], shuffle=True, generator=sampler)
     losses = []
     try:
         for batch in loader:

@@ -153,27 +153,6 @@ def left_fold(values, add):
     return total
 
 
-def redistribute(rank, ranks):
-    """DTensor, from each placement to each other: whether the tensor stays what it is."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
-
-    mesh = init_device_mesh("cpu", (ranks,))
-    value = torch.arange(7.0 * 5).view(7, 5)
-    placements = [Replicate(), Shard(0), Shard(1)]
-    right = []
-    for source in placements:
-        for target in placements:
-            moved = distribute_tensor(value, mesh, [source]).redistribute(mesh, [target])
-            right.append(torch.equal(moved.full_tensor(), value))
-    from torch.distributed.tensor import DTensor
-
-    partial = DTensor.from_local(value.clone(), mesh, [Partial()])
-    for target in placements:
-        right.append(torch.equal(partial.redistribute(mesh, [target]).full_tensor(), value * ranks))
-    return all(right)
-
-
 def die_in_training(rank, world_size, path, pipe):
     """A process that trains by DistributedDataParallel, until the last rank dies; the error of its backward."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)

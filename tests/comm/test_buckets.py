@@ -24,12 +24,6 @@ def test_every_tensor_lies_in_one_bucket_on_a_border_without_overlap(sizes, buck
         assert ends <= bucket.numel
 
 
-def test_dtypes_do_not_share_a_bucket():
-    tensors = [torch.empty(10), torch.empty(10, dtype=torch.bfloat16), torch.empty(10)]
-    buckets = make_buckets(tensors, 1 << 20, 2)
-    assert sorted(sorted(bucket.members) for bucket in buckets) == [[0, 2], [1]]
-
-
 def test_views_write_through_and_keep_dense_strides():
     weight = torch.randn(4, 3, 5, 5).to(memory_format=torch.channels_last)
     (bucket,) = make_buckets([weight, torch.randn(7)], 1 << 20, 1)

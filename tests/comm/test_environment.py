@@ -19,42 +19,56 @@ OPEN_MPI |= {"PMIX_NAMESPACE": "prterun-node-77@1"}
 MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
 
 
+BY_HAND = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": " 4000 "}
+OF_SUPERCOMPUTERS = {"PMI_RANK": "5", "PMI_SIZE": "8", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "4", "MASTER_ADDR": "a"}
+DAEMON = {**SLURM, "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}  # of mpirun, in a job of Slurm's
+PLACES = [  # the variables, rank, world size, local rank and local world size; the launcher, and where the store is
+    (TORCHRUN, (5, 8, 1, 4), "torchrun", "node-a"),
+    ({**SLURM, **OPEN_MPI, **TORCHRUN}, (5, 8, 1, 4), "torchrun", "node-a"),
+    (BY_HAND, (1, 2, 1, 2), "other", "10.0.0.1"),
+    ({**BY_HAND, "LOCAL_WORLD_SIZE": "1"}, (1, 2, 0, 1), "other", "10.0.0.1"),
+    (SLURM, (5, 8, 1, 4), "slurm", "gpu03"),
+    ({**SLURM, "MASTER_ADDR": "a", "MASTER_PORT": "9"}, (5, 8, 1, 4), "slurm", "a"),
+    ({**SLURM, "WORLD_SIZE": "8"}, (5, 8, 1, 4), "slurm", "gpu03"),  # which a batch script may export
+    (OPEN_MPI, (3, 4, 3, 4), "mpi", "127.0.0.1"),
+    ({**DAEMON, **OPEN_MPI}, (3, 4, 3, 4), "mpi", "127.0.0.1"),
+    (MPICH, (1, 2, 1, 2), "mpi", "127.0.0.1"),
+    ({**DAEMON, **MPICH}, (1, 2, 1, 2), "mpi", "127.0.0.1"),
+    (OF_SUPERCOMPUTERS, (5, 8, 1, 4), "mpi", "a"),
+]
+ALONE = [  # of one process
+    {},
+    {"RANK": "0", "WORLD_SIZE": "1"},
+    {"WORLD_SIZE": "1"},
+    {**SLURM, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},
+    {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "8"},  # an allocation without a step
+]
+
+
 def place(environment):
     """The four numbers."""
     return environment.rank, environment.world_size, environment.local_rank, environment.local_world_size
 
 
-def test_without_any_variable_this_is_a_single_process():
-    assert read_environment({}) == Environment()
-    assert place(Environment()) == (0, 1, 0, 1)
-    assert place(read_environment({"RANK": "0", "WORLD_SIZE": "1"})) == (0, 1, 0, 1)
+@pytest.mark.parametrize(("variables", "numbers", "launcher", "address"), PLACES)
+def test_each_launcher_gives_the_ranks_and_the_place_of_the_store(variables, numbers, launcher, address):
+    found = read_environment(variables)
+    assert (place(found), found.launcher, found.master_addr) == (numbers, launcher, address)
 
 
-def test_torchrun_and_our_own_launcher_set_everything():
+@pytest.mark.parametrize("variables", ALONE)
+def test_other_variables_are_those_of_a_single_process(variables):
+    assert place(read_environment(variables)) == place(Environment()) == (0, 1, 0, 1)
+
+
+def test_ports_are_those_that_are_said_and_a_store_is_kept_by_torchrun_and_samestep_alone():
     environment = read_environment(TORCHRUN)
-    assert place(environment) == (5, 8, 1, 4)
-    assert (environment.master_addr, environment.master_port) == ("node-a", 29500)
-    assert (environment.launcher, environment.store_is_kept) == ("torchrun", True)
-    assert read_environment({**SLURM, **OPEN_MPI, **TORCHRUN}) == environment, "also under a scheduler"
-    assert environment.settings == WorkerSettings()
+    assert (environment.master_port, environment.store_is_kept, environment.settings) == (29500, True, WorkerSettings())
     told = WorkerSettings("cpu", 3, slot=1, heals=False, device_index=2, fds={"devices": 5})
     environment = read_environment({**TORCHRUN, **told.variables()})
     assert (environment.launcher, environment.settings) == ("samestep", told)
-
-
-def test_a_rank_set_by_hand_hosts_the_store_itself_and_is_alone_on_its_node_unless_said():
-    variables = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": " 4000 "}
-    environment = read_environment(variables)
-    assert (environment.launcher, environment.store_is_kept, environment.master_port) == ("other", False, 4000)
-    assert place(environment) == (1, 2, 1, 2)
-    assert place(read_environment({**variables, "LOCAL_WORLD_SIZE": "1"})) == (1, 2, 0, 1)
-
-
-def test_srun_gives_the_ranks_and_the_first_node():
-    environment = read_environment(SLURM)
-    assert place(environment) == (5, 8, 1, 4)
-    assert (environment.launcher, environment.master_addr) == ("slurm", "gpu03")
-    assert read_environment({**SLURM, "MASTER_ADDR": "a", "MASTER_PORT": "9"}).master_addr == "a"
+    environment = read_environment(BY_HAND)
+    assert (environment.master_port, environment.store_is_kept) == (4000, False)
     assert read_environment({**SLURM, "MASTER_ADDR": "a", "MASTER_PORT": "9"}).master_port == 9
 
 
@@ -80,29 +94,6 @@ def test_the_first_host_of_a_slurm_node_list():
         assert read_environment({**SLURM, "SLURM_STEP_NODELIST": nodes}).master_addr == first
 
 
-def test_a_slurm_step_of_one_task_and_an_allocation_without_a_step_are_single_processes():
-    assert read_environment({**SLURM, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}) == Environment()
-    assert read_environment({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "8"}) == Environment()
-
-
-@pytest.mark.parametrize(("variables", "expected"), [(OPEN_MPI, (3, 4, 3, 4)), (MPICH, (1, 2, 1, 2))])
-def test_mpi_starters_give_the_ranks(variables, expected):
-    environment = read_environment(variables)
-    assert place(environment) == expected
-    assert (environment.launcher, environment.master_addr) == ("mpi", "127.0.0.1")
-
-
-def test_the_starter_of_some_supercomputers_names_local_ranks_otherwise():
-    variables = {"PMI_RANK": "5", "PMI_SIZE": "8", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "4", "MASTER_ADDR": "a"}
-    assert place(read_environment(variables)) == (5, 8, 1, 4)
-
-
-@pytest.mark.parametrize("mpi", [OPEN_MPI, MPICH])
-def test_mpirun_inside_a_slurm_job_counts_its_own_processes_not_its_daemons(mpi):
-    daemon = {**SLURM, "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}
-    assert read_environment({**daemon, **mpi}) == read_environment(mpi)
-
-
 @pytest.mark.parametrize("own", [{"PMI_FD": "6"}, {"HYDI_CONTROL_FD": "9"}, {"PMI_ID": "1"}, {"SLURM_STEP_ID": "3"}])
 def test_all_ranks_of_an_mpi_job_derive_the_same_port(own):
     """From nothing that differs between its processes."""
@@ -124,46 +115,27 @@ def test_a_derived_port_needs_no_privilege_and_lies_below_the_ephemeral_ones(job
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"RANK": "8"}, "RANK=8 and WORLD_SIZE=8; the rank must be below"),
-        ({"RANK": "-1"}, "RANK is '-1'; it must be a number"),
-        ({"RANK": "two"}, "RANK is 'two'; it must be a number"),
-        ({"RANK": ""}, "RANK is ''; it must be a number"),
-        ({"RANK": "²"}, "RANK is '²'; it must be a number"),
-        ({"WORLD_SIZE": "0"}, "RANK=5 and WORLD_SIZE=0"),
-        ({"LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE=0 and WORLD_SIZE=8"),
-        ({"LOCAL_WORLD_SIZE": "9"}, "LOCAL_WORLD_SIZE=9 and WORLD_SIZE=8"),
-        ({"LOCAL_RANK": "4"}, "LOCAL_RANK=4 and LOCAL_WORLD_SIZE=4"),
-        ({"MASTER_PORT": "http"}, "MASTER_PORT is 'http'; it must be a number"),
-        ({"MASTER_PORT": "70000"}, "MASTER_PORT=70000; it must be at most 65535"),
-        ({"MASTER_PORT": "0"}, "WORLD_SIZE=8 but no MASTER_PORT"),
-        ({"MASTER_PORT": None}, "no MASTER_PORT"),
-    ],
-)
-def test_variables_that_cannot_be_are_named(change, message):
-    variables = {name: value for name, value in {**TORCHRUN, **change}.items() if value is not None}
-    with pytest.raises(UsageError, match=message):
-        read_environment(variables)
-
-
-@pytest.mark.parametrize(
     ("variables", "message"),
     [
+        ({**TORCHRUN, "RANK": "8"}, "RANK=8 and WORLD_SIZE=8; the rank must be below"),
+        *(({**TORCHRUN, "RANK": wrong}, f"RANK is '{wrong}'; it must be a number") for wrong in ("-1", "two", "", "²")),
+        ({**TORCHRUN, "WORLD_SIZE": "0"}, "RANK=5 and WORLD_SIZE=0"),
+        ({**TORCHRUN, "LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE=0 and WORLD_SIZE=8"),
+        ({**TORCHRUN, "LOCAL_WORLD_SIZE": "9"}, "LOCAL_WORLD_SIZE=9 and WORLD_SIZE=8"),
+        ({**TORCHRUN, "LOCAL_RANK": "4"}, "LOCAL_RANK=4 and LOCAL_WORLD_SIZE=4"),
+        ({**TORCHRUN, "MASTER_PORT": "http"}, "MASTER_PORT is 'http'; it must be a number"),
+        ({**TORCHRUN, "MASTER_PORT": "70000"}, "MASTER_PORT=70000; it must be at most 65535"),
+        ({**TORCHRUN, "MASTER_PORT": "0"}, "WORLD_SIZE=8 but no MASTER_PORT"),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, "no MASTER_PORT"),
         ({"RANK": "1"}, "WORLD_SIZE is not set"),
         ({"WORLD_SIZE": "4"}, "RANK is not set"),
         ({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}, "needs MASTER_ADDR"),
         ({**SLURM, "SLURM_STEP_NUM_TASKS": "many"}, "SLURM_STEP_NUM_TASKS is 'many'"),
     ],
 )
-def test_missing_variables_are_named(variables, message):
+def test_variables_that_cannot_be_or_are_missing_are_named(variables, message):
     with pytest.raises(UsageError, match=message):
         read_environment(variables)
-
-
-def test_a_world_size_that_a_batch_script_exports_does_not_hide_srun():
-    assert read_environment({**SLURM, "WORLD_SIZE": "8"}).launcher == "slurm"
-    assert read_environment({"WORLD_SIZE": "1"}) == Environment()
 
 
 @pytest.mark.parametrize(

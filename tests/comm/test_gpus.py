@@ -204,13 +204,12 @@ ORDERED = """
 """
 
 
-@pytest.mark.parametrize("order", ["late", "early"])
-def test_an_ordered_process_group_has_the_same_bits_on_one_gpu_and_on_three(order, tmp_path):
+def test_an_ordered_process_group_has_the_same_bits_on_one_gpu_and_on_three(tmp_path):
     by_devices = []
     for devices in (1, 3):
         folder = tmp_path / str(devices)
         folder.mkdir()
-        variables = {"FAKE_CUDA_DEVICES": str(devices), "FAKE_CUDA_ORDER": order}
+        variables = {"FAKE_CUDA_DEVICES": str(devices), "FAKE_CUDA_ORDER": "late"}
         by_devices.append(told(run_ranks(folder, ORDERED, 3, "samestep", **variables)))
     assert by_devices[0] == by_devices[1]
     assert len({found["model"] for found in by_devices[0]}) == 1
@@ -234,7 +233,7 @@ def test_a_rank_that_hands_its_gpu_over_frees_what_it_has_cached_unless_as_much_
     assert run(program, FAKE_CUDA_MEMORY_MIB=str(mib)) == f"{is_kept}\n"
 
 
-@pytest.mark.parametrize(("size", "transport"), [(2, "auto"), (3, "auto"), (2, "shared")])
+@pytest.mark.parametrize(("size", "transport"), [(3, "auto"), (2, "shared")])
 def test_an_ordered_process_group_gives_tensors_of_gpus_the_bits_of_the_host_s(tmp_path, size, transport):
     program = """
         import samestep

@@ -126,6 +126,7 @@ def test_a_rank_that_is_too_slow_is_named_as_well(transport):
         code, report = outcome([0])[0]
         assert code == 1
         assert (report["error"], report["ranks"]) == ("PeerLostError", (1,))
+        assert "needs more time than 3 s for its microbatches needs a larger timeout_seconds" in report["message"]
 
 
 def test_a_store_that_nobody_hosts_is_a_usage_error_that_names_the_address():

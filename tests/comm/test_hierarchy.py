@@ -1,7 +1,6 @@
 """The reduction by nodes: the bits of the plain tree sum, and few bytes between nodes."""
 
 from datetime import timedelta
-from itertools import pairwise
 
 import pytest
 import torch
@@ -22,7 +21,6 @@ from worlds import DEVICE, in_turns
 
 from samestep.comm import hierarchical_reduction
 from samestep.comm.hierarchical_reduction import node_size
-from samestep.comm.reduction import fold, merge_blocks, merge_received
 from samestep.comm.transport import Connection
 from samestep.core.microbatches import microbatch_ranges
 from samestep.core.tree import aligned_blocks, rank_blocks, tree_sum
@@ -65,20 +63,6 @@ def test_fewer_microbatches_with_samples_than_ranks_leave_whole_nodes_without_a_
 
     expected = tree_sum([leaf.clone() for leaf in leaves], torch.add)
     assert all(torch.equal(total, expected) for total in in_turns(8, program))
-
-
-@given(start=st.integers(0, 60), counts=st.lists(st.integers(1, 9), max_size=8))
-def test_the_blocks_of_a_node_are_merged_as_far_as_they_are_siblings(start, counts):
-    bounds = [start + sum(counts[:k]) for k in range(len(counts) + 1)]
-    blocks = tuple(block for first, end in pairwise(bounds) for block in aligned_blocks(range(first, end)))
-    merged = aligned_blocks(range(bounds[0], bounds[-1]))
-    assert merge_blocks(blocks) == merged
-    rows = make_leaves(len(blocks), 8)
-    sums = merge_received(blocks, torch.cat(rows) if rows else torch.empty(0), 8)
-    assert len(sums) == len(merged)
-    for block, total in zip(merged, sums, strict=True):
-        inside = [k for k, part in enumerate(blocks) if block.start <= part.start < block.start + block.size]
-        assert torch.equal(total, fold([blocks[k] for k in inside], [rows[k].clone() for k in inside]))
 
 
 def test_twin_adding_from_left_to_right_within_a_node_changes_the_bits(monkeypatch):

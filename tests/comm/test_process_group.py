@@ -49,25 +49,24 @@ def reduce_in_turns(communicator, name, dtype, numel):
     return [(reduced, whole), (at_root, root), (part, whole.split(sizes)[rank])]
 
 
-@pytest.mark.parametrize("ranks", range(1, 9))
+@pytest.mark.parametrize("ranks", [2, 3, 7])
 def test_every_reduction_of_every_dtype_is_the_fold_along_the_tree_on_host_and_device_alike(ranks):
     for name, dtype in CASES:
         for results in in_turns(ranks, reduce_in_turns, name, dtype, 177):
             assert all(same_fold(name, got, wanted) for got, wanted in results), (name, dtype)
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 8])
-@pytest.mark.parametrize("piece_bytes", [4096, 100_000, 1 << 30])
-def test_a_large_tensor_gives_the_same_bits_in_whatever_pieces_it_goes(ranks, piece_bytes, monkeypatch):
+@pytest.mark.parametrize("piece_bytes", [4096, 100_000])
+def test_a_large_tensor_gives_the_same_bits_in_whatever_pieces_it_goes(piece_bytes, monkeypatch):
     monkeypatch.setattr(collectives, "PIECE_BYTES", piece_bytes)
     for name in ("SUM", "MAX"):
-        for results in in_turns(ranks, reduce_in_turns, name, torch.float32, 70_001):
+        for results in in_turns(3, reduce_in_turns, name, torch.float32, 70_001):
             assert all(same_fold(name, got, wanted) for got, wanted in results)
 
 
-@pytest.mark.parametrize(("ranks", "transport"), [(1, "shared"), (3, "shared"), (2, "gloo")])
+@pytest.mark.parametrize(("ranks", "transport"), [(4, "shared"), (2, "gloo")])
 def test_reductions_through_torch_distributed_have_the_bits_of_the_definition(ranks_of, tmp_path, ranks, transport):
-    found = ranks_of(ranks).run(in_group, tmp_path / "store", group_programs.reductions, ([5, 1200],), transport)
+    found = ranks_of(ranks).run(in_group, tmp_path / "store", group_programs.reductions, ([5, 200],), transport)
     assert found == [[]] * ranks
 
 
@@ -76,7 +75,7 @@ def test_the_callers_autocast_is_not_the_groups(ranks_of, tmp_path):
     assert ranks_of(2).run(in_group, tmp_path / "store", group_programs.under_autocast, args) == [[]] * 2
 
 
-@pytest.mark.parametrize(("ranks", "transport", "numel"), [(1, "shared", 5), (3, "shared", 300_000), (2, "gloo", 5)])
+@pytest.mark.parametrize(("ranks", "transport", "numel"), [(3, "shared", 300_000), (2, "gloo", 5)])
 def test_what_was_made_in_inference_mode_is_reduced_and_moved(ranks_of, tmp_path, ranks, transport, numel):
     found = ranks_of(ranks).run(in_group, tmp_path / "store", group_programs.of_inference, (numel,), transport)
     assert found == [[]] * ranks
@@ -87,18 +86,18 @@ def test_twin_written_as_other_tensors_are_it_cannot_be(ranks_of, tmp_path):
     assert "Inplace update to inference tensor" in said
 
 
-@pytest.mark.parametrize(("ranks", "transport"), [(1, "shared"), (3, "shared"), (2, "gloo")])
+@pytest.mark.parametrize(("ranks", "transport"), [(3, "shared"), (2, "gloo")])
 def test_collectives_that_move_values_move_every_dtype(ranks_of, tmp_path, ranks, transport):
     found = ranks_of(ranks).run(in_group, tmp_path / "store", group_programs.movements, (33,), transport)
     assert found == [[]] * ranks
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, 3])
 def test_operations_run_in_the_order_of_their_calls_and_futures_follow(ranks_of, tmp_path, ranks):
     assert ranks_of(ranks).run(in_group, tmp_path / "store", group_programs.asynchronous, (60,)) == [True] * ranks
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 3])
 def test_a_callback_calls_operations_and_waits_for_them_in_the_same_order_on_every_rank(ranks_of, tmp_path, ranks):
     assert ranks_of(ranks).run(in_group, tmp_path / "store", group_programs.nested, (25,)) == [True] * ranks
 
@@ -121,20 +120,12 @@ def test_sparse_gradients_are_summed(ranks_of, tmp_path):
     assert ranks_of(3).run(in_group, tmp_path / "store", group_programs.sparse) == [True] * 3
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_ddp_ends_in_the_bits_of_the_tree_however_it_fills_its_buckets(ranks_of, tmp_path, ranks):
-    by_default, by_hook = group_training.train_by_hand(ranks), group_training.train_by_hand(ranks, torch.div)
+def test_ddp_ends_in_the_bits_of_the_tree_however_it_fills_its_buckets(ranks_of, tmp_path):
+    by_default, by_hook = group_training.train_by_hand(4), group_training.train_by_hand(4, torch.div)
     for number, variant in enumerate(group_training.DDP_VARIANTS):
         wanted = by_hook if "hook" in variant else by_default
-        found = ranks_of(ranks).run(in_group, tmp_path / str(number), group_training.train_ddp, (variant,))
-        assert found == [wanted] * ranks, variant
-
-
-def test_ddp_ends_in_the_same_bits_over_gloo(ranks_of, tmp_path):
-    assert (
-        ranks_of(3).run(in_group, tmp_path / "store", group_training.train_ddp, ("plain",), "gloo")
-        == [group_training.train_by_hand(3)] * 3
-    )
+        found = ranks_of(4).run(in_group, tmp_path / str(number), group_training.train_ddp, (variant,))
+        assert found == [wanted] * 4, variant
 
 
 def test_sums_in_rank_order_end_in_other_bits(ranks_of, tmp_path):
@@ -143,15 +134,9 @@ def test_sums_in_rank_order_end_in_other_bits(ranks_of, tmp_path):
     assert found[0] != group_training.train_by_hand(4)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_ddp_accumulates_skips_unused_layers_compresses_and_joins(ranks_of, tmp_path, ranks):
-    first, *others = ranks_of(ranks).run(in_group, tmp_path / "store", group_training.train_unevenly)
-    assert others == [first] * (ranks - 1)
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_a_distributed_tensor_keeps_its_values_in_every_placement(ranks_of, tmp_path, ranks):
-    assert ranks_of(ranks).run(in_group, tmp_path / "store", group_training.redistribute) == [True] * ranks
+def test_ddp_accumulates_skips_unused_layers_compresses_and_joins(ranks_of, tmp_path):
+    first, *others = ranks_of(3).run(in_group, tmp_path / "store", group_training.train_unevenly)
+    assert others == [first] * 2
 
 
 def test_a_call_that_makes_no_sense_is_refused_and_the_group_goes_on(ranks_of, tmp_path):

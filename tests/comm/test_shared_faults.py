@@ -47,16 +47,6 @@ def kill(puppet, signum=signal.SIGKILL):
     puppet.process.join()
 
 
-def test_a_rank_that_is_killed_before_it_posts_is_named_by_those_who_wait(tmp_path):
-    with puppets(tmp_path, 3) as ranks:
-        connected(ranks)
-        ranks[0].tell("exchange")
-        assert ranks[0].is_quiet(0.2)
-        kill(ranks[1])
-        check_lost(ranks[2].ask("exchange"), 1)
-        check_lost(ranks[0].answer(), 1)
-
-
 def test_a_rank_that_is_killed_while_it_posts_is_named_by_those_who_wait(tmp_path):
     with puppets(tmp_path, 3, {1: "die_before_it_is_known"}) as ranks:
         connected(ranks)
@@ -103,15 +93,6 @@ def test_a_rank_that_leaves_is_named_but_what_it_posted_arrives(tmp_path):
         ranks[1].tell("exchange")
         check_lost(ranks[0].answer(), 2)
         check_lost(ranks[1].answer(), 2)
-
-
-def test_a_rank_that_is_late_is_named_with_what_to_do(tmp_path):
-    with puppets(tmp_path, 3, seconds=0.5) as ranks:
-        assert together(ranks, "connect") == ["SharedTransport"] * 3
-        ranks[0].tell("exchange")
-        answer = ranks[1].ask("exchange")
-        check_lost(answer, 2)
-        assert "needs more time than 0.5 s for its microbatches needs a larger timeout_seconds" in answer[1]
 
 
 def test_a_source_of_broadcasts_notices_that_nobody_reads_them(tmp_path):

@@ -136,15 +136,12 @@ def test_orders_never_change(positions, n, seed, epoch, ids):
     assert permute(np.array(positions), n, seed, epoch)[: len(ids)].tolist() == ids
 
 
-@pytest.mark.parametrize(("n", "per_permutation"), [(2, 250), (3, 150), (4, 50), (5, 20)])
+@pytest.mark.parametrize(("n", "per_permutation"), [(3, 150), (5, 20)])
 def test_every_permutation_of_a_few_samples_is_equally_frequent(n, per_permutation):
     assert all_permutations_excess(n, per_permutation) < 4
 
 
-@pytest.mark.parametrize(
-    ("n", "epochs"),
-    [(6, False), (7, True), (8, False), (9, False), (10, True), (11, False), (12, False), (12, True), (40, False)],
-)
+@pytest.mark.parametrize(("n", "epochs"), [(6, False), (7, True), (9, False), (12, True), (40, False)])
 def test_every_id_and_every_pair_of_ids_is_equally_frequent_at_each_position(n, epochs):
     ids = orders(n, 1500, epochs)
     # The worst of up to 40 positions each: 4.5 deviations have a probability below 1e-3.
@@ -167,9 +164,7 @@ def test_odd_permutations_are_as_frequent_as_even_ones():
         assert abs(odd - 400) < 4 * sqrt(200)
 
 
-@pytest.mark.parametrize(
-    ("n", "count"), [(2**16, 2**16), (60_000, 60_000), (2**20, 2**17), (2**40, 2**17), (2**48, 2**17)]
-)
+@pytest.mark.parametrize(("n", "count"), [(2**16, 2**16), (60_000, 60_000), (2**48, 2**17)])
 def test_within_a_large_order_ids_do_not_follow_from_positions_or_neighbours(n, count):
     positions = np.arange(count)
     ids = permute(positions, n, 11, 0)

@@ -38,21 +38,6 @@ class NoisyInGroups(Noisy):
         return [self[index] for index in ids]
 
 
-class RarelyNoisy(Noisy):
-    """Samples of which some draw, without a trace in the generators."""
-
-    def __getitem__(self, index):
-        drawn = [0.0] * 3
-        with torch.random.fork_rng(devices=[]):
-            if index % 5 == 3:
-                drawn = torch.rand(3).tolist()
-        if index % 7 == 4:
-            state = random.getstate()
-            drawn = [random.random(), torch.initial_seed() % 2**31 / 2**31, 0.0]
-            random.setstate(state)
-        return Sample(index, torch.tensor(drawn, dtype=torch.float64))
-
-
 class NoisyGather(TensorData):
     """Rows in memory with noise that is drawn as they are gathered."""
 
@@ -101,7 +86,6 @@ def make_dataset(kind, count):
         "tensors": lambda: Sample(ids, ids.double()[:, None].repeat(1, 3)),
         "scrambled": lambda: TensorData(Sample(ids, ids), scramble),
         "one by one": lambda: Noisy(count),
-        "rarely": lambda: RarelyNoisy(count),
         "gathered": lambda: NoisyGather(Sample(ids, ids)),
         "in groups": lambda: NoisyInGroups(count),
         "stream": lambda: NoisyStream(count),

@@ -116,7 +116,7 @@ def test_streams_that_depend_on_the_rank_train_to_other_bits():
     assert in_turns(2, by_rank)[0] != in_turns(1, by_rank)[0]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_each_stream_fills_its_own_microbatch_until_it_ends(world_size):
     batches = merged(in_turns(world_size, read_epoch))
     expected = []
@@ -179,7 +179,7 @@ def go_on(communicator, state, make, exact_states=False):
 
 
 @pytest.mark.parametrize("make", [numbers, shuffled], ids=["in order", "shuffled"])
-@pytest.mark.parametrize("num_batches", range(1, 11))
+@pytest.mark.parametrize("num_batches", [1, 5, 10])
 def test_a_resume_on_other_devices_repeats_no_sample_and_misses_none(num_batches, make):
     whole = merged(in_turns(1, read_epoch, make))
     results = in_turns(3, stop_and_save, num_batches, make)

@@ -1,13 +1,13 @@
 """Programs whose memory is limited while they take a step: on a rank of a world, or `memory_programs.py PHASE …`."""
 
 import ctypes
+import os
 import resource
 import sys
 from contextlib import contextmanager
 
 import torch
 from torch import nn
-from worlds import DEVICE
 
 from samestep.checkpoint.digest import state_digest
 from samestep.run.run import Run
@@ -23,7 +23,7 @@ def limited(room):
 
     What is freed is given back at once (a threshold of mallopt that does not move), else limits would depend on holes.
     """
-    if DEVICE == "cuda":
+    if os.environ.get("SAMESTEP_TEST_DEVICE") == "cuda":
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         _, total = torch.cuda.mem_get_info()

@@ -10,7 +10,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 from bit_flips import COMPUTED, KEPT, MOVED, Flip, Flipping
-from engine_programs import bits, in_turns, make_step, mean_squared, perceptron, squared, table
+from engine_programs import bits, in_turns, make_step, perceptron, squared, table
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
@@ -58,34 +58,14 @@ def undisturbed():
     return in_turns(1, train)[0][0]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("audit", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("audit", [1, 3])
 def test_a_clean_audit_changes_no_bit_and_finds_nothing(undisturbed, world_size, audit):
     for result in in_turns(world_size, train, audit):
         assert result == (undisturbed, [], None)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"strategy": "zero1"},
-        {"bucket_bytes": 64, "overlap": True},
-        {"precision": "bf16-mixed"},
-        {"precision": "16-mixed"},
-        {"max_grad_norm": 0.1},
-        pytest.param({"loss": mean_squared}, id="loss"),
-        {"on_nonfinite": "skip"},
-    ],
-    ids=str,
-)
-def test_a_clean_audit_changes_no_bit_with_other_options(options):
-    (expected, _, _), *_ = in_turns(1, lambda c: train(c, **options))
-    for world_size in (2, 3):
-        for digest, found, _ in in_turns(world_size, lambda c: train(c, 1, **options)):
-            assert (digest, found) == (expected, [])
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("kind", COMPUTED)
 def test_a_flip_in_the_audited_microbatch_is_found_named_and_never_written(undisturbed, kind, world_size):
     microbatch = audited(2)
@@ -114,9 +94,9 @@ def test_a_flip_in_another_microbatch_is_not_found(undisturbed):
         assert (found, error) == ([], None)
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("kind", KEPT)
-@pytest.mark.parametrize("draw", [0, 64 * 63, 64 * 165])
+@pytest.mark.parametrize("draw", [0, 64 * 165])
 def test_a_flip_in_the_state_is_found_in_its_step_by_the_majority(kind, world_size, draw):
     before = in_turns(1, lambda c: train(c, steps=2))[0][0]
     results = in_turns(world_size, train, 1, Flip(kind, 1, 2, 0, draw))
@@ -131,7 +111,7 @@ def test_a_flip_in_the_state_is_found_in_its_step_by_the_majority(kind, world_si
         assert (found, error) == ([], None)
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("kind", MOVED)
 def test_a_flip_on_its_way_to_one_rank_is_found_in_the_next_step(kind, world_size):
     flip = Flip(kind, world_size - 1, 1, 0, 64 * 25)  # of the first element, which is no gap

@@ -48,8 +48,7 @@ def play_models(program):
     return play(dedent(MODELS) + dedent(program))
 
 
-@pytest.mark.parametrize("order", ["late", "random"])
-def test_bits_depend_neither_on_the_ranks_nor_on_when_the_host_reads_a_step(order):
+def test_bits_depend_neither_on_the_ranks_nor_on_when_the_host_reads_a_step():
     program = """
         from samestep.comm.communicator import Communicator
         from samestep.comm.sequential import SequentialWorld
@@ -68,7 +67,7 @@ def test_bits_depend_neither_on_the_ranks_nor_on_when_the_host_reads_a_step(orde
             results += SequentialWorld(size).run(lambda transport: train(transport, late, buckets))
         print(len(results), all(result == results[0] for result in results))
     """
-    assert play(program, order=order).split() == ["7", "True"]
+    assert play(program, order="random").split() == ["7", "True"]
 
 
 @pytest.mark.parametrize(("fused", "allowed"), [(True, 0), (False, 1)])

@@ -6,7 +6,9 @@ one of them over each transport.
 
 import pytest
 import torch
-from programs import agree, masked_loss, small_images, small_model, train_recipe, train_small
+from programs import agree, masked_loss, small_images, train_recipe, train_small
+from torch import nn
+from torch.nn import functional
 from worlds import in_turns
 
 from samestep.comm import reduction as reduction_module
@@ -15,59 +17,33 @@ from samestep.engine import losses as losses_module
 from samestep.engine import microbatch_runner as microbatches_module
 from samestep.run.run import Run
 
-WORLD_SIZES = [1, 2, 3, 4]
-
 CASES = [
-    ("lenet", {}),
     ("lenet", {"max_grad_norm": 0.5, "optimizer": "adam", "lr": 0.001}),
-    ("lenet", {"precision": "bf16-mixed"}),
     ("mlp", {"optimizer": "sgd", "lr": 1e-5, "one_by_one": True}),
-    ("mlp", {"max_grad_norm": 1.0, "optimizer": "adamw", "lr": 1e-3, "epochs": 2}),
-    ("vgg", {"num_microbatches": 4}),
     ("vgg", {"num_microbatches": 5, "max_grad_norm": 1.0, "precision": "bf16-mixed"}),
-    ("gpt", {"optimizer": "adamw"}),
     ("gpt", {"optimizer": "adamw", "precision": "bf16-mixed", "max_grad_norm": 1.0}),
 ]
 
 
-def check_recipe(name, options, run_on):
-    """Fails unless `run_on(world_size, program, …)` gives what one device does on every number of them."""
+def check_recipe(name, options, run_on, world_sizes):
+    """Fails unless `run_on(world_size, program, …)` gives what one device does."""
     (reference,) = in_turns(1, train_recipe, name, options)
     assert len(set(reference[1])) > 1, "a model whose loss does not move proves nothing"
     assert set(reference[2].values()) <= set(range(1, options.get("num_microbatches", 8) + 1))
-    for world_size in WORLD_SIZES[1:]:
+    for world_size in world_sizes:
         agree(reference, run_on(world_size, train_recipe, name, options))
 
 
 @pytest.mark.parametrize(("name", "options"), CASES, ids=lambda value: str(value))
 def test_a_recipe_ends_in_the_same_bits_on_every_number_of_devices(name, options):
-    check_recipe(name, options, in_turns)
+    check_recipe(name, options, in_turns, (2, 3))
 
 
 @pytest.mark.parametrize("transport", ["auto", "gloo"], ids=["shared memory", "gloo"])
 def test_real_processes_end_in_the_bits_of_one_device_over_every_transport(worlds, transport):
     options = {"max_grad_norm": 0.5, "optimizer": "adam", "lr": 0.001}
-    check_recipe("lenet", options, lambda n, *rest: worlds(n, transport).run(*rest))
+    check_recipe("lenet", options, lambda n, *rest: worlds(n, transport).run(*rest), (2, 3, 4))
     assert worlds(1).run(train_recipe, "lenet", options) == in_turns(1, train_recipe, "lenet", options)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"num_microbatches": 7, "bucket_bytes": 256, "optimizer": "adam", "momentum": 0.0, "max_grad_norm": 0.5},
-        {"num_microbatches": 40, "batch": 32},
-        {"num_microbatches": 9, "batch": 103, "samples": 103},
-        {"num_microbatches": 8, "precision": "16-mixed"},
-        {"num_microbatches": 64, "batch": 64, "epochs": 1},
-    ],
-    ids=["plain", "tiny buckets", "more microbatches than samples", "one batch", "float16", "a sample a microbatch"],
-)
-def test_ranks_that_take_turns_end_in_the_same_bits(options):
-    (reference,) = in_turns(1, train_small, options)
-    for world_size in (2, 3, 5, 7):
-        results = in_turns(world_size, train_small, options)
-        agree(reference, results)
 
 
 def test_unequal_shares_do_not_change_the_bits():
@@ -76,33 +52,22 @@ def test_unequal_shares_do_not_change_the_bits():
     agree(reference, results)
     steps = len(reference[1])
     assert [sum(result[2].values()) for result in results] == [5 * steps, steps, 2 * steps]
-    assert [sum(result[2].values()) for result in in_turns(3, train_small, {"samples": 96})] == [
-        2 * steps,
-        3 * steps,
-        3 * steps,
-    ]
 
 
-def tokens(communicator, masked_microbatches):
-    """Three steps of a token-weighted loss; some microbatches have no valid token."""
-    run = Run(32, 8, communicator=communicator)
-    model = small_model()
-    images, labels = small_images(32)
-    for microbatch in masked_microbatches:
-        labels[4 * microbatch : 4 * microbatch + 4] = -100
-    step = run.train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), masked_loss)
-    results = [step((images, labels)) for _ in range(3)]
-    return [(r.loss.hex(), r.grad_norm.hex(), r.count) for r in results], model[0].weight.detach().clone()
+def test_microbatches_without_a_valid_token_weigh_nothing():
+    def program(communicator):
+        images, labels = small_images(32)
+        labels[:4] = labels[-4:] = -100  # of the first and the last of eight microbatches
+        run = Run(32, 8, communicator=communicator)
+        model = nn.Linear(64, 10)
+        before = functional.cross_entropy(model(images.flatten(1)[4:-4]), labels[4:-4]).item()
+        step = run.train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), masked_loss)
+        result = step((images.flatten(1), labels))
+        assert result.count == 24
+        assert result.loss == pytest.approx(before, rel=1e-6)  # the same float32 terms in another order
+        return result.loss.hex(), result.grad_norm.hex()
 
-
-@pytest.mark.parametrize("masked_microbatches", [[2], [0, 7], [0, 1, 2, 3, 4, 5, 6]])
-def test_microbatches_without_a_valid_token_weigh_nothing(masked_microbatches):
-    (reference,) = in_turns(1, tokens, masked_microbatches)
-    assert reference[0][0][2] == 4 * (8 - len(masked_microbatches))
-    for world_size in (2, 3, 4):
-        for result in in_turns(world_size, tokens, masked_microbatches):
-            assert result[0] == reference[0]
-            assert torch.equal(result[1], reference[1])
+    assert len({*in_turns(1, program), *in_turns(3, program)}) == 1
 
 
 # Twins: each breaks one thing on which the promise rests, and the comparison must notice.

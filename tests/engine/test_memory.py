@@ -1,12 +1,11 @@
 """A microbatch that does not fit: one message, the state as before the step, and no rank that waits for ever."""
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from cli_commands import samestep
 from memory_programs import run_short, run_update
 
 from samestep.engine.diagnosis import describe_shortage, is_out_of_memory
@@ -37,9 +36,7 @@ def test_the_microbatch_is_named_the_state_is_kept_and_the_step_cannot_be_repeat
     ids=str,
 )
 def test_a_rank_that_runs_out_while_others_wait_for_it_ends_the_run(strategy, phases):
-    environment = {**os.environ, "PYTHONPATH": str(PROGRAM.parents[1])}
-    command = [sys.executable, "-m", "samestep", "run", "--devices", f"cpu:{len(phases)}", PROGRAM, strategy, *phases]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    ended = samestep("run", "--devices", f"cpu:{len(phases)}", PROGRAM, strategy, *phases, cwd=PROGRAM.parent)
     assert ended.returncode == 1, ended.stderr
     short = [rank for rank, phase in enumerate(phases) if phase != "-"]
     assert any(f"does not fit in the memory of rank {rank}" in ended.stderr for rank in short), ended.stderr

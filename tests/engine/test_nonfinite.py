@@ -69,9 +69,8 @@ def train(communicator, kind, optimizer_name="sgd", on_nonfinite="raise"):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_a_bad_step_is_named_undone_and_can_be_left_behind(kind, optimizer):
-    notes, digest = in_turns(1, train, kind, optimizer)[0]
+def test_a_bad_step_is_named_undone_and_can_be_left_behind(kind):
+    notes, digest = in_turns(1, train, kind)[0]
     assert len(notes) == 2, "one bad batch an epoch"
     for step, message, unchanged, ids in notes:
         assert unchanged
@@ -82,9 +81,7 @@ def test_a_bad_step_is_named_undone_and_can_be_left_behind(kind, optimizer):
         assert message.startswith(f"step {step + 1}: not finite: the {kind.split()[-1]} of microbatch {microbatch} (")
         assert f"sample ids {first})" in message
         assert "on_nonfinite='skip'" in message
-    for world_size in (2, 3):
-        for result in in_turns(world_size, train, kind, optimizer):
-            assert result == (notes, digest)
+    assert in_turns(3, train, kind) == [(notes, digest)] * 3
 
 
 def test_a_plain_batch_is_named_by_its_rows():
@@ -140,8 +137,7 @@ def test_skip_leaves_the_update_out_and_counts_the_step(kind):
         assert unchanged
         assert steps == 1
         assert (loss in ("nan", "inf")) == (kind != "gradient")
-    for world_size in (2, 3):
-        assert all(r == (notes, digest) for r in in_turns(world_size, train, kind, "adamw", "skip"))
+    assert in_turns(3, train, kind, "adamw", "skip") == [(notes, digest)] * 3
 
 
 def test_twin_a_step_that_is_not_undone_is_noticed(monkeypatch):
@@ -239,7 +235,7 @@ def test_a_late_check_makes_later_steps_no_ops_until_it_is_read(nobody_looks, ba
     on_host = in_turns(1, late_run, False, bad, scheduler)[0]
     assert on_host["num no-ops"] == 0
     has_state = {} if bad else {"undone": False, "no-ops": False}  # the first update makes the optimizer's state
-    for world_size in (1, 2, 3):
+    for world_size in (1, 3):
         for late in in_turns(world_size, late_run, True, bad, scheduler):
             assert late == {**on_host, "num no-ops": 5 - bad, **has_state}
     assert on_host["no-ops"]

@@ -36,13 +36,8 @@ def overflowing(communicator, num_steps=12, loss=large, **options):
     return bits(model, optimizer), seen
 
 
-@pytest.fixture(scope="module")
-def alone():
-    return in_turns(1, overflowing)[0]
-
-
-def test_an_overflow_halves_the_scale_and_leaves_the_state_alone(alone):
-    seen = alone[1]
+def test_an_overflow_halves_the_scale_and_leaves_the_state_alone():
+    ((_, seen),) = in_turns(1, overflowing)
     skipped = [entry[0] for entry in seen]
     assert skipped[0]
     assert not skipped[-1]
@@ -76,7 +71,7 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("num_microbatches", [1, 4, 24])
+@pytest.mark.parametrize("num_microbatches", [1, 24])
 @pytest.mark.parametrize("form", FORMS)
 def test_as_many_first_updates_are_skipped_as_with_torchs_scaler_in_a_plain_loop(form, num_microbatches):
     expected = skipped_by_torch()
@@ -121,26 +116,6 @@ def skipped_by_torch():
         scaler.update()
         expected += scaler.get_scale() < before
     return expected
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_overflows_and_their_outcome_do_not_depend_on_the_devices(alone, world_size):
-    for result in in_turns(world_size, overflowing):
-        assert result == alone
-
-
-def test_twin_a_scale_that_each_rank_decides_alone_is_noticed(monkeypatch):
-    real, scales = LossScale.update, []
-
-    def by_rank(self, overflowed, active, count):
-        """The first rank's scale misses the first overflow."""
-        misses = not any(self is scale for scale in scales)
-        scales.append(self)
-        real(self, overflowed and not (misses and len(scales) == 1), active, count)
-
-    monkeypatch.setattr(LossScale, "update", by_rank)
-    results = in_turns(2, overflowing)
-    assert results[0] != results[1]
 
 
 def test_a_gradient_that_never_fits_is_an_error_in_the_end():
@@ -193,14 +168,6 @@ def test_the_scale_survives_saving_and_loading():
     other.load_state_dict(scale.state_dict())
     assert other.state_dict() == scale.state_dict() == {"scale": INITIAL_SCALE / 2, "good_steps": 1.0}
     assert LossScale(torch.device("cpu"), enabled=False).state_dict() == {}
-
-
-def test_a_power_of_two_changes_no_bit_of_a_gradient():
-    gradient = torch.randn(1000)
-    scaled = gradient * INITIAL_SCALE
-    scale = LossScale(torch.device("cpu"), enabled=True)
-    scale.unscale([scaled])
-    assert torch.equal(scaled, gradient)
 
 
 @pytest.mark.parametrize(

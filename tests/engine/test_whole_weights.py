@@ -6,10 +6,9 @@ from weights_programs import QUERIES, assigned, kept, loaded, refused, taken
 
 
 @pytest.mark.parametrize("when", ["before", "between"])
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_whole_weights_are_loaded_into_a_model_that_is_sharded(worlds, size, when):
+def test_whole_weights_are_loaded_into_a_model_that_is_sharded(worlds, when):
     one = worlds(1).run(loaded, "replicate", when)[0]
-    for before, after, later in worlds(size).run(loaded, "sharded", when):
+    for before, after, later in worlds(2).run(loaded, "sharded", when):
         assert before != after == one[1]
         assert later == one[2]
 

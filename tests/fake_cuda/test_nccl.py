@@ -60,11 +60,10 @@ COLLECTIVES = """
 """
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_collectives_give_what_gloo_gives(size, tmp_path):
+def test_collectives_give_what_gloo_gives(tmp_path):
     (tmp_path / "cpu").mkdir()
-    expected = told(run_ranks(tmp_path / "cpu", COLLECTIVES, size, "gloo"))
-    assert told(run_ranks(tmp_path, COLLECTIVES, size, FAKE_CUDA_ORDER="random")) == expected
+    expected = told(run_ranks(tmp_path / "cpu", COLLECTIVES, 3, "gloo"))
+    assert told(run_ranks(tmp_path, COLLECTIVES, 3, FAKE_CUDA_ORDER="random")) == expected
 
 
 def test_what_gloo_lacks_and_what_nccl_refuses(tmp_path):
@@ -194,7 +193,7 @@ def test_a_collective_without_its_peer_hangs_until_an_abort_that_leaves_half_of_
     assert ("NCCL communicator was aborted on rank 0" in found["error"]) is dies
 
 
-@pytest.mark.parametrize(("handling", "status"), [(None, -6), ("0", 0), ("2", 0)])
+@pytest.mark.parametrize(("handling", "status"), [(None, -6), ("2", 0)])
 def test_the_watchdog_ends_a_process_whose_collective_takes_too_long(handling, status, tmp_path):
     program = """
         connect(seconds=3)
@@ -217,7 +216,7 @@ def test_the_watchdog_ends_a_process_whose_collective_takes_too_long(handling, s
     assert "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=2, OpType=ALLREDUCE" in output
     assert ("we are taking the entire process down" in output) is (handling is None)
     if handling is not None:
-        assert found == {"completed": True, "successful": False, "aborted": handling == "2"}
+        assert found == {"completed": True, "successful": False, "aborted": True}
 
 
 TRAINING = """
@@ -234,16 +233,10 @@ TRAINING = """
         from torch.distributed.pipelining import PipelineStage, Schedule1F1B
         schedule = Schedule1F1B(PipelineStage(layers[rank], rank, size, device), 4, loss_fn=nn.functional.mse_loss)
         optimizer = torch.optim.SGD(layers[rank].parameters(), lr=0.1)
-    elif kind == "ddp":
-        model = nn.parallel.DistributedDataParallel(model)
-    elif kind == "fsdp":
+    else:
         from torch.distributed.fsdp import fully_shard
         for layer in [*model, model]:
             fully_shard(layer, mesh=mesh)
-    else:
-        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-        parallelize_module(model, mesh, {"0.0": ColwiseParallel(), "1": RowwiseParallel()})
-        mine = slice(None)
     if kind != "pipeline":
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for _ in range(4):
@@ -261,7 +254,7 @@ TRAINING = """
 """
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp", "tensor", "pipeline"])
+@pytest.mark.parametrize("kind", ["fsdp", "pipeline"])
 def test_training_gives_the_losses_that_gloo_gives(kind, tmp_path):
     program = TRAINING.replace("KIND", repr(kind))
     (tmp_path / "cpu").mkdir()

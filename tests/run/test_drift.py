@@ -2,8 +2,6 @@
 
 import random
 import re
-import subprocess
-import sys
 from contextlib import nullcontext
 from itertools import count
 from unittest import mock
@@ -11,6 +9,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from cli_commands import samestep
 from torch import nn
 from torch.nn import functional
 from worlds import DEVICE, in_turns
@@ -74,16 +73,14 @@ def with_a_drawing_logger(communicator):
     return digest, len(set(logger.drawn)) == len(logger.drawn)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_a_logger_that_draws_leaves_the_generators_of_its_rank_alone(worlds, world_size):
+def test_a_logger_that_draws_leaves_the_generators_of_its_rank_alone(worlds):
     reference = worlds(1).run(with_a_drawing_logger)[0]
     assert reference[1]
-    assert [digest for digest, _ in worlds(world_size).run(with_a_drawing_logger)] == [reference[0]] * world_size
+    assert [digest for digest, _ in worlds(2).run(with_a_drawing_logger)] == [reference[0]] * 2
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_twin_a_logger_that_shifts_the_generator_of_its_rank_is_noticed(worlds, world_size):
-    for said in worlds(world_size).run(with_a_shifted_generator):
+def test_twin_a_logger_that_shifts_the_generator_of_its_rank_is_noticed(worlds):
+    for said in worlds(2).run(with_a_shifted_generator):
         assert said.startswith("the ranks' states differ after step 2 (they agreed after step 1): 0.weight of rank ")
         assert ", and so do the random generators. Something was written, set or drawn on one rank only" in said
 
@@ -140,13 +137,12 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_what_one_rank_alone_changes_is_named_after_the_first_step_that_differs(kind, world_size):
+def test_what_one_rank_alone_changes_is_named_after_the_first_step_that_differs(kind):
     step, entry = KINDS[kind]
-    said = in_turns(world_size, drifting, kind, {"digest_every": 1})
+    said = in_turns(3, drifting, kind, {"digest_every": 1})
     assert len(set(said)) == 1
     begin = rf"the ranks' states differ after step {step} \(they agreed after step {step - 1}\): "
-    assert re.match(rf"{begin}{entry} of rank {world_size - 1} differs from rank 0; \d+ of \d+ entries", said[0]), said
+    assert re.match(rf"{begin}{entry} of rank 2 differs from rank 0; \d+ of \d+ entries", said[0]), said
 
 
 def test_the_end_of_a_fit_and_checkpoints_compare_too(tmp_path):
@@ -213,8 +209,7 @@ print("went on")
 def test_ranks_that_differ_end_the_whole_run_with_one_sentence_and_are_not_healed(tmp_path):
     script = tmp_path / "rates.py"
     script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "samestep", "run", "--devices", "cpu:3", script]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = samestep("run", "--devices", "cpu:3", script, cwd=tmp_path)
     assert done.returncode == 1
     assert "went on" not in done.stdout + done.stderr
     assert (

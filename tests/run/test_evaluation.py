@@ -46,25 +46,23 @@ def test_the_scores_are_those_of_a_plain_loop_over_each_sample_once():
     assert scores["margin"] == pytest.approx((output[:, 1] - output[:, 0])[mine].mean().item(), rel=1e-5)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_real_processes_give_the_same_scores_and_predictions(worlds, world_size):
-    assert worlds(world_size).run(evaluate) == worlds(1).run(evaluate) * world_size
+def test_real_processes_give_the_same_scores_and_predictions(worlds):
+    assert worlds(3).run(evaluate) == worlds(1).run(evaluate) * 3
     reference = whole(worlds(1).run(predict)[0])
-    for result in worlds(world_size).run(predict):
+    for result in worlds(3).run(predict):
         assert all(torch.equal(a, b) for a, b in zip(whole(result), reference, strict=True))
 
 
-@pytest.mark.parametrize("num_samples", [1, 2, 16, 17, 19])
+@pytest.mark.parametrize("num_samples", [1, 17])
 def test_more_devices_than_a_batch_has_microbatches(num_samples):
     scores = in_turns(1, evaluate, num_samples, 16, 7)[0]
     predictions = whole(in_turns(1, predict, num_samples, 16, 7)[0])
-    for world_size in (5, 7):
-        assert in_turns(world_size, evaluate, num_samples, 16, 7) == [scores] * world_size
-        for result in in_turns(world_size, predict, num_samples, 16, 7):
-            assert isinstance(result, dict)
-            assert isinstance(result["pair"], tuple)
-            assert isinstance(result["list"], list)
-            assert all(torch.equal(a, b) for a, b in zip(whole(result), predictions, strict=True))
+    assert in_turns(5, evaluate, num_samples, 16, 7) == [scores] * 5
+    for result in in_turns(5, predict, num_samples, 16, 7):
+        assert isinstance(result, dict)
+        assert isinstance(result["pair"], tuple)
+        assert isinstance(result["list"], list)
+        assert all(torch.equal(a, b) for a, b in zip(whole(result), predictions, strict=True))
 
 
 def test_twin_a_sample_that_is_counted_twice_is_noticed(monkeypatch):
@@ -188,8 +186,7 @@ class Observing(nn.Module):
         return self.norm(self.layer(x)) * self.largest * self.calls
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_buffers_that_the_forward_changes_reach_neither_the_next_microbatch_nor_the_caller(world_size):
+def test_buffers_that_the_forward_changes_reach_neither_the_next_microbatch_nor_the_caller():
     def program(run):
         model = Observing()
         before = {name: value.clone() for name, value in model.to(run.device).named_buffers()}
@@ -204,7 +201,7 @@ def test_buffers_that_the_forward_changes_reach_neither_the_next_microbatch_nor_
 
     reference = in_run(program)[0]
     assert reference[1]
-    assert in_run(program, world_size) == [reference] * world_size
+    assert in_run(program, 3) == [reference] * 3
 
 
 class ForceField(nn.Module):

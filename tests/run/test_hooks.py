@@ -150,11 +150,6 @@ def test_a_request_to_end_is_that_of_all_ranks(ends, at):
         assert in_turns(3, ended, ends, asking) == alone * 3
 
 
-def test_real_processes_end_together_though_one_alone_asks(worlds):
-    alone = in_turns(1, ended, ("on_step_end", 3), [0])
-    assert worlds(3).run(ended, ("on_step_end", 3), [2]) == alone * 3
-
-
 def test_a_failure_is_told_to_the_hooks():
     notes = Calls()
 

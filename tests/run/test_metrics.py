@@ -109,12 +109,6 @@ def test_two_dimensional_regression_against_a_flat_target_is_not_broadcast():
     assert whole(metrics.mean_squared_error, output[:, 0], (y, y[:, None])) == 1 / 3
 
 
-@pytest.mark.parametrize(("output", "target"), [((3, 2), (3,)), ((3,), (2,)), ((2, 3), (3, 2)), ((), ())])
-def test_regression_shapes_that_do_not_match_are_an_error_that_names_the_metric(output, target):
-    with pytest.raises(UsageError, match=r"'mean_squared_error'.*shape \["):
-        metrics.sums(metrics.mean_squared_error, torch.zeros(output), (0, torch.zeros(target)))
-
-
 def test_of_equal_scores_the_lower_class_ranks_first():
     scores = torch.tensor([[1.0, 3.0, 3.0, 3.0]] * 4)
     batch = (scores, torch.arange(4))
@@ -168,6 +162,10 @@ def test_an_ambiguous_dim_of_classes_is_refused_and_can_be_said():
         (metrics.top_k(4), torch.zeros(4, 3), torch.zeros(4).long(), "'top_4' needs at least 4 classes"),
         (metrics.perplexity, torch.zeros(4, 3), torch.zeros(3).long(), "'perplexity'"),
         (metrics.mean_absolute_error, None, torch.zeros(3), "'mean_absolute_error'.*got None"),
+        *(
+            (metrics.mean_squared_error, torch.zeros(output), torch.zeros(target), r"'mean_squared_error'.*shape \[")
+            for output, target in [((3, 2), (3,)), ((3,), (2,)), ((2, 3), (3, 2)), ((), ())]
+        ),
     ],
 )
 def test_a_shape_that_does_not_fit_is_an_error_that_says_what_was_got(metric, output, target, message):
@@ -175,15 +173,17 @@ def test_a_shape_that_does_not_fit_is_an_error_that_says_what_was_got(metric, ou
         metrics.sums(metric, output, (0, target))
 
 
-@pytest.mark.parametrize("k", [0, -1, 1.5, True, "1"])
-def test_top_k_needs_a_whole_number_from_1_on(k):
-    with pytest.raises(UsageError, match=r"it must be (a whole number, )?1 or more"):
-        metrics.top_k(k)
-
-
-def test_a_class_dim_other_than_one_and_last_is_refused():
-    with pytest.raises(UsageError, match="class_dim"):
-        metrics.cross_entropy_with(class_dim=2)
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        *((lambda k=k: metrics.top_k(k), "must be (a whole number, )?1 or more") for k in (0, -1, 1.5, True, "1")),
+        (lambda: metrics.cross_entropy_with(class_dim=2), "class_dim"),
+        *((lambda bad=bad: metrics.as_metric(bad), "a function of") for bad in ("accuracy", None, 3)),
+    ],
+)
+def test_metrics_that_cannot_be_are_refused(make, message):
+    with pytest.raises(UsageError, match=message):
+        make()
 
 
 def test_sums_are_wide_detached_and_do_not_lose_small_values():
@@ -215,12 +215,6 @@ def test_a_plain_function_is_a_metric_and_keeps_its_name_in_messages():
         metrics.sums(metric, torch.zeros(2, 2), (0, torch.zeros(2, 2)))
     with pytest.raises(UsageError, match="'mine' returned a float"):
         metrics.sums(metrics.as_metric(lambda output, batch: 0.5), None, None, name="mine")
-
-
-@pytest.mark.parametrize("bad", ["accuracy", None, 3])
-def test_what_is_neither_metric_nor_function_is_refused(bad):
-    with pytest.raises(UsageError, match="a function of"):
-        metrics.as_metric(bad)
 
 
 @pytest.mark.parametrize(

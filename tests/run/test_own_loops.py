@@ -112,21 +112,6 @@ def test_without_a_checkpoint_there_is_nothing_to_load(tmp_path, capsys):
     ]
 
 
-def test_what_is_kept_comes_back_as_it_was(tmp_path):
-    rest = {"average": {"a": torch.arange(3.0)}, "names": ("x", None), "table": np.arange(4), 3: float("inf")}
-
-    def program(communicator):
-        parts = Parts(communicator).train(1)
-        parts.run.save_checkpoint(tmp_path / "run", parts.step, rest=rest)
-        again = Parts(communicator)
-        found = again.run.load_checkpoint(tmp_path / "run", again.step)
-        assert torch.equal(found["average"]["a"], rest["average"]["a"])
-        assert (found["names"], found[3]) == (rest["names"], rest[3])
-        assert found["table"].tolist() == [0, 1, 2, 3]
-
-    in_turns(2, program)
-
-
 def resealed(path, change):
     """Changes the facts of a checkpoint and gives it the right checksums."""
     facts = json.loads((path / "state.json").read_bytes())

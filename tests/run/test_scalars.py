@@ -52,11 +52,10 @@ def fit(communicator, run_dir=None, resume=None, loss=with_scalars, epochs=2, **
 
 
 @pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_scalars_have_the_same_bits_on_all_devices_and_change_none(world_size, late):
+def test_scalars_have_the_same_bits_on_all_devices_and_change_none(late):
     reference = in_turns(1, lambda communicator: fit(communicator))[0]
     assert [sorted(step) for step in reference[1]] == [["norm", "rare", "square", "temperature"]] * 6
-    assert in_turns(world_size, lambda c: fit(c, late_check=late)) == [reference] * world_size
+    assert in_turns(3, lambda c: fit(c, late_check=late)) == [reference] * 3
     assert in_turns(1, lambda c: fit(c, loss=of_means))[0] == (reference[0], [{}] * 6, [{}] * 2)
 
 

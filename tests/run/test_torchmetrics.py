@@ -56,13 +56,6 @@ def scores():
     return x, torch.randint(CLASSES, (NUM_SAMPLES,), generator=generator)
 
 
-def tokens():
-    """Scores of tokens, and the tokens."""
-    generator = torch.Generator().manual_seed(6)
-    x = torch.randn(NUM_SAMPLES, 5, CLASSES, generator=generator)
-    return x, torch.randint(CLASSES, (NUM_SAMPLES, 5), generator=generator)
-
-
 def numbers():
     """Two columns that go together."""
     x, _ = scores()
@@ -70,14 +63,9 @@ def numbers():
 
 
 MAKE = {
-    "accuracy": (lambda: made("classification.MulticlassAccuracy", CLASSES, average="micro"), scores),
     "f1 of classes": (lambda: made("classification.MulticlassF1Score", CLASSES, average=None), scores),
     "auroc": (lambda: made("classification.MulticlassAUROC", CLASSES), scores),
-    "confusions": (lambda: made("classification.MulticlassConfusionMatrix", CLASSES), scores),
-    "perplexity": (lambda: made("text.Perplexity"), tokens),
-    "spearman": (lambda: made("regression.SpearmanCorrCoef"), numbers),
     "pearson": (lambda: made("regression.PearsonCorrCoef"), numbers),
-    "r2": (lambda: made("regression.R2Score"), numbers),
     "most": (lambda: made("MaxMetric"), numbers),
     "joined": (lambda: made("CatMetric"), numbers),
 }
@@ -114,13 +102,13 @@ def test_a_metric_is_that_over_all_samples_at_once_on_every_number_of_devices(na
     torch.testing.assert_close(numbers, expected.float().flatten(), rtol=1e-5, atol=1e-6)
     assert next(iter(found)).split("/")[0] == "x"
     assert list(found)[-1] == "firsts"
-    for world_size in (2, 3, 4):
+    for world_size in (2, 3):
         assert [bits(each) for each in in_turns(world_size, measure, name)] == [bits(found)] * world_size
 
 
-@pytest.mark.parametrize(("world_size", "transport"), [(2, "auto"), (3, "auto"), (2, "gloo")])
+@pytest.mark.parametrize(("world_size", "transport"), [(3, "auto"), (2, "gloo")])
 def test_real_processes_give_the_same_values(worlds, world_size, transport):
-    for name in ("auroc", "confusions", "perplexity"):
+    for name in ("auroc", "f1 of classes"):
         reference = bits(in_turns(1, measure, name)[0])
         found = worlds(world_size, transport).run(measure, name)
         assert [bits(each) for each in found] == [reference] * world_size
@@ -162,7 +150,7 @@ def detect(communicator):
     return values, [entry["boxes"].tolist() for entry in found], [entry["labels"].tolist() for entry in found]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_a_detectors_lists_of_dicts_are_measured_and_predicted_in_the_order_of_the_samples(world_size):
     pictures = [Pictures()[index] for index in range(13)]
     expected = [image.mean((1, 2))[None] for image, _ in pictures]
@@ -204,7 +192,7 @@ def test_texts_are_measured_and_predicted():
     outputs = [f"{source} now" for source in sources]
     whole = made("text.BLEUScore", n_gram=2)
     whole.update(outputs, [[target] for target in targets])
-    for world_size in (1, 2, 3):
+    for world_size in (1, 3):
         for values, predicted in in_turns(world_size, translate):
             assert predicted == outputs
             assert values["bleu"] == pytest.approx(whole.compute().item(), rel=1e-6)

@@ -214,10 +214,8 @@ MODELS = {
 STRATEGIES = {
     "replicate": "replicate",
     "sharded": Sharded(),
-    "blocks": Sharded(wrap=lambda module: isinstance(module, nn.Sequential)),
     "tiny groups": Sharded(wrap=40),
     "reused": Sharded(wrap=lambda module: isinstance(module, Gated | nn.MultiheadAttention)),
-    "kept": Sharded(reshard_after_forward=False),
     "recomputed": Sharded(activation_checkpointing=True, wrap=lambda module: isinstance(module, nn.Sequential)),
     "offloaded": Sharded(cpu_offload=True),
     "half": Sharded(param_dtype="bf16"),

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from worlds import in_turns
 
 from samestep.engine.norms import ShardedNorm
-from samestep.engine.sharded_state import LocalShard, Sharding, assembled, by_rows, owners_of
+from samestep.engine.sharded_state import Sharding, assembled, by_rows, owners_of
 
 
 def cuts_of(numel, fractions):
@@ -48,18 +48,6 @@ def test_tensors_are_unsharded_each_on_one_rank(shapes, fractions, batch_bytes):
     for k, whole in enumerate(wholes):
         assert [k in got for got in by_rank] == [rank == owners[k] for rank in range(3)]
         assert torch.equal(by_rank[owners[k]][k], whole.reshape(-1))
-
-
-def gathered(communicator):
-    """The tensors that are whole again, of shards of any size, of which one rank has none."""
-    wholes = [torch.arange(8.0).view(2, 4), torch.arange(5).to(torch.bfloat16)]
-    shardings = [Sharding(wholes[0].shape, (0, 3, 3, 8)), by_rows(wholes[1].shape, 3)]
-    shards = [LocalShard(s.part(w, communicator.rank).clone(), s) for w, s in zip(wholes, shardings, strict=True)]
-    return [torch.equal(each.gather(communicator), whole) for each, whole in zip(shards, wholes, strict=True)]
-
-
-def test_the_shards_of_all_ranks_make_the_tensor_again(worlds):
-    assert worlds(3).run(gathered) == [[True, True]] * 3
 
 
 def sharded_norm(communicator, wholes, naive):
