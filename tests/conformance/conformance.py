@@ -218,7 +218,7 @@ def write_page(compared: list[Compared]) -> None:
         }
     RESULTS.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n")
     rows, differences = [], []
-    for entry in kept.values():
+    for _, entry in sorted(kept.items()):
         same = [f"{devices}: {entry['passed'] - len(bad)}" for devices, bad in sorted(entry["failed"].items())]
         rows.append(
             f"| {entry['suite']} | {entry['version']} | {entry['ranks']} | {entry['passed']} | {', '.join(same)} |"
@@ -263,8 +263,9 @@ table has as its version. torchmetrics' tests need the packages `cachier` and `p
 text in place of what they would download; what they save has the same bits on each of the devices.
 
 A test is not counted that under torchrun fails (so do some of an older PyTorch), skips itself, or makes no group of the
-ranks. Where PyTorch's tests ask for GPUs in a decorator alone, they are tried on CPUs. The launcher's ranks take the
-place of the processes that tests start themselves, and every test has a group of its own.
+ranks. Where PyTorch's tests ask for GPUs in a decorator alone, they are tried on CPUs. Those "on GPUs" run under
+torchrun on the fake GPUs of `tests/fake_cuda` and their NCCL, and under samestep on simulated ones. The launcher's
+ranks take the place of the processes that tests start themselves, and every test has a group of its own.
 
 | what differs | it | why |
 |---|---|---|

@@ -94,7 +94,6 @@ SUITES += (
     of_pytorch("checkpoints", (4,), "checkpoint/*", "checkpoint/*/*"),
     of_pytorch("DDP, ZeRO, Join", (2,), *WRAPPERS),
     of_pytorch("FSDP2 on GPUs", (2,), "_composable/fsdp/*", on_gpus=True),
-    of_pytorch("FSDP on GPUs", (2,), "fsdp/*", on_gpus=True),
     of_torchmetrics("sums and gathers", "bases", "wrappers"),
     of_torchmetrics("regression", "regression"),
     of_torchmetrics("clusters", "clustering", "nominal"),
@@ -107,8 +106,18 @@ GLOOS_OWN = "it asks the group for a device of gloo's own, `ProcessGroupGloo.cre
 EARLY = (
     "with `TORCH_DISTRIBUTED_DEBUG=DETAIL` gloo raises from an asynchronous call; here `wait` does, a DeterminismError"
 )
+EXTENSIONS = "test_fully_shard_extensions.TestFullyShardAllGatherExtensionsMultiProcess"
 REASONS = {
     "accelerate.test_utils.scripts.test_ops": "it takes memory that nobody has written (`torch.empty`) for zeros",
+    "test_fully_shard_comm.TestFullyShardCommunication.test_manual_reshard_with_reshard_after_forward_false": (
+        "it counts collectives where torch dispatches them, which groups of Python pass from PyTorch 2.14 on"
+    ),
+    f"{EXTENSIONS}.test_all_gather_extensions_train_parity": (
+        "it broadcasts a tensor that is two others, without memory of its own; samestep refuses that by name"
+    ),
+    "test_fully_shard_memory.TestFullyShardMemory.test_fully_shard_training_memory": (
+        "simulated GPUs hold no memory that could be counted"
+    ),
     "TestDistributed.test_ddp_logging_data_cpu": "DDP's log names the backend that carries the bytes: samestep's",
     "test_c10d_gloo.CommTest.test_broadcast_coalesced_gloo_cpu": GLOOS_OWN,
     "test_c10d_gloo.DistributedDataParallelTest.test_gloo_backend_cpu_module": GLOOS_OWN,
