@@ -14,6 +14,7 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path
+from unittest.mock import patch
 
 import psutil
 from forked_pool import forked_pool
@@ -166,4 +167,5 @@ def check_launchers(train, one, folder, n):
     for options in [f"-m samestep {ways[0]}", f"-m {ways[1]}", ""]:
         for found in by_command(__file__, options.split(), folder):
             check_same(found, one)
-    check_same(samestep.launch(train, devices=f"cpu:{n.ranks_first}"), one)
+    with patch.object(sys, "path", [str(Path(__file__).parent), *sys.path]):  # by which workers find this module
+        check_same(samestep.launch(train, devices=f"cpu:{n.ranks_first}"), one)
