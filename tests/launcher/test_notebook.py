@@ -147,7 +147,7 @@ def test_the_quickstart_notebook_prints_what_is_stored_in_it(tmp_path):
     cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     text = "\nprint('next')\n".join("".join(cell["source"]) for cell in cells)
     (tmp_path / "cells.py").write_text(text, encoding="utf-8")
-    result = subprocess.run([sys.executable, "cells.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    result = subprocess.run([sys.executable, "cells.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
     printed = result.stdout.split("next\n")
     lines = printed[2].splitlines()

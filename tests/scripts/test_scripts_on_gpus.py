@@ -14,7 +14,7 @@ from test_patterns import PATTERNS, check_chunks, check_same, run_pattern
 sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
 from test_examples_on_devices import EXAMPLES
 
-pytestmark = gpus.needs_fake_gpus
+pytestmark = [gpus.needs_fake_gpus, pytest.mark.timeout(600)]
 
 TESTS = Path(__file__).resolve().parents[1]
 SIZES = (1, 3)  # of three ranks one has two of the four chunks, and the others one each
