@@ -94,7 +94,7 @@ bench-packages: $(READY)
 	$(PIP) --quiet --editable '.[bench]'
 
 # Other projects' tests under torchrun and under samestep; with PAGE=1 the page is written.
-conformance: $(READY)
+conformance: $(READY) fake-cuda
 	$(BIN)/python tests/conformance/conformance.py $(if $(PAGE),--page) $(if $(SOURCES),--sources $(SOURCES))
 
 # Twenty minutes on all devices of this machine; its file, proven-….json, is to be sent in (docs/devices.md).

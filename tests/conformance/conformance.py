@@ -32,6 +32,7 @@ TORCHRUN = "torchrun"
 SCRIPT_SECONDS, REFERENCE_SECONDS, TEST_SECONDS, END_SECONDS = 300, 40, 120, 30
 ATTEMPTS = 2  # of a test on devices, and of a script: some wait for tenths of a second, which a busy machine takes
 OFFLINE = {**os.environ, "HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
+# in_rank.py names GPUs, for which samestep simulates some, unless the variable asks for CPUs.
 ON_CPUS, ON_GPUS = {"ACCELERATE_USE_CPU": "true"}, {"BACKEND": "nccl", "FAKE_CUDA_DEVICES": "8"}
 FAKE_CUDA = HERE.parent / "fake_cuda" / "dist-packages"
 ENDED_BADLY = ("hangs", "fails", "waits")

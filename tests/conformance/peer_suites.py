@@ -13,8 +13,7 @@ class Suite:
         checkout: the folder of --sources that has them; "" if they are in an installed package.
         package: whose version the page has.
         ranks: the numbers of ranks they run with.
-        least: how many pass under torchrun at the least.
-        is_short: part of the gate.
+        least: how many pass under torchrun at the least, of a suite that the gate runs.
         on_gpus: they want GPUs: under torchrun the fake ones of tests/fake_cuda, under samestep simulated ones.
     """
 
@@ -25,7 +24,6 @@ class Suite:
     ranks: tuple[int, ...]
     least: int = 0
     checkout: str = ""
-    is_short: bool = False
     on_gpus: bool = False
 
 
@@ -37,7 +35,6 @@ SUITES = (
         "torch",
         (3,),
         least=80,
-        is_short=True,
     ),
     Suite(
         "Accelerate: test_utils/scripts",

@@ -31,7 +31,7 @@ ONE_THAT_DIFFERS = """
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("suite", [suite for suite in SUITES if suite.is_short], ids=lambda suite: suite.name)
+@pytest.mark.parametrize("suite", [suite for suite in SUITES if suite.least], ids=lambda suite: suite.name)
 def test_what_passes_under_torchrun_passes_on_two_devices(suite, capsys):
     compared = compare(suite, suite.ranks[0], ["cpu:2"])
     say(compared)

@@ -85,7 +85,7 @@ def _kind_of(code: CodeType, variable: str) -> str:
     A function's locals are read only if it has one of the name: up to Python 3.12 reading them copies all, and keeps
     them alive.
     """
-    if code.co_filename == torch.nn.modules.module.__file__:
+    if code.co_filename == torch.nn.modules.module.__file__:  # methods may be patched, as torch.compile does
         return "nested"
     if not is_script_file(code.co_filename):
         return "other"
