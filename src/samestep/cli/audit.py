@@ -1,4 +1,4 @@
-"""`samestep audit`: drawn segments of a recorded run, taken again and compared to the bit."""
+"""`samestep audit`: segments of a recorded run, repeated and compared to the bit."""
 
 import sys
 from collections.abc import Sequence
@@ -27,24 +27,27 @@ if TYPE_CHECKING:
 
 def audit(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
-    segments: Annotated[int, typer.Option(min=1, metavar="K", help="How many segments to take again.")] = 3,
-    everything: Annotated[bool, typer.Option("--all", help="Take all of them again.")] = False,
+    segments: Annotated[
+        int, typer.Option(min=1, metavar="K", help="How many segments to repeat, drawn at random.")
+    ] = 3,
+    everything: Annotated[bool, typer.Option("--all", help="Repeat all of them.")] = False,
     seed: Annotated[
-        int | None, typer.Option(metavar="S", help="Draws the segments; a random one by default, which is shown.")
+        int | None, typer.Option(metavar="S", help="The seed of the draw; by default a new one, which is shown.")
     ] = None,
     devices: Devices = None,
     trust: Annotated[
-        bool, typer.Option("--trust", help="Run the program of another's RUN, or one that has changed since.")
+        bool,
+        typer.Option("--trust", help="Run the program even if another user wrote RUN, or if it has changed since."),
     ] = False,
     excepted: Annotated[
         list[str] | None,
         typer.Option(
-            "--except", metavar="PATTERN", help="Of a script's run: files that are not compared, such as *.log."
+            "--except", metavar="PATTERN", help="Files of a script's run that are not compared, such as *.log."
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
-    """Takes drawn segments of a recorded run again, from checkpoint to checkpoint, and compares all to the bit.
+    """Repeats segments of a recorded run, each from one checkpoint to the next, and compares them to the bit.
 
     Compared are the hashes of all files, each line of the ledger, the next checkpoint and the digest of the end; exit
     code 1 if one differs, or if RUN claims more. One device is enough, and taken by default. Nothing is written to RUN.

@@ -18,19 +18,22 @@ TIMEOUT_SECONDS = 60.0
 
 def doctor(
     devices: Devices = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Leave out the collectives.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Leave out the collectives, which take the most time.")
+    ] = False,
     timeout_seconds: Annotated[
-        float, typer.Option(min=1.0, metavar="SECONDS", help="How long ranks wait for each other.")
+        float, typer.Option(min=1.0, metavar="SECONDS", help="How long a collective may take.")
     ] = TIMEOUT_SECONDS,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
     prove: Annotated[
-        bool, typer.Option("--prove", help="Prove the machine in at most 20 minutes, and write a file to send in.")
+        bool, typer.Option("--prove", help="Test all devices for at most 20 minutes, and write a report to send in.")
     ] = False,
     output: Annotated[
-        Path | None, typer.Option(metavar="PATH", help="The file of --prove, or its folder; this folder by default.")
+        Path | None,
+        typer.Option(metavar="PATH", help="The file of that report, or a folder for it; by default this folder."),
     ] = None,
 ) -> None:
-    """Checks this machine: versions, devices, system, and collectives between ranks, to the bit.
+    """Checks this machine: versions, devices, the system, and whether collectives give the right bits.
 
     Exit code 0 when nothing is bad, 1 otherwise, with --prove also if the time was too short for a row. Under torchrun,
     srun or mpirun it checks the group that it is started in, and rank 0 prints.

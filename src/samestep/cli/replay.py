@@ -1,4 +1,4 @@
-"""`samestep replay`: one step of a recorded run, taken again on one device."""
+"""`samestep replay`: one step of a recorded run, repeated on one device."""
 
 import sys
 from bdb import BdbQuit
@@ -15,21 +15,22 @@ from samestep.text import json_text, make_console, notify
 def replay(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
     step: Annotated[int, typer.Option(metavar="N", help="The step to show, counted from 1, as in the ledger.")],
-    microbatch: Annotated[int | None, typer.Option(metavar="S", help="Show this microbatch alone.")] = None,
+    microbatch: Annotated[int | None, typer.Option(metavar="S", help="Show only this microbatch.")] = None,
     module: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Show this module and those within it alone, in more detail."),
+        typer.Option(metavar="NAME", help="Show only this module and the modules in it, in more detail."),
     ] = None,
     device: Annotated[
         str | None,
-        typer.Option(metavar="DEVICE", help="cpu, cuda:0, …; by default one of the kind that the run was made on."),
+        typer.Option(metavar="DEVICE", help="cpu, cuda:0, …; by default the kind of device that the run used."),
     ] = None,
     trust: Annotated[
-        bool, typer.Option("--trust", help="Run the program of another's RUN, or one that has changed since.")
+        bool,
+        typer.Option("--trust", help="Run the program even if another user wrote RUN, or if it has changed since."),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
 ) -> None:
-    """Takes step N of a recorded run again on one device, and shows its microbatches and modules.
+    """Repeats step N of a recorded run on one device, and shows the numbers of its microbatches and modules.
 
     The run's own program is run from the newest checkpoint before the step, and each step on the way is
     compared with the ledger; exit code 1 if one differs. Nothing is written to RUN.

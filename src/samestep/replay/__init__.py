@@ -1,1 +1,1 @@
-"""Replay: one step of a recorded run, taken again on one device and shown from within."""
+"""Replay: one step of a recorded run, repeated on one device and shown from within."""
