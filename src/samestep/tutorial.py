@@ -283,7 +283,7 @@ def _check_batch(batch: Any) -> int:
 
 
 def _rows(tensors: Any) -> list[list[Tensor]]:
-    """The tensors of each local logical device, checked against the first one's."""
+    """The tensors of each local logical device, checked against the first device's."""
     fits = isinstance(tensors, Iterable) and not isinstance(tensors, Tensor)
     check_type("tensors of allreduce", tensors, fits, "a list, one entry a device")
     rows = [leaves(entry) if isinstance(entry, list | tuple | Mapping) else [entry] for entry in tensors]

@@ -307,7 +307,7 @@ class Drift:
 
 
 def _odd_one(values: Sequence[int]) -> tuple[int, int] | None:
-    """A rank whose value differs from most ranks' value, and one of most ranks; None if all agree."""
+    """A rank whose value most ranks do not have, and a rank with the common value; None if all agree."""
     # What most ranks have is taken for right; of two ranks, what rank 0 has.
     common = Counter(values).most_common(1)[0][0]
     odd = [rank for rank, value in enumerate(values) if value != common]

@@ -52,7 +52,7 @@ LATEST_FILE, BEST_FILE = "latest", "best"
 _REPLACED = ".replaced"
 _NAME = re.compile(rf"step-(\d{{8,}})(?:{re.escape(_REPLACED)})?", re.ASCII)
 _OCCUPIED = {errno.ENOTEMPTY, errno.EEXIST, errno.EACCES}  # EACCES: Windows, where a rename replaces no folder
-# The first may find an older one in its place, the second a faster process's; a third is an
+# The first may find an older one in its place, the second one that a faster process made; a third is an
 # error.
 _RENAMES = 3
 

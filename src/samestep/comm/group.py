@@ -218,7 +218,7 @@ def open_sockets() -> frozenset[int]:
 
 
 def _shut(inodes: frozenset[int]) -> None:
-    """Shuts down the connected ones of some sockets: gloo's transfers fail at once, which else wait for long."""
+    """Shuts down the sockets that are connected: gloo's transfers fail at once, which else wait for long."""
     # gloo has no call for it: its abort leaves a transfer under way, and its destructor waits for that.
     for fd in os.listdir("/proc/self/fd") if inodes else ():
         with suppress(OSError):
@@ -312,7 +312,7 @@ def subgroup(
     """The transport of the group that this rank is in; all ranks call it."""
     number = next(number for number, ranks in enumerate(groups) if rank in ranks)
     # Not `new_subgroups`, which cuts by adjacent ranks alone. Ranks make other groups than their own only for NCCL,
-    # where all ranks together split a communicator off the whole one. With gloo under a default group of NCCL those
+    # where all ranks together split a communicator off the world's. With gloo under a default group of NCCL those
     # outside a group would take part in a split, and those in it not (pytorch/pytorch#197568). torch then names a group
     # by its ranks and by how many groups this rank is in, so every rank must be in as many, or they never meet.
     if backend == "gloo":

@@ -6,8 +6,8 @@ to one that has failed, and whether one will come at all. So the ranks
 
     1. connect to the store, which does not wait for any of them (`rendezvous`);
     2. learn from rank 0 the number of this round, under a key that no process has used before (`meet`);
-    3. write their names under keys of the round, and wait for the others' names (`roll_call`): who does not come in
-       time is named by its rank and machine;
+    3. write their names under keys of the round, and wait for the others' names (`roll_call`): a rank that does not
+       come in time is named, with its machine;
     4. agree, by words in the store, on how they connect (`Rendezvous`, used by `comm.connecting`).
 """
 

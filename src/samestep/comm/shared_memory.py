@@ -54,7 +54,7 @@ class SharedTransport(Connection):
     """Moves tensors through memory that all ranks map. Tensors of an accelerator are copied to it and from it.
 
     Tier `bitwise`: tensors travel as bytes. `add` sums by rank, from left to right, the same on every rank.
-    Every rank has written its process id to the segment. `store` is the rendezvous's, for a process group that is
+    Every rank has written its process id to the segment. `store` is from the rendezvous, for a process group that is
     made later.
     """
 

@@ -224,7 +224,7 @@ def read_headers(headers: Sequence[Sequence[int]], num_flags: int) -> Agreed:
 
 @dataclass(slots=True)
 class StepResult:
-    """The result of one optimizer step; all numbers are about the global batch, equal on every rank.
+    """The result of one optimizer step; all numbers are for the global batch, equal on every rank.
 
     Reading `loss`, `grad_norm`, `total`, `count`, `scalars` or `skipped` waits for the device, once, and raises a
     `NonFiniteError` that this step or one before it left behind; without reading, the host does not wait. Tier

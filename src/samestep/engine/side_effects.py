@@ -167,7 +167,7 @@ class Traces:
     # or in generators that no step seeds. So is a read of the rank. No more than a notice, since caches and values
     # kept for inspection are legitimate; and only in the first two steps, since comparing all attributes takes as long
     # as a small forward. A rank with one microbatch has nothing to compare: what others left is compared by `words`,
-    # and a number with the step before's, as all ranks may count alike.
+    # and a number with the last step's, as all ranks may count alike.
 
     def __init__(self, membership: Membership, model: nn.Module, loss_fn: Callable[..., Any]) -> None:
         self._membership, self._model, self._loss_fn = membership, model, loss_fn

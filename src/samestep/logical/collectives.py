@@ -61,7 +61,7 @@ _FOLDS: dict[str, Callable[..., Any]] = {
     "BOR": torch.bitwise_or,
     "BXOR": torch.bitwise_xor,
 }
-# torch does not calculate with these. Sums, products and bits are the signed integers'.
+# torch does not calculate with these. Sums, products and bits are as for signed integers.
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 _FLOATING_REFUSED = {"BAND", "BOR", "BXOR"}
 _COMPLEX_REFUSED = {"MIN", "MAX", *_FLOATING_REFUSED}

@@ -107,7 +107,7 @@ class ModuleHooks:
         """The statistics of the parameters' gradients, in which it looks for values that are not finite."""
         measured = list(map(measure, gradients.values()))
         for name, found in zip(gradients, measured, strict=True):
-            # dim 0 of a parameter is not the samples', even if it is as long
+            # dim 0 of a parameter does not run over samples, even if it is as long
             found = None if found is None else replace(found, row=None)
             self._note("backward", f"the gradient of parameter {name}", found, name.rpartition(".")[0] or ROOT)
         return measured
@@ -117,7 +117,7 @@ class ModuleHooks:
             self.first = NonFinite(direction, where, found.bad, module, self._microbatch, self._sample(found))
 
     def _sample(self, found: Statistics | None) -> int | None:
-        """The sample that a row of a tensor belongs to; None if dim 0 is not the samples'."""
+        """The sample that a row of a tensor belongs to; None if dim 0 does not run over samples."""
         if found is None or found.row is None or found.shape[0] != len(self._samples):
             return None
         return self._samples[found.row]

@@ -184,7 +184,7 @@ def _mirror(home: Path, place: Path, record: Mapping[str, Any], run: Path) -> No
 
 
 def _compared(name: str, record: Mapping[str, Any], now: Mapping[str, Any], home: Path, place: Path) -> str | None:
-    """How a file differs from the repeat's, as a sentence; None if it does not."""
+    """How a file differs from the one that the repeat wrote, as a sentence; None if it does not."""
     if name not in now["files"]:
         return "it was not written again"
     if name not in record["files"]:

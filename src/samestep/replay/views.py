@@ -113,7 +113,7 @@ class ModulePlace:
 class Activation:
     """The values at a place in one microbatch, and the gradient of the microbatch's summed loss times the loss scale.
 
-    A sample is an id, or a row of the batch if samples have no ids; None if dim 0 is not the samples'.
+    A sample is an id, or a row of the batch if samples have no ids; None if dim 0 does not run over samples.
     """
 
     place: ModulePlace

@@ -77,7 +77,7 @@ class Progress:
     A state is captured between two steps, anywhere in an epoch, and restored in two parts. `restore` writes model,
     optimizers and records when a call of `fit` opens the run. `go_on` follows when training begins: it sets the loader
     to its place and the generators to their states, since the program may draw until then. A loader of the run has a
-    cursor. One of the user's own has none: its states are kept between two epochs, with the generators by which it
+    cursor. One of the user's own has none: its states are taken between two epochs, with the generators by which it
     draws the next order.
     """
 

@@ -469,7 +469,7 @@ class Run:
 
         Outputs are tensors with the samples along dim 0, also nested in dicts, lists and tuples; or lists with an
         entry a sample, which are joined into one: a detector's list of dicts, or texts. Arguments and errors are
-        `evaluate`'s. Tier `bitwise`.
+        as in `evaluate`. Tier `bitwise`.
         """
         from samestep.run.evaluation import predict
 

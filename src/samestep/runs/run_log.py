@@ -107,7 +107,7 @@ class TrainingDisplay:
 
 
 class RunLog:
-    """The log of one rank; the arguments are `Trainer`'s.
+    """The log of one rank; its arguments are as in `Trainer`.
 
     Every rank remembers a step (`remember_step`) while its scalars may still be on the device. Once they have arrived
     the step is recorded (`record_arrived`): in the sums of the epoch on all ranks, and in the files by the rank that

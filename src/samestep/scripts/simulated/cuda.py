@@ -283,7 +283,7 @@ class SimulatedStream:
 
 
 class SimulatedEvent:
-    """A moment on the CPU's clock; the arguments are `torch.cuda.Event`'s and change nothing but timing."""
+    """A moment on the CPU's clock; the arguments are as for `torch.cuda.Event` and change nothing but timing."""
 
     def __init__(self, device: Any = None, enable_timing: bool = False, **_: Any) -> None:
         timing = device if isinstance(device, bool) else enable_timing  # torch.cuda.Event takes it first

@@ -454,7 +454,7 @@ class OwnMode(TorchFunctionMode):
 def own_accelerator(count: Callable[[], int], device: torch.device, *, starts: bool = False) -> Iterator[None]:
     """Shows the script `count()` accelerators; all are this process's own.
 
-    The `device` of a tensor is the real one: `x.to("cuda:3").device` is this process's.
+    The `device` of a tensor is the real one: `x.to("cuda:3").device` is this process's device.
     """
     if device.type == "cuda" and not starts:  # the process that starts the ranks leaves it to those
         torch.cuda.init()  # before the script can change the visible devices

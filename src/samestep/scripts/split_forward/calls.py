@@ -78,7 +78,7 @@ def planned(task: Forward) -> Forward:
 class Derivative:
     """What all processes know of a derivative of a call."""
 
-    call: int  # the number of the call
+    call: int  # the call whose derivative it is
     number: int | None  # of the call that it is itself, if it has a derivative
     given: tuple[int, ...]  # the results whose gradients are given
     items: tuple[Item, ...]  # of these gradients
@@ -232,7 +232,7 @@ def _run_chunk(
     states: Sequence[tuple[int, ...]],
     captures: bool,
 ) -> None:
-    """Runs one chunk; `states` are the parameters' before."""
+    """Runs one chunk; `states` are the states of the parameters before."""
     replicas, chunks = split.replicas, task.chunks
     seed = derive_seed(task.seed, chunk)
     script.generators.seed(seed)

@@ -118,7 +118,7 @@ class _OwnGenerators:
 
     def states(self) -> list[int]:
         """A checksum of each one's state."""
-        # The first three are the global generators'.
+        # The first three states belong to the global generators.
         return [checksum(state) for state in Watch(self.found).states()[3:]]
 
     def seed(self, seed: int) -> None:
