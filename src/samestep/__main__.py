@@ -52,7 +52,7 @@ def _is_portable(words: Sequence[str]) -> bool:
 
 def _stop(signum: int, _frame: FrameType | None) -> NoReturn:
     """Ends the program as the supervisor does."""
-    if signum == signal.SIGHUP:  # of a terminal that is closed come two, of which one would cut the clean-up short
+    if signum == signal.SIGHUP:  # a terminal that is closed sends two, and the second would cut the clean-up short
         signal.signal(signum, signal.SIG_IGN)
     sys.exit(128 + signum)
 

@@ -33,7 +33,7 @@ def _library_roots() -> tuple[str, ...]:
         paths["purelib"],
         paths["platlib"],
         *site.getsitepackages(),
-        # those of the user (`pip install --user`), of PYTHONPATH and of .pth files
+        # the user's (`pip install --user`), PYTHONPATH's and those in .pth files
         *(entry for entry in sys.path if os.path.basename(entry) in ("site-packages", "dist-packages")),
     )
     # With the separator, so that a folder whose name merely begins alike is the user's; <stdin> is the user's, too.

@@ -32,7 +32,7 @@ def check_number(
         above: a limit that is itself too small.
         below: a limit that is itself too large.
         whole: whether only whole numbers are allowed.
-        option: the option at the sentence's end; None for that of the argument's name, "" for none.
+        option: the option at the sentence's end; None for the option with the argument's name, "" for none.
     """
     has_top = high is not None or below is not None
     top = "to {}" if low is not None else "and at most {}" if above is not None else "at most {}"

@@ -185,7 +185,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of a JSON text; a `ValueError` for one with a name twice, of which readers take one or the other."""
+    """An object of a JSON text; a `ValueError` for one with a name twice: readers take one or the other."""
     value = dict(pairs)
     if len(value) < len(pairs):
         raise ValueError("it has a name twice in one object")
@@ -308,7 +308,7 @@ def _is_abandoned(path: Path, system: str, until: ExitStack) -> bool:
     try:
         file = until.enter_context(open_regular(path / _LOCK, "r+b"))
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if system == _system():  # locks of a network's file system may be those of one machine alone
+        if system == _system():  # locks of a network's file system may hold on one machine alone
             return True
     except BlockingIOError:
         return False

@@ -84,7 +84,7 @@ class StateMetric:
         return {name: map_tensors(Tensor.cpu, getattr(metric, name)) for name in metric._reductions}
 
     def push(self, states: Mapping[str, Any]) -> None:
-        """Merges the states of a microbatch with those of all before it, in the order of the samples."""
+        """Merges the states of a microbatch with the states of all before it, in the order of the samples."""
         for name, reduction in self._metric._reductions.items():
             if _named(reduction) == "dim_zero_sum":
                 # One after another, since a table of counts by class may be large.
@@ -307,7 +307,7 @@ def perplexity_with(class_dim: int | None = None, ignore_index: int = -100) -> M
 def token_accuracy_with(class_dim: int | None = None, ignore_index: int = -100) -> Metric:
     """The fraction of targets (tokens, pixels) whose class has the highest score, `ignore_index` left out.
 
-    Shapes and arguments are those of `cross_entropy_with`, ties and NaN are treated as in `top_k`.
+    Shapes and arguments are as in `cross_entropy_with`, ties and NaN are treated as in `top_k`.
     """
     name = "token_accuracy"
     _check_class_dim(name, class_dim)

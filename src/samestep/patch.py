@@ -1,6 +1,6 @@
 """Patches of torch, Python and other libraries, put in and taken out together.
 
-`single_process.patched` applies those of these modules, in this order, for the reasons that it gives; nothing else is
+`single_process.patched` applies these modules' patches, in this order, for the reasons that it gives; nothing else is
 patched:
 
 | module | patches |
@@ -17,7 +17,7 @@ patched:
 `late_dynamo` is applied with them, so that all see the same torch._dynamo, whenever it is imported.
 `spawning` and `logical` patch multiprocessing and torch.distributed, for scripts that deal with ranks themselves, and
 `logical` counts torch's errors of memory; `spawning` looks at the programs that any script starts. The launcher patches
-the queues of multiprocessing in its workers, of which no batch is lost in silence. Replays, audits and runs of
+the queues of multiprocessing in its workers, so that no batch is lost in silence. Replays, audits and runs of
 `verify` patch os._exit, by `exits_raised`, and a script that is recorded tells what made it before it leaves so.
 """
 

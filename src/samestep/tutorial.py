@@ -70,7 +70,7 @@ class DeviceLayout:
 class TutorialState:
     """State between two calls."""
 
-    layout: DeviceLayout  # that of the last `replicate_params` or `split_and_load`
+    layout: DeviceLayout  # from the last `replicate_params` or `split_and_load`
     # the state of the random generators after a `split_and_load`, until it has been looked at
     generators: int | None = None
 
@@ -83,7 +83,7 @@ def replicate_params(
     Args:
         params: tensors or `nn.Parameter`s in a list, or in nested lists, tuples and dicts.
         devices: one entry a logical device, or how many there are. `--logical-devices` overrides their number.
-        script: of this process; that of the running script if None.
+        script: of this process; the running script's if None.
 
     Returns:
         A copy of `params`, of the same nesting, for each local logical device: leaf tensors in memory of their own,
@@ -126,7 +126,7 @@ def replicate_params(
 def split_and_load(
     batch: Any, devices: Sequence[DeviceLike] | int, even_split: bool = True, *, script: ScriptState | None = None
 ) -> list[Any]:
-    """Cuts a global batch into V microbatches, and copies those of this process to their devices.
+    """Cuts a global batch into V microbatches, and copies this process's microbatches to their devices.
 
     Args:
         batch: a tensor, or tensors in nested tuples, lists and dicts, with the samples along dim 0; the whole global
@@ -134,7 +134,7 @@ def split_and_load(
         devices: as for `replicate_params`.
         even_split: refuse a batch that V does not divide; else the first microbatches hold one sample more, and the
             last ones may be empty.
-        script: of this process; that of the running script if None.
+        script: of this process; the running script's if None.
 
     Returns:
         For each local logical device its microbatch, of the same nesting as `batch`, always a copy.
@@ -175,7 +175,7 @@ def allreduce(tensors: Sequence[Any], *, script: ScriptState | None = None) -> N
             tensors each (`[[p.grad for p in replica] for replica in replicas]`), which travel together and so faster.
             Before the first `replicate_params` or `split_and_load` nothing is divided: every process holds the whole
             list, and sums it.
-        script: of this process; that of the running script if None.
+        script: of this process; the running script's if None.
 
     Raises:
         UsageError: not one entry a local logical device, entries that do not match, None or a sparse tensor among
@@ -283,7 +283,7 @@ def _check_batch(batch: Any) -> int:
 
 
 def _rows(tensors: Any) -> list[list[Tensor]]:
-    """The tensors of each local logical device, checked against those of the first."""
+    """The tensors of each local logical device, checked against the first device's."""
     fits = isinstance(tensors, Iterable) and not isinstance(tensors, Tensor)
     check_type("tensors of allreduce", tensors, fits, "a list, one entry a device")
     rows = [leaves(entry) if isinstance(entry, list | tuple | Mapping) else [entry] for entry in tensors]

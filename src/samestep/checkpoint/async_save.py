@@ -141,7 +141,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 @torch.no_grad()
 def to_host_copy(files: Mapping[str, Mapping[str, Tensor]], reuse: HostFiles | None = None) -> HostFiles:
-    """Copies tensors to host memory, of which none is pinned: torch would never give it back.
+    """Copies tensors to host memory, none of it pinned: torch would never give it back.
 
     Dense tensors keep their strides, others become contiguous. The tensors of `reuse`, an earlier result, are
     overwritten if dtype, shape and strides are the same.

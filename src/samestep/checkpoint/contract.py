@@ -53,7 +53,7 @@ class Contract:
         seed: of every random generator and of the order.
         device_kind: "cpu", "cuda", …
         num_threads: CPU threads a rank, on GPUs too: samples are loaded and parameters initialised by CPU kernels.
-        portable: which kernels are alike on every x86-64 CPU, in words; None if they are those of this CPU.
+        portable: which kernels are alike on every x86-64 CPU, in words; None if they are this CPU's own.
     """
 
     global_batch_size: int
@@ -159,7 +159,7 @@ def loader_contract(loader: Loader | DataLoader[Any]) -> dict[str, Any]:
 def model_form(model: nn.Module, sharding: ShardedState | None = None) -> dict[str, Any]:
     """The form of a model without its values: class, number of elements, hashes of its tensors and of its code.
 
-    Code is that of the classes of its modules, those of torch aside.
+    Its code is the code of its modules' classes, torch's own classes aside.
     """
     # As on several ranks: there a local shard has the shape of its whole tensor, and the form must not depend on ranks.
     named = dict(local_tensors(model, sharding, SEVERAL))

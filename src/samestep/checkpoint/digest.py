@@ -57,7 +57,7 @@ def state_digest(model: nn.Module | TrainStep, optimizers: Optimizer | Sequence[
     """SHA-256 over names, dtypes, shapes and bytes of parameters, buffers and optimizer state, as hexadecimal digits.
 
     If the state is sharded (strategy="sharded") give the step: all ranks call it then, and gather one tensor at a time.
-    The digest is that of the same state on one device. Tier `bitwise`.
+    The digest is the same as for that state on one device. Tier `bitwise`.
 
     Args:
         model: its parameters and all its buffers count, in their order; or a training step.
@@ -307,7 +307,7 @@ class Drift:
 
 
 def _odd_one(values: Sequence[int]) -> tuple[int, int] | None:
-    """A rank whose value differs from that of most ranks, and one of those; None if all agree."""
+    """A rank whose value most ranks do not have, and a rank with the common value; None if all agree."""
     # What most ranks have is taken for right; of two ranks, what rank 0 has.
     common = Counter(values).most_common(1)[0][0]
     odd = [rank for rank, value in enumerate(values) if value != common]

@@ -45,7 +45,7 @@ def export_weights(
     """Writes parameters and persistent buffers under the names that `state_dict()` gives them.
 
     Args:
-        place: a run folder or one with checkpoints, of which the newest good one is taken; or one checkpoint.
+        place: a folder of a run or of checkpoints, whose newest good checkpoint is taken; or one checkpoint.
         target: the new file, or for "dcp" and "hf" the new folder.
         model: which one of several.
         format: "safetensors" (tied tensors once), "torch" (for `torch.load`), "dcp" (`torch.distributed.checkpoint`) or

@@ -78,7 +78,7 @@ def optimizer_state_dict(optimizer: Optimizer, state: ShardedState | None, world
     """An optimizer's `state_dict()`, with local shards of sharded tensors."""
     if state is None:
         return optimizer.state_dict()
-    # A copy has no hooks: those of a divided optimizer are for a script's own call.
+    # A copy has no hooks: a divided optimizer's hooks are for a script's own call.
     return {**copy(optimizer).state_dict(), "state": local_state(optimizer, state, world_size)}
 
 
@@ -138,7 +138,7 @@ def whole_tensors(files: StoredFiles) -> dict[str, dict[str, Tensor]]:
 
 
 def _held(value: Any, world_size: int) -> Any:
-    # On one rank the state is that of an unsharded run, to be read by programs that know of no shards.
+    # On one rank the state is as in an unsharded run, to be read by programs without shards.
     return value.local.view(value.shape) if world_size == 1 and isinstance(value, LocalShard) else value
 
 

@@ -274,14 +274,14 @@ def broadcast_state(
             files[file][name] = whole if own is None else own
             if own is None and shard_spec is not None:
                 sharding = shard_spec.sharding_of(file, name, whole.shape)
-                if sharding is not None:  # in memory of its own, so that that of the whole is freed
+                if sharding is not None:  # in memory of its own, so that the whole tensor's is freed
                     files[file][name] = LocalShard(sharding.part(whole, shard_spec.rank).clone(), sharding)
     folder = None if head["folder"] is None else Path(head["folder"])
     return Resumed(head["name"], Snapshot(head["step"], files, head["facts"]), folder, head["newer"])
 
 
 def _head(state: Resumed) -> dict[str, Any]:
-    """All of a state but its tensors, of which it has the names."""
+    """All of a state but its tensors, and the tensors' names."""
     names = {file: list(tensors) for file, tensors in whole_tensors(state.snapshot.files).items()}
     folder = None if state.folder is None else str(state.folder)
     snapshot = {"step": state.snapshot.step, "facts": state.snapshot.facts, "names": names}

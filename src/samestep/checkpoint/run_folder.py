@@ -79,7 +79,7 @@ def holds_script(path: Path) -> bool:
 
 
 def check_one_run(folder: Path) -> None:
-    """Raises a `UsageError` for a folder that holds runs of two kinds, of which only one would be looked at."""
+    """Raises a `UsageError` for a folder that holds runs of two kinds: only one would be looked at."""
     found = [folder / name for name in (SCRIPT_FILE, CONTRACT_FILE) if (folder / name).exists()]
     found += [path.parent for path in sorted(folder.glob(f"step-*/{FACTS_FILE}"))[:1]]  # of a loop of the user's own
     if len(found) > 1:
@@ -160,7 +160,7 @@ def _key(make: bool) -> bytes | None:
         path = (Path(given) if os.path.isabs(given) else Path.home() / ".local" / "state") / "samestep" / "key"
         if make and not path.exists():
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            # By link(2), which makes the name once the key is whole, and leaves that of another run: a rename would
+            # By link(2), which makes the name once the key is whole, and leaves another run's key: a rename would
             # replace it.
             with NamedTemporaryFile(dir=path.parent) as new, suppress(FileExistsError):  # another run was faster
                 new.write(secrets.token_bytes(KEY_BYTES))
@@ -217,7 +217,7 @@ class FolderLock:
         if self._file.closed:
             return
         with suppress(OSError):
-            # While it is locked: after that, the file of this name may be that of the next holder.
+            # While it is locked: after that, the file of this name may be the next holder's.
             if is_at(self._path, self._file):
                 self._path.unlink()
         self._file.close()

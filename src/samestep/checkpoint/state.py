@@ -149,7 +149,7 @@ def check_fits(step: Steps, state: Snapshot) -> None:
 
 def _check_parts(parts: _Parts, others: Mapping[str, Any], state: Snapshot) -> None:
     check_generators(others["generators"], parts.steps[0].communicator.device)
-    # Numbers first: what follows pairs the parts of the checkpoint with those of the program.
+    # Numbers first: what follows pairs the parts of the checkpoint with the program's.
     counts = (
         ("steps", len(others["steps"]), len(parts.steps)),
         ("models", sum(name not in ("optimizer", "rest") for name in state.files), len(parts.models)),
@@ -351,7 +351,7 @@ def _parts(step: Steps) -> _Parts:
 
 
 def _others(state: Snapshot) -> dict[str, Any]:
-    """The state other than that of models and optimizers."""
+    """The state outside models and optimizers."""
     if not isinstance(state.facts, Mapping) or state.facts.get("format") != FORMAT:
         found = state.facts.get("format") if isinstance(state.facts, Mapping) else None
         raise CheckpointError(f"the state has format {found}; this version reads format {FORMAT}")

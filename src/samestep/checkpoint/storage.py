@@ -3,7 +3,7 @@
     checkpoints/step-00001200/model.safetensors  optimizer.safetensors  …  state.json  manifest.json
                               model.shard-00001-of-00004.safetensors  …    of a sharded state
     checkpoints/latest                           the name of the one written last, for people
-    checkpoints/best                             that of the best by a metric, which is not removed
+    checkpoints/best                             the name of the best by a metric, which is not removed
 
 A checkpoint is made under a temporary name: each file is written and synced to the disk, then the manifest with their
 checksums, then the folder is renamed. However the writer ends, a folder called `step-…` is complete; if the disk
@@ -52,7 +52,7 @@ LATEST_FILE, BEST_FILE = "latest", "best"
 _REPLACED = ".replaced"
 _NAME = re.compile(rf"step-(\d{{8,}})(?:{re.escape(_REPLACED)})?", re.ASCII)
 _OCCUPIED = {errno.ENOTEMPTY, errno.EEXIST, errno.EACCES}  # EACCES: Windows, where a rename replaces no folder
-# The first may find an older one in its place, the second that of another process which was faster; a third is an
+# The first may find an older one in its place, the second one that a faster process made; a third is an
 # error.
 _RENAMES = 3
 

@@ -63,7 +63,7 @@ def without_types(parameters: Any) -> Any:
 
 
 class CommandGroup(TyperGroup):
-    """A group of commands, of which `show` is meant where a run's folder stands in the place of one."""
+    """A group of commands; `show` is meant where a run's folder stands in the place of a command."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         is_run = "show" in self.commands and args[0] not in self.commands and Path(args[0]).exists()
@@ -184,7 +184,7 @@ class ScriptOptions:
 
 
 def cap_as_recorded(run: Path) -> None:
-    """Caps the kernels of this process if those of a run were portable; before NumPy and torch are imported."""
+    """Caps the kernels of this process if a run's were portable; before NumPy and torch are imported."""
     if holds_run(run) and recorded(run).get("portable") is not None:
         os.environ.update(portable_variables("cpu", True))
         if "numpy" not in sys.modules:

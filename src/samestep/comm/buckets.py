@@ -122,7 +122,7 @@ class BucketSum:
     def _empty(self) -> FlatSum:
         """Memory for a leaf, whose gaps between the members are zero."""
         if self._spare:
-            return self._spare.pop()  # the gaps of both operands were zero, and so are those of their sum
+            return self._spare.pop()  # the gaps of both operands were zero, and so are the sum's
         return FlatSum(*self._bucket.unfilled(self._tensors))
 
 

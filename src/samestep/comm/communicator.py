@@ -59,7 +59,7 @@ class Communicator:
         scatter: bool = False,
         at_first: bool = False,
     ) -> Reduction:
-        """Starts the reduction of a flat tensor over the ranks; arguments as those of `reduction.ordered`.
+        """Starts the reduction of a flat tensor over the ranks; arguments as in `reduction.ordered`.
 
         With `scatter` each rank gets the sum of its part only, [length / D]; with `at_first` rank 0 needs it alone.
         """
@@ -136,7 +136,7 @@ class Communicator:
         return tree_sum_rows(gathered if order is None else gathered[order])
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
-        """Overwrites `tensor` on every rank with that of rank `source`."""
+        """Overwrites `tensor` on every rank with rank `source`'s tensor."""
         self.carrier(tensor).broadcast(tensor, source)
 
     def share(self, tensor: Tensor | None, source: int = 0) -> Tensor:
@@ -164,7 +164,7 @@ class Communicator:
         return shared.cpu() if is_on_host else shared
 
     def share_value(self, value: Any, source: int = 0) -> Any:
-        """The value of rank `source`, as `gather_values` takes it, on every rank; that of another is not read."""
+        """The value of rank `source`, as `gather_values` takes it, on every rank; other ranks' values are not read."""
         return _from_bytes(self.share(_as_bytes(value) if self.rank == source else None, source))
 
     def meet(self) -> None:

@@ -36,7 +36,7 @@ FIRST = -1  # priority of a stream: else each of the small sums waits until the 
 
 def connect(environment: Environment, device: torch.device, timeout: timedelta) -> tuple[Connection, Connection]:
     """Connects the ranks that the environment describes: the transports for the device and for host memory."""
-    # A script that has made its process group has no store of ours, and its ranks are those of the group.
+    # A script that has made its process group has no store of ours, and its ranks are the group's.
     if dist.is_initialized():
         return _adopt_group(environment, device, timeout)
     return connect_at(Rendezvous(rendezvous(environment, timeout), environment, timeout), device, timeout)
@@ -50,7 +50,7 @@ def reconnect(
     timeout: timedelta,
     check: Callable[[], None],
 ) -> tuple[Connection, Connection]:
-    """Connects the ranks that are left after a failure, which have all reached the store; `check` is that of waits."""
+    """Connects the ranks that are left after a failure, which have all reached the store; waits call `check`."""
     # No rank hosts the store, which has outlived one of them.
     place = Environment(rank, world_size, rank, world_size, store_is_kept=True, settings=read_settings())
     place = replace(place, transport=chosen_transport(), nodes=chosen_nodes())
@@ -65,7 +65,7 @@ def reconnect(
 
 
 def connect_at(met: Rendezvous, device: torch.device, timeout: timedelta) -> tuple[Connection, Connection]:
-    """Connects ranks that have met, as `connect` and `reconnect`; `timeout` is that of later exchanges."""
+    """Connects ranks that have met, as `connect` and `reconnect` do; `timeout` is for later exchanges."""
     store, place = met.store, met.place
     # Where NCCL still holds connections that were to be dropped (`GroupTransport.abandon`), ranks share memory instead.
     is_stuck = dist.is_initialized()

@@ -49,7 +49,7 @@ class WorkerSettings:
     joins: bool = False  # whether the worker was started late, in the place of a lost one
     device_index: int = 0  # of its device in the selection
     machine: int | None = None  # its machine's number, in a run on several
-    fds: Mapping[str, int] = field(default_factory=dict)  # descriptors: those of `launcher.job.Instruction`
+    fds: Mapping[str, int] = field(default_factory=dict)  # descriptors by name, as in `launcher.job.Instruction`
 
     def variables(self) -> dict[str, str]:
         """The variable by which a process finds these settings."""

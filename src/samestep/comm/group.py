@@ -31,7 +31,7 @@ LATENCY_BYTES = {"gloo": 256 << 10, "nccl": 1 << 20}
 
 
 class GroupTransport(Connection):
-    """Moves tensors by a torch.distributed process group, or by a backend itself, of which torch knows no group.
+    """Moves tensors by a torch.distributed process group, or by a backend itself, for which torch has no group.
 
     Tensors travel as bytes, since gloo lacks some dtypes (bfloat16, unsigned integers) in some collectives. With gloo
     the tensors of an accelerator go through host memory.
@@ -59,7 +59,7 @@ class GroupTransport(Connection):
         self._store_host = store_host
         self.through_host = name == "gloo"
         self._has_failed = False
-        self.sockets: frozenset[int] = frozenset()  # gloo's, by inode, if those of a lost machine may stay open
+        self.sockets: frozenset[int] = frozenset()  # gloo's, by inode, if a lost machine's may stay open
         self._queued: deque[torch.cuda.Event] = deque()  # at which the stream has what a transfer brings
         self.latency_bytes = LATENCY_BYTES.get(name, 0)
 
@@ -126,7 +126,7 @@ class GroupTransport(Connection):
                 wait_until(self._queued.popleft().query, check, self._timeout)
 
     def close(self) -> None:
-        """Destroys the process group, and those of the nodes; after an error without waiting for the other ranks."""
+        """Destroys the process group and the nodes' groups; after an error without waiting for the other ranks."""
         # The interpreter sets `last_value` for an exception that ends the program: this rank may have begun an exchange
         # that the others never will.
         if self._has_failed or getattr(sys, "last_value", None) is not None:
@@ -155,7 +155,7 @@ class GroupTransport(Connection):
             if not self.through_host:
                 returns(backend.abort)
         elif dist.is_initialized():
-            # That of all ranks, since this may be a group for host memory beside it.
+            # The group of all ranks, since this may be a group for host memory beside it.
             if "nccl" in dist.get_backend():
                 returns(dist.distributed_c10d._abort_process_group)
             else:
@@ -218,7 +218,7 @@ def open_sockets() -> frozenset[int]:
 
 
 def _shut(inodes: frozenset[int]) -> None:
-    """Shuts down those of some sockets that are connected: gloo's transfers fail at once, which else wait for long."""
+    """Shuts down the sockets that are connected: gloo's transfers fail at once, which else wait for long."""
     # gloo has no call for it: its abort leaves a transfer under way, and its destructor waits for that.
     for fd in os.listdir("/proc/self/fd") if inodes else ():
         with suppress(OSError):
@@ -267,7 +267,7 @@ def nccl_tried(
     """Connects ranks by NCCL in its block; NCCL's error on one rank is raised on all ranks of `control`.
 
     NCCL makes its buffers at the first message of a kind (`exchange_a_byte`): now, before the model takes the memory,
-    and not in the first backward. `abandon` drops the connections after an error; `check` is that of waits.
+    and not in the first backward. `abandon` drops the connections after an error; waits call `check`.
     """
     try:
         with _failures_shared(control, timeout):
@@ -312,7 +312,7 @@ def subgroup(
     """The transport of the group that this rank is in; all ranks call it."""
     number = next(number for number, ranks in enumerate(groups) if rank in ranks)
     # Not `new_subgroups`, which cuts by adjacent ranks alone. Ranks make other groups than their own only for NCCL,
-    # whose communicators are split off that of all ranks by all of them. With gloo under a default group of NCCL those
+    # where all ranks together split a communicator off the world's. With gloo under a default group of NCCL those
     # outside a group would take part in a split, and those in it not (pytorch/pytorch#197568). torch then names a group
     # by its ranks and by how many groups this rank is in, so every rank must be in as many, or they never meet.
     if backend == "gloo":

@@ -48,7 +48,7 @@ class Nodes:
         size, num_nodes, number = self.within.world_size, self.between.world_size, self.between.rank
         by_node, merged_by_node = _blocks_by_node(tuple(map(tuple, blocks_by_rank)), size)
         ours = blocks_by_rank[number * size : (number + 1) * size]
-        part = like[: like.numel() // size]  # of which the ranks of one local rank make the sum
+        part = like[: like.numel() // size]  # the ranks of one local rank make the sum of such a part
 
         merged = merge_received(by_node[number], (yield scatter(self.within, ours, sums, like)), part.numel())
         received = yield scatter(self.between, merged_by_node, merged, part)

@@ -18,7 +18,7 @@ A rank that is lost while the others connect leads to the next quorum (`comm.quo
 A spare is a rank without microbatches. It takes part in every exchange, so it has the same state as the others; when
 one of them is lost, dividing the microbatches anew (5) gives it some.
 
-The workers may be those of several machines: their supervisors lay the quorum and the heartbeats on each other's pages
+The workers may be on several machines: their supervisors lay the quorum and the heartbeats on each other's pages
 (`launcher.machines`), so nothing here knows of machines but the transports that are made anew.
 
 A worker that is started late joins in the same way: it waits until a quorum includes it, connects before an operation
@@ -231,7 +231,7 @@ class Membership:
                 self._connect("all", quorum, quorum.slots)
                 self.heartbeat.quorum = quorum.number
                 value = receive(self.communicator, _source(quorum, reports))
-            except (PeerLostError, dist.DistError):  # a rank was lost meanwhile, of which there will be a quorum
+            except (PeerLostError, dist.DistError):  # a rank was lost meanwhile: a quorum without it will come
                 number = quorum.number
                 self._drop_connections()
                 continue

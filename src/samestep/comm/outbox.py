@@ -5,7 +5,7 @@ sizes, in bytes, by the rank that they are for, counted from the end of the head
 read its part; a note. The header is padded to a multiple of 64 bytes, a cache line, then come the bytes.
 
 It lies in its rank's outbox until all ranks have read it, at the lowest free place: so the memory in use stays at the
-most that was under way, and what only a few large operations took lies behind that of the others, and can be released.
+most that was under way, and what only a few large operations took lies behind all other memory, and can be released.
 """
 
 import functools

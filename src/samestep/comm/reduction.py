@@ -34,8 +34,8 @@ class Reduction:
     that it reads and writes meanwhile.
     """
 
-    # Memory goes back to the stream on which it was allocated: what lies between the stages to that of the exchange,
-    # the sums and the total to the caller's. Those are held here until the caller's stream has waited for the other.
+    # Memory goes back to the stream on which it was allocated: what lies between the stages to the exchange's stream,
+    # the sums and the total to the caller's. These are held here until the caller's stream has waited for the other.
     # `record_stream` would do as well, but gives memory back only once the device has come so far: a host that is some
     # steps ahead would have the gradients of all of them allocated.
 
@@ -62,7 +62,7 @@ class Reduction:
                 self._advance(self._pending.wait())
 
     def finish(self) -> Tensor:
-        """The sum over all microbatches, on every rank; with `scattered` that of this rank's part."""
+        """The sum over all microbatches, on every rank; with `scattered` the sum of this rank's part."""
         while self._total is None:
             self.fold()
         self.release()
@@ -103,7 +103,7 @@ def ordered(
         blocks_by_rank: the blocks of every rank.
         sums: this rank's sum for each of its blocks; their memory is reused.
         like: gives length, dtype and device to a rank without a block; not read.
-        total: memory for the result, which may be that of the first sum; None for new memory.
+        total: memory for the result, maybe the first sum's own memory; None for new memory.
     """
     if transport.world_size == 1:  # on the same tree as several ranks: one device is no special case
         return fold(blocks_by_rank[0], sums)
@@ -124,7 +124,7 @@ def at_first(
 ) -> Stages:
     """The same sums on rank 0, and nothing on the others, where one message of each suffices; else on all ranks.
 
-    Arguments as those of `ordered`.
+    Arguments as in `ordered`.
     """
     if not (isinstance(transport, Connection) and like.is_cpu and takes_one_message(transport, blocks_by_rank, like)):
         return (yield from ordered(transport, blocks_by_rank, sums, like, total))
@@ -141,7 +141,7 @@ def at_first(
 def scattered(
     transport: Transport, blocks_by_rank: Blocks, sums: Sequence[Tensor], like: Tensor, total: Tensor | None = None
 ) -> Stages:
-    """The same sums without the gather: each rank gets its part, [length / D]; arguments as those of `ordered`."""
+    """The same sums without the gather: each rank gets its part, [length / D]; arguments as in `ordered`."""
     received = yield scatter(transport, blocks_by_rank, sums, like)
     part = like.numel() // transport.world_size
     return fold_received(list(chain.from_iterable(blocks_by_rank)), received, part, total)
@@ -160,7 +160,7 @@ def takes_one_message(transport: Transport, blocks_by_rank: Blocks, like: Tensor
 
 
 def scatter(transport: Transport, blocks_by_rank: Blocks, sums: Sequence[Tensor], like: Tensor) -> Pending:
-    """Sends rank r the r-th part of each of our blocks; arguments as those of `ordered`."""
+    """Sends rank r the r-th part of each of our blocks; arguments as in `ordered`."""
     ranks = transport.world_size
     part = like.numel() // ranks  # buckets are padded so that this divides evenly, at an aligned border
     if len(sums) == 1:

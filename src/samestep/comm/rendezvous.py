@@ -6,8 +6,8 @@ to one that has failed, and whether one will come at all. So the ranks
 
     1. connect to the store, which does not wait for any of them (`rendezvous`);
     2. learn from rank 0 the number of this round, under a key that no process has used before (`meet`);
-    3. write their names under keys of the round, and wait for those of the others (`roll_call`): who does not come in
-       time is named by its rank and machine;
+    3. write their names under keys of the round, and wait for the others' names (`roll_call`): a rank that does not
+       come in time is named, with its machine;
     4. agree, by words in the store, on how they connect (`Rendezvous`, used by `comm.connecting`).
 """
 
@@ -49,7 +49,7 @@ class Rendezvous:
         store: where ranks write for others, under agreed keys.
         place: the place of this rank among them.
         timeout: the time in which every rank must answer. A lost rank must be noticed soon, so it may be shorter than
-            that of later exchanges.
+            the timeout of later exchanges.
         check: called while this rank waits for another one; raises if that one will not come.
     """
 
@@ -83,7 +83,7 @@ class Rendezvous:
 
 
 def not_connected(rank: int, missing: tuple[int, ...]) -> PeerLostError:
-    """The error of a rank that has met all others, of which some did not connect."""
+    """The error of a rank that has met all others, while some did not connect."""
     names = ", ".join(map(str, missing))
     return PeerLostError(f"rank {rank} met all others, but rank {names} did not connect to them", missing)
 
@@ -160,7 +160,7 @@ def meet(
 
 
 def join_store(environment: Environment, timeout: timedelta) -> dist.Store:
-    """The store of a run under way, for a worker that joins it late: that of the first rendezvous."""
+    """The store of a run under way, for a worker that joins it late: the store of the first rendezvous."""
     host, port = environment.master_addr, environment.master_port
     try:
         store = dist.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
@@ -183,7 +183,7 @@ def roll_call(
     word: str = "here",
     check: Callable[[], None] = lambda: None,
 ) -> tuple[int, ...]:
-    """Writes a word under this rank's key, and waits for those of the others; returns the ranks without one.
+    """Writes a word under this rank's key, and waits for the others' words; returns the ranks without one.
 
     `check` is called at every poll; it may raise to end the wait.
     """

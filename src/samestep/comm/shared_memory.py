@@ -54,7 +54,7 @@ class SharedTransport(Connection):
     """Moves tensors through memory that all ranks map. Tensors of an accelerator are copied to it and from it.
 
     Tier `bitwise`: tensors travel as bytes. `add` sums by rank, from left to right, the same on every rank.
-    Every rank has written its process id to the segment. `store` is that of the rendezvous, for a process group that is
+    Every rank has written its process id to the segment. `store` is from the rendezvous, for a process group that is
     made later.
     """
 
@@ -380,7 +380,7 @@ class SharedParts:
 
     @contextmanager
     def views(self) -> Iterator[list[Tensor]]:
-        """The parts from rank 0, 1, … where they lie: those of the others in shared memory, for the time of a block."""
+        """The parts from rank 0, 1, … where they lie: the others' in shared memory, for the time of a block."""
         transport, sent = self._transport, self._sent
         width, rank = sent.element_size(), transport.rank
         own = self._own_start // width

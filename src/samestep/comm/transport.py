@@ -52,7 +52,7 @@ class NodeReduction(Protocol):
     """The reduction of ranks on several machines, by machines; `comm.hierarchical_reduction` has it."""
 
     def reduce(self, blocks_by_rank: Blocks, sums: Sequence[Tensor], like: Tensor, total: Tensor | None) -> Stages:
-        """The sum over all microbatches; arguments as those of `reduction.ordered`."""
+        """The sum over all microbatches; arguments as in `reduction.ordered`."""
 
     def close(self) -> None:
         """Closes the connections within and between nodes."""
@@ -94,11 +94,11 @@ class Transport(Protocol):
     def gather(self, part: Tensor, sizes: Sequence[int] = (), into: Tensor | None = None) -> Pending:
         """Starts an all-gather of parts, whose numbers of elements are `sizes` if they differ.
 
-        The result may alias `part`, and take the memory of `into`, of which `part` may be this rank's place.
+        The result may alias `part`, and take the memory of `into`; `part` may be this rank's place in `into`.
         """
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
-        """Overwrites `tensor` on all ranks with that of rank `source`."""
+        """Overwrites `tensor` on all ranks with rank `source`'s tensor."""
 
     def close(self) -> None:
         """Closes connections and frees threads."""
@@ -125,7 +125,7 @@ class Connection(Transport):
         self.check_lost: Callable[[], None] | None = None
         self.call = 0  # up to 15 bits: of what a process group calls, which ranks that call something else notice
         self.note = 0  # a word that goes along with what this rank sends
-        self.other_notes: dict[int, int] = {}  # those of the ranks that sent another one, if the transport carries them
+        self.other_notes: dict[int, int] = {}  # of the ranks that sent another note, if the transport carries notes
         self.advice = ADVICE  # in the error of a transfer for which a rank is missing
         self._timeout = timeout.total_seconds()
 
@@ -140,7 +140,7 @@ class Connection(Transport):
         self._timeout = math.inf if timeout is None else timeout.total_seconds()
 
     def deliver(self, pieces: Sequence[Tensor], sizes: Sequence[int], receive_sizes: Sequence[int]) -> Pending:
-        """As `exchange` of contiguous pieces, [n] uint8, of which none is for this rank itself."""
+        """As `exchange` of contiguous pieces, [n] uint8; none is for this rank itself."""
         data = torch.cat(list(pieces)) if pieces else torch.empty(0, dtype=torch.uint8)
         return self.exchange(data, sizes, receive_sizes)
 

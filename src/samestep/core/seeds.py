@@ -19,7 +19,7 @@ def splitmix64(x: int) -> int:
 
 
 def derive_seed(*parts: int) -> int:
-    """A 64-bit seed from any number of integers, each of which matters, as do their order and their number."""
+    """A 64-bit seed from any number of integers; each of them matters, as do their order and their number."""
     # Each round is a bijection, so seeds that differ in one part differ for certain; others collide with 2^-64.
     state = len(parts)
     for part in parts:

@@ -36,11 +36,11 @@ class Batch:
         ids: returns the sample ids of the global batch in order; None if samples have no ids.
         checksum: compared between ranks. Of a batch that every rank holds whole: its checksum; of a loader's batch: the
             number of samples of its epoch, which decides their order; of a stream's first batches: the negative
-            checksum of all samples; of streams: that of their places, below 0.
+            checksum of all samples; of streams: the checksum of their places, below 0.
         version: the version of the membership by which the microbatches were chosen.
         renew: fetches the same global batch for the present ranks, or one microbatch of it that is given; None if the
             caller must do that.
-        sizes: samples of each microbatch, if they come from streams of their own, of which some may be at their end;
+        sizes: samples of each microbatch, if they come from streams of their own, some perhaps at their end;
             None if the length decides them.
         stand_in: a value to run where a rank has nothing to run while others need its local shards, and its number of
             samples; what it computes is left out.

@@ -1,4 +1,4 @@
-"""The loader: global batches in the order of the run, of which this rank fetches its own microbatches.
+"""The loader: global batches in the order of the run; this rank fetches its own microbatches of them.
 
 Every sample is consumed once an epoch, in an order that depends on (seed, epoch, number of samples) alone: tier
 `sample-exact` and, with per-sample randomness, `bitwise`. Nothing is padded; a shorter last batch is split over the
@@ -139,7 +139,7 @@ class Loader:
         self._left_early = True
         self._open_epoch()
         # One turn for each membership: when ranks are lost or join, other microbatches become this rank's, and what was
-        # fetched ahead for the old ones is dropped. The cursor is that of the batches that were yielded.
+        # fetched ahead for the old ones is dropped. The cursor moves by the batches that were yielded.
         while True:
             version = self.membership.version
             batches: Iterator[Batch] = fetch_ahead(self._batches(), self._device)

@@ -61,7 +61,7 @@ def made_tuple(kind: type, entries: Sequence[Any], attributes: Mapping[str, Any]
         return tuple(entries)
     try:
         made: Any = tuple.__new__(kind, entries)
-    except TypeError:  # those of C, such as torch.return_types
+    except TypeError:  # a class made in C, such as torch.return_types
         return kind(entries)
     if attributes:
         made.__dict__.update(attributes)

@@ -41,7 +41,7 @@ class GeneratorStates(NamedTuple):
 
 
 class Generators:
-    """The global generators of this process, that of the rank's device included."""
+    """The global generators of this process, the generator of the rank's device included."""
 
     def __init__(self, device: torch.device) -> None:
         self.of_torch = [torch.default_generator, *_device_generators(device)]
@@ -50,7 +50,7 @@ class Generators:
         self._fresh: Any = self._philox.state
 
     def seed(self, seed: int) -> None:
-        """Seeds all of them, inside `preserved`, with 64 bits, of which torch's CPU generator uses the lower 32."""
+        """Seeds all of them, inside `preserved`, with 64 bits; torch's CPU generator uses the lower 32."""
         for generator in self.of_torch:
             generator.manual_seed(seed)
         random.seed(seed)
@@ -78,8 +78,8 @@ class Generators:
         """The state of every generator."""
         of_torch = [generator.get_state() for generator in self.of_torch]
         numpy = mtrand.get_bit_generator()
-        # The state has the cached half beside the bit generator's own words, and reading those of a Mersenne twister
-        # takes longer than all else here: so it is asked for while Philox is there.
+        # The state has the cached half beside the bit generator's own words, and reading a Mersenne twister's words
+        # takes longer than all else here: so the state is read while Philox is there.
         GLOBAL_OF_NUMPY._bit_generator = self._philox
         try:
             state = mtrand.get_state(legacy=False)
@@ -118,7 +118,7 @@ def seed_process(seed: int) -> None:
 
 
 def held_generators(holder: Any, depth: int = 3) -> list[Any]:
-    """The generators in the attributes of an object, and in those of what they hold: a dataset's transforms."""
+    """The generators in the attributes of an object and of what they hold: a dataset's transforms."""
     if isinstance(holder, GENERATORS):
         return [holder] if holder not in GLOBAL else []
     if depth == 0 or isinstance(holder, type | ModuleType | FunctionType):

@@ -185,7 +185,7 @@ def mean_and_scale(rows: Tensor) -> tuple[Tensor, Tensor]:
 def standardize(train: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
     """Shifts and scales columns to mean 0 and standard deviation 1 over the training rows, and the others alike.
 
-    Mean and deviation are those of the training rows alone, so nothing of a test set leaks into training. Computed in
+    Mean and deviation come from the training rows alone, so nothing of a test set leaks into training. Computed in
     float64. A column that is constant over the training rows becomes 0 there.
     """
     for table in (train, *others):

@@ -32,7 +32,7 @@ from samestep.data.randomness import Generators
 from samestep.errors import DataError, UsageError
 from samestep.text import notify
 
-MakeStream = Callable[[int, int], Any]  # of its number and that of all streams
+MakeStream = Callable[[int, int], Any]  # of a stream's number and the number of streams
 
 SAMPLE_STREAM = 2**32  # as MICROBATCH_STREAM is, distinct from the streams of steps
 BATCHES_A_STATE = 64  # after so many, each rank receives the states of all streams
@@ -175,7 +175,7 @@ class Stream:
 
 
 class Streams:
-    """The streams of all microbatches: this rank reads those of its own, and knows the places of all.
+    """The streams of all microbatches: this rank reads its own microbatches' streams, and keeps the places of all.
 
     The ranks exchange the sizes of the microbatches once a batch, since a stream may end at any time, and with
     `exact_states` now and then the states that streams have of their own. So each rank can go on with the stream of a

@@ -88,7 +88,7 @@ class Inventory:
 def discover(environ: Mapping[str, str] | None = None, *, accelerators: bool = True) -> Inventory:
     """The hardware of this machine; neither imports torch nor touches a device.
 
-    If torch has already initialised CUDA in this process, the numbering is that of torch.
+    If torch has already initialised CUDA in this process, the numbering is torch's.
 
     Args:
         environ: holds CUDA_VISIBLE_DEVICES and the like; None for this process's environment.

@@ -55,7 +55,7 @@ def check_portable(device_kind: str, about: Path = ABOUT) -> None:
 def chosen_portable(device_kind: str, asked: bool | None, default: bool = False) -> bool | None:
     """Whether kernels are to be portable: by an option, else by SAMESTEP_PORTABLE, else, where they can be, by default.
 
-    None if nothing says so. The check is that of `portable_variables`.
+    None if nothing says so. `portable_variables` has the check.
     """
     asked = asks_for_portable() if asked is None else asked
     return True if asked is None and default and why_not_portable(device_kind) is None else asked

@@ -1,4 +1,4 @@
-"""All checks of this machine: those of the table, and the collectives between ranks on it."""
+"""All checks of this machine: the table's checks, and the collectives between ranks on it."""
 
 import json
 import tempfile

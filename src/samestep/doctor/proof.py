@@ -46,7 +46,7 @@ COLLECTIVES = "collectives"  # the one program that `local` has
 STARVED, KILLED = "starved", "killed"
 # If NCCL's first allocation fits, a kernel that is loaded then may not.
 NO_MEMORY = "out of memory: NCCL finds none on the GPU of rank ", "CUDA error: out of memory"
-LOGICAL = "logical devices"  # a script's ranks, not those of a row
+LOGICAL = "logical devices"  # a script's ranks, not a row's
 MODELS, PRECISIONS, OPTIMIZERS = ("lenet", "gpt"), ("32-true", "bf16-mixed", "16-mixed"), ("sgd", "adamw")
 TRAININGS = [f"{model} {precision} {name}" for model in MODELS for precision in PRECISIONS for name in OPTIMIZERS]
 PLACED = ("lenet 32-true sgd", "gpt bf16-mixed adamw")  # for rows about the placement of the state
@@ -94,7 +94,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Places:
-    """The devices of a proof, and those of them that rows have."""
+    """The devices of a proof, and the ones among them that rows have."""
 
     chosen: Selection
     inventory: Inventory
@@ -296,7 +296,7 @@ def judge_bits(facts: Facts, known: Known, is_first: bool = False, key: str = ""
                 known.setdefault(key + name, ledger)
             _check_equal(name, known.get(key + name), ledger)
         ends[name] = runs[0]["digest"]
-    # Trainings differ in model, precision or optimizer: equal ends would be those of a state that none of them moved.
+    # Trainings differ in model, precision or optimizer: equal ends would show a state that none of them moved.
     expect(len(set(ends.values())) == len(ends), "another end of each training", f"{ends}: they did not train")
     steps = len(next(iter(facts.values()))[0]["steps"])
     same = "every time the same bits" if is_first else "the bits of one device"
@@ -326,7 +326,7 @@ def _check_equal(name: str, reference: Ledger | None, ledger: Ledger) -> None:
 
 
 def judge_killed(facts: Facts, known: Known, heals: bool = True) -> tuple[str, Mapping[str, float]]:
-    """A run of which one rank was killed, with the events of the launcher; or one that was resumed."""
+    """A run with one rank killed, with the events of the launcher; or one that was resumed."""
     events = facts["events"]
     seconds = [event["seconds"] for event in events if event["event"] == "heal"]
     expect(len(seconds) == heals, "a rank to die and the others to go on", events)
@@ -340,7 +340,7 @@ def judge_killed(facts: Facts, known: Known, heals: bool = True) -> tuple[str, M
 
 
 def judge_starved(facts: Facts, known: Known) -> tuple[str, Mapping[str, float]]:
-    """The failure of a run of which one GPU was full when NCCL connected."""
+    """The failure of a run with one GPU full when NCCL connected."""
     expect("failure" in facts, "the failure of the run", facts)
     finds_none = any(text in facts["failure"] for text in NO_MEMORY)
     expect(finds_none, "the error of NCCL's that it finds no memory", _reason(facts["failure"]))

@@ -198,7 +198,7 @@ def killed(name: str, num_microbatches: int, epochs: int, folder: str, by: str |
 
 
 def starved(num_microbatches: int) -> Facts:
-    """Connects ranks of which the last has filled its GPU: NCCL finds no memory there, and that is to end the run."""
+    """Connects ranks after the last one has filled its GPU: NCCL finds no memory there, and that is to end the run."""
     place = read_environment()
     device, held, size = own_device(None, place), list[Tensor](), 1 << 30
     while place.rank == place.world_size - 1 and size >= 1 << 20:

@@ -316,7 +316,7 @@ def check_group(
 
 
 def run_checks(session: Session, quick: bool, about_node: Sequence[Result] = ()) -> None:
-    """Takes part in the checks as one of several ranks; `about_node`: those of its node, if it is the first there."""
+    """Takes part in the checks as one of several ranks; `about_node`: its node's results, if it is the first there."""
     environment = session.environment
     if environment.world_size == 1:
         session.report(good("ranks", f"one, on {session.device.type}: there is no other to communicate with"))

@@ -123,7 +123,7 @@ class Audit:
             self._sums()[0].keeps = False
 
     def _run(self) -> _Computed:
-        """Forward and backward of the microbatch, of which nothing else is left."""
+        """Forward and backward of the microbatch, which leave nothing else behind."""
         compute, (gradients, buffers), config = self._compute, self._sums(), self._compute.config
         saved = compute.generators.save()
         try:
@@ -196,7 +196,7 @@ class Audit:
         )
 
     def _judge_states(self, states: Sequence[int]) -> None:
-        """Finds the ranks whose state is not that of most."""
+        """Finds the ranks whose state differs from most ranks' state."""
         common, number = Counter(states).most_common(1)[0]
         odd = [rank for rank, state in enumerate(states) if state != common]
         wrong = odd if 2 * number > len(states) else []

@@ -46,7 +46,7 @@ class MeanGroup:
 
     indices: list[int]  # among the buffers of a `BufferMerge`
     shapes: list[torch.Size]
-    flat: Tensor  # those of the step's start, one after another
+    flat: Tensor  # the statistics at the step's start, one after another
     starts: list[Tensor]  # its views
     ends: list[Tensor] = field(default_factory=list)  # views of what a microbatch left, in a wide dtype
     own: list[Tensor] = field(default_factory=list)  # the model's own, by `.data`: behind autograd's back
@@ -146,7 +146,7 @@ class BufferMerge:
         self.touched_means = self.touched_others = False
 
     def collect(self, microbatch: int, num_samples: int) -> None:
-        """Takes a microbatch's results from the buffers, and restores those of the step's start.
+        """Takes a microbatch's results from the buffers, and restores the values of the step's start.
 
         One without samples has not run: it counts as zero.
         """
@@ -317,7 +317,7 @@ class BufferMerge:
         ours = torch.tensor(self._checksums, dtype=torch.int64).view(-1, len(self._others))
         counts = [sum(block.size for block in blocks) for blocks in blocks_by_rank]
         rows = communicator.gather_rows(ours, counts)
-        # A buffer's value is that of a rank on which a microbatch has run.
+        # A buffer's value comes from a rank on which a microbatch has run.
         ran = next((k for k, entry in enumerate(rows[:, 0].tolist()) if entry != DID_NOT_RUN), 0)
         source = next(rank for rank, last in enumerate(accumulate(counts)) if ran < last)
         for column in range(len(self._others)):
@@ -340,5 +340,5 @@ def _split(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
 
 
 def _present(tensors: Sequence[Tensor | None], indices: Sequence[int]) -> list[Tensor]:
-    """Those of some tensors that are there, outside of autograd."""
+    """The tensors at some indices, but for None, outside of autograd."""
     return [tensor.detach() for index in indices if (tensor := tensors[index]) is not None]

@@ -41,7 +41,7 @@ class StepConfig:
 
     loss_fn: LossFn
     seed: int
-    stream: int  # separates the randomness of this training step from that of the run's other ones
+    stream: int  # separates the randomness of this training step from the randomness of the run's other ones
     global_batch_size: int
     counts_fn: Callable[[Any], Any] | None = None
     scheduler: LRScheduler | None = None

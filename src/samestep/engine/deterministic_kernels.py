@@ -82,7 +82,7 @@ def _reflected(size: int, num_outputs: int, num_before: int) -> Taps:
 
 
 def _resized(size: int, num_outputs: int, scale: float | None, aligned: bool, is_cubic: bool, antialias: bool) -> Taps:
-    """Interpolation, as the kernels of upsample do it (UpSample.h; those of antialias as Pillow)."""
+    """Interpolation, as the kernels of upsample do it (UpSample.h; with antialias as Pillow does it)."""
     if aligned:
         step = (size - 1) / (num_outputs - 1) if num_outputs > 1 else 0.0
     else:
@@ -121,7 +121,7 @@ def _gathers(
     inputs, outputs, weights = inputs[of_use], outputs[of_use], weights[of_use]
     order = np.lexsort((outputs, inputs))
     inputs, outputs, weights = inputs[order], outputs[order], weights[order]
-    place = np.arange(len(inputs)) - np.searchsorted(inputs, inputs)  # among those of its input
+    place = np.arange(len(inputs)) - np.searchsorted(inputs, inputs)  # among its input's outputs
     shape = (place.max(initial=0) + 1, size)
     index, factors = np.zeros(shape, np.int64), np.zeros(shape)
     index[place, inputs], factors[place, inputs] = outputs, weights
@@ -129,7 +129,7 @@ def _gathers(
 
 
 def _along(gradient: Tensor, dim: int, size: int, taps: Callable[..., Taps], *form: Any) -> Tensor:
-    """The gradient of a dimension's `size` inputs, from that of its outputs; `dim` is counted from the end."""
+    """The gradient of a dimension's `size` inputs, from the gradient of its outputs; `dim` is counted from the end."""
     index, weights = _gathers(taps, size, gradient.size(dim), gradient.device, gradient.dtype, *form)
     shape = (-1, *[1] * (-1 - dim))
     total = gradient.index_select(dim, index[0]) * weights[0].view(shape)
@@ -152,7 +152,7 @@ def _adaptive_avg_pool_backward(original: Kernel, gradient: Tensor, x: Tensor, *
 
 def _reflection_pad_backward(original: Kernel, gradient: Tensor, x: Tensor, padding: Sequence[int]) -> Tensor:
     total = _wide(gradient)
-    for dim, num_before in enumerate(padding[::2]):  # that of the last dimension is first
+    for dim, num_before in enumerate(padding[::2]):  # the last dimension's padding is first
         total = _along(total, -1 - dim, x.size(-1 - dim), _reflected, num_before)
     return total.to(gradient.dtype)
 
@@ -283,7 +283,7 @@ KERNELS: dict[str, tuple[str, Kernel]] = {  # by the operator's name: the dispat
     "nll_loss2d_forward": ("CUDA", _nll_loss2d),
     "grid_sampler_2d": ("AutogradCUDA", _grid_sampler),
     "grid_sampler_3d": ("AutogradCUDA", _grid_sampler),
-    "cudnn_grid_sampler": ("AutogradCUDA", _grid_sampler),  # adds by atomics, of which torch does not warn
+    "cudnn_grid_sampler": ("AutogradCUDA", _grid_sampler),  # adds by atomics, and torch does not warn
     "cumsum": ("CUDA", _cumsum),
     "cumsum_": ("CUDA", partial(_scan_into, torch.cumsum)),
     "cumsum.out": ("CUDA", partial(_scan_into, torch.cumsum)),

@@ -78,7 +78,7 @@ class ForwardBackward:
         is_only: bool = False,
         microbatch: int | None = None,
     ) -> MicrobatchLoss:
-        """Leaves the gradients of some leaves in their `.grad`, those of others as they were; returns the loss.
+        """Leaves the gradients of some leaves in their `.grad`, and the other leaves' as they were; returns the loss.
 
         A run that does not count, along with other ranks, has no microbatch number.
         """

@@ -35,7 +35,7 @@ class GradientSum(StepGradients):
     # The parameters are divided into buckets, flat tensors of a few MiB, and each bucket has a tree of its own. `push`
     # copies a microbatch's `.grad` into a bucket and pushes it on that tree, where the left operand of an addition
     # takes the sum, and the right one's memory serves the next microbatch. What a rank has left on a tree after its
-    # last microbatch are the blocks that it ships (`core.tree`); `start` sends those of each bucket, `finish` waits.
+    # last microbatch are the blocks that it ships (`core.tree`); `start` sends each bucket's blocks, `finish` waits.
     # With `overlap`, a hook on each parameter sees its gradient arrive, and pushes a bucket once all members are there:
     # `.grad` is never whole beside the sums. In the last backward it sends it, too. Buckets leave in their order, which
     # is the same on all ranks, or messages would cross.
@@ -96,8 +96,8 @@ class GradientSum(StepGradients):
         # The sums of the step before are never written to again, since the user may hold them as `parameter.grad`.
         for each in self._sums:
             each.begin()
-        self._started: list[Reduction] = []  # in the order of the buckets, which is that of all ranks
-        self._under_way: list[Reduction] = []  # those of them that are not known to be done
+        self._started: list[Reduction] = []  # in the order of the buckets, the same on all ranks
+        self._under_way: list[Reduction] = []  # the started ones that are not known to be done
         self._results: list[FlatSum] = []
         self._totals: list[Tensor] = []  # of the buckets that were pushed of this microbatch
         self._microbatch: int | None = None  # whose gradients are on their way

@@ -118,7 +118,7 @@ def check_shortages(before: int, device: torch.device, where: str, advice: str) 
 
 
 def check_flags(before: Mapping[str, Any], device_kind: str, where: str) -> None:
-    """Raises a `DeterminismError` that names those of some flags that have another value now."""
+    """Raises a `DeterminismError` that names the flags of `before` that have another value now."""
     now = kernel_flags(device_kind)
     changed = [name for name, value in before.items() if now.get(name, value) != value]  # some are CUDA's alone
     if not changed:

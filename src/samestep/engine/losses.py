@@ -176,7 +176,7 @@ class GlobalCounts:
             raise LossError(
                 f"counts_fn returned {names or describe(value)} for one microbatch, {self._structure[0]} for another"
             )
-        # The structure of the first microbatch is that of all: sums are handed back in it on every rank.
+        # The first microbatch's structure holds for all: sums are handed back in it on every rank.
         is_sequence = isinstance(value, list | tuple)
         self._structure = names, is_sequence
         entries = list(value.values()) if isinstance(value, Mapping) else list(value) if is_sequence else [value]

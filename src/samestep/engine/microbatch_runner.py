@@ -116,7 +116,7 @@ class MicrobatchRunner:
         self._gradients.push(microbatch, loss.value)
 
     def _run_stand_in(self, microbatch: int) -> MicrobatchLoss:
-        """Runs a microbatch, or what stands in for it, of which nothing is to be kept."""
+        """Runs a microbatch, or what stands in for it; nothing of it is to be kept."""
         batch = self._batch
         value, num_samples = batch.stand_in or (batch.microbatches[microbatch], self._sizes[microbatch])
         loss = self._compute.run(self._gradients.inputs, value, num_samples, self._counts, self._is_only)

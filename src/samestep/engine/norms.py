@@ -39,7 +39,7 @@ def block_norms(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def join_norms(norms: Sequence[Tensor]) -> Tensor:
-    """The norm of everything, of those of its dtypes."""
+    """The norm of everything, from the norms of its dtypes."""
     if len(norms) == 1:
         return norms[0]
     return block_norm(torch.stack([norm.to(norms[0].device, wide_dtype(norm.device)) for norm in norms]))

@@ -47,7 +47,7 @@ class StepObserver:
         """The loss of a microbatch was computed; its backward comes next."""
 
     def on_gradients(self, index: int | None) -> None:
-        """The parameters' `.grad` hold the gradient of a microbatch, or (None) that of the global batch, clipped."""
+        """The parameters' `.grad` hold the gradient of a microbatch, or (None) the global batch's, clipped."""
 
     def on_bucket(self) -> None:
         """The exchange of a bucket of gradients begins."""

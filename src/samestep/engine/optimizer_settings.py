@@ -18,7 +18,7 @@ class Settings:
     """The plain values (numbers, strings, None, and tuples, lists and dicts of them) of optimizers and scheduler."""
 
     optimizers: list[tuple[str, list[dict[str, Any]]]]  # the class of each, and the values of its parameter groups
-    scheduler: dict[str, Any] | None  # class, values, and those of the schedulers in it
+    scheduler: dict[str, Any] | None  # class and values, its inner schedulers' included
 
     def as_json(self) -> dict[str, Any]:
         """For the contract: {"optimizer": {"class": "SGD", "lr": 0.1, …}, "scheduler": …}."""

@@ -61,7 +61,7 @@ def is_portable() -> bool:
 
 
 def portable_form() -> str | None:
-    """The kernels of this process as the contract has them; None if they are those of its CPU."""
+    """The kernels of this process as the contract has them; None if they are its CPU's own."""
     return ("on, all products by MKL" if ONEDNN_LINEAR is None else "on") if is_portable() else None
 
 
@@ -168,7 +168,7 @@ def _filled(out: Tensor, found: Tensor) -> Tensor:
 
 
 def _power(original: Kernel, x: Tensor, exponent: Any, *, out: Tensor | None = None) -> Any:
-    """A power; that of one half is a square root, for which torch's kernel calls no operator."""
+    """A power; the power of one half is a square root, for which torch's kernel calls no operator."""
     if exponent != 0.5 or _is_exact(x):
         return original(x, exponent) if out is None else original(x, exponent, out=out)
     with np.errstate(invalid="ignore"):

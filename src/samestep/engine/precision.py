@@ -78,7 +78,7 @@ class LossScale:
         if overflowed is not False:
             overflowed = torch.as_tensor(overflowed, device=self.scale.device)
             lowered = self.scale * 0.5
-            if isinstance(count, Tensor) or count != 1:  # for a mean the scale of the beginning is that of its count
+            if isinstance(count, Tensor) or count != 1:  # for a mean the scale of the beginning depends on its count
                 is_first = self.scale == self._initial
                 lowered = torch.minimum(lowered, self._start(count) / is_first)  # infinity if it is false
             adapted = torch.where(overflowed, lowered, adapted)

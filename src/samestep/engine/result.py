@@ -177,7 +177,7 @@ def _other_names(first: tuple[str, ...] = (), other: tuple[str, ...] = ()) -> Lo
 
 @dataclass(frozen=True, slots=True)
 class Agreed:
-    """The requests of one rank; after the exchange those of any rank."""
+    """The requests of one rank; after the exchange the requests of any rank."""
 
     stop: int  # the signal by which the run is to stop, or `requests.END_OF_FIT`; 0 for none
     checkpoint: bool  # whether all ranks are to write a checkpoint after the step
@@ -201,7 +201,7 @@ def read_headers(headers: Sequence[Sequence[int]], num_flags: int) -> Agreed:
     first = headers[0][:IDENTITY]
     for rank, header in enumerate(headers):
         if header[:IDENTITY] != first:
-            # Of a loader's batch the checksum is the length of its dataset, not negative as that of a stream.
+            # Of a loader's batch the checksum is the length of its dataset, not negative as a stream's.
             if min(first[1], header[1], first[3], header[3]) >= 0 and header[3] != first[3]:
                 raise DeterminismError(
                     f"the dataset of rank {rank} has {header[3]} samples in step {first[4]}, rank 0's has "
@@ -224,7 +224,7 @@ def read_headers(headers: Sequence[Sequence[int]], num_flags: int) -> Agreed:
 
 @dataclass(slots=True)
 class StepResult:
-    """The result of one optimizer step; all numbers are those of the global batch, equal on every rank.
+    """The result of one optimizer step; all numbers are for the global batch, equal on every rank.
 
     Reading `loss`, `grad_norm`, `total`, `count`, `scalars` or `skipped` waits for the device, once, and raises a
     `NonFiniteError` that this step or one before it left behind; without reading, the host does not wait. Tier

@@ -64,7 +64,7 @@ def shard_modules(model: nn.Module, inner: Sequence[nn.Module], mesh: DeviceMesh
     offloads = options.cpu_offload and mesh.device_type != "cpu"
     offload = CPUOffloadPolicy() if offloads else OffloadPolicy()
     for module in [*inner, model]:
-        module.register_forward_hook(make_views_writable)  # before that of FSDP2
+        module.register_forward_hook(make_views_writable)  # before FSDP2's hook
         if dtype is None:  # else FSDP2 casts the arguments, and the bits are others
             module.register_forward_pre_hook(_show_activations, prepend=True, with_kwargs=True)
         fully_shard(
@@ -84,7 +84,7 @@ class _Hidden:
 
     FSDP2 puts a node of its own between an activation and the module, which reduces the module's gradients in its
     backward. An activation that is given twice would be two tensors in the module, which attention takes for two
-    values; and the gradients of its uses would be added first within the module, then to those of its uses outside. On
+    values; and the gradients of its uses would be added first within the module, then to those outside. On
     one device autograd adds them one by one.
     """
 
@@ -93,7 +93,7 @@ class _Hidden:
 
 
 def _hide_activations(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A forward pre-hook before that of FSDP2."""
+    """A forward pre-hook before FSDP2's."""
     is_graded = torch.is_grad_enabled()
     return tree_map(
         lambda x: _Hidden(x) if is_graded and isinstance(x, Tensor) and x.requires_grad else x, (args, kwargs)
@@ -101,7 +101,7 @@ def _hide_activations(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _show_activations(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A forward pre-hook after that of FSDP2: has the gradients reduced once the activations have theirs."""
+    """A forward pre-hook after FSDP2's: has the gradients reduced once the activations have theirs."""
     hidden = {id(x.tensor): x.tensor for x in tree_leaves((args, kwargs)) if isinstance(x, _Hidden)}
     groups = groups_in_forward(module)
     if hidden and not groups:  # run anew, for the backward under way or for one of its own, which FSDP2 does not see
@@ -130,11 +130,11 @@ def _show_activations(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str
             engine: Any = torch.autograd.Variable._execution_engine
             engine.queue_callback(reduce)
 
-        # The gradient of a leaf may come before those of the weights, unlike all others. Reentrant checkpointing runs
+        # The gradient of a leaf may come before the weights' gradients, unlike all others. Reentrant checkpointing runs
         # the module anew on leaves, in a backward of its own, at whose end the weights have theirs.
         has_leaf = any(tensor.is_leaf for tensor in hidden.values())
         hooks: Any = register_multi_grad_hook([*hidden.values()], reduce_later if has_leaf else reduce)
-        # First, before FSDP2 unshards the module of which an activation is the output: else the order of the exchanges
+        # First, before FSDP2 unshards the module whose output an activation is: else the order of the exchanges
         # would depend on what is done between two modules, and both of them may be one.
         for tensor, hook in zip(hidden.values(), hooks.handles, strict=True):
             of_tensor: Any = tensor._backward_hooks
@@ -151,7 +151,7 @@ def param_groups(module: Any) -> list[Any]:
 
 
 def groups_in_forward(module: Any) -> list[Any]:
-    """Those of a module in a forward with a reduction in its backward, which one that is run anew may not have."""
+    """The module's groups in a forward with a reduction in its backward; a module that is run anew may have none."""
     return [group for group in param_groups(module) if group._training_state.name == "FORWARD"]
 
 

@@ -216,7 +216,7 @@ class ShardedState:
 
 
 class _Part:
-    """The hooks of an optimizer of which this rank holds a part: what it returns is loaded by the same rank alone."""
+    """The hooks of an optimizer whose state this rank has in part: what it returns is loaded by the same rank alone."""
 
     def __init__(self, rank: int, ranks: int) -> None:
         self._place, self._is_noted = [rank, ranks], False
@@ -248,7 +248,7 @@ def is_divided(optimizer: Optimizer) -> bool:
 
 
 def divided_parameters(model: nn.Module) -> list[str]:
-    """The names of parameters of which this rank may have a part alone."""
+    """The names of parameters that this rank may have only in part."""
     return [name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)]
 
 

@@ -3,7 +3,7 @@
 The gradient of one step of a sharded model: each rank sums its part of all microbatches' gradients on the tree.
 
 FSDP2 gathers a module's parameters before its forward and backward, and after its backward asks for the sum of all
-ranks' gradients, of which each rank keeps its part. Here no transfer adds: each rank gets its part of every rank's
+ranks' gradients; each rank keeps its part of it. Here no transfer adds: each rank gets its part of every rank's
 gradient, one a rank, and pushes them on the tree in the order of the microbatches; the sum that FSDP2 then finds in
 `.grad` is dropped.
 
@@ -272,7 +272,7 @@ class ShardedGradientSum(StepGradients):
         return on_gradient
 
     def _receive(self, number: int, sent: Tensor, received: Tensor) -> None:
-        """Takes the received parts of a module's gradients; those of a module called several times are added first."""
+        """Takes the received parts of a module's gradients; the parts of several calls of a module are added first."""
         self._order.append(number)
         group = self._groups[number]
         if sent.numel() != group.numel * self._communicator.world_size:

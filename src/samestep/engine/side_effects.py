@@ -51,7 +51,7 @@ class Watch:
         self._sources = [_source(torch.default_generator), *global_sources, *own]
 
     def states(self) -> list[Any]:
-        """The states of all generators, those of the global ones first; they can be pickled."""
+        """The states of all generators, the global ones' first; they can be pickled."""
         return [read() for read, _ in self._sources]
 
     def put_states(self, states: Sequence[Any]) -> None:
@@ -162,12 +162,12 @@ def _source(generator: Any) -> Source:
 class Traces:
     """Finds the traces of microbatches in the first steps, and prints a notice for each kind."""
 
-    # A trace is a value that a microbatch leaves where the next microbatch of this rank finds it, and those of other
-    # ranks do not: in plain attributes of modules, in what the loss function holds, modules with their buffers among
-    # it, or in generators that no step seeds. So is a read of the rank. No more than a notice, since caches and values
+    # A trace is a value that a microbatch leaves where the next microbatch of this rank finds it, and other ranks'
+    # microbatches do not: in plain attributes of modules, in what the loss function holds, modules and buffers too,
+    # or in generators that no step seeds. So is a read of the rank. No more than a notice, since caches and values
     # kept for inspection are legitimate; and only in the first two steps, since comparing all attributes takes as long
     # as a small forward. A rank with one microbatch has nothing to compare: what others left is compared by `words`,
-    # and a number with that of the step before, as all ranks may count alike.
+    # and a number with the last step's, as all ranks may count alike.
 
     def __init__(self, membership: Membership, model: nn.Module, loss_fn: Callable[..., Any]) -> None:
         self._membership, self._model, self._loss_fn = membership, model, loss_fn

@@ -438,7 +438,7 @@ class TrainStep:
         self._named = self.strategy.held(self.optimizers)
         trainable = {name: p for name, p in self._named.items() if p.requires_grad}
         _check_trained(trainable.values())
-        # A gradient from before, of the script's or of another layout, must not be taken for that of a microbatch.
+        # A gradient from before, of the script's or of another layout, must not be taken for a microbatch's.
         for parameter in self._named.values():
             parameter.grad = None
         self.strategy.lay_out(trainable, self.optimizers, self.observers)
@@ -568,7 +568,7 @@ def _check_hooks(model: nn.Module, trained: Iterable[Tensor]) -> None:
     for name, parameter in model.named_parameters():
         hooks = (parameter._post_accumulate_grad_hooks or {}).values() if parameter.requires_grad else ()
         is_waiting = any(not str(getattr(hook, "__module__", "")).startswith("samestep.") for hook in hooks)
-        if is_waiting and id(parameter) not in own:  # the hooks of samestep are those of another step
+        if is_waiting and id(parameter) not in own:  # samestep's own hooks belong to another step
             raise UsageError(
                 f"{name} has a hook that waits for its gradient (an optimizer step in the backward) and is in no "
                 "optimizer of this step, which computes no gradient of it: give it to the optimizer, without the hook"

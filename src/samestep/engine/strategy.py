@@ -3,7 +3,7 @@
 replicate     every rank has everything               engine.replicate; `zero1` is engine.zero1 beside it
 sharded       every rank has 1/D                      engine.sharded_strategy
 
-The user passes options (`engine.strategy_options`), of which `engine.factory` makes a strategy. This module imports
+The user passes options (`engine.strategy_options`), and `engine.factory` makes a strategy of them. This module imports
 neither. CONTRIBUTING has a page on writing another one.
 """
 
@@ -35,7 +35,7 @@ class StepGradients(ABC):
     @property
     @abstractmethod
     def inputs(self) -> tuple[Tensor, ...]:
-        """The leaves whose gradients autograd computes; those of others stay what they were."""
+        """The leaves whose gradients autograd computes; other leaves' stay what they were."""
 
     @property
     @abstractmethod
@@ -75,7 +75,7 @@ class StepGradients(ABC):
 
     @abstractmethod
     def assign(self, used: Sequence[bool]) -> None:
-        """Sets the `.grad` of each parameter that any microbatch used to its sum, that of the others to None."""
+        """Sets the `.grad` of each parameter that any microbatch used to its sum, the others' to None."""
 
     @abstractmethod
     def abandon(self) -> None:
@@ -88,7 +88,7 @@ class StepGradients(ABC):
 class Strategy(ABC):
     """Places the state of a step on the ranks; made once, as the model is.
 
-    The defaults are those of a model whose parameters and optimizer state every rank has.
+    The defaults suit a model whose parameters and optimizer state every rank has.
 
     Attributes:
         state: the sharded state; None if each rank has all of it.

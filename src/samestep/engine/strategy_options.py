@@ -44,8 +44,8 @@ class Sharded:
             instead of keeping them. The bits stay the same.
         cpu_offload: keep parameters and optimizer state in host memory; no difference on a CPU.
         param_dtype: "bf16" or "fp16": FSDP2's own mixed precision: parameters travel in half the bytes, and modules
-            compute in that type. The bits are equal on all numbers of devices, and differ from those of `precision`,
-            which is the tier `allclose` to it. None leaves it to `precision`.
+            compute in that type. The bits are equal on all numbers of devices, and differ from the bits of `precision`:
+            the tier is `allclose` between the two. None leaves it to `precision`.
     """
 
     name: ClassVar[str] = "sharded"

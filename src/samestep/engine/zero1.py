@@ -56,7 +56,7 @@ class Zero1Parts:
                 part.data = _own(parameter, sharding, rank)
 
     def norm(self, flats: Sequence[Tensor]) -> Tensor:
-        """The 2-norm of the sums of which this rank has these parts, of the same blocks as without sharding."""
+        """The 2-norm of the sums, given this rank's parts of them, of the same blocks as without sharding."""
         views = self._views(flats)
         return self._norm.of([views[name] for name in self._names])
 

@@ -115,7 +115,7 @@ class Follower:
         selection: its devices.
         meeting: where the machines meet.
         open_pool: makes the pool of its workers.
-        sockets: the folder for those of data workers.
+        sockets: the folder for data workers' sockets.
         fds: further descriptors for all workers.
     """
 

@@ -109,7 +109,7 @@ class Job:
     start_method: str | None = None  # "fork" or "spawn"; None for fork where that is possible
     own_hash_seeds: bool = False  # whether a rank that is spawned has a hash seed of its own, as under torchrun
     policy: Policy = Policy()
-    logical_devices: int | None = None  # the number of workers, if it is not that of the devices
+    logical_devices: int | None = None  # the number of workers, if it is not the number of devices
     counts_lines: bool = False  # say at the end how many lines ranks above 0 have printed, which are not shown
     runs_once: bool = False  # whether rank 0 alone runs the script: a signal, too, ends with the script's own exit code
     may_lie_elsewhere: bool = False  # whether another machine may have the script alone
@@ -176,7 +176,7 @@ class Assignment:
     attempt: int = 0  # how often all workers have been restarted
     joins: bool = False  # whether it is a replacement, which waits until it is in a quorum
     cores: Sequence[int] = ()  # the CPU cores nearest to its device; empty if unknown
-    sockets: str = ""  # the folder for those of its data workers, removed with the run; empty if none can be made
+    sockets: str = ""  # the folder for its data workers' sockets, removed with the run; empty if none can be made
     local_rank: int | None = None  # among the workers of its machine; the rank if it is the only one
     local_world_size: int | None = None
     machine: int = 0  # the number of its machine

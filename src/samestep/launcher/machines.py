@@ -1,4 +1,4 @@
-"""Several machines: one supervisor leads the run, and those of the others lend it their devices.
+"""Several machines: one supervisor leads the run, and the other machines' supervisors lend it their devices.
 
 The supervisor of the machine where all meet has the monitor, the page and every decision; `MachinesPool` is its pool of
 workers, on this machine and on the others. A supervisor elsewhere (`follower`) starts, signals and ends workers as it
@@ -53,7 +53,7 @@ RELAYED = ("events", "dump", "stdout", "stderr")
 def run_on_machines(job: Job, selection: Selection, meeting: Meeting, early: EarlyServer | None = None) -> Outcome:
     """Runs a job on the devices of this and the other machines, and waits for its end.
 
-    Logical devices are those of all machines together, equally many on each.
+    Logical devices count over all machines together, equally many on each.
     """
     job = replace(job, policy=replace(job.policy, min_machines=meeting.min_machines))
     num_workers = selection.count if job.logical_devices is None else meeting.ranks_each(job.logical_devices)
@@ -118,7 +118,7 @@ class Machine:
 
 
 class MachinesPool(Pool):
-    """The workers of all machines, of which this one leads.
+    """The workers of all machines; this machine leads.
 
     Args:
         job: the job.
@@ -293,7 +293,7 @@ class MachinesPool(Pool):
             machine.wire.send(signal=signum, slot=slot)
 
     def groups(self) -> Mapping[int, Group]:
-        """Those of other machines as they were when they were last asked."""
+        """The groups; other machines' as they were when last asked."""
         found = dict(self._local.groups())
         for machine in self.machines:
             found |= machine.groups

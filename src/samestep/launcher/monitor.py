@@ -572,7 +572,7 @@ class Monitor:
             if culprit.report is None and self._saved:
                 hint = f"the script last saved {self._saved}: start it again from there"
             failure = explain(culprit, self.workers.rank(culprit)) + (f"\n{hint}" if hint else "")
-        # Else the failures that are still to be reported are those of the final message.
+        # Else the final message is about the failures that are still to be reported.
         if culprit is None or culprit.ended_itself or self._stopped_by is not None:
             self._healing.finish()
         self._healing.give_up_waiting()

@@ -84,7 +84,7 @@ def release_signals() -> None:
 
 
 def stay_on(cores: Sequence[int]) -> None:
-    """Limits this process, and those that it starts, to those of some CPU cores that it may use, if there are any.
+    """Limits this process, and those that it starts, to the CPU cores among `cores` that it may use, if there are any.
 
     Host memory of another NUMA node than the GPU's is further from it: copies and launches take longer.
     """

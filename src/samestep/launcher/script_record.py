@@ -106,7 +106,7 @@ class ScriptRecord:
     """Records a script's run, or a further start of it, in a folder that has no other run's record."""
 
     def __init__(self, folder: Path, options: Mapping[str, Any], without: Sequence[Path]) -> None:
-        """Takes down what there is before the script starts; `options` are those of `samestep run`."""
+        """Takes down what there is before the script starts; `options` come from `samestep run`."""
         own = [folder / name for name in OWN]
         self._folder, self._options, self._without = folder, dict(options), (*own, *without)
         make_folder(folder) if holds_script(folder) else create_folder(folder)
@@ -136,7 +136,7 @@ class ScriptRecord:
         }
 
     def end(self, exit_code: int, facts: Mapping[str, Any] | None) -> None:
-        """Writes the record; `facts` are those of `run_recorded`, None if the script was killed."""
+        """Writes the record; `facts` come from `run_recorded`, None if the script was killed."""
         from samestep.runs.recorder import file_sha256, starts_of
 
         after, known = entries_below(Path.cwd(), self._without), self._earlier.get("files", {})

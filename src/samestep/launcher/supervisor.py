@@ -56,7 +56,7 @@ StartMethod = Literal["fork", "spawn"]
 
 
 class Machines(Protocol):
-    """The machines of a run, of which this one leads; `launcher.machines` has it."""
+    """The machines of a run; this one leads. `launcher.machines` has it."""
 
     stops: int  # a descriptor with the signals that others were sent
 
@@ -72,7 +72,7 @@ def supervise(
     fds: Mapping[str, int] | None = None,
     machines: Machines | None = None,
 ) -> Outcome:
-    """Runs a job on the selected devices, and on those of other machines, one worker process each; waits for its end.
+    """Runs a job on the selected devices, and on other machines' devices, one worker process each; waits for its end.
 
     Logical devices that are restarted go on without the device on which the first failed, if another is left.
 
@@ -215,7 +215,7 @@ def launch(
 ) -> Any:
     """Calls a function in one worker process a device, and returns rank 0's result.
 
-    The workers are clean processes, whose state does not depend on that of this one. They import the function as a
+    The workers are clean processes, whose state does not depend on this process's. They import the function as a
     program does, or get it by value if they cannot: a closure, or a function of a notebook's cell or of the program
     itself, with copies of what it uses.
 

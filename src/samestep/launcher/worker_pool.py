@@ -47,7 +47,7 @@ class WorkerEvent:
 
 
 class Pool(Protocol):
-    """The workers of a run, as the monitor sees them: those of this machine (`ServerPool`) or of several."""
+    """The workers of a run, as the monitor sees them: on this machine (`ServerPool`) or on several."""
 
     def start(self, instruction: Instruction) -> None:
         """Starts one worker; the caller may close the instruction's descriptors afterwards."""

@@ -144,7 +144,7 @@ class Workers:
         self.quorum = self.page.announce(slots, lost=lost)
 
     def result(self) -> Any:
-        """The run's result: that of the lowest rank that has one."""
+        """The run's result: the result of the lowest rank that has one."""
         ordered = [*self.members, *(worker for worker in self.all if worker not in self.members)]
         return next((worker.results[-1] for worker in ordered if worker.results), None)
 
@@ -233,7 +233,7 @@ def report_exception(error: BaseException) -> dict[str, Any]:
 
 
 def _without_own_frames(found: traceback.TracebackException) -> traceback.TracebackException:
-    """A traceback and those of its causes, without frames of the launcher and of what runs scripts."""
+    """A traceback and its causes' tracebacks, without frames of the launcher and of what runs scripts."""
     # They stay if the exception arose in the exchange of a wrapped forward, or in what verify watches: it is our own.
     if not (found.stack and found.stack[-1].filename.startswith(EXCHANGE)):
         # torch's dispatch to a mode is in a traceback only because of simulated devices.
@@ -346,7 +346,7 @@ def _output(worker: Worker, rank: int) -> str:
     dumps = [index for index, line in enumerate(lines) if line.startswith("Fatal Python error: ")]
     output, dump = (lines[: dumps[-1]], lines[dumps[-1] :]) if dumps else (lines, [])
     output = "\n".join(output).rstrip().splitlines()[-(NUM_TAIL_LINES // (2 if dump else 1)) :]
-    # The stacks in the dump of `faulthandler`, that of the running thread first.
+    # The stacks in the dump of `faulthandler`, the running thread's first.
     threads: list[list[str]] = [[]]
     for line in dump:
         if not line.strip():
@@ -378,7 +378,7 @@ class Failure:
 
     @property
     def is_in_step(self) -> bool:
-        """Whether its step is known; that of a script without a `Run` is not."""
+        """Whether its step is known; it is not in a script without a `Run`."""
         return self.step > 0 or self.phase in (*WORKING, "exchange")
 
 

@@ -2,7 +2,7 @@
 
 Every operation but a copy is a fold of the ranks' tensors, element by element, along the tree with one leaf a rank
 (`core.tree`). So the result depends neither on the transport, nor on how tensors are cut into pieces or buckets, nor on
-where the ranks run. A large tensor goes in pieces: those of the next are under way while one is added.
+where the ranks run. A large tensor goes in pieces: the next pieces are under way while one is added.
 """
 
 import math
@@ -61,7 +61,7 @@ _FOLDS: dict[str, Callable[..., Any]] = {
     "BOR": torch.bitwise_or,
     "BXOR": torch.bitwise_xor,
 }
-# torch does not calculate with these. Sums, products and bits are those of the signed integers.
+# torch does not calculate with these. Sums, products and bits are as for signed integers.
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 _FLOATING_REFUSED = {"BAND", "BOR", "BXOR"}
 _COMPLEX_REFUSED = {"MIN", "MAX", *_FLOATING_REFUSED}
@@ -302,7 +302,7 @@ def all_reduce_sparse(transport: Transport, tensor: Tensor, operation: Operation
 
 
 def _all_of_uneven(transport: Transport, rows: Tensor, counts: Sequence[int]) -> list[Tensor]:
-    """The rows of every rank, of which there are so many."""
+    """The rows of every rank; `counts` says how many."""
     sizes = [count * math.prod(rows.shape[1:]) for count in counts]
     received = gather_parts(transport, rows.reshape(-1), sizes).wait()
     return [part.view(count, *rows.shape[1:]) for part, count in zip(received.split(sizes), counts, strict=True)]

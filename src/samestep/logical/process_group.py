@@ -46,7 +46,7 @@ NAME = "samestep"
 DEVICES = ["cpu", "cuda"]
 SUM = Operation("SUM")
 EVEN = {"allreduce", "reduce", "broadcast", "allgather"}  # whose tensors have as many elements on each rank
-HISTORY = 256  # operations: a rank is ahead of the others by the broadcasts alone of which it is the source
+HISTORY = 256  # operations: a rank is ahead of the others only by broadcasts whose source it is
 FORWARD, DDP_FILE = "the forward of DistributedDataParallel", nn.parallel.distributed.__file__
 HINTS = {  # of calls that some ranks make while others make another one
     FORWARD: "That forward broadcasts buffers: what one rank does alone calls model.module(…) instead of model(…)",
@@ -83,7 +83,7 @@ def register_backend() -> None:
 
 
 def _make_group(options: Any, _: Any) -> "OrderedProcessGroup":
-    """The group of which torch describes rank, size, store and timeout."""
+    """The group whose rank, size, store and timeout torch describes."""
     rank, size = options.group_rank, options.group_size
     ranks = tuple(options.global_ranks_in_group) or tuple(range(size))
     if size == 1:
@@ -127,7 +127,7 @@ class _Called(threading.local):
 class OrderedBackend(_Backend):  # type: ignore[misc]  # a class of torch's stubs only from 2.14 on
     """The collectives of one rank of a group. All ranks call the same ones in the same order.
 
-    Its methods have the names by which torch calls those of a backend, in torch 2.10 to 2.15.
+    Its methods have the names by which torch calls a backend's methods, in torch 2.10 to 2.15.
     """
 
     supports_splitting = supports_coalescing = supports_time_estimate = _supports_time_estimate = False
@@ -242,7 +242,7 @@ class OrderedBackend(_Backend):  # type: ignore[misc]  # a class of torch's stub
         return self.all_gather_single_coalesced([output], [ours], opts)
 
     def broadcast(self, tensors: Any, opts: Any) -> QueuedWork:
-        """Overwrites the tensors with those of the root."""
+        """Overwrites the tensors with the root's."""
         tensors = _listed(tensors)
 
         def run(transport: Transport) -> None:
@@ -282,7 +282,7 @@ class OrderedBackend(_Backend):  # type: ignore[misc]  # a class of torch's stub
         return self._call(run, outputs, opts, also=[part for parts in inputs for part in parts])
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> QueuedWork:
-        """Sends the r-th tensor to rank r, and writes those of all ranks; they may differ in length."""
+        """Sends the r-th tensor to rank r, and writes what all ranks send; tensors may differ in length."""
         self._check_parts("an all-to-all", [inputs, outputs])
         self._check_parts("an all-to-all", [outputs], [inputs[self._transport.rank]])
 
@@ -296,7 +296,7 @@ class OrderedBackend(_Backend):  # type: ignore[misc]  # a class of torch's stub
     def all_to_all_single(
         self, output: Tensor, parts: Tensor, output_sizes: Any = (), sizes: Any = (), opts: Any = None
     ) -> QueuedWork:
-        """Sends rows to every rank, and writes those of all ranks; equally many without sizes."""
+        """Sends rows to every rank, and writes the rows that all ranks send; equally many without sizes."""
         ranks = self._transport.world_size
         into = _rows(output, output_sizes, ranks)
         return self.alltoall(into, _rows(parts, sizes, ranks), opts).holding([output])
@@ -433,7 +433,7 @@ class OrderedBackend(_Backend):  # type: ignore[misc]  # a class of torch's stub
                 raise CallError(f"{name} would write a tensor of {got}; needed: another, as of tensor.contiguous()")
 
     def _check_parts(self, what: str, lists: Any, own: Sequence[Tensor] = (), are_even: bool = False) -> None:
-        """Raises unless each list has a tensor for each rank; that of this rank, or each, as long as one of `own`."""
+        """Raises unless each list has a tensor for each rank; this rank's tensor, or each, as long as one of `own`."""
         for parts in lists:
             if len(parts) != self._transport.world_size:
                 raise CallError(f"{what} got {len(parts)} tensors; needed: {self._transport.world_size}, one a rank")
@@ -477,7 +477,7 @@ class OrderedBackend(_Backend):  # type: ignore[misc]  # a class of torch's stub
             raise
 
     def _transport_of(self, name: str, written: Sequence[Tensor], tensors: Sequence[Tensor]) -> Transport:
-        """The transport of an operation on these tensors, of which each rank has some."""
+        """The transport of an operation on these tensors; each rank has some."""
         host, gpus = self._transport, {tensor.device for tensor in tensors if tensor.is_cuda}
         if len(gpus) != 1 or not isinstance(host, Connection):
             return host
@@ -601,7 +601,7 @@ class OrderedProcessGroup(_Group):  # type: ignore[misc]  # for the reason above
 
 
 def _passed_on(name: str) -> Callable[..., Any]:
-    """The method of a process group that passes a call on to that of its backend."""
+    """The method of a process group that passes a call on to its backend's method."""
     dispatch = getattr(dist.ProcessGroup, name) if DISPATCHES else None
 
     def call(self: OrderedProcessGroup, *args: Any, **options: Any) -> Any:
@@ -713,7 +713,7 @@ class _Flat:
 
 
 def _memory(tensor: Tensor) -> Tensor:
-    """A tensor's elements, of which autograd knows nothing: a write is no in-place change to it, as with gloo."""
+    """A tensor's elements, outside of autograd: a write is no in-place change to it, as with gloo."""
     data = tensor.data
     if not data.is_inference() or data.is_conj() or data.is_neg():  # of the last two the memory is not the values
         return data
@@ -726,7 +726,7 @@ def _joined(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _copied_to_host(tensors: Sequence[Tensor]) -> Tensor:
-    """The values of tensors of one dtype, one after another; those of a GPU in pinned memory, unless they are large."""
+    """The values of tensors of one dtype, one after another; a GPU's values in pinned memory, unless they are large."""
     with torch._C.DisableTorchFunction():  # by their memory: simulated GPUs are the host's
         if tensors[0].is_cuda:
             sizes = [tensor.numel() for tensor in tensors]
@@ -739,7 +739,7 @@ def _copied_to_host(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _by_dtype(tensors: Sequence[Tensor], transport: Transport) -> list[_Flat]:
-    """The tensors, those of one dtype together."""
+    """The tensors, grouped by dtype."""
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         by_dtype.setdefault(tensor.dtype, []).append(tensor)

@@ -1,7 +1,7 @@
 """Logical devices: a multi-process script runs as V ranks on the devices that there are.
 
-Each rank is a process. It sees V devices, all of which are its own; whatever backend it asks for, its process groups
-are those of `logical.process_group`, which add along the tree of all ranks.
+Each rank is a process. It sees V devices, and all of them are its own; whatever backend it asks for, its process groups
+come from `logical.process_group`, and add along the tree of all ranks.
 
 Mostly the launcher starts the ranks. A script may also start them itself (`_starting_ranks`): then it runs once, in the
 launcher's first worker, and a process that it starts becomes a rank where an object is unpickled. Nothing else of ours
@@ -169,7 +169,7 @@ def _starting_ranks(
     first, lock, ranks, starting = os.getpid(), threading.Lock(), itertools.count(), list[_Started]()
     launchers = {name: os.environ[name] for name in RANK_VARIABLES if name in os.environ and name != "MASTER_ADDR"}
     start, boot = BaseProcess.start, BaseProcess._bootstrap  # type: ignore[attr-defined]  # what a new process runs
-    # The ranks meet where the script says, else at this port: that of the launcher has the store of the run itself.
+    # The ranks meet where the script says, else at this port: the launcher's port has the store of the run itself.
     prepare, port = multiprocessing.spawn.get_preparation_data, str(get_free_port())
 
     def start_rank(process: BaseProcess) -> None:
@@ -253,7 +253,7 @@ def _process_groups(num_devices: int, store: dist.Store | None) -> list[Patch]:
     def init_process_group(backend: str | None = None, *args: Any, **options: Any) -> None:
         if store is not None and os.getpid() == process:
             store.set(FIRST, GROUP)
-        options.pop("device_id", None)  # of which there may be fewer than the script knows
+        options.pop("device_id", None)  # there may be fewer devices than the script sees
         with lent_token():  # held since the first group, if this is another one
             make(_ours(backend), *args, **options)
         name(dist.group.WORLD, _name_of(backend))
@@ -299,7 +299,7 @@ def _stores(run: int) -> list[Patch]:
     connect: Any = getattr(rendezvous, "_create_c10d_store", None)
 
     def connected(hostname: str, port: int, *args: Any, **options: Any) -> Any:
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # that of the run itself
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # the run's own store
             return connect(hostname, port, *args, **options)
         try:
             store = connect(hostname, port, *args, **options)

@@ -161,7 +161,7 @@ class WorkQueue:
     # it: another thread would have to be woken first.
     #
     # An operation's turn ends when the callbacks of its future have run, and an operation that one of them calls runs
-    # within it, at once: else its place among those of other threads would be another one on every rank.
+    # within it, at once: else its place among other threads' operations would be another one on every rank.
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -23,7 +23,7 @@ class Parser(argparse.ArgumentParser):
     """argparse, with a sentence for a mistake in place of the usage."""
 
     def error(self, message: str) -> NoReturn:
-        """Ends with the exit code 2; as a worker by an error, of which the launcher tells once."""
+        """Ends with the exit code 2; as a worker by an error, which the launcher shows once."""
         text = f"{message}; --help lists the arguments"
         if read_environment().launcher != "none":
             raise UsageError(text)

@@ -149,7 +149,7 @@ def audit(
     # From good checkpoints alone: a damaged one is a fault already, and the segments on both sides of it become one.
     plan = segments_of(folder, ledger, places, notes.append)
     seed = secrets.randbits(32) if seed is None else seed
-    # Without trust `audit_segments` refuses other code, but for recipes, whose code is that of samestep's version.
+    # Without trust `audit_segments` refuses other code, but for recipes, whose code goes with samestep's version.
     notes += check_code(record, folder, trust) if trust else []
     drawn = Random(seed).sample(plan, min(segments or len(plan), len(plan)))
     if take is None:
@@ -323,7 +323,7 @@ def audit_segments(
 
 
 def check_code(record: Mapping[str, Any], run: Path, trust: bool) -> list[str]:
-    """Raises a `UsageError` for code that is not that of each start of a run; with trust returns sentences on it."""
+    """Raises a `UsageError` for code that is not as at each start of a run; with trust returns sentences on it."""
     changed, starts = [], starts_of(record)
     for number, start in enumerate(starts, 1):
         code = start["code"] if isinstance(start.get("code"), dict) else {}
@@ -424,7 +424,7 @@ class SegmentRerun(ProgramRerun):
             is_same_place = next(batches) == next(batches)
         if found is None:
             self._end(None)
-        # Not the end yet: the recorded state may be that of the other side of an epoch's end, with its record, which is
+        # Not the end yet: the recorded state may be from the other side of an epoch's end, with its record, which is
         # the next boundary. A difference at the same side is the one to name.
         if self.difference is None or is_same_place:
             self.difference = f"after step {self.step}: {found}"

@@ -107,7 +107,7 @@ class ModuleHooks:
         """The statistics of the parameters' gradients, in which it looks for values that are not finite."""
         measured = list(map(measure, gradients.values()))
         for name, found in zip(gradients, measured, strict=True):
-            # dim 0 of a parameter is not that of the samples, even if it is as long
+            # dim 0 of a parameter does not run over samples, even if it is as long
             found = None if found is None else replace(found, row=None)
             self._note("backward", f"the gradient of parameter {name}", found, name.rpartition(".")[0] or ROOT)
         return measured
@@ -117,7 +117,7 @@ class ModuleHooks:
             self.first = NonFinite(direction, where, found.bad, module, self._microbatch, self._sample(found))
 
     def _sample(self, found: Statistics | None) -> int | None:
-        """The sample that a row of a tensor belongs to; None if dim 0 is not that of the samples."""
+        """The sample that a row of a tensor belongs to; None if dim 0 does not run over samples."""
         if found is None or found.row is None or found.shape[0] != len(self._samples):
             return None
         return self._samples[found.row]
@@ -290,7 +290,7 @@ class ObservedStep(StepObserver):
             self._hooks.check_loss(loss.value)
 
     def on_gradients(self, index: int | None) -> None:
-        """Looks at the gradient of a microbatch, which ends it, or at that of the whole batch."""
+        """Looks at the gradient of a microbatch, which ends it, or of the whole batch."""
         if self._step is None:
             return
         named = self._step.model.named_parameters()
@@ -302,7 +302,7 @@ class ObservedStep(StepObserver):
         assert self._loss is not None, "its loss is there"
         assert self._batch is not None, "it is one of the batch's"
         total, count = float(self._loss.value.detach()) * self._loss.weight, float(self._loss.count)
-        # the gradient is that of the sum, but for a batch of one microbatch, whose gradient is that of the mean
+        # the gradient is of the sum, but for a batch of one microbatch, whose gradient is of the mean
         is_mean = self._step.compute.is_only(self._batch)
         scale = float(self._step.loss_scale) * (1.0 if is_mean else count or 1.0)
         norm = _norm(self._hooks.check_gradients(gradients)) / scale
@@ -370,7 +370,7 @@ def _norm(parts: Iterable[Statistics | None]) -> float:
 
 
 def describe_error(error: Exception) -> str:
-    """An exception for people: those of samestep by their message, others with the innermost lines."""
+    """An exception for people: samestep's own by its message, others with the innermost lines."""
     if isinstance(error, SamestepError):
         return f"{type(error).__name__}: {error}"
     return "".join(traceback.format_exception(error, limit=-SHOWN_FRAMES)).rstrip()

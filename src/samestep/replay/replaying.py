@@ -91,7 +91,7 @@ class ReplayedProgram:
         finally:
             sys.argv, sys.path[:], sys.modules["__main__"] = argv, path, main
             os.chdir(folder)
-            # Its own modules begin anew with the next program; those of packages cannot be loaded twice.
+            # Its own modules begin anew with the next program; packages' modules cannot be loaded twice.
             for name in sys.modules.keys() - known:
                 if is_own(sys.modules[name]):
                     del sys.modules[name]
@@ -417,7 +417,7 @@ EXACT_FIELDS = ("num_samples", "ids", "skipped")
 
 
 def compute_as_recorded(record: Mapping[str, Any]) -> None:
-    """Makes this process's CPU kernels portable if those of a run were; before anything is computed."""
+    """Makes this process's CPU kernels portable if a run's were; before anything is computed."""
     if record.get("portable") is not None and record.get("device_kind") == "cpu":
         make_portable("cpu")
 

@@ -2,7 +2,7 @@
 
 Such a run has no ledger and no state that is known here, so there are no segments: its files are all that it claims.
 The repeat sees the working folder as the run found it, through links, and what it writes stays in a temporary folder.
-Equal SHA-256 are enough. Else a file is read as tensors and values, of which other bytes may hold the same, or as text.
+Equal SHA-256 are enough. Else a file is read as tensors and values, as other bytes may hold the same ones, or as text.
 """
 
 import filecmp
@@ -175,7 +175,7 @@ def _mirror(home: Path, place: Path, record: Mapping[str, Any], run: Path) -> No
             if inner in opened or real == run:
                 fill(inner)
             elif inner in copied:
-                # No link: Python would follow that of a script, and import from the folder where it really lies.
+                # No link: Python would follow a script's, and import from the folder where it really lies.
                 shutil.copy2(entry.path, place / inner)
             else:
                 (place / inner).symlink_to(entry.path)
@@ -184,7 +184,7 @@ def _mirror(home: Path, place: Path, record: Mapping[str, Any], run: Path) -> No
 
 
 def _compared(name: str, record: Mapping[str, Any], now: Mapping[str, Any], home: Path, place: Path) -> str | None:
-    """How a file differs from that of the repeat, as a sentence; None if it does not."""
+    """How a file differs from the one that the repeat wrote, as a sentence; None if it does not."""
     if name not in now["files"]:
         return "it was not written again"
     if name not in record["files"]:

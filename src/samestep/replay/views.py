@@ -100,7 +100,7 @@ class ModulePlace:
     type: str  # the module's class
     call: int  # of the module in this microbatch, from 0
     side: Side
-    number: int  # of the tensor among those of its side, from 0
+    number: int  # of the tensor among its side's tensors, from 0
     name: str = field(init=False)  # such as conv1.output, block.input.1, head#2.output (the third call)
 
     def __post_init__(self) -> None:
@@ -113,14 +113,14 @@ class ModulePlace:
 class Activation:
     """The values at a place in one microbatch, and the gradient of the microbatch's summed loss times the loss scale.
 
-    A sample is an id, or a row of the batch if samples have no ids; None if dim 0 is not that of the samples.
+    A sample is an id, or a row of the batch if samples have no ids; None if dim 0 does not run over samples.
     """
 
     place: ModulePlace
     forward: Statistics | None  # None for a tensor that is not dense
     backward: Statistics | None  # None without a gradient
-    sample: int | None  # that of `forward.row`
-    gradient_sample: int | None  # that of `backward.row`
+    sample: int | None  # at `forward.row`
+    gradient_sample: int | None  # at `backward.row`
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ class MicrobatchView:
 
 @dataclass(frozen=True)
 class ParameterView:
-    """One parameter in the step; the gradient is that of the mean loss over the batch, clipped."""
+    """One parameter in the step; the gradient is of the mean loss over the batch, clipped."""
 
     name: str
     shape: Sequence[int]
@@ -209,7 +209,7 @@ class Replay:
     start: str | None  # the checkpoint's name; None for the beginning of the run
     view: StepView
     check: Check
-    changes: Sequence[ContractChange]  # from the recorded run's contract to that of the replay
+    changes: Sequence[ContractChange]  # from the recorded run's contract to the replay's
     notes: Sequence[str]
 
     @property
@@ -233,7 +233,7 @@ _Row = tuple[str, str, str, Statistics, str, str]
 
 
 def print_replay(console: "Console", replay: Replay, *, by_microbatch: bool) -> None:
-    """Prints a replay; the modules with a row for each microbatch, or for that of their largest value alone."""
+    """Prints a replay; the modules with a row for each microbatch, or for the one with their largest value alone."""
 
     def say(text: str, style: str | None = None) -> None:
         console.print(text, style=style, markup=False)

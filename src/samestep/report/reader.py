@@ -20,7 +20,7 @@ Epochs = dict[int, dict[str, float]]
 
 
 def check_run(folder: Path) -> Path:
-    """Returns the folder; raises `UsageError` if it is not that of a run."""
+    """Returns the folder; raises `UsageError` if it is no run's folder."""
     if not folder.is_dir():
         problem = "is not a folder" if folder.exists() else "is not there"
     elif not is_run(folder):

@@ -198,7 +198,7 @@ def _is_by_sample(output: Any, num_samples: int) -> bool | None:
         return False
     if not all(_has_rows(leaf, num_samples) for leaf in leaves(output)):
         return True
-    # Two tensors with two rows each are two outputs, or those of two samples.
+    # Two tensors with two rows each are two outputs, or the outputs of two samples.
     return True if any(isinstance(entry, Mapping) for entry in output) else None
 
 

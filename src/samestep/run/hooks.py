@@ -239,7 +239,7 @@ class EMA(Hook):
     """An exponential moving average of a model's parameters, as a hook of a trainer. Tier `bitwise`.
 
     The first update copies the parameters, each later one is `average = decay * average + (1 - decay) * parameter` by
-    torch's own `get_ema_multi_avg_fn`: the bits are those of `torch.optim.swa_utils.AveragedModel` after every step.
+    torch's own `get_ema_multi_avg_fn`: the same bits as `torch.optim.swa_utils.AveragedModel` after every step.
     Buffers are not averaged. The average is part of checkpoints and of `Trainer.digest`. With `strategy="sharded"`,
     where no rank has all parameters, `fit` refuses it.
 
@@ -304,7 +304,7 @@ class EMA(Hook):
                 scores = trainer.evaluate(test_set, metrics)
 
         Raises:
-            UsageError: there is no average yet, or it is that of another model.
+            UsageError: there is no average yet, or it is another model's.
         """
         if self.num_updates == 0:
             raise UsageError("the average is empty: it begins with the first step")

@@ -121,7 +121,7 @@ def load(
 
 
 def _full_contract(contract: Mapping[str, Any], steps: list[TrainStep], loader: Loader | None) -> dict[str, Any]:
-    """The contract of a run with those of its steps and its loader."""
+    """The contract of a run with its steps' and its loader's contracts."""
     of_steps: dict[str, Any] = {"steps": {str(number): step_contract(each) for number, each in enumerate(steps)}}
     if len(steps) == 1:
         of_steps = step_contract(steps[0])

@@ -77,7 +77,7 @@ class Progress:
     A state is captured between two steps, anywhere in an epoch, and restored in two parts. `restore` writes model,
     optimizers and records when a call of `fit` opens the run. `go_on` follows when training begins: it sets the loader
     to its place and the generators to their states, since the program may draw until then. A loader of the run has a
-    cursor. One of the user's own has none: its states are those of between two epochs, with the generators by which it
+    cursor. One of the user's own has none: its states are taken between two epochs, with the generators by which it
     draws the next order.
     """
 
@@ -109,7 +109,7 @@ class Progress:
         return isinstance(loader, Loader) or self.epoch.num_batches == 0
 
     def is_complete(self, loader: Loader | DataLoader[Any]) -> bool:
-        """Whether all batches of the epoch under way are done, of which there is no record yet."""
+        """Whether all batches of the epoch under way, which has no record yet, are done."""
         return 0 < self.epoch.num_batches == num_batches(loader)
 
     def capture(
@@ -214,7 +214,7 @@ class Progress:
                 restore_generators(state["generators"], self._run.device)
 
     def pause(self, loader: Loader | DataLoader[Any]) -> None:
-        """Has the next `go_on` go on with the epoch under way, in the middle of which training has ended."""
+        """Has the next `go_on` go on with the epoch under way, as training has ended in the middle of it."""
         self._waiting = {
             "cursor": loader.state_dict() if isinstance(loader, Loader) else None,
             "loader": loader_state(loader),

@@ -77,7 +77,7 @@ class Run:
             is lost. Devices beyond `num_microbatches` can only be spares.
         device: this rank's device, which becomes the current one; chosen by the launcher, else the first accelerator,
             else the CPU. "cuda" without an index is the GPU with the local rank.
-        num_threads: CPU threads of a rank, part of the contract since reductions split by it, those of data loading and
+        num_threads: CPU threads of a rank, part of the contract since reductions split by it, in data loading and
             initialisation on GPU ranks too; 1 by default, whatever the cores and devices.
         timeout_seconds: time to wait for other ranks before an error names the missing ones; while rank 0 alone works
             (`main_first`, files) they wait for as long as it lives.
@@ -467,9 +467,9 @@ class Run:
     ) -> Any:
         """The model's outputs for every sample of a dataset, in its order, in host memory, on every rank.
 
-        Outputs are tensors with the samples along dim 0, also nested in dicts, lists and tuples; or a list with an
-        entry a sample, of which one list is made: a detector's list of dicts, or texts. Arguments and errors are those
-        of `evaluate`. Tier `bitwise`.
+        Outputs are tensors with the samples along dim 0, also nested in dicts, lists and tuples; or lists with an
+        entry a sample, which are joined into one: a detector's list of dicts, or texts. Arguments and errors are
+        as in `evaluate`. Tier `bitwise`.
         """
         from samestep.run.evaluation import predict
 
@@ -549,7 +549,7 @@ class Run:
         Call it last, when everything is built as it was, since the random generators are restored too.
 
         Args:
-            place: a folder, of which the newest good checkpoint is taken, or one checkpoint.
+            place: a folder, whose newest good checkpoint is taken, or one checkpoint.
             step: one or several, in the order in which they were saved.
             loader: goes on from its place in the checkpoint.
             allow_contract_change: go on although a part of the contract changed.

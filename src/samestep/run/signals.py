@@ -43,7 +43,7 @@ def stopping_on_request(membership: Membership) -> Iterator[None]:
         # The system's, which also ends what hangs; but of a terminal that is closed come two: the shell's and its own.
         signal.signal(signum, signal.SIG_IGN if signum == signal.SIGHUP else ours[signum])
         heartbeat.ask_to_stop(signum)
-        # Without it descriptor 2 was closed, and is that of another file by now.
+        # Without it descriptor 2 was closed, and is another file's by now.
         if speaks and sys.__stderr__ is not None:
             with suppress(OSError, ValueError):  # not print, which may be under way
                 os.write(sys.__stderr__.fileno(), b"samestep: stopping after this step; once more to end at once\n")

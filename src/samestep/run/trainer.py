@@ -73,7 +73,7 @@ class Trainer:
             error, perplexity or cross_entropy. After each evaluation that is the best so far a checkpoint is written,
             which is kept beside `keep` others and named by the file `checkpoints/best`.
         patience: ends `fit` after so many evaluations in a row that are no better than the best before them.
-        step_options: those of `Run.train_step`: max_grad_norm, precision, scheduler, strategy, compile, …
+        step_options: options of `Run.train_step`: max_grad_norm, precision, scheduler, strategy, compile, …
 
     Raises:
         UsageError: an argument that cannot be.
@@ -138,7 +138,7 @@ class Trainer:
         self._max_steps: int | None = None
         self._ended_at = -1
         self._is_owed = False  # whether a checkpoint was due inside the epoch of a `DataLoader`
-        # The step of the last checkpoint of which hooks know, on all ranks.
+        # The step of the last checkpoint for which hooks were called, on all ranks.
         self._checkpointed_at = 0
 
     @property
@@ -296,7 +296,7 @@ class Trainer:
                 # The others are in a step: an evaluation in a hook would wait for them.
                 if not joins:
                     self._hooks.call("on_fit_start")
-                # Until here the program and its hooks may draw: now the generators become those of the state.
+                # Until here the program and its hooks may draw: now the generators take the state's values.
                 progress.go_on(loader)
                 if self._is_over() and not progress.is_complete(loader):
                     self._say_over()
@@ -332,7 +332,7 @@ class Trainer:
     def stop(self) -> None:
         """Ends the call of `fit` under way, on all ranks alike; for hooks. A checkpoint is written as at any end.
 
-        The request of any rank is that of all. Made when an epoch ends, it ends the call with that epoch. Made after a
+        One rank's request holds for all ranks. Made when an epoch ends, it ends the call with that epoch. Made after a
         step, it travels with the messages of the next step, and ends the call after that one.
         """
         self.run.membership.requests.asks_end = True

@@ -1,4 +1,4 @@
-"""The record of an epoch, that of the epoch under way, and the metric by which epochs are compared."""
+"""The record of an epoch, the record of the epoch under way, and the metric by which epochs are compared."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field

@@ -61,7 +61,7 @@ def from_line(line: bytes) -> dict[str, Any] | None:
 
 
 def is_whole(line: bytes) -> bool:
-    """Whether the checksum of a line without its newline is that of its bytes."""
+    """Whether the checksum of a line without its newline fits its bytes."""
     return line[-_SEAL_BYTES:] == _seal(line[:-_SEAL_BYTES])
 
 
@@ -277,7 +277,7 @@ def _seal(body: bytes) -> bytes:
 
 FIELDS: Final = ("num_samples", "ids", "lr", "loss", "grad_norm", "skipped", "digest")
 PLACE: Final = ("epoch", "position")
-NAMES: Final[Mapping[str, Sequence[str]]] = {  # of a line of a step, and of those of events beside their time
+NAMES: Final[Mapping[str, Sequence[str]]] = {  # of a step's line, and of each event's, its time aside
     "": (*PLACE, *FIELDS, "world_size", "seconds"),
     "start": ("world_size", "device_kind"),
     "resume": ("from", "world_size", "device_kind"),

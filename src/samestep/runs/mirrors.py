@@ -94,7 +94,7 @@ class Mirror:
 
 
 class WandbLogger(Mirror):
-    """Mirrors the scalars of `run_dir` into a run of W&B; `options` are those of `wandb.init`."""
+    """Mirrors the scalars of `run_dir` into a run of W&B; `options` go to `wandb.init`."""
 
     _module = "wandb"
 
@@ -128,7 +128,7 @@ def wandb_records(data: bytes) -> Iterator[Any]:
 
 
 class MlflowLogger(Mirror):
-    """Mirrors the scalars of `run_dir` into a run of MLflow; `options` are those of `mlflow.start_run`."""
+    """Mirrors the scalars of `run_dir` into a run of MLflow; `options` go to `mlflow.start_run`."""
 
     _module = "mlflow"
     _tag = staticmethod(partial(re.sub, r"[^\w/. -]", "_"))  # which it refuses
@@ -152,7 +152,7 @@ class MlflowLogger(Mirror):
 
 
 class TrackioLogger(Mirror):
-    """Mirrors the scalars of `run_dir` into a run of trackio on this machine; `options` are those of `trackio.init`."""
+    """Mirrors the scalars of `run_dir` into a run of trackio on this machine; `options` go to `trackio.init`."""
 
     _module = "trackio"
 

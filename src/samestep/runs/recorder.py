@@ -1,9 +1,9 @@
 """The recorder: writes contract, ledger, metrics and loggers' scalars of a run, on the rank that is rank 0.
 
 A logger is any object with the two methods of `Logger`; there is no base class. Every rank makes one, and only rank 0
-calls it, so it opens what it writes to at its first call. Those for other tools are in `mirrors`.
+calls it, so it opens what it writes to at its first call. Loggers for other tools are in `mirrors`.
 
-Tags are those of TensorBoard, `loss/train`, `loss/eval`, `accuracy/eval`. Both loggers here write each call to the
+Tags are TensorBoard's, `loss/train`, `loss/eval`, `accuracy/eval`. Both loggers here write each call to the
 file at once and from the calling thread, so that a full disk is an error of the step that met it.
 """
 
@@ -311,7 +311,7 @@ class Recorder:
             logger.log(step, scalars)
 
     def draw(self, evals: Mapping[int, float]) -> None:
-        """Draws the losses so far, with those of evaluations by the updates done."""
+        """Draws the losses so far, with the evaluations' losses by the updates done."""
         if self._folder is None or not is_installed("matplotlib"):
             return
         # At the end of a run only.
@@ -353,7 +353,7 @@ def relaunch() -> dict[str, Any]:
     """The command that starts this program again on one device, under any launcher, and its working folder.
 
     "command" is such as ["python", "train.py", "--epochs", "3"] or ["python", "-m", "package.train"]; None for a
-    function that a notebook or another program gave to `samestep.launch`. "script_sha256" is that of the file it runs,
+    function that a notebook or another program gave to `samestep.launch`. "script_sha256" hashes the file it runs,
     "code" are the files beside it that are imported, "packages" the versions of all that is installed.
     """
     try:
@@ -371,7 +371,7 @@ def relaunch() -> dict[str, Any]:
 
 
 def starts_of(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The hashes of the program at each start of a run, by its record; those of starts with the same one are one."""
+    """The hashes of the program at each start of a run, by its record; starts with equal hashes count once."""
     earlier = record.get("earlier_starts")
     starts = [each for each in earlier if isinstance(each, dict)] if isinstance(earlier, list) else []
     own = {name: record[name] for name in ("script_sha256", "code") if name in record}
@@ -380,7 +380,7 @@ def starts_of(record: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _code(folder: Path) -> dict[str, Any] | None:
     """The SHA-256 of all files below a folder that are imported, packages in an environment there aside; the commit."""
-    if folder.is_relative_to(Path(__file__).parents[1]):  # a recipe, whose code is that of samestep's version
+    if folder.is_relative_to(Path(__file__).parents[1]):  # a recipe, whose code goes with samestep's version
         return None
     own = {Path(str(module.__file__)).resolve() for module in [*sys.modules.values()] if is_own(module)}
     below = sorted(path for path in own if path.is_relative_to(folder))

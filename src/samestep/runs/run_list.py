@@ -175,7 +175,7 @@ def _state(folder: Path, last_event: Any, changed: float) -> State:
 def newest_checkpoint_name(folder: Path) -> str | None:
     """The name of the whole checkpoint of the highest step in a run's folder; None without one."""
     # By length first: beyond eight digits a number is longer, and as text would come too early.
-    # Not those of a writer that was killed, `step-….replaced`.
+    # Not the folders of a writer that was killed, `step-….replaced`.
     found = (entry.name for entry in _folders(folder / CHECKPOINT_FOLDER) if entry.name.startswith("step-"))
     names = [name for name in found if name.removeprefix("step-").isdecimal()]
     return max(names, key=lambda name: (len(name), name), default=None)

@@ -107,7 +107,7 @@ class TrainingDisplay:
 
 
 class RunLog:
-    """The log of one rank; the arguments are those of `Trainer`.
+    """The log of one rank; its arguments are as in `Trainer`.
 
     Every rank remembers a step (`remember_step`) while its scalars may still be on the device. Once they have arrived
     the step is recorded (`record_arrived`): in the sums of the epoch on all ranks, and in the files by the rank that
@@ -242,7 +242,7 @@ class RunLog:
 
     def remember_step(self, result: StepResult, batch: Any, rates: list[float]) -> None:
         """Remembers a step until its scalars have arrived."""
-        # The checksum is that of now: by the time that the scalars are read, further steps have changed the state.
+        # The checksum is taken now: by the time that the scalars are read, further steps have changed the state.
         is_due = result.step % self._digest_every == 0
         digest = state_checksum(self._step) if is_due and self.folder is not None else None
         if is_due:

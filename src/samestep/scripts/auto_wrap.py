@@ -1,8 +1,8 @@
 """Plain scripts: the forward of a module that the script does not wrap is split over the devices all the same.
 
 The module is the one that `--wrap` names, else the root that an optimizer trains: at the first forward that needs
-gradients, a module that no other calls and that has most of what the optimizer trains. Its results are those of the
-whole batch; `split_forward.compare` refuses a module for which they cannot be.
+gradients, a module that no other calls and that has most of what the optimizer trains. Its results are the
+whole batch's; `split_forward.compare` refuses a module for which they cannot be.
 
     call of any module (`_sharing_call`)
       in a chunk, or off the script's main thread     → torch's own call
@@ -227,7 +227,7 @@ class PlainScript:
         return module in self.roots or (torch.is_grad_enabled() and self._is_root(module))
 
     def _is_root(self, module: nn.Module) -> bool:
-        """Whether most of what an optimizer trains now is the module's; that of a wrapper is left to it."""
+        """Whether most of what an optimizer trains now is the module's; no module with a wrapper in it counts."""
         own = {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
         if not own or uninitialized(module) or any(isinstance(child, nn.DataParallel) for child in module.modules()):
             return False
@@ -535,7 +535,7 @@ def _refusal(name: str, reason: str) -> str:
 
 
 def _hint(num_microbatches: int, frame: FrameType) -> str:
-    """The hint for a script of which nothing is shared out."""
+    """The hint for a script that has nothing shared out."""
     script, found = _script(), largest_module(frame)
     if found is not None and isinstance(found[1], nn.DataParallel):
         return (

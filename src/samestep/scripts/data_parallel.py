@@ -1,6 +1,6 @@
 """torch's DataParallel with its chunks split over the processes, and the same as `samestep.DataParallel`.
 
-The functions of which scripts build a DataParallel of their own are covered too: `replicate` returns proxies of the
+The functions from which scripts build a DataParallel of their own are covered too: `replicate` returns proxies of the
 module, and `parallel_apply` runs each of them where its chunk is computed.
 
 torch's class itself is patched, not replaced: classes derived from it, and references to it from before, must be split

@@ -2,8 +2,8 @@
 
 And will it import modules that are better imported before the workers are forked?
 
-The script and the modules beside it that it imports are parsed; installed libraries are not, of which the tables here
-name those that start ranks. Nothing is imported, torch least of all.
+The script and the modules beside it that it imports are parsed; installed libraries are not: the tables here
+name the ones that start ranks. Nothing is imported, torch least of all.
 
 A name counts by what it means, with the file's imports resolved (`ParsedFile.aliases`). That a script deals with ranks
 is the stronger reading: run as a single-process one it would be refused at its process group. The sentence that is
@@ -51,7 +51,7 @@ WRAPPERS = frozenset({"DataParallel", "data_parallel"})
 GPU = re.compile(r"(\S*[.:])?(cuda|nccl|gpu|fp16|16-mixed|current_accelerator|set_device_index)([.:]\S*)?")
 """Names and texts of a script that is written for GPUs: `model.cuda`, "cpu:gloo,cuda:nccl", `accelerator="gpu"`."""
 NEEDS_DYNAMO = re.compile("optim|compile|dynamo|DistributedDataParallel|fully_shard", re.IGNORECASE)
-"""Names of what imports torch._dynamo when it is first used; those of `re` and Python's own `compile` apart."""
+"""Names of what imports torch._dynamo when it is first used; the names of `re` and Python's own `compile` apart."""
 WITHOUT_DYNAMO = frozenset({"__main__", "numpy", "samestep", "torch"})
 """Installed packages whose import alone is no sign of an optimizer."""
 
@@ -252,7 +252,7 @@ def _base_of(node: ast.ImportFrom, source: ParsedFile) -> str:
 
 
 def _executed(tree: ast.Module, is_main: bool) -> Iterator[ast.AST]:
-    """The nodes of a file that may run: not those for type checkers, nor, in an import, those of a main script."""
+    """The nodes of a file that may run: not the nodes for type checkers, nor, in an import, a main script's own."""
     waiting = deque[ast.AST]([tree])
     skipped = {"TYPE_CHECKING"} if is_main else {"TYPE_CHECKING", "__name__"}
     while waiting:
@@ -265,7 +265,7 @@ def _executed(tree: ast.Module, is_main: bool) -> Iterator[ast.AST]:
 
 
 def _scan(source: ParsedFile, folder: Folder, signs: Signs) -> None:
-    """Adds the signs in a file to the signs, of which the first of each kind counts."""
+    """Adds the signs in a file to the signs; the first of each kind counts."""
     aliases, optional = source.aliases, _optional_imports(source)
     for node in source.nodes:
         used = [node.func] if isinstance(node, ast.Call) else node.bases if isinstance(node, ast.ClassDef) else []

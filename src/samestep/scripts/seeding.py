@@ -41,7 +41,7 @@ MACHINERY = re.compile(
     r"[/\\](multiprocessing|concurrent|importlib|asyncio|triton|numba|filelock)[/\\]|[/\\]tempfile\.py$|"
     r"[/\\]torch[/\\](_inductor|_dynamo|_functorch|multiprocessing|distributed|utils[/\\](data|cpp_extension))[/\\]"
 )
-"""Files whose code sets generators for itself, such as those of a loader's workers, or puts back what it found."""
+"""Files whose code sets generators for itself, such as in a loader's workers, or puts back what it found."""
 UNSEEDED = 0x0E_ED
 """The stream of the numbers that stand in for seeds that were not given."""
 STATES: dict[str, Callable[[], bytes]] = {
@@ -257,7 +257,7 @@ def patches(script: ScriptState) -> list[Patch]:
 
 
 def _made_by_chance(seeds: Callable[[], Seeds | None], in_chunk: Callable[[], bool]) -> list[Patch]:
-    """Generators that the script makes without a seed get one; those of libraries are left alone."""
+    """Generators that the script makes without a seed get one; the generators of libraries are left alone."""
     generator, construct = np.random.default_rng, random.Random.__init__
 
     def stand_in(given: Any) -> Any:

@@ -127,8 +127,8 @@ def patched(
         stack.enter_context(activated(script))
         # Before all others: what they import may import torch._dynamo, which must find torch as it is.
         stack.enter_context(applied(late_dynamo()))
-        # The devices come next, since others take their functions for torch's: those of `seeding` pass a seed on to
-        # the devices' own. Of torch.nn they hold the plain `Module.__call__`, which
+        # The devices come next, since others take their functions for torch's: `seeding`'s functions pass a seed on
+        # to the devices' own. Of torch.nn they hold the plain `Module.__call__`, which
         # `wrapping` replaces: modules that TorchScript runs are never shared out.
         count = functools.partial(num_visible, script)
         if simulated:

@@ -140,7 +140,7 @@ def watching_children(program: str, starts: Sequence[str] = ()) -> Iterator[None
     # A child inherits the variables of the worker that started it, among them that the launcher keeps the store where
     # ranks meet (TORCHELASTIC_USE_AGENT_STORE). Then no rank opens one (torch/distributed/rendezvous.py), and a process
     # group at another address, or with more ranks than were started, never comes about. Children that make no process
-    # group, such as those of a data loader, and those that take the place of their parent's rank, are left alone.
+    # group, such as a data loader's, and children that take the place of their parent's rank, are left alone.
     place, started, start = _place(), Started(), BaseProcess.start
 
     def noted(process: BaseProcess) -> None:
@@ -172,7 +172,7 @@ def watching_children(program: str, starts: Sequence[str] = ()) -> Iterator[None
 def _kept_groups(kept: list[Any], c10d: Any) -> list[Patch]:
     """Keeps the process group that a script destroys until its models are gone."""
     # A DistributedDataParallel that is freed last frees the group, too, and holds the interpreter's lock while it waits
-    # for gloo's threads, of which one may wait for the lock to free a gradient: the script would hang at its end
+    # for gloo's threads, while one of them may wait for the lock to free a gradient: the script would hang at its end
     # (https://github.com/pytorch/pytorch/issues/56297). Freed from Python, a group lets go of the lock.
     inner = c10d.destroy_process_group
 

@@ -1,6 +1,6 @@
 """SyncBatchNorm of tensors on the CPU, which torch has for GPUs alone: by the statistics over the samples of all ranks.
 
-Ranks may have different numbers of samples. The gradients of weight and bias are those of a rank's own samples, as
+Ranks may have different numbers of samples. The gradients of weight and bias are for a rank's own samples, as
 under torch: DistributedDataParallel averages them.
 """
 

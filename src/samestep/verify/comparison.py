@@ -225,7 +225,7 @@ class Tolerance:
         return FACTOR * math.sqrt(max(1, line["num_samples"] or 256)) * epsilon * (1 + step)
 
     def of_rank(self, rank: int) -> "Tolerance":
-        """That of what one rank recorded."""
+        """The tolerance for what one rank recorded."""
         response = self.response and (self.response[0].of_rank(rank), self.response[1].of_rank(rank))
         return replace(self, plain=self.plain.of_rank(rank), response=response, _responses={})
 
@@ -294,7 +294,7 @@ def first_difference(
     found = [next(_RecordingPair(ours, theirs, tier, tolerance).differences(), None)]
     if tier in ("bitwise", "allclose"):
         found += [ranks_apart(ours), ranks_apart(theirs)]
-        # What rank 0 holds the others do, but for parts of theirs, of which runs on as many ranks have the same.
+        # What rank 0 holds the others do, but for parts of their own: runs on as many ranks have the same parts.
         ranks = range(1, ours.world_size) if ours.world_size == theirs.world_size and parts_of_ranks(ours) else ()
         for rank in ranks:
             pair = _RecordingPair(ours.of_rank(rank), theirs.of_rank(rank), tier, tolerance.of_rank(rank))
@@ -328,7 +328,7 @@ def _held(line: Line, part: str) -> dict[tuple[int, int], tuple[int | None, floa
 
 
 def parts_of_ranks(recording: Recording) -> list[str]:
-    """The names of the parameters of which ranks hold parts, each its own."""
+    """The names of the parameters that ranks hold in parts, each its own."""
     keys = {key: name for own in recording.begun_alike for key, (name, first) in own.items() if first > 0}
     return [name for _, name in sorted(keys.items())]
 

@@ -13,7 +13,7 @@ from samestep.files import check_regular, load_json, reason, replacing
 from samestep.verify.program_runner import ProgramRunner, RunSpec
 from samestep.verify.recording import Recording
 
-CANNOT_COMPARE = 4  # the exit code; 1 is that of a difference
+CANNOT_COMPARE = 4  # the exit code; 1 stands for a difference
 KERNELS = ("torch", "platform", "cuda", "cudnn", "cublas")
 ABSENT = "(nothing)"
 
@@ -33,7 +33,7 @@ def check_golden(
     num_threads: int,
     steps: int,
 ) -> GoldenResult:
-    """Compares the first of the verified runs, all of which agree, with a golden file, or without `kept` writes it."""
+    """Compares the first of the verified runs, which all agree, with a golden file, or without `kept` writes it."""
     devices = next(iter(runner.selections))
     first, again = (golden_of(runner, RunSpec(devices, steps, n), words, num_threads) for n in (0, 1))
     if first != again:
@@ -55,7 +55,7 @@ def golden_of(runner: ProgramRunner, spec: RunSpec, words: Sequence[str], num_th
     else:
         cpu = f"any x86-64 with {' and '.join(NEEDED)} (--portable: {portable})"
     contract = {
-        # Of a program that deals with its ranks itself the bits are those of as many devices.
+        # A program that deals with its ranks itself has the same bits only on as many devices.
         "devices": run.devices if run.family == "ddp" and num_logical is None else selection.kind,
         "cpu": cpu,
         **({} if selection.kind == "cpu" else {"gpu": selection.devices[0].name}),
@@ -127,7 +127,7 @@ def read_golden(path: Path) -> dict[str, Any]:
 
 
 def compare_golden(path: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> GoldenResult:
-    """Compares a program's steps now with those of a golden file, if both have one contract."""
+    """Compares a program's steps now with a golden file's, if both have one contract."""
     if changed := _changed(before["contract"], now["contract"]):
         cpu = "; --portable, also when FILE is written, makes it hold on every x86-64 CPU"
         hint = cpu if "cpu" in _names(before["contract"], now["contract"]) else ""

@@ -1,6 +1,6 @@
 """The probe: runs a program in a worker and records its steps, without changing a number.
 
-Its own wraps come first, then those of `FactRecorder`, which enclose them, and then the antidotes of the causes that
+Its own wraps come first, then `FactRecorder`'s, which enclose them, and then the antidotes of the causes that
 are to have no effect; all before the program is imported. After every step, and at the end, the recorder's facts become
 lines of the recording.
 """

@@ -118,7 +118,7 @@ class Recording:
     def begun_alike(self) -> list[dict[tuple[int, int], tuple[str, int]]]:
         """By rank, for each parameter by (optimizer, index): its name, and the first rank that begins it with its bits.
 
-        What a rank begins with bits of its own, or by another name, is a part of a model, of which others hold other
+        What a rank begins with bits of its own, or by another name, is a part of a model, while others hold other
         parts: with as many ranks on any devices in any case, else if there are parameters that ranks begin alike.
         """
         starts = []
@@ -134,7 +134,7 @@ class Recording:
         names = [[name for name, _ in own.values()] for own in starts]
         own_alone = all(first == rank for rank, own in enumerate(firsts) for _, first in own.values())
         if own_alone and not self.is_logical and all(one == names[0] for one in names):
-            # Nothing shows that they train one model: copies of which each went its own way would pass for parts.
+            # Nothing shows that they train one model: copies that went their own ways would pass for parts.
             return [{key: (name, 0) for key, (name, _) in own.items()} for own in firsts]
         return firsts
 

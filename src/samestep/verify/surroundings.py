@@ -23,7 +23,7 @@ MAX_SHOWN = 6
 
 
 def record_numbers(facts: Facts) -> None:
-    """Records the numbers in the script's frames at a step, by name, those of the innermost frame first."""
+    """Records the numbers in the script's frames at a step, by name, the innermost frame's first."""
     found: dict[str, float] = {}
     for frame in script_frames(sys._getframe()):
         for name, value in _numbers(frame):

@@ -172,7 +172,7 @@ class Verdict:
     causes: tuple[NamedCause, ...] = ()  # those that were confirmed
     suspects: tuple[NamedCause, ...] = ()  # the others, if not all of the difference could be explained
     unexplained: Difference | None = None  # the first difference with all causes and suspects neutralised
-    unexplained_place: DivergencePlace | None = None  # its place, if it is not that of the first difference
+    unexplained_place: DivergencePlace | None = None  # its place, if it is not the first difference's
     seen: tuple[str, ...] = ()  # what the two runs hold beside their tensors, if a difference is not explained
     notes: tuple[str, ...] = ()
     num_runs: int = 0

@@ -177,7 +177,7 @@ class ShardedParameters:
 
     @classmethod
     def of(cls, step: TrainStep) -> "ShardedParameters | None":
-        """Those of a step; None if its optimizers hold the parameters of the model."""
+        """The sharded parameters of a step; None if its optimizers hold the parameters of the model."""
         state = step.sharded_state
         if state is None:
             return None
@@ -225,7 +225,7 @@ class StepRecorder:
     nudge: bool = False  # whether gradients are changed by a rounding error
     number: int = 0  # of the step that comes next
     in_train_step: bool = False  # whether a step of `samestep.Run` is under way, which is recorded as one
-    sharded: ShardedParameters | None = None  # those of that step
+    sharded: ShardedParameters | None = None  # that step's
     losses: list[float] = field(default_factory=list)  # roots of backward since the last step
     inputs: list[int] = field(default_factory=list)  # checksums of the inputs of wrapped forwards since the last step
     microbatches: list[list[int]] = field(default_factory=list)  # that this rank ran since the last step
@@ -336,7 +336,7 @@ class StepRecorder:
             if isinstance(leaf, Tensor):
                 part = bits(self._unsharded(parameter, leaf))
             else:
-                # The hash of a number, unlike that of a text, is the same in every process.
+                # The hash of a number, unlike a text's, is the same in every process.
                 part = hash(leaf) if isinstance(leaf, int | float) else 0
             total = (total * 1_000_003 + part) % 2**63
         return total
@@ -364,7 +364,7 @@ def with_gradients(act: Callable[[Optimizer], None]) -> Callable[..., Any]:
 
 
 def nudge(parameters: Sequence[Tensor]) -> None:
-    """Changes gradients by a few rounding errors, of their own size and of that of the whole gradient's elements."""
+    """Changes gradients by a few rounding errors, of their own size and of the whole gradient's root mean square."""
     # Signs by position, and no draw: all ranks change their gradients alike, and the program's generators do not move.
     count = sum(parameter.numel() for parameter in parameters)
     size = sum(norm(unsharded(p.grad)) ** 2 for p in parameters if p.grad is not None)

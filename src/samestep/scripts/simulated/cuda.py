@@ -65,7 +65,7 @@ class ThreadState(threading.local):
 
 
 class DeviceRegistry:
-    """The simulated devices of one process, of which the script sees as many as `count()`."""
+    """The simulated devices of one process; the script sees `count()` of them."""
 
     def __init__(self, count: Callable[[], int], notice: Callable[[str], None]) -> None:
         self._count = count
@@ -78,7 +78,7 @@ class DeviceRegistry:
         return self._count()
 
     def device(self, index: int) -> torch.device:
-        """The `torch.device` of a simulated device; that of the CPU for the host."""
+        """The `torch.device` of a simulated device; the CPU's for the host."""
         if index == HOST:
             return CPU
         found = self._devices.get(index)
@@ -283,7 +283,7 @@ class SimulatedStream:
 
 
 class SimulatedEvent:
-    """A moment on the CPU's clock; the arguments are those of `torch.cuda.Event` and change nothing but timing."""
+    """A moment on the CPU's clock; the arguments are as for `torch.cuda.Event` and change nothing but timing."""
 
     def __init__(self, device: Any = None, enable_timing: bool = False, **_: Any) -> None:
         timing = device if isinstance(device, bool) else enable_timing  # torch.cuda.Event takes it first

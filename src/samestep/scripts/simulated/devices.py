@@ -37,7 +37,7 @@ def simulated_devices(count: Callable[[], int], notice: Callable[[str], None]) -
     device come from the CPU's generator. `notice` prints a text once.
     """
     registry = DeviceRegistry(count, notice)
-    # The mode has the handlers, of which those that print enter the mode.
+    # The mode has the handlers, and the handlers that print enter the mode.
     modes: list[SimulatedMode] = []
     mode = SimulatedMode(registry, handlers(registry, lambda: modes[0]))
     modes.append(mode)
@@ -372,7 +372,7 @@ def _distributed(registry: DeviceRegistry, mode: TorchFunctionMode) -> list[Patc
 def _checkpointing() -> Patch:
     """Activation checkpointing compares tensors of a forward and its repetition without their device.
 
-    A chunk runs on the chunk's device, its repetition on that of the model, which are the same CPU
+    A chunk runs on the chunk's device, its repetition on the model's, and both are the same CPU
     (`torch/utils/checkpoint.py`, `_default_meta_extractor`).
     """
 
@@ -452,9 +452,9 @@ class OwnMode(TorchFunctionMode):
 
 @contextmanager
 def own_accelerator(count: Callable[[], int], device: torch.device, *, starts: bool = False) -> Iterator[None]:
-    """Shows the script `count()` accelerators, all of which are this process's own.
+    """Shows the script `count()` accelerators; all are this process's own.
 
-    The `device` of a tensor is the real one: `x.to("cuda:3").device` is that of this process.
+    The `device` of a tensor is the real one: `x.to("cuda:3").device` is this process's device.
     """
     if device.type == "cuda" and not starts:  # the process that starts the ranks leaves it to those
         torch.cuda.init()  # before the script can change the visible devices

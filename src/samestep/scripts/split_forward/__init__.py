@@ -11,5 +11,5 @@ Between these functions it holds that
     2. a process has a contiguous range of the chunks, the driver the first one: ranks are in the order of their chunks;
     3. every chunk finds the module as the first one did: parameters, buffers and attributes are put back after each;
     4. what a chunk draws depends on the forward's seed and the chunk's number, not on the process that runs it;
-    5. a sum over chunks is that of the tree over all chunks, whichever process has them.
+    5. a sum over chunks is the tree's sum over all chunks, whichever process has them.
 """

@@ -68,7 +68,7 @@ class Forward:
 
 
 def planned(task: Forward) -> Forward:
-    """A forward but for what each has of its own: the same for those of equal arguments."""
+    """A forward but for what each has of its own: the same for forwards of equal arguments."""
     # The workers keep the last plan of each module, and get another only if it differs. The template,
     # whose values may not compare, is pickled and compared beside it.
     return replace(task, number=0, seed=0, place=0, chunks=replace(task.chunks, template=None))
@@ -78,7 +78,7 @@ def planned(task: Forward) -> Forward:
 class Derivative:
     """What all processes know of a derivative of a call."""
 
-    call: int  # of which
+    call: int  # the call whose derivative it is
     number: int | None  # of the call that it is itself, if it has a derivative
     given: tuple[int, ...]  # the results whose gradients are given
     items: tuple[Item, ...]  # of these gradients
@@ -232,7 +232,7 @@ def _run_chunk(
     states: Sequence[tuple[int, ...]],
     captures: bool,
 ) -> None:
-    """Runs one chunk; `states` are those of the parameters before."""
+    """Runs one chunk; `states` are the states of the parameters before."""
     replicas, chunks = split.replicas, task.chunks
     seed = derive_seed(task.seed, chunk)
     script.generators.seed(seed)
@@ -297,7 +297,7 @@ def _checkpointed(function: Callable[..., Any], preserve_rng_state: bool, *args:
     if any(isinstance(each, Tensor) and each.requires_grad for each in args):
         options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": preserve_rng_state}
         return checkpointing.checkpoint(function, *args, **options)
-    with torch.no_grad():  # its results have no gradients without those of an argument
+    with torch.no_grad():  # its results have no gradients unless an argument has
         return function(*args)
 
 

@@ -38,7 +38,7 @@ class DataclassTemplate:
 
 @dataclass(frozen=True)
 class PackedTemplate:
-    """The template of a `PackedSequence`, in the order of its rows: that of its memory mixes them."""
+    """The template of a `PackedSequence`, in the order of its rows: its memory mixes them."""
 
     lengths: Slot  # of the steps of each row, [rows]
     steps: Slot  # of all rows, one row after another, [steps, ...]
@@ -54,7 +54,7 @@ class PackedTemplate:
     def packed(self, leaves: Sequence[Any]) -> PackedSequence:
         """The packed sequence of two tensors."""
         lengths = leaves[self.lengths.index].tolist()
-        # Rows of several chunks, joined, need not be in the order of their lengths, though those of each chunk are.
+        # Rows of several chunks, joined, need not be in the order of their lengths, though each chunk's rows are.
         is_sorted = self.is_sorted and lengths == sorted(lengths, reverse=True)
         with torch._C._EnableTorchFunction():  # it is on the simulated device of its steps
             rows = pad_sequence(leaves[self.steps.index].split(lengths), batch_first=True)

@@ -330,7 +330,7 @@ def _error(found: Tensor, whole: Tensor) -> float:
 
 
 def _tolerance(whole: Tensor) -> float:
-    """The largest difference that rounding explains: that of the lowest precision in the forward."""
+    """The largest difference that rounding explains, by the lowest precision in the forward."""
     device = whole.device.type
     if torch.is_autocast_enabled(device):
         return max(TOLERANCES.get(kind, 0.0) for kind in (whole.dtype, torch.get_autocast_dtype(device)))
@@ -436,7 +436,7 @@ def hooked(module: nn.Module) -> str:
 
 
 def _by_script(hook: Any) -> bool:
-    """Whether a hook is the script's own: it may count or keep what it sees; those of libraries may be needed."""
+    """Whether a hook is the script's own: it may count or keep what it sees; libraries' hooks may be needed."""
     function = getattr(hook, "func", hook)  # of a partial
     code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
     return code is None or is_script_file(code.co_filename)

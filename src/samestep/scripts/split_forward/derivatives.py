@@ -5,7 +5,7 @@ the processes that have computed them, under the call's number, until the node i
 
 A backward that is recorded (`create_graph=True`) makes a call too: given are the gradients of the results and what
 entered the first call, and its results are the gradients of the latter. Its node is a `SharedCall` again, and so on:
-nothing here knows of which order a derivative is.
+nothing here depends on the order of a derivative.
 
 Whatever fails, on whichever process: all take part in the sums, all workers answer, and the error is raised after that.
 """
@@ -97,7 +97,7 @@ def _differentiate(node: Node, given: Sequence[int], gradients: Sequence[Tensor]
         given=tuple(given),
         items=tuple(replace(node.results[k], like=None) for k in given),
         ranges=node.ranges,
-        # A derivative's graph runs through that of its call, which the same backward may need again.
+        # A derivative's graph runs through its call's graph, which the same backward may need again.
         keeps=call.has_derivative or torch._C._autograd._get_current_graph_task_keep_graph(),
         is_careful=bool(again),
     )
@@ -116,7 +116,7 @@ def _differentiate(node: Node, given: Sequence[int], gradients: Sequence[Tensor]
         made, rows, _ = differentiate(script, call, own, mine, _cut(task, gradients, mine), sums, node.guard)
         if node.is_careful and (found := {what for what, _ in node.image.written()} - before - {""}):
             raise changes_what_it_reads("backward", f"{min(found)}, to which its code refers")
-    except BaseException as raised:  # an interrupt too: the workers wait for the sums, of which some may be zero
+    except BaseException as raised:  # an interrupt too: the workers wait for the sums; some may be zero
         error = raised
     with link.whole():
         used, totals = summed(sums)
@@ -210,7 +210,7 @@ def _gradients_of_inputs(
 
 
 def _filled(item: Item, row: Sequence[Tensor | None]) -> Tensor:
-    """The whole of pieces, of which those that are None are zero."""
+    """The whole of pieces; pieces that are None are zero."""
     zero = next(piece for piece in row if piece is not None)
     return item.joined(
         [

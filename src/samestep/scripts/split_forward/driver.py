@@ -85,7 +85,7 @@ class Shared:
     image: Image
     num_forwards: int = 0
     num_checks: int = 0
-    plan: Any = None  # that of the last forward, which the workers have, and its pickled template
+    plan: Any = None  # the last forward's, which the workers have, and its pickled template
 
 
 def end(driver: Driver) -> None:

@@ -28,7 +28,7 @@ from samestep.errors import UsageError
 from samestep.scripts.split_forward.chunks import is_tensor, take_apart
 
 BUCKET_BYTES = 25 * 2**20
-BUCKETS_AT_ONCE = 4  # of which the exchange is under way: it needs memory for what it receives
+BUCKETS_AT_ONCE = 4  # exchanges under way: each needs memory for what it receives
 
 
 @dataclass(frozen=True)

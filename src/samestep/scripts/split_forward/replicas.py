@@ -140,7 +140,7 @@ class Buffers:
                 target.data.copy_(end)
 
     def put_means(self, sums: Sequence[Tensor], blocks: Sequence[Block], num_rows: int) -> None:
-        """Writes the mean over all rows of the running statistics, of which each block has a sum."""
+        """Writes the mean over all rows of the running statistics, from the sum of each block."""
         there = [buffer for place in self._means if place.module.training and (buffer := place.get()) is not None]
         merged = fold(blocks, list(sums)) / num_rows
         for buffer, value in zip(there, merged.split([each.numel() for each in there]), strict=True):

@@ -4,7 +4,7 @@
     2  send     what they lack, and their pieces (`_send`): all that may not pickle is pickled before a byte leaves
     3  compute  own chunks, up to the first that fails; then all answers are read, whatever has failed
     4  check    raise the error of the first chunk that has one; in careful forwards compute chunks of workers again
-    5  merge    the buffers, when no chunk has failed: a forward of which one has leaves them as they were
+    5  merge    the buffers, when no chunk has failed: a forward with a failed chunk leaves them as they were
     6  join     the results, as one node of the script's graph
 
 An error before the first byte leaves the workers as they were, and has the module sent anew; later ones, whatever a
@@ -64,7 +64,7 @@ def shared_forward(
         chunks: the arguments, cut.
         dim: along which results are joined; None if the script does it.
         device_ids: the simulated device of each chunk, as far as they go.
-        output_devices: those of the results.
+        output_devices: the devices of the results.
         is_root: whether the script has not wrapped the module itself.
 
     Raises:
@@ -177,7 +177,7 @@ def _task(
         entering=tuple(_item(chunks.leaves[k], values[k]) for k in tracked),
         trained=tuple(k for k, parameter in enumerate(parameters) if records and parameter.requires_grad),
         ids=tuple(device_ids[k % len(device_ids)] if device_ids else k for k in range(chunks.num_chunks)),
-        # From the host's generator without a draw, so the script's next draw is that of plain python. `seeding.patches`
+        # From the host's generator without a draw, so the script's next draw is plain python's. `seeding.patches`
         # has what that means for states that are saved and put back.
         seed=derive_seed(generator_state(), CHUNK_STREAM, script.num_since_reseed),
         is_careful=is_careful,
@@ -327,7 +327,7 @@ def _again(
     numbers: Sequence[int],
 ) -> Work:
     """Computes chunks of workers here."""
-    # Not that of the forward, whose buffers have the sums of its own chunks.
+    # Not the forward's split, whose buffers have the sums of its own chunks.
     split = Split.of(module, shared.image.records.generators)
     columns = _columns(chunks, values, numbers)
     with output.silenced():

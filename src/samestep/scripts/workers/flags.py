@@ -82,7 +82,7 @@ def set_flags(values: dict[str, Any], own: Mapping[bytes, bytes] | None) -> None
     """Gives this process these values; inference mode is left to the caller.
 
     On another machine than the driver's, `own` are the variables that it began with: they stay, but for those that the
-    script has changed, and those that it lacks join them. Its folder is that of the same path, if there is one.
+    script has changed, and those that it lacks join them. Its folder has the same path, if there is one.
     """
     variables, changed = values["environment"], values["changed"]
     if own is not None:

@@ -55,7 +55,7 @@ class Image:
         self.number = number
         self._device = device  # the driver's
         self.records = Records()
-        self.classes: list[type] = []  # those of the script that were sent
+        self.classes: list[type] = []  # the script's classes that were sent
         self.storages: list[torch.UntypedStorage] = []
         self.num_sent = 0
         self._is_volatile = False

@@ -232,7 +232,7 @@ class Link:
 def whole_messages(in_backward: bool = False) -> Iterator[None]:
     """Signals that the script handles, Ctrl-C among them, wait until the block ends: no message is left in pieces.
 
-    Those of a block in a backward wait for the end of it all, as under python, since a handler may compute. Only if it
+    In a backward they wait for the end of it all, as under python, since a handler may compute. Only if it
     fails, and has no end, they are handled at once.
     """
     # Python runs handlers on the main thread alone, and lets no other one set them.
@@ -252,7 +252,7 @@ def whole_messages(in_backward: bool = False) -> Iterator[None]:
 
     has_failed = True
     try:
-        # Only handlers in Python can wait; those of C and the default ones act at once, as under python.
+        # Only handlers in Python can wait; C's and the default ones act at once, as under python.
         for signum in HANDLED:
             if callable(handler := signal.getsignal(signum)):
                 before[signum] = handler
@@ -284,7 +284,7 @@ def encode(content: Any, tensors: Sequence[Tensor] = ()) -> Message:
 
 
 def laid_flat(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """A tensor's memory as a vector, with its strides, by which kernels choose how to add up; or that of a copy."""
+    """A tensor's memory as a vector, with its strides, by which kernels choose how to add up; or a copy's memory."""
     span = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     if not 0 < span <= MOST_GAPS * tensor.numel() or tensor.is_conj() or tensor.is_neg():
         # Too much between its elements to send that too, or read as other values than its bytes.
@@ -306,7 +306,7 @@ def decode(received: Received) -> tuple[Any, list[Tensor]]:
         source = data if is_on_host else on_device
         start = source.storage_offset() + offsets[is_on_host]
         offsets[is_on_host] += _padded_size(span * dtype.itemsize)
-        # No view, all of which have one version: a write to one would count as a write to all that a graph has saved.
+        # No view, as all views have one version: a write to one would count as a write to all that a graph has saved.
         tensor = torch.empty(0, dtype=dtype, device=source.device)
         tensors.append(tensor.set_(source.untyped_storage(), start // dtype.itemsize, shape, stride))
     return content, tensors

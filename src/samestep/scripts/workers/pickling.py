@@ -1,6 +1,6 @@
 """Pickles of a module: the script's own code by value, and what that code refers to.
 
-What cloudpickle takes along of a function is the globals that it names; here too the script's modules by those of their
+What cloudpickle takes along of a function is the globals that it names; here too the script's modules by the
 attributes that any code sent names, the functions that the script has put into libraries, and caches.
 
 One pass over all objects does three things: it writes them, numbers the tensors, and notes in `Records` what can change

@@ -40,7 +40,7 @@ class Records:
 
     kinds: list[tuple[Any, type]] = field(default_factory=list)
     tables: list[tuple[Any, tuple[Any, ...], tuple[Any, ...]]] = field(default_factory=list)  # with keys and values
-    empty: list[dict[Any, Any]] = field(default_factory=list)  # tables too: of hooks, of which a module has a dozen
+    empty: list[dict[Any, Any]] = field(default_factory=list)  # tables too: of hooks, a dozen a module
     lists: list[tuple[Any, tuple[Any, ...]]] = field(default_factory=list)
     sets: list[tuple[Any, frozenset[Any]]] = field(default_factory=list)
     names: list[tuple[Any, tuple[str, ...], tuple[Any, ...]]] = field(default_factory=list)  # of a namespace, in part
@@ -80,7 +80,7 @@ class Records:
         self.weak.append((table, _ids(table)))
 
     def note_names(self, space: Any, names: Iterable[str]) -> tuple[tuple[str, Any], ...]:
-        """Records those of the names that a namespace has; returns them with their values."""
+        """Records which of the names a namespace has; returns these with their values."""
         present = tuple(sorted(name for name in names if name in space))
         values = tuple(space[name] for name in present)
         self.names.append((space, present, values))

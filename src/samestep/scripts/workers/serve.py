@@ -3,7 +3,7 @@
 One message, one answer. While a message is being received an error ends this process, since the driver goes on sending
 what it has begun; from then on an error is the answer. In a backward the sums over all processes come before the answer
 and take place whatever has failed. Between two messages a worker holds the modules' copies, and the graphs of the calls
-of which the script's graph still has the nodes.
+whose nodes the script's graph still has.
 """
 
 import os

@@ -39,7 +39,7 @@ KINDS = ("torch", "numpy", "random", "own")
 """The generators that a dataset may draw from: the global ones, and those that it holds itself."""
 SAMPLE_SEED = 0xDA7A
 READ_AT_ONCE = 12
-"""Samples of a stream of which each device gets its share: 1, 2, 3, 4, 6 and 12 devices share them equally."""
+"""Samples of a stream; each device gets its share of them: 1, 2, 3, 4, 6 and 12 devices share them equally."""
 MAX_SEARCHES = 8
 
 
@@ -118,7 +118,7 @@ class _OwnGenerators:
 
     def states(self) -> list[int]:
         """A checksum of each one's state."""
-        # The first three are those of the global generators.
+        # The first three states belong to the global generators.
         return [checksum(state) for state in Watch(self.found).states()[3:]]
 
     def seed(self, seed: int) -> None:

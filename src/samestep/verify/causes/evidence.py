@@ -145,7 +145,7 @@ class Cause:
     """One row of the table: something that makes results depend on the devices, with its sign and its antidote.
 
     The antidote is entered in the worker on every rank, in all runs that are compared, before the program is imported.
-    Its hooks before updates come before those of the probe, which so records the gradients that the optimizer uses.
+    Its hooks before updates come before the probe's, which so records the gradients that the optimizer uses.
 
     One cause has no antidote, rounding: whatever runs compute in another order. It is found by elimination, if runs
     agree up to rounding and more is required, and no antidote makes them agree to the bit.

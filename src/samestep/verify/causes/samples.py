@@ -114,7 +114,7 @@ def _is_split_later() -> bool:
 
 
 def reads_stream(evidence: Evidence) -> bool:
-    """Whether a program that deals with its ranks itself trains on an iterable dataset, of which no sampler chooses."""
+    """Whether a program that deals with its ranks itself trains on an iterable dataset, where no sampler chooses."""
     first = evidence.firsts[0]
     ids = first.steps[0][0].get("ids") if first.num_steps else None
     return evidence.is_ddp and ids is None and any(first.facts("iterable", 0))
@@ -254,7 +254,7 @@ def _with_divisible_datasets() -> AbstractContextManager[None]:
         length = len(sampler.dataset)
         alone = {"rank": 0, "num_replicas": 1, "num_samples": length, "total_size": length}
         own = {name: getattr(sampler, name) for name in alone}
-        # The order stays that of the sampler, or of another antidote.
+        # The order stays the sampler's, or another antidote's.
         vars(sampler).update(alone)
         try:
             indices = list(inner(sampler))
