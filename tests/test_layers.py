@@ -66,7 +66,7 @@ UNTRUSTED = {
     "comm.exceptions": "raises an error of one rank on all",
     "comm.nccl_errors": "the errors of NCCL and what helps",
     "runs.recorder": "says which program runs, and writes what is read again by no run",
-    "run.rerun": "tells a program that is run again what to do with its checkpoints",
+    "run.replay_protocol": "tells a program that is run again what to do with its checkpoints",
     "run.signals": "ends a run between two steps",
 }
 

@@ -181,7 +181,7 @@ def _as_read(job: Job, script: ScriptOptions, reading: "Reading", simulated: boo
     if logical is None:
         more = {"seed": script.seed, "leaves_seeds": bool(reading.own), "starts": starts}
         return _called(
-            replace(job, counts_lines=not reading.own), "samestep.scripts.spawning", "run_multi_process", more
+            replace(job, counts_lines=not reading.own), "samestep.scripts.multi_process", "run_multi_process", more
         )
     reading.check_logical_devices(logical)
     of_ranks = {"simulated": simulated and reading.names_gpus, "starts": (starts, places if starts else [])}

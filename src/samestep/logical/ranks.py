@@ -69,9 +69,9 @@ from samestep.errors import UsageError
 from samestep.launcher.device_token import LOOK_SECONDS, hold_token, lent_token, shares_device
 from samestep.logical.process_group import NAME, OrderedBackend, OrderedProcessGroup, register_backend
 from samestep.patch import Patch, applied, late_dynamo, late_patches
+from samestep.scripts.multi_process import ON_CPUS, RENDEZVOUS, YES, enter_rank, run_multi_process
 from samestep.scripts.script_state import VISIBLE_DEVICES, fixed_benchmark
 from samestep.scripts.simulated.devices import own_accelerator, simulated_devices
-from samestep.scripts.spawning import ON_CPUS, RENDEZVOUS, YES, enter_rank, run_multi_process
 from samestep.text import notify
 
 C10D = (c10d.__name__,)  # the module that the names of torch.distributed are from

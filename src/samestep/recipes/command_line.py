@@ -14,7 +14,7 @@ from samestep.core.microbatches import DEFAULT_NUM_MICROBATCHES
 from samestep.engine.precision import PRECISIONS
 from samestep.engine.strategy_options import STRATEGIES
 from samestep.errors import UsageError
-from samestep.run.rerun import current_rerun
+from samestep.run.replay_protocol import current_rerun
 from samestep.run.run import Run
 from samestep.runs.run_list import run_status
 

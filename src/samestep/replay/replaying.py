@@ -1,8 +1,8 @@
 """Replays one step of a recorded run on one device, by its own program from a checkpoint.
 
 The program runs in this process, unchanged, and makes its own `Run` and `Trainer`. These ask the current rerun
-(`run.rerun`) for the device, the options of the step and the checkpoint to begin with: a `ProgramRerun` answers, and
-watches the steps as an observer. It takes the first trainer that fits the run for the one that made it, and leaves the
+(`run.replay_protocol`) for the device, the options of the step and the checkpoint to begin with: a `ProgramRerun`
+answers, and watches the steps as an observer. It takes the first trainer that fits the run for the one that made it, and leaves the
 program by `Finished` when that has come far enough; whatever the program does after that is not run.
 
 A run's folder may be of unknown origin. Before a program that it names is run, `announce` says which, and refuses what
@@ -48,7 +48,7 @@ from samestep.patch import exits_raised
 from samestep.recipes.catalog import MODULES
 from samestep.replay.observed_step import ObservedStep, describe_error
 from samestep.replay.views import Check, Replay, StepView, Tier
-from samestep.run.rerun import Rerun, rerunning
+from samestep.run.replay_protocol import Rerun, rerunning
 from samestep.run.trainer import Trainer
 from samestep.runs.ledger import (
     FieldDifference,

@@ -50,7 +50,7 @@ from samestep.engine.strategy_options import Sharded
 from samestep.errors import SamestepError, UsageError
 from samestep.files import retrying
 from samestep.run.arguments import answers_unknown
-from samestep.run.rerun import current_rerun
+from samestep.run.replay_protocol import current_rerun
 from samestep.run.signals import stopping_on_request
 from samestep.text import describe, show
 

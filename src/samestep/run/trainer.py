@@ -28,7 +28,7 @@ from samestep.errors import CheckpointError, UsageError
 from samestep.run.arguments import answers_unknown
 from samestep.run.hooks import Hooks
 from samestep.run.progress import Progress, enter_training_mode, make_loader, num_batches
-from samestep.run.rerun import current_rerun
+from samestep.run.replay_protocol import current_rerun
 from samestep.run.run import Run
 from samestep.run.signals import stopping_on_request
 from samestep.runs.history import BestMetric, EpochRecord, mean_of

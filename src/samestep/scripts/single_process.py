@@ -28,6 +28,7 @@ from samestep.launcher.job import run_module, run_script
 from samestep.launcher.worker import exit_code_of
 from samestep.patch import Patch, applied, late_dynamo
 from samestep.scripts import auto_wrap, backward, data_parallel, output, seeding
+from samestep.scripts.multi_process import watching_torchrun
 from samestep.scripts.script_state import (
     ScriptState,
     activated,
@@ -38,7 +39,6 @@ from samestep.scripts.script_state import (
 )
 from samestep.scripts.simulated.cuda import mark
 from samestep.scripts.simulated.devices import own_accelerator, simulated_devices
-from samestep.scripts.spawning import watching_torchrun
 
 READ_BY_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 START_NONE = ("torch", "transformers")  # libraries that ask for ranks, as for a message, and start them by others alone

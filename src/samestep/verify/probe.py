@@ -32,9 +32,9 @@ from samestep.errors import UsageError
 from samestep.logical.ranks import run_logical
 from samestep.patch import applied, exits_raised
 from samestep.scripts import data_parallel
+from samestep.scripts.multi_process import run_multi_process
 from samestep.scripts.script_state import ScriptState
 from samestep.scripts.single_process import run_single_process
-from samestep.scripts.spawning import run_multi_process
 from samestep.scripts.split_forward import driver, forward, shared_forward
 from samestep.scripts.workers import flags, serve
 from samestep.verify.causes.table import CAUSES, FactRecorder

@@ -1,9 +1,9 @@
-"""Errors for multi-process scripts whose ranks do not connect: they would hang, or each would train on its own.
+"""Multi-process scripts: the entry of their workers, and errors where ranks do not connect.
 
-A run without logical devices starts a process a rank, and the script makes a process group of them. It goes wrong where
-a script starts ranks itself (`watching_children`: those would wait for a store that nobody opens), starts torchrun
-(`watching_torchrun`), meets elsewhere (`_meeting`), or connects nothing (`_first_backward`). Each is told when it
-shows, before anything waits. `enter_rank` has what ranks of all kinds get.
+A run without logical devices starts a process a rank, and the script makes a process group of them. Ranks that do not
+connect would hang, or each would train on its own: where a script starts ranks itself (`watching_children`: those would
+wait for a store that is never opened), starts torchrun (`watching_torchrun`), meets elsewhere (`_meeting`), or connects
+nothing (`_first_backward`). An error says so before anything waits. `enter_rank` has what ranks of all kinds get.
 
 Children import this module, so it imports torch only where a process group is made.
 """
