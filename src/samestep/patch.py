@@ -18,7 +18,7 @@ patched:
 `multi_process` and `logical` patch multiprocessing and torch.distributed, for scripts that deal with ranks themselves,
 and `logical` counts torch's errors of memory; `multi_process` looks at the programs that any script starts. The
 launcher patches the queues of multiprocessing in its workers, so that no batch is lost in silence. Replays, audits and
-runs of `verify` patch os._exit, by `exits_raised`, and a script that is recorded tells what made it before it leaves so.
+runs of `verify` patch os._exit, by `exits_raised`; a script that is recorded tells what made it before it leaves so.
 """
 
 import os

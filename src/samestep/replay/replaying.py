@@ -2,8 +2,8 @@
 
 The program runs in this process, unchanged, and makes its own `Run` and `Trainer`. These ask the current rerun
 (`run.replay_protocol`) for the device, the options of the step and the checkpoint to begin with: a `ProgramRerun`
-answers, and watches the steps as an observer. It takes the first trainer that fits the run for the one that made it, and leaves the
-program by `Finished` when that has come far enough; whatever the program does after that is not run.
+answers, and watches the steps as an observer. It takes the first trainer that fits the run for the one that made it,
+and leaves the program by `Finished` when that has come far enough; whatever the program does after that is not run.
 
 A run's folder may be of unknown origin. Before a program that it names is run, `announce` says which, and refuses what
 this user did not make; `limited` bounds the memory of a model. Nothing is written to the folder.
