@@ -56,7 +56,7 @@ emulate: $(READY)
 simulate: $(READY)
 	$(BIN)/python tests/simulation/run.py --minutes 10
 
-# In the gate: each kind for half a minute by the same seeds, then all of them for a minute by new ones.
+# In the gate: the same seeds of each kind, for half a minute at the most.
 simulate-gate: $(READY)
 	$(BIN)/python tests/simulation/run.py --gate
 
