@@ -47,9 +47,11 @@ SUITES = (
 
 WITH_TRL = (
     "--model_name_or_path {made}/model --output_dir {output} --per_device_train_batch_size 2 --max_steps 2"
-    " --report_to none --use_cpu True --bf16 False --logging_steps 1 --dataset_name {made}/pairs"
+    " --report_to none --use_cpu True --bf16 False --logging_steps 1 --dataset_name {made}/"
 )
-PROGRAMS = {name: f"-m {name} {WITH_TRL}" for name in ("trl.scripts.dpo", "trl.scripts.reward")}
+GENERATING = "answers --reward_model_name_or_path {made}/judge --max_completion_length 8 --num_generations 2"
+TRL = {"dpo": "pairs", "reward": "pairs", "kto": "pairs", "sft": "answers", "grpo": GENERATING, "rloo": GENERATING}
+PROGRAMS = {f"trl.scripts.{name}": f"-m trl.scripts.{name} {WITH_TRL}{words}" for name, words in TRL.items()}
 
 PYTORCH, TORCHMETRICS, IGNITE = "pytorch-v2.6.0", "torchmetrics-1.9.0", "ignite-0.5.5"
 COLLECTIVES = (

@@ -1,18 +1,24 @@
-"""A tiny causal model with its tokenizer, and rows of text, in place of the ones that scripts would download."""
+"""Tiny models with their tokenizer, and rows of text, in place of the ones that scripts would download."""
 
 import json
 from pathlib import Path
 from string import ascii_lowercase
 
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, set_seed
+from transformers import (
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen2ForSequenceClassification,
+    set_seed,
+)
 
 WORDS = ("<pad>", "</s>", "<unk>", *ascii_lowercase)
-PAIRS = ("prompt", "chosen", "rejected")
+PAIRS, ANSWERS = ("prompt", "chosen", "rejected"), ("prompt", "completion")
 
 
 def write_tiny(folder: Path) -> None:
-    """Writes `model`, as by `save_pretrained`, and `pairs`, a folder of rows."""
+    """Writes `model` and `judge`, as by `save_pretrained`, and `pairs` and `answers`, folders of rows."""
     set_seed(0)
     tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
@@ -30,9 +36,14 @@ def write_tiny(folder: Path) -> None:
         pad_token_id=0,
         bos_token_id=1,
         eos_token_id=1,
+        num_labels=1,  # a reward
     )
-    Qwen2ForCausalLM(config).save_pretrained(folder / "model")
-    processing.save_pretrained(folder / "model")
-    rows = [{key: ascii_lowercase[number % 9 : 11 + place] for place, key in enumerate(PAIRS)} for number in range(16)]
-    (folder / "pairs").mkdir()
-    (folder / "pairs" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name, model in ("model", Qwen2ForCausalLM(config)), ("judge", Qwen2ForSequenceClassification(config)):
+        model.save_pretrained(folder / name)
+        processing.save_pretrained(folder / name)
+    for name, keys in ("pairs", PAIRS), ("answers", ANSWERS):
+        rows = [
+            {key: ascii_lowercase[number % 9 : 11 + place] for place, key in enumerate(keys)} for number in range(16)
+        ]
+        (folder / name).mkdir()
+        (folder / name / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
