@@ -51,6 +51,7 @@ FAILED = 3
 Outcome = tuple[str, str]  # passes, skips or fails; the text
 
 common_fsdp.DEVICE_COUNT = SIZE
+common_distributed.MultiProcContinousTest = common_distributed.MultiProcContinuousTest  # its name in PyTorch 2.6
 for name in ("requires_nccl", "requires_accelerator_dist_backend", "skip_if_lt_x_gpu"):
     setattr(common_distributed, name, lambda *_, **__: lambda test: test)  # whether it passes on CPUs is tried
 STORE = dist.TCPStore("127.0.0.1", PORT, is_master=False, timeout=datetime.timedelta(seconds=LIMIT + 60))

@@ -27,11 +27,13 @@ class Suite:
     on_gpus: bool = False
 
 
+ACCELERATE_S = ("ops", "script", "sync", "distributed_data_loop", "ddp_comm_hook")
+DISTRIBUTED_TEST = ("torch.testing._internal.distributed.distributed_test",)
 SUITES = (
     Suite(
         "torch: distributed_test",
         "torch",
-        ("torch.testing._internal.distributed.distributed_test",),
+        DISTRIBUTED_TEST,
         "torch",
         (3,),
         least=80,
@@ -39,7 +41,7 @@ SUITES = (
     Suite(
         "Accelerate: test_utils/scripts",
         "script",
-        tuple(f"accelerate.test_utils.scripts.{name}" for name in ("test_ops", "test_script", "test_sync")),
+        tuple(f"accelerate.test_utils.scripts.test_{name}" for name in ACCELERATE_S),
         "accelerate",
         (2,),
     ),
@@ -86,6 +88,7 @@ def of_torchmetrics(what: str, *folders: str) -> Suite:
 
 
 SUITES += (
+    Suite("torch: distributed_test on GPUs", "torch", DISTRIBUTED_TEST, "torch", (3,), on_gpus=True),
     Suite("TRL: scripts", "script", tuple(PROGRAMS), "trl", (2,)),
     of_pytorch("DTensor", (4,), "_tensor/*", "_tensor/*/*"),
     of_pytorch("tensor parallel", (2, 4), "tensor/parallel/*"),
@@ -93,6 +96,8 @@ SUITES += (
     of_pytorch("checkpoints", (4,), "checkpoint/*", "checkpoint/*/*"),
     of_pytorch("DDP, ZeRO, Join", (2,), *WRAPPERS),
     of_pytorch("FSDP2 on GPUs", (2,), "_composable/fsdp/*", on_gpus=True),
+    of_pytorch("FSDP1 on GPUs", (2,), "fsdp/*", on_gpus=True),
+    of_pytorch("pipelining on GPUs", (2,), "pipelining/test_schedule_multiproc", "pipelining/test_stage", on_gpus=True),
     of_torchmetrics("sums and gathers", "bases", "wrappers"),
     of_torchmetrics("regression", "regression"),
     of_torchmetrics("clusters", "clustering", "nominal"),
