@@ -8,6 +8,7 @@ SamestepError                 exit code 1
 ├── BufferMergeError (ValueError)  a module buffer that differs between microbatches and has no rule for merging
 ├── NonFiniteError            a loss or gradient that is NaN or infinite
 ├── DeterminismError          an operation without a deterministic form, or ranks that ran different programs
+├── AuditError                exit code 3: a device that computed wrong bits
 ├── PeerLostError             ranks that ended or did not respond in time
 ├── RunFolderError (OSError)  a run folder that cannot be written
 ├── CheckpointError (ValueError)  a checkpoint that is damaged, or of another model

@@ -104,6 +104,25 @@ def test_a_run_is_not_resumed_in_the_other_mode_and_is_replayed_in_its_own(start
             assert "NumPy was imported" not in start("-m", "samestep", *words)[1]
 
 
+OF_PROCESSES = """
+import sys
+import torch
+
+torch.distributed.init_process_group("gloo")
+if torch.distributed.get_rank() == 0:
+    kernels = sys.modules.get("samestep.engine.portable_kernels")
+    print("DIGEST", bool(kernels and kernels.is_portable()))
+torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("words", [("cpu:2",), ("cpu:1", "--logical-devices", "2")])
+def test_a_script_of_several_processes_has_the_kernels_by_the_option_alone(start, tmp_path, words):
+    (tmp_path / "train.py").write_text(OF_PROCESSES)
+    assert start(*RUN, "--portable", "--devices", *words, "train.py")[0] == "DIGEST True"
+    assert start(*RUN, "--devices", *words, "train.py")[0] == "DIGEST False"
+
+
 def test_a_recipe_is_portable_by_its_option_and_stays_so(start, tmp_path):
     words = ("-m", "samestep", "train", "lenet", "--max-steps", "2", "--data", "digits")
     start(*words, "--run-dir", "run", "--portable", "--devices", "cpu:2")

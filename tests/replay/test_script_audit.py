@@ -194,6 +194,7 @@ def test_a_plain_script_is_audited_too_and_names_what_was_there_before(tmp_path)
     for words, said in (
         (["--except", "*.safetensors", "--except", "m*.pt"], "of 2 files that its script wrote below"),
         (["--devices", "cpu:0"], "asked for cpu:0"),
+        (["--segments", "2"], "a script's run is repeated whole"),
     ):
         assert said in str(CliRunner().invoke(app, ["audit", str(run), *words]).exception)
     with pytest.raises(AssertionError, match=r"(?s)already holds the run of another script, or one with other options"):

@@ -2,7 +2,7 @@
 
 Fields are named by their keys joined by dots, `versions.torch`; a name in one of the two tables stands for all below
 it. A field that is in neither is reported if both sides have it and differ, and never breaks: versions of samestep,
-Python, NumPy and the GPUs' driver, the processor, and the fields that a program adds.
+Python, NumPy and the GPUs' driver, and the fields that a program adds.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -13,8 +13,9 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from samestep.checkpoint.run_folder import holds_script
-from samestep.cli.options import Devices, cap_as_recorded
+from samestep.cli.options import cap_as_recorded
 from samestep.devices.selection import select
+from samestep.errors import UsageError
 from samestep.launcher.job import Job, Policy
 from samestep.text import json_text, make_console, make_table, notify, one_line
 
@@ -24,17 +25,21 @@ if TYPE_CHECKING:
     from samestep.replay.auditing import Audit, AuditedSegment, Segment
     from samestep.replay.script_audit import ScriptAudit
 
+SEGMENTS = 3
+
 
 def audit(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
     segments: Annotated[
         int, typer.Option(min=1, metavar="K", help="How many segments to repeat, drawn at random.")
-    ] = 3,
+    ] = SEGMENTS,
     everything: Annotated[bool, typer.Option("--all", help="Repeat all of them.")] = False,
     seed: Annotated[
         int | None, typer.Option(metavar="S", help="The seed of the draw; by default a new one, which is shown.")
     ] = None,
-    devices: Devices = None,
+    devices: Annotated[
+        str | None, typer.Option(metavar="SPEC", help='One by default; auto (all), 2 (how many), "0,4", cuda:0, cpu:2.')
+    ] = None,
     trust: Annotated[
         bool,
         typer.Option("--trust", help="Run the program even if another user wrote RUN, or if it has changed since."),
@@ -54,11 +59,13 @@ def audit(
     The run of a script, recorded by samestep run --record, is repeated, and the files that it wrote are compared.
     """
     if holds_script(run):
+        if everything or seed is not None or segments != SEGMENTS:
+            raise UsageError(
+                f"got --segments, --all or --seed for {run}: a script's run is repeated whole; leave it out"
+            )
         _audit_script(run, devices, trust, excepted or [], as_json)
         return
     if excepted:
-        from samestep.errors import UsageError
-
         raise UsageError(f"got --except {excepted[0]} for {run}, no run of a script with its own files; leave it out")
     cap_as_recorded(run)
     from samestep.replay.auditing import audit as audit_run

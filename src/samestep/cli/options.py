@@ -176,8 +176,8 @@ class ScriptOptions:
         panel=SCRIPT,
     )
     seed: int | None = option(
-        "The seed of what SCRIPT leaves unseeded; of several processes each gets a number of its own from it. By "
-        "default 0.",
+        "The seed of what SCRIPT leaves unseeded; under run each of several processes gets a number of its own from "
+        "it. By default 0.",
         metavar="N",
         panel=SCRIPT,
     )

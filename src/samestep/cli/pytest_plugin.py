@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+OPPOSITES = {"portable": "--no-portable", "single-process": "--multi-process"}
+
 
 @pytest.fixture
 def samestep_verify() -> Callable[..., str]:
@@ -35,9 +37,9 @@ def samestep_verify() -> Callable[..., str]:
 
 
 def _option(name: str, value: Any) -> list[str]:
-    """The words of an option: a flag for True, its opposite for False, none for None."""
-    if value is None:
+    """The words of an option: a flag for True, its opposite for False, if it has one; none for None."""
+    if value is None or (value is False and name not in OPPOSITES):
         return []
     if isinstance(value, bool):
-        return [f"--{name}" if value else f"--no-{name}"]
+        return [f"--{name}" if value else OPPOSITES[name]]
     return [f"--{name}", str(value)]

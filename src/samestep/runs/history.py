@@ -73,7 +73,7 @@ class BestMetric:
         if len(given) > 2 or not isinstance(name, str) or not name or mode not in ("min", "max"):
             raise UsageError(
                 f"got best={best!r}; needed: the name of a metric, or its name and 'min' or 'max', such as "
-                "('loss', 'min') (--best loss:min)"
+                "('loss', 'min')"
             )
         return cls(name, mode, patience)
 

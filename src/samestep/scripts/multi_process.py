@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 
 from samestep.callsite import script_line
 from samestep.comm.environment import Environment, read_environment
+from samestep.devices.portable import asks_for_portable
 from samestep.errors import UsageError
 from samestep.launcher.job import run_module, run_script
 from samestep.patch import Patch, applied, late_dynamo, late_patches
@@ -92,9 +93,12 @@ def enter_rank(stack: ExitStack, rank: int, seed: int | None, leaves_seeds: bool
     late["torch.nn.parallel.distributed"] = synchronised
     late["ray"] = lambda ray: [Patch(ray, "init", refuse)]  # Ray calls it by this name, too, at its first use
     stack.enter_context(applied([*late_dynamo(), *late_patches(late)]))
-    if not leaves_seeds:
-        from samestep.scripts.seeding import seeded_rank  # imports torch
+    if not leaves_seeds:  # these import torch
+        from samestep.engine.portable_kernels import make_portable
+        from samestep.scripts.seeding import seeded_rank
 
+        if asks_for_portable():
+            make_portable("cpu")
         stack.enter_context(seeded_rank(rank, seed))
     return kept
 
