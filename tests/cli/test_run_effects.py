@@ -258,6 +258,40 @@ def test_what_a_script_does_to_the_world_happens_once_and_the_bits_are_equal(tmp
     assert results[1:] == results[:1]
 
 
+# Each changes what a chunk reads without moving a version: the workers are to have it before the next forward.
+UNSEEN = """
+    import numpy, os
+    from torch.nn import functional as F
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.vectors = numpy.random.default_rng(0).normal(size=(6, 3000)).astype("float32")  # 72 kB
+            self.online, self.head = nn.Linear(6, 3000), nn.Linear(3000, 3)
+            self.target = nn.Linear(6, 3000).requires_grad_(False)
+
+        def forward(self, x):
+            return self.head((self.online(x) + self.target(x) + x @ torch.from_numpy(self.vectors)).tanh())
+
+    torch.manual_seed(0)
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), 0.5)
+    held_out = torch.randn(12, 6)
+    for number in range(8):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            print(step())
+        net.target.weight.data.mul_(0.9).add_(net.online.weight.data, alpha=0.1)
+        with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+            print(net(held_out).double().sum().item().hex())
+"""
+
+
+def test_weights_that_are_written_unseen_arrays_and_casts_of_autocast_are_the_same_on_all_devices(tmp_path):
+    one, two = (once(script(tmp_path / str(devices), UNSEEN), devices) for devices in (1, 2))
+    assert (two.returncode, two.stdout) == (0, one.stdout), two.stderr
+    assert len({*one.stdout.split()}) == 16
+
+
 @pytest.mark.parametrize(
     ("source", "code", "said"),
     [

@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from samestep.data.checksums import version_of
+from samestep.data.checksums import quick_sums, version_of
 from samestep.scripts.simulated.cuda import TAG
 from samestep.scripts.split_forward.compare import HOOKS
 from samestep.scripts.workers.pickling import VOLATILE, ModulePickler, Unpickler, pickled, put_in_place
 from samestep.scripts.workers.records import Change, Records
 
-# Tensors of up to so many bytes are sent each time: one that is written by `.data` moves no version.
+# Tensors of up to so many bytes are sent each time, which is faster than to look whether they have changed.
 SMALL_BYTES = 2**16
 CHECKED = 3
 CHECKED_EVERY = 10
@@ -63,6 +63,7 @@ class Image:
         self._forms: list[Form] = []
         self._versions: list[int] = []
         self._always: set[int] = set()  # storages whose bytes are sent each time
+        self._sums: dict[int, int] = {}  # of the bytes of the others, as they were sent
         self._root: tuple[Any, ...] = ()
 
     def has_changed(self, module: nn.Module, is_root: bool) -> bool:
@@ -94,7 +95,7 @@ class Image:
             if number == len(self.storages):
                 self.storages.append(storage)
             self._forms.append(_form(tensor, number))
-        # Of a parameter or a buffer of BatchNorm's that is written by `.data` the version does not tell.
+        # What trains changes before each forward.
         buffers = {id(buffer.untyped_storage()) for buffer in module.buffers()}
         self._always = {form.storage for form in self._forms if form.requires_grad}
         self._always |= {
@@ -103,14 +104,26 @@ class Image:
             if id(storage) in buffers or storage.nbytes() <= SMALL_BYTES
         }
         self._versions = [version_of(tensor) for tensor in self._tensors]
+        self._sums = self._sums_now()
         return Content(data, self._forms, [(each.nbytes(), each.device.type == "cpu") for each in self.storages])
 
     def stale(self, everything: bool) -> list[int]:
         """The storages whose bytes the workers may not have; they are taken to be sent."""
-        before, self._versions = self._versions, [version_of(tensor) for tensor in self._tensors]
-        found = set(range(len(self.storages))) if everything else set(self._always)
-        pairs = zip(self._forms, before, self._versions, strict=True)
-        return sorted(found | {form.storage for form, old, new in pairs if old != new})
+        self._versions = [version_of(tensor) for tensor in self._tensors]
+        # By their bytes: a write by `.data`, or by NumPy to memory that a tensor shares, moves no version.
+        before, self._sums = self._sums, self._sums_now()
+        changed = {number for number, value in self._sums.items() if value != before.get(number)}
+        return list(range(len(self.storages))) if everything else sorted(self._always | changed)
+
+    def _sums_now(self) -> dict[int, int]:
+        """A checksum of each storage that is not sent each time: one reading of large frozen weights."""
+        found: dict[int, int] = {}
+        large = [number for number in range(len(self.storages)) if number not in self._always]
+        for device in {self.storages[number].device for number in large}:
+            numbers = [number for number in large if self.storages[number].device == device]
+            sums = quick_sums([[bytes_of(self.storages[number])] for number in numbers], device)
+            found |= dict(zip(numbers, sums.tolist(), strict=True))
+        return found
 
     def is_suspect(self, is_new: bool) -> bool:
         """Whether the workers' results are to be compared now, beside at the usual intervals."""
@@ -173,7 +186,7 @@ class _Nowhere:
     """A file that keeps nothing."""
 
     def write(self, data: Any) -> int:
-        return len(data)
+        return memoryview(data).nbytes  # a large array's data is a `PickleBuffer`
 
 
 def bytes_of(storage: torch.UntypedStorage) -> Tensor:

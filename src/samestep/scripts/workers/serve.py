@@ -232,6 +232,7 @@ class Worker:
         return packed_error(error, copy.classes if copy else ())
 
     def _take(self, flags: dict[str, Any] | None) -> None:
+        torch.clear_autocast_cache()  # the script's context never ends here: casts of old weights would stay
         if flags is not None:
             set_flags(flags, self._variables)
             self._is_inference = flags["inference"]
