@@ -44,14 +44,14 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from _pytest.runner import runtestprotocol  # noqa: E402
 from torch.distributed import distributed_c10d  # noqa: E402
-from torch.testing._internal import common_distributed, common_fsdp, common_utils  # noqa: E402
+from torch.testing._internal import common_device_type, common_distributed, common_fsdp, common_utils  # noqa: E402
 
 OTHERS = 10.0  # seconds for the other ranks to end a test that failed on one
 FAILED = 3
 Outcome = tuple[str, str]  # passes, skips or fails; the text
 
 common_fsdp.DEVICE_COUNT = SIZE
-common_distributed.MultiProcContinousTest = common_distributed.MultiProcContinuousTest  # its name in PyTorch 2.6
+common_device_type.CUDATestBase._do_cuda_non_default_stream = False  # the policy sets one by torch._C
 for name in ("requires_nccl", "requires_accelerator_dist_backend", "skip_if_lt_x_gpu"):
     setattr(common_distributed, name, lambda *_, **__: lambda test: test)  # whether it passes on CPUs is tried
 STORE = dist.TCPStore("127.0.0.1", PORT, is_master=False, timeout=datetime.timedelta(seconds=LIMIT + 60))
