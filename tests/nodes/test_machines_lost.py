@@ -300,15 +300,17 @@ def test_a_signal_to_a_machine_that_waits_for_others_ends_it_alone(machines, say
     assert [machine.wait() for machine in (first, *others)] == [0, 0, 0], first.stderr
 
 
-@pytest.mark.parametrize("asked", [[1], [0, 1]])
+@pytest.mark.parametrize("asked", [[1], [0, 1], [1, 0]])
 def test_a_signal_to_a_machine_that_works_stops_all_after_their_step(machines, undisturbed, asked):
     told = {"folder": str(machines.folder / "run"), "faults": [], "pause": 0.05, "epochs": 40, "resume": "auto"}
     first, second = machines.start_all(2, SCRIPT, told)
     wait_until(lambda: len(list(machines.folder.glob("pid-*"))) == 2, "both train")
     for number in asked:
         machines.started[number].signal(signal.SIGTERM, [machines.started[number].pid])
+        time.sleep(0.02)
     assert (first.wait(), second.wait()) == (143, 143), first.stderr + second.stderr
     assert "stopping after this step" in first.stderr
+    assert "ending at once" not in first.stderr
     assert "samestep: error" not in second.stderr
     again = machines.start(SCRIPT, {**told, "pause": 0, "epochs": 3}, "1:1", number=0)
     assert again.wait() == 0, again.stderr

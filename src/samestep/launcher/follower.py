@@ -20,7 +20,7 @@ from samestep.errors import UsageError
 from samestep.launcher import os_processes
 from samestep.launcher.job import Assignment, Instruction, Job, Outcome
 from samestep.launcher.meeting import Meeting, machine_name
-from samestep.launcher.monitor import ECHOES
+from samestep.launcher.monitor import AGAIN, ECHOES
 from samestep.launcher.supervisor import stop_requests
 from samestep.launcher.worker_pool import ServerPool
 from samestep.text import notify
@@ -154,7 +154,7 @@ class Follower:
                     signum = os.read(requests, 1)[0]
                     if not self._posts:  # no worker yet: the others can go on without this machine
                         return Outcome(128 + signum)
-                    self._wire.send(stop=signum if self._is_stopping else signum | ECHOES)
+                    self._wire.send(stop=signum | (AGAIN if self._is_stopping else ECHOES))
                     self._is_stopping = True
             for message in self._wire.receive():
                 if (outcome := self._obey(message)) is not None:

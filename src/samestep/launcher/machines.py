@@ -16,7 +16,7 @@ a leader. Without the leader's machine the run ends, and is started again from i
 Messages to a follower: `refused` (a sentence; `for_now`), `welcome` (number), `start` (`Assignment`; `pipes`: names),
 `signal` (slot, number), `page` (what it has, of attempt `attempt`), `kill`, `groups`, `end` (exit code). From one: the
 fields of `described`, `beats` ([slot, post] each), `pipe` (slot, name, data, or null at its end), `exited` (slot,
-code), `broken` (a text), `groups` (by slot), `stop` (a signal, with `ECHOES` if it is this machine's first).
+code), `broken` (a text), `groups` (by slot), `stop` (a signal with `ECHOES`, the machine's first, or `AGAIN`).
 """
 
 import base64

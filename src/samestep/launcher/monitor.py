@@ -180,7 +180,7 @@ POLL_SECONDS = 0.05
 CHECK_SECONDS = 0.5
 # For the report of the worker that failed first: the others lose their connections to it, and may be read before it.
 SETTLE_SECONDS = 0.5
-ECHOES = 128  # added to the number of a signal
+ECHOES, AGAIN = 128, 64  # added to the number of another machine's signal: its first one, and any later one
 LEAVE_SECONDS = 2.0  # for workers that see by the page that the run is over, and clean up
 KILL_SECONDS = 5.0
 # After SIGABRT, for `faulthandler` to write the stacks; a worker that blocks the signal is killed then.
@@ -259,15 +259,19 @@ class Monitor:
     def listen_for_stop(self, fd: int) -> None:
         """Handles bytes from `fd`, which the caller closes, as numbers of signals that ask to stop.
 
-        A signal that a machine `ECHOES` may be the first for it, but not for the run: a cluster signals all machines.
+        A cluster signals all machines: the first signal of each of them, in any order, is one request.
         """
+        is_asked_here = False
 
         def stop(fd: int) -> bool:
+            nonlocal is_asked_here
             for byte in read_available(fd) or b"":
-                signum = byte & ~ECHOES
+                signum = byte & ~(ECHOES | AGAIN)
+                is_first = bool(byte & ECHOES) or not (byte & AGAIN or is_asked_here)
+                is_asked_here |= not byte & (ECHOES | AGAIN)
                 if self._stopped_by is None:
                     self._stop(signum)
-                elif byte & ECHOES:
+                elif is_first:
                     continue
                 elif self._phase != "killed" and signum != signal.SIGHUP:  # see `run.signals`
                     self._display.notify("ending at once")
