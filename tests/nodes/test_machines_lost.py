@@ -242,19 +242,25 @@ def test_what_is_said_of_workers_of_an_earlier_attempt_changes_nothing(machines)
         assert ([event.slot for event in pool._events], machine.running) == ([1], set())
 
 
-@pytest.mark.parametrize("other", ["options", "a name", "devices of another kind of command"])
+@pytest.mark.parametrize("other", ["options", "a name", "arguments", "devices of another kind of command"])
 def test_a_machine_of_another_run_is_turned_away_in_a_sentence_and_the_right_one_taken(machines, says, other):
     first = machines.start(says, ("2", "0"), "2")
     wait_until(lambda: listens(machines.port), "the first machine listens")
     differs = {
         "options": {"policy": Policy(hang_seconds=7)},
         "a name": {"name": "x"},
+        "arguments": {},
         "devices of another kind of command": {"nnodes": "2", "number": 1},
     }
     told = dict(differs[other])
-    wrong = machines.start(says, ("2", "0"), told.pop("nnodes", "2"), **told)
+    words = ("2", "1" if other == "arguments" else "0")
+    wrong = machines.start(says, words, told.pop("nnodes", "2"), **told)
     assert wrong.wait() == 2
-    named = {"options": "the handling of failed workers", "a name": "--rdzv-id"}.get(other, "--node-rank (all or none)")
+    named = {
+        "options": "the handling of failed workers",
+        "a name": "--rdzv-id",
+        "arguments": "the program and its arguments",
+    }.get(other, "--node-rank (all or none)")
     assert f"has turned this machine away: give all machines the same command and packages; these differ: {named}" in (
         wrong.stderr
     )

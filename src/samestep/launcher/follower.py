@@ -42,6 +42,7 @@ def described(job: Job, selection: Selection, meeting: Meeting) -> dict[str, Any
         "--node-rank (all or none)": meeting.number is not None,
         "the handling of failed workers": asdict(job.policy),
         "the kind of devices": selection.kind,
+        "the program and its arguments": [os.path.basename(job.name), *job.kwargs.get("argv", job.argv)],
         "samestep": __version__,
         "torch": importlib.metadata.version("torch"),
     }
