@@ -108,7 +108,7 @@ EARLY = (
 )
 EXTENSIONS = "test_fully_shard_extensions.TestFullyShardAllGatherExtensionsMultiProcess"
 HOOKS = "test_fsdp_comm_hooks.TestCommunicationHooks.test_bf16_hook_has_wrapping"
-OFFLOADED = "FSDP1's `CPUOffload` gives a parameter memory of the host by `.data`, and the parameter still names a simulated GPU"
+OFFLOADED = "FSDP1's `CPUOffload` gives a parameter host memory by `.data`; it still names its simulated GPU"
 FSDP1 = "test_fsdp_checkpoint.TestFSDPCheckpoint.test"
 REASONS = {
     **{
