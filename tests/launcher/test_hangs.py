@@ -76,6 +76,8 @@ MATRIX = {  # the looks, the options of `hanging`, the slots that hang
     "at its start too": (still(s0="start", s1="exchange"), {}, [0]),
     "unless its processes compute": (SCRIPT, {"used": 0.1}, []),
     "a worker in an exchange that the others have left hangs": (waiting(s0="exchange"), {}, [0]),
+    "but not while all may wait for one that uses files": (waiting(s0="exchange", s2="files"), {}, []),
+    "or that computes in a script": (waiting(s0="exchange", s2="script"), {"used": 0.1}, []),
     "unless those may hang themselves": (still(s0="exchange", s1="regroup"), {}, []),
     "of one in an exchange with one that hangs only the latter hangs": (waiting(s0="exchange", s2="forward"), {}, [2]),
     "a silent worker in a regrouping hangs while others there show signs of life": (waiting(s0="regroup"), {}, [0]),
@@ -87,6 +89,11 @@ MATRIX = {  # the looks, the options of `hanging`, the slots that hang
     "unless others of its group compute": (STARTED, {"flags": 0, "stopped": (1,), "used": 0.1}, []),
     "also the only one": (still(s0="start"), {"flags": 0, "stopped": (0,)}, [0]),
     "a starter that is stopped hangs": (POOL, {"flags": 0, "stopped": (STARTER,)}, [STARTER]),
+    "that of another machine too": (
+        [{**look, STARTER - 1: look[STARTER]} for look in POOL],
+        {"flags": 0, "stopped": (STARTER - 1,)},
+        [STARTER - 1],
+    ),
 }
 
 

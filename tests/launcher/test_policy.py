@@ -7,6 +7,7 @@ from marked import SECONDS
 
 from samestep.devices.selection import select
 from samestep.errors import UsageError
+from samestep.launcher import job
 from samestep.launcher.job import Policy, process_variables
 
 
@@ -31,6 +32,14 @@ def test_more_devices_than_there_are_cannot_be_the_least_number():
     Policy(min_devices=2).check_devices(2, 2)
     with pytest.raises(UsageError, match="--min-devices 3"):
         Policy(min_devices=3).check_devices(2, 2)
+
+
+def test_workers_of_other_machines_count_twice_among_open_files(monkeypatch):
+    monkeypatch.setattr(job, "soft_limit", lambda name: 100)
+    Policy().check_devices(15, 15)
+    Policy().check_devices(8, 8, 7)
+    with pytest.raises(UsageError, match="9 workers need 104 open files, and 100 are allowed: ulimit -n 104"):
+        Policy().check_devices(9, 9, 7)
 
 
 def test_the_command_refuses_it_too_and_starts_nothing(starter):

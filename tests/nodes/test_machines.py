@@ -54,7 +54,8 @@ def test_a_meeting_is_read_from_torchruns_options():
     assert given(nnodes="2", node_rank=1, rdzv_endpoint="node1:7").number == 1
     numbered = given(nnodes="2", node_rank=1, master_addr="node1")
     assert (numbered.place, numbered.number, numbered.machines) == ("node1:29500", 1, "2 machines")
-    assert given(nnodes="2", master_addr="node1", master_port=8).number == 0
+    assert given(nnodes="2", master_addr="127.0.0.1", master_port=8).number == 0
+    assert given(nnodes="2", master_addr="192.0.2.1", master_port=8).number is None  # of no machine of its own
     assert given(rdzv_endpoint="node1").max_machines == 1
 
 
@@ -77,6 +78,7 @@ def test_the_times_of_a_meeting_are_torchruns():
         ({"rdzv_endpoint": "a", "node_rank": 2}, "got --node-rank 2; needed: a number from 0 to 1"),
         ({"rdzv_endpoint": "a", "rdzv_conf": "timeout=soon"}, "got --rdzv-conf timeout=soon; needed: is_host=true, or"),
         ({"rdzv_endpoint": "a", "rdzv_conf": "keep_alive_interval=0"}, "got --rdzv-conf keep_alive_interval=0; needed"),
+        ({"rdzv_endpoint": "a", "rdzv_conf": "keep_alive_interval=0.1"}, "keep_alive_max_attempt of 0.3 s"),
         ({"rdzv_endpoint": "a", "rdzv_conf": "patience=9"}, "got --rdzv-conf patience=9; needed: is_host=true, or"),
     ],
 )

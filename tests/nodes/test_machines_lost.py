@@ -5,6 +5,7 @@ import inspect
 import json
 import os
 import re
+import resource
 import signal
 import socket
 import time
@@ -174,6 +175,7 @@ STRANGERS = {
     "turned away, and a request to stop": HELLO + b'{"stop": 15}\n',
     "no mappings": b'[1]\n{"number": [], "alike": {}, "labels": 7, "hello": 3}\n',
     "not UTF-8": b"\xff\xfe\n{\n",
+    "JSON deeper than Python reads": b"[" * 100_000 + b"\n",
 }
 
 
@@ -268,6 +270,18 @@ def test_a_machine_of_another_run_is_turned_away_in_a_sentence_and_the_right_one
     assert (first.wait(), second.wait()) == (0, 0), first.stderr + second.stderr
 
 
+def test_a_machine_with_more_workers_than_the_first_has_files_for_is_turned_away(machines, says):
+    machines.twin = partial(resource.setrlimit, resource.RLIMIT_NOFILE, (120, 120))
+    first = machines.start(says, ("1", "0"), "2")
+    machines.twin = None
+    wait_until(lambda: listens(machines.port), "the first machine listens")
+    wide = machines.start(says, ("1", "0"), "2", devices=16, conf={"join_timeout": "1"})
+    assert wide.wait() == 2
+    assert "17 workers need 172 open files, and 120 are allowed" in wide.stderr
+    second = machines.start(says, ("1", "0"), "2")
+    assert (first.wait(), second.wait()) == (0, 0), first.stderr + second.stderr
+
+
 @pytest.mark.slow
 def test_two_machines_with_one_number_are_not_both_taken(machines, says):
     first, second = machines.start_all(2, says, ("2", "3"), "3", conf={"join_timeout": "4"})
@@ -321,6 +335,19 @@ def test_a_signal_to_a_machine_that_works_stops_all_after_their_step(machines, u
     again = machines.start(SCRIPT, {**told, "pause": 0, "epochs": 3}, "1:1", number=0)
     assert again.wait() == 0, again.stderr
     assert machines.left_by(again).digests <= undisturbed.digests
+
+
+@pytest.mark.slow
+def test_a_request_to_stop_while_a_machine_joins_waits_for_the_step(machines):
+    told = {"folder": str(machines.folder / "run"), "faults": [], "pause": 0.7, "epochs": 8, "checkpoint_steps": 1000}
+    first = machines.start(SCRIPT, told, conf={"last_call_timeout": "0"})
+    wait_until(lambda: list(machines.folder.glob("pid-*")), "it trains")
+    machines.start(SCRIPT, told)
+    time.sleep(2.5)  # until it is in a quorum, and the others have not taken that up yet
+    first.signal(signal.SIGTERM, [first.pid])
+    assert [machine.wait() for machine in machines.started] == [143, 143], first.stderr
+    assert "stopping after this step" in first.stderr
+    assert list((machines.folder / "run" / "checkpoints").iterdir())
 
 
 @pytest.mark.slow
@@ -384,6 +411,13 @@ class Leader:
                 found += base64.b64decode(message["data"])
         raise AssertionError(f"it has not ended: {self.messages}")
 
+    def starter(self):
+        """The process that starts the workers of the machine."""
+        return wait_until(
+            lambda: next((p for p in psutil.Process(self.machine.pid).children() if p.name() != "sh"), None),
+            "it starts",
+        )
+
     def end(self):
         self.wire.send(end=0)
         assert self.machine.wait() == 0, self.machine.stderr
@@ -416,6 +450,39 @@ def test_workers_that_are_started_when_others_were_killed_run(machines, says):
     leader.read_until(lambda message: message.get("exited") == 1 and message["attempt"] == 1)
     assert [message["code"] for message in leader.messages if message.get("exited") == 1][-1] == 0
     leader.end()
+
+
+def test_workers_run_on_a_machine_whose_starter_was_killed_before(machines, says):
+    leader = Leader(machines, says, ("5", "0"))
+    starter = leader.starter()
+    starter.kill()
+    wait_until(lambda: not psutil.pid_exists(starter.pid), "it has ended")
+    leader.start(0, 1)
+    leader.read_until(lambda message: message.get("exited") == 1)
+    assert [message["code"] for message in leader.messages if "exited" in message] == [0]
+    leader.end()
+
+
+def test_a_machine_says_that_its_starter_is_stopped(machines, says):
+    leader = Leader(machines, says, ("5", "0"))
+    starter = leader.starter()
+    leader.wire.send(groups=True)
+    leader.read_until(lambda message: message.get("groups", {}).get("-1", [True])[0] is False)
+    starter.suspend()
+    leader.wire.send(groups=True)
+    leader.read_until(lambda message: message.get("groups", {}).get("-1", [False])[0])
+    leader.end()
+
+
+@pytest.mark.slow
+def test_a_machine_whose_starter_is_stopped_is_lost_alone(machines, undisturbed):
+    told = {"folder": str(machines.folder / "run"), "faults": [], "pause": 0.05}
+    first, second = machines.start_all(2, SCRIPT, told, policy=Policy(hang_seconds=4.0, grace_seconds=2.0))
+    wait_until(lambda: len(list(machines.folder.glob("pid-*"))) == 2, "both train")
+    next(p for p in psutil.Process(second.pid).children() if p.name() != "sh").suspend()
+    assert (first.wait(), second.wait()) == (0, 0), first.stderr + second.stderr
+    assert "was stopped by a signal" in first.stderr
+    assert machines.left_by(first).digests == undisturbed.digests
 
 
 def hold(wire, send, **message):
@@ -472,15 +539,24 @@ def test_a_run_whose_starter_was_killed_starts_again_on_all_machines(machines, u
     assert machines.left_by(first).digests == undisturbed.digests
 
 
-def test_with_too_few_machines_left_the_run_starts_again_when_another_has_come(machines, undisturbed):
+@pytest.mark.parametrize(
+    ("nnodes", "least", "said"),
+    [
+        ("3", 1, "--nnodes asks for 3 machines"),
+        pytest.param("1:4", 3, "--min-devices asks for 3", marks=pytest.mark.slow),
+    ],
+)
+def test_with_too_few_machines_left_the_run_starts_again_when_another_has_come(
+    machines, undisturbed, nnodes, least, said
+):
     fault = {"rank": 2, "step": 7, "phase": "backward", "kind": KILLED, "once": True}
     told = {"folder": str(machines.folder / "run"), "faults": [fault], "resume": "auto"}
-    policy = Policy(hang_seconds=20.0, max_restarts=2)
-    first, second, third = machines.start_all(3, SCRIPT, told, "3", policy=policy)
+    policy, conf = Policy(hang_seconds=20.0, max_restarts=2, min_devices=least), {"last_call_timeout": "3"}
+    first, second, third = machines.start_all(3, SCRIPT, told, nnodes, policy=policy, conf=conf)
     assert third.wait() == -signal.SIGKILL
     wait_until(lambda: "all workers start again" in first.stderr, "the others wait for another")
-    assert "--nnodes asks for 3 machines" in first.stderr
-    another = machines.start(SCRIPT, told, "3", number=2, policy=policy)
+    assert said in first.stderr
+    another = machines.start(SCRIPT, told, nnodes, number=2, policy=policy, conf=conf)
     assert [machine.wait() for machine in (first, second, another)] == [0, 0, 0], first.stderr
     left = machines.left_by(first)
     assert left.has_read_a_checkpoint
@@ -504,6 +580,45 @@ def test_a_run_that_may_not_go_on_without_a_machine_ends_everywhere(machines, po
     assert first.wait() == 1
     assert said.format(socket.gethostname()) in first.stderr
     assert [other.wait() for other in others] == [-signal.SIGKILL] * len(faults)
+
+
+CUT_OFF = """
+import os, signal, socket
+import torch
+import samestep
+run = samestep.Run(8, 4, 1)
+slot = run.membership.heartbeat.slot
+model = torch.nn.Linear(4, 1)
+step = run.train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda model, batch: model(batch[0]).mean())
+def cut():
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        try:
+            with socket.socket(fileno=os.dup(fd)) as found:
+                if found.getpeername()[1] == int(os.environ["MASTER_PORT"]):
+                    found.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+for batch in run.loader((torch.arange(128.).view(32, 4) / 128,)):
+    if slot == 2 and step.num_steps == 1:
+        cut()
+    if slot == 1 and step.num_steps == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    step(batch)
+print(run.world_size, samestep.state_digest(model, step.optimizers[0]))
+"""
+"""The connection of a worker with the store of the run breaks, before another worker is lost."""
+
+
+@pytest.mark.slow
+def test_a_worker_whose_connection_with_the_store_broke_goes_on_when_another_is_lost(machines):
+    script = machines.folder / "cut_off.py"
+    script.write_text(CUT_OFF)
+    first, *others = machines.start_all(3, script, ())
+    assert [machine.wait() for machine in (first, *others)] == [0, 0, 0], first.stderr
+    alone = machines.start(script, (), "1:1", number=0)
+    assert alone.wait() == 0
+    assert (first.stdout.split()[0], alone.stdout.split()[0]) == ("2", "1")
+    assert first.stdout.split()[1] == alone.stdout.split()[1]
 
 
 def test_a_lost_machine_ends_a_script_of_torch_distributed_everywhere(machines):

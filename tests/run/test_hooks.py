@@ -204,6 +204,18 @@ def test_an_average_that_has_not_begun_or_is_of_another_model_is_not_applied():
         pass
 
 
+def test_a_restored_average_of_another_model_is_refused_before_the_first_step():
+    def program(communicator):
+        ema = EMA()
+        ema.update(plain(width=4))
+        with make(communicator, [ema]) as trainer:
+            with pytest.raises(UsageError, match="other names or shapes"):
+                trainer.fit(points(), 1)
+            return trainer.step.num_steps
+
+    assert in_turns(1, program) == [0]
+
+
 def test_further_state_is_part_of_the_digest_and_of_the_contract(tmp_path):
     class Counter:
         def __init__(self, start=0):

@@ -399,6 +399,7 @@ class MachinePool:
 
     def __init__(self, world):
         self.world, self.machine, self.by_slot, self.events = world, world.turns.running.machine, {}, []
+        self.is_lost = False
         self.fd, self.is_closed = os.eventfd(0), False
         world.pools.append(self)
 
@@ -505,6 +506,9 @@ class Store(dist.Store):
     def __init__(self, rank):
         super().__init__()
         self.rank, self.world, self.there = rank, rank.pool.world, rank.attempt.store
+
+    def clone(self):
+        return self
 
     def reach(self):
         net, turns, here = self.world.net, self.world.turns, self.rank.machine
@@ -616,9 +620,9 @@ class Watch(monitor.Monitor):
         self.had = {}
         monitor.time.world.monitors.append(self)
 
-    def _worker_ended(self, worker, code):
-        self.had[worker.slot] = code, len(worker.results)
-        super()._worker_ended(worker, code)
+    def _worker_ended(self, worker):
+        self.had[worker.slot] = worker.code, len(worker.results)
+        super()._worker_ended(worker)
 
 
 @contextmanager

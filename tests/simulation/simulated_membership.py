@@ -167,6 +167,9 @@ class Ranks:
     def signal(self, slot, signum):
         self.by_slot[slot].end(-signum)
 
+    def starters(self):
+        return ()
+
     def groups(self):
         """Where no code of the program runs, only a process that is stopped hangs."""
         return {

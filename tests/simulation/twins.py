@@ -209,6 +209,9 @@ TWINS = table("""
         launcher.follower.Follower._send_beats = lambda self: (
         real(self), setattr(self._wire, "heard_at", float("inf")))
         | machines | MachinesSchedule((1, 1), (), (MachineFault("cut", 1, 20, 80),))
+    the workers of a lost machine are lost one after another: launcher.monitor.Monitor._handle_ends =
+        lambda self, events: [real(self, [event]) for event in events]
+        | machines | MachinesSchedule((1, 2), (), (MachineFault("ends", 1, 21),), 1, 4, 6)
     a machine is lost only when its connection closes:
         launcher.meeting.Meeting.silence_seconds = property(lambda self: 1e9)
         | machines | MachinesSchedule((1, 1), (), (MachineFault("dies", 1, 20),))

@@ -138,6 +138,6 @@ def _decode(line: bytes) -> Event | None:
     """A JSON object, or None for anything else."""
     try:
         value = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None

@@ -140,6 +140,9 @@ class Quorums:
 
     def reports(self, quorum: Quorum, own: RankReport) -> dict[int, RankReport]:
         """The reports of all ranks of a quorum, by slot."""
+        assert self._store is not None, "only a run with a store heals"
+        # By a new connection: a firewall drops one that was idle for hours, and no quorum follows upon that.
+        self._store = self._store.clone()  # type: ignore[attr-defined]  # torch's stub lacks it
         store = self.call_roll(quorum, "words", quorum.slots, " ".join(map(str, own)))
         return {slot: RankReport(*map(int, store.get(str(rank)).split())) for rank, slot in enumerate(quorum.slots)}
 

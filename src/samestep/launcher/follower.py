@@ -22,7 +22,7 @@ from samestep.launcher.job import Assignment, Instruction, Job, Outcome
 from samestep.launcher.meeting import Meeting, machine_name
 from samestep.launcher.monitor import AGAIN, ECHOES
 from samestep.launcher.supervisor import stop_requests
-from samestep.launcher.worker_pool import ServerPool
+from samestep.launcher.worker_pool import STARTER, ServerPool
 from samestep.text import notify
 from samestep.version import __version__
 
@@ -198,7 +198,9 @@ class Follower:
             self._report_ends()
             self._drop_pool()  # what is started from now on needs another one
         elif "groups" in message and self._pool is not None:
-            self._wire.send(groups={slot: group for slot, group in self._pool.groups().items() if slot in self._posts})
+            self._wire.send(
+                groups={slot: group for slot, group in self._pool.groups().items() if slot in (STARTER, *self._posts)}
+            )
         elif "end" in message:
             code = message["end"]
             if message.get("why"):
@@ -297,8 +299,9 @@ class Follower:
                 self._wire.send(exited=event.slot, code=event.code, attempt=self._attempt)
             else:
                 self._wire.send(broken=event.text.rstrip(), attempt=self._attempt)
-                self._drop_pool()
-                return
+                break
+        if self._pool.is_lost:  # what is started from now on needs another one
+            self._drop_pool()
 
     def _send_beats(self) -> None:
         """Sends the heartbeats that have changed."""

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from samestep.comm.heartbeat import HEALS, SHOWS_LIFE, Beat
-from samestep.launcher.worker_pool import STARTER, Group
+from samestep.launcher.worker_pool import Group
 from samestep.launcher.worker_states import WORKING
 
 # Twice the longest interval of looks: in what is longer the machine slept, or the supervisor was stopped.
@@ -88,7 +88,7 @@ class HangDetector:
             for slot, one in found.items():
                 one.record_group(seen.get(slot, Group()), self._unseen)
             self._unseen = 0.0
-        workers = [one.group.has_stopped for slot, one in found.items() if slot != STARTER]
+        workers = [one.group.has_stopped for slot, one in found.items() if slot >= 0]
         if len(workers) > 1 and all(workers):
             return []  # the whole run was paused
         silent = {slot: one for slot, one in found.items() if one.silent_seconds > timeout}
@@ -116,5 +116,7 @@ class HangDetector:
         # to a rank that was lost meanwhile, perhaps all of them: NCCL's has no timeout.
         is_awaited = any(s.silent_seconds < timeout / 2 for s in regrouping)
         if phase == "exchange":
-            return is_awaited  # they have broken the exchange, which every living rank has noticed
+            # They have broken the exchange, which every living rank has noticed, unless it still waits for one that is
+            # elsewhere: in files or a script that take long.
+            return is_awaited and all(s.beat.phase in ("exchange", "regroup", "end") for s in others)
         return phase == "regroup" and (is_awaited or taken_up < self._quorum)

@@ -75,8 +75,8 @@ class Policy:
         if self.replace and self.max_restarts == 0:
             raise UsageError("got --replace, which starts workers again, but no --max-restarts; give it 1 or more")
 
-    def check_devices(self, count: int, num_workers: int) -> None:
-        """Checks the numbers of devices and workers against the policy."""
+    def check_devices(self, count: int, num_workers: int, num_elsewhere: int = 0) -> None:
+        """Checks the numbers of devices and workers, and of workers elsewhere among them, against the policy."""
         if count < self.min_devices:
             raise UsageError(f"got {count} devices and --min-devices {self.min_devices}; give no more than there are")
         if num_workers < count:
@@ -87,7 +87,8 @@ class Policy:
         if num_workers > MAX_SLOTS:
             option = "--devices" if num_workers == count else "--logical-devices"
             raise UsageError(f"got {num_workers} workers; a run has {MAX_SLOTS} at most ({option})")
-        needed, most = 40 + 4 * num_workers, soft_limit("nofile")  # the supervisor has four pipes a worker
+        # The supervisor has four pipes a worker, and both ends of those of workers elsewhere.
+        needed, most = 40 + 4 * (num_workers + num_elsewhere), soft_limit("nofile")
         if most < needed:
             advice = f"ulimit -n {needed}, or fewer workers (--devices, --logical-devices)"
             raise UsageError(f"{num_workers} workers need {needed} open files, and {most:.0f} are allowed: {advice}")

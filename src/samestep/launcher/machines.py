@@ -43,7 +43,7 @@ from samestep.launcher.meeting import Meeting, machine_name
 from samestep.launcher.monitor import ECHOES
 from samestep.launcher.os_processes import EarlyServer
 from samestep.launcher.supervisor import resolve_start_method, supervise
-from samestep.launcher.worker_pool import Group, Pool, ServerPool, WorkerEvent
+from samestep.launcher.worker_pool import STARTER, Group, Pool, ServerPool, WorkerEvent
 from samestep.text import counted, notify
 
 HELLO_SECONDS = 10.0
@@ -57,7 +57,8 @@ def run_on_machines(job: Job, selection: Selection, meeting: Meeting, early: Ear
     """
     job = replace(job, policy=replace(job.policy, min_machines=meeting.min_machines))
     num_workers = selection.count if job.logical_devices is None else meeting.ranks_each(job.logical_devices)
-    job.policy.check_devices(selection.count * meeting.max_machines, num_workers * meeting.max_machines)
+    most, num_others = meeting.max_machines, num_workers * (meeting.max_machines - 1)
+    job.policy.check_devices(selection.count * most, num_workers * most, num_others)
     method = resolve_start_method(job.start_method, job.num_threads)
     variables = process_variables(selection, job.num_threads)
     open_pool = partial(ServerPool.executed, variables, job.preload, method, early)
@@ -153,7 +154,6 @@ class MachinesPool(Pool):
         self._template: Assignment | None = None
         self._page: HeartbeatPage | None = None
         self._guests: list[Machine] = []  # that have not said who they are
-        self._last_number = 0
         self._events: list[WorkerEvent] = []
         self.stops, self._stop_writer = os.pipe()
         os.set_blocking(self._stop_writer, False)
@@ -209,6 +209,7 @@ class MachinesPool(Pool):
         """
         self._attempt, self._page = attempt, None
         self._wait_for_machines(requests)
+        self._events.clear()  # of the attempt before
         self._by_slot.clear()
         self._store = listen(self._meeting.host, 0)
         self._address = (self._meeting.host, self._store.getsockname()[1])
@@ -219,7 +220,7 @@ class MachinesPool(Pool):
         self._template = own[0]
         others = sorted(self.machines, key=lambda machine: machine.number)
         places = [*own, *chain.from_iterable(map(self._places_on, others))]
-        self._job.policy.check_devices(mine.count + sum(len(m.labels) for m in others), len(places))
+        self._job.policy.check_devices(self._num_devices, len(places), len(places) - len(own))
         self._slots = tuple(range(len(places)))
         for machine in others:
             machine.is_new, machine.posted, machine.unwritten = False, None, None
@@ -287,10 +288,17 @@ class MachinesPool(Pool):
                 self._send_page(machine)
 
     def signal(self, slot: int, signum: int) -> None:
-        if (machine := self._by_slot.get(slot)) is None:
+        if slot < 0:
+            for lost in [each for each in self.machines if STARTER - each.number == slot]:
+                lost.wire.send(kill=True)
+                self._end_all(lost, f"the starter of the workers of {lost.name} was stopped by a signal")
+        elif (machine := self._by_slot.get(slot)) is None:
             self._local.signal(slot, signum)
         elif slot in machine.running:
             machine.wire.send(signal=signum, slot=slot)
+
+    def starters(self) -> Sequence[int]:
+        return STARTER, *(STARTER - machine.number for machine in self.machines if machine.running)
 
     def groups(self) -> Mapping[int, Group]:
         """The groups; other machines' as they were when last asked."""
@@ -351,14 +359,14 @@ class MachinesPool(Pool):
         """Waits until MIN machines are there, and then for those up to MAX."""
         meeting, began = self._meeting, time.monotonic()
         called: float | None = None
-        if self._attempt > 0 and len(self.machines) + 1 < meeting.min_machines:
+        if self._attempt > 0 and not self._are_enough:
             notify(meeting.waiting)
         while True:
             self._tend()
             now, count = time.monotonic(), 1 + len(self.machines)
             if count >= meeting.max_machines:
                 return
-            if count >= meeting.min_machines:
+            if self._are_enough:
                 called = now if called is None else called
                 if now - called >= meeting.seconds("last_call_timeout"):
                     return
@@ -419,7 +427,8 @@ class MachinesPool(Pool):
             elif "broken" in message:
                 self._end_all(machine, f"{machine.name}: {message['broken']}")
             elif "groups" in message:
-                machine.groups = {int(slot): Group(*group) for slot, group in message["groups"].items()}
+                found = {int(slot): Group(*group) for slot, group in message["groups"].items()}
+                machine.groups = {slot if slot >= 0 else slot - machine.number: found[slot] for slot in found}
             elif "stop" in message:
                 with contextlib.suppress(BlockingIOError):
                     os.write(self._stop_writer, bytes([message["stop"]]))
@@ -438,16 +447,37 @@ class MachinesPool(Pool):
             refusal = f"there is a machine with --node-rank {number} already"
         elif len(taken) >= self._meeting.max_machines:
             refusal = f"the run has its {counted(self._meeting.max_machines, 'machine')} already"
+        else:
+            refusal = self._lacks(len(message["labels"]))
         if refusal:
             machine.wire.send(refused=refusal, for_now=not differ)
             self._lose(machine, "")
             return
-        self._last_number = max(taken) + 1 if self._last_number in taken else self._last_number + 1
-        machine.number = self._last_number if number is None else number
+        machine.number = min({*range(self._meeting.max_machines)} - taken) if number is None else number
         machine.name, machine.labels = str(message["hello"]), list(map(str, message["labels"]))
         self._guests.remove(machine)
         self.machines.append(machine)
         machine.wire.send(welcome=machine.number, name=machine_name())
+
+    def _lacks(self, num_devices: int) -> str:
+        """What this machine lacks to lead so many more; empty if nothing."""
+        count = self._num_devices + num_devices
+        try:
+            if self._job.logical_devices is None:  # else their number was checked
+                replace(self._job.policy, min_devices=1).check_devices(count, count, count - self._selection.count)
+        except UsageError as error:
+            return f"with it, {error}"
+        return ""
+
+    @property
+    def _are_enough(self) -> bool:
+        """Whether the machines that are there can make a run."""
+        policy = self._job.policy
+        return 1 + len(self.machines) >= policy.min_machines and self._num_devices >= policy.min_devices
+
+    @property
+    def _num_devices(self) -> int:
+        return self._selection.count + sum(len(machine.labels) for machine in self.machines)
 
     def _lose(self, machine: Machine, text: str) -> None:
         """Goes on without a machine, whatever else it has sent."""

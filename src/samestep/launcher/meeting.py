@@ -5,7 +5,7 @@ import os
 import re
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from samestep.checks import check_number
 from samestep.comm.environment import MAX_PORT
@@ -16,6 +16,7 @@ from samestep.text import counted
 DEFAULT_PORT = 29400  # torchrun's, of an endpoint
 DEFAULT_MASTER_PORT = 29500  # torchrun's, of a machine with a number
 TRUE, FALSE = ("1", "true", "t", "yes", "y"), ("0", "false", "f", "no", "n")
+MIN_SILENCE_SECONDS = 2.0  # four times the pause between two messages
 SECONDS: Mapping[str, float] = {
     "join_timeout": 600.0,  # in which MIN machines must be there
     "last_call_timeout": 30.0,  # from then on, for those up to MAX
@@ -49,7 +50,7 @@ class Meeting:
         """The meeting by torchrun's options, by their names with underscores."""
         known = dict(options)
         least, most = parse_nodes(known.get("nnodes", "1"))
-        number = known.get("node_rank", "0" if "rdzv_endpoint" not in known else None)
+        number = known.get("node_rank")
         if number is not None and not (number.isdecimal() and int(number) < most):
             raise UsageError(f"got --node-rank {number}; needed: a number from 0 to {most - 1}, by --nnodes")
         if "rdzv_endpoint" in known:
@@ -67,7 +68,14 @@ class Meeting:
             if name not in (*SECONDS, "timeout", "is_host") or not is_known:
                 needed = f"is_host=true, or one of {', '.join(SECONDS)} and timeout with a number of seconds"
                 raise UsageError(f"got --rdzv-conf {name}={value}; needed: {needed}")
-        return cls(host, port, least, most, None if number is None else int(number), known.get("rdzv_id", ""), conf)
+        meeting = cls(host, port, least, most, None if number is None else int(number), known.get("rdzv_id", ""), conf)
+        if meeting.silence_seconds < MIN_SILENCE_SECONDS:
+            raise UsageError(
+                f"got keep_alive_interval times keep_alive_max_attempt of {meeting.silence_seconds:g} s, after which a "
+                f"silent machine is lost (--rdzv-conf); needed: {MIN_SILENCE_SECONDS:g} s or more"
+            )
+        is_first = number is None and "rdzv_endpoint" not in known and (most == 1 or meeting._is_here())
+        return replace(meeting, number=0) if is_first else meeting  # torchrun's default, where all meet
 
     @property
     def place(self) -> str:

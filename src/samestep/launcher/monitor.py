@@ -26,7 +26,7 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from math import inf
@@ -39,7 +39,7 @@ from samestep.comm.heartbeat import MAX_SLOTS, STOPS_ON_REQUEST, Beat, Heartbeat
 from samestep.launcher.hang_detector import HangDetector
 from samestep.launcher.healing import LINGER_SECONDS, Healing
 from samestep.launcher.job import RESUME_HINT, Assignment, Instruction, Job, Outcome
-from samestep.launcher.worker_pool import STARTER, Pool
+from samestep.launcher.worker_pool import STARTER, Pool, WorkerEvent
 from samestep.launcher.worker_states import (
     Failure,
     Restarts,
@@ -314,21 +314,28 @@ class Monitor:
         self._selector.register(self._pool.fileno(), selectors.EVENT_READ)
         while not all(worker.ended for worker in self.workers.all):
             self._poll(self._pause())
-            for event in self._pool.poll_events():
-                # Everything that a worker sent before its end is in its pipes by now, and explains the end.
-                self._poll(0)
-                if event.slot is not None:
-                    self.workers.all[event.slot].lost_with = event.text
-                    self._worker_ended(self.workers.all[event.slot], event.code)
-                elif self._phase in ("running", "finishing", "settling"):
-                    self._broken, self.is_broken = event.text.rstrip(), True
-                    self._end(signal.SIGTERM)
+            self._handle_ends(self._pool.poll_events())
             self._check_workers()
             self._pool.post(self._page)
             if time.monotonic() > self._deadline:
                 self._next_phase()
         self._poll(0)
         return self._outcome()
+
+    def _handle_ends(self, events: Sequence[WorkerEvent]) -> None:
+        """Handles the ends of workers; those of a lost machine end together, before anything is decided."""
+        if events:
+            self._poll(0)  # all that a worker sent before its end is in its pipes by now, and explains the end
+        for event in events:
+            if event.slot is not None:
+                worker = self.workers.all[event.slot]
+                worker.ended, worker.code, worker.lost_with = True, event.code, event.text
+        for event in events:
+            if event.slot is not None:
+                self._worker_ended(self.workers.all[event.slot])
+            elif self._phase in ("running", "finishing", "settling"):
+                self._broken, self.is_broken = event.text.rstrip(), True
+                self._end(signal.SIGTERM)
 
     def _read_events(self, worker: Worker, fd: int) -> bool:
         """Handles a worker's events."""
@@ -432,9 +439,9 @@ class Monitor:
         """Ends hung workers by SIGABRT, upon which `faulthandler` writes their stacks."""
         living = {worker.slot: worker for worker in self.workers.living}
         beats = {slot: self.workers.beat(worker) for slot, worker in living.items()}
-        # The starter has no heartbeat: this one never changes, so the starter is always silent, and is taken for hung
-        # only when a signal has stopped its process.
-        beats[STARTER] = Beat(0.0, 0, "end", 0, 0)
+        # Starters have no heartbeat: this one never changes, so they are always silent, and are taken for hung only
+        # when a signal has stopped their process.
+        beats |= dict.fromkeys(self._pool.starters(), Beat(0.0, 0, "end", 0, 0))
         self._hangs.record_beats(beats, now, self.workers.quorum.number, _takes_output())
         for slot in self._hangs.slow:  # no hang: a restart would have to write the same
             who = f"rank {self.workers.rank(living[slot])} on {living[slot].place.device}"
@@ -444,6 +451,9 @@ class Monitor:
                 self._broken, self.is_broken = "the starter of the workers was stopped by a signal", True
                 self._kill()
                 return
+            if slot < 0:  # of another machine, which is lost with it
+                self._pool.signal(slot, signal.SIGKILL)
+                continue
             living[slot].silent_seconds = self._hangs.silent_seconds(slot)
             living[slot].kill_at = now + ABORT_SECONDS
             self._pool.signal(slot, signal.SIGABRT)
@@ -454,7 +464,8 @@ class Monitor:
             return
         for worker in [w for w in self.workers.all if w.is_lost and w.ended and not w.is_replaced]:
             worker.is_replaced = True
-            if (worker.report or {}).get("left_out"):  # its device computes wrong bits
+            # Its device computes wrong bits; or its machine is lost, which joins by itself if it comes back.
+            if (worker.report or {}).get("left_out") or worker.lost_with:
                 continue
             slot = len(self.workers.all)
             if slot < MAX_SLOTS and self.workers.living and self._restarts.use_one():
@@ -476,9 +487,8 @@ class Monitor:
             worker.is_lost = worker.is_replaced = True
             self._pool.signal(worker.slot, signal.SIGKILL)
 
-    def _worker_ended(self, worker: Worker, code: int | None) -> None:
-        worker.ended, worker.code = True, code
-        if code != 0 and worker.report is None and not worker.is_lost:
+    def _worker_ended(self, worker: Worker) -> None:
+        if worker.code != 0 and worker.report is None and not worker.is_lost:
             self._add_failure(worker)
 
     def _add_failure(self, worker: Worker) -> None:

@@ -24,7 +24,7 @@ from samestep.launcher.os_processes import EarlyServer, ServerProcess
 from samestep.launcher.worker_states import describe_ending, read_available
 
 CLOSE_SECONDS = 5.0
-STARTER = -1  # in place of a slot: the process that starts the workers
+STARTER = -1  # in place of a slot: the process that starts the workers here; on machine N, STARTER - N
 
 
 class Group(NamedTuple):
@@ -59,10 +59,13 @@ class Pool(Protocol):
         """The events since the last call, without waiting."""
 
     def signal(self, slot: int, signum: int) -> None:
-        """Signals a worker."""
+        """Signals a worker, or kills those of a starter."""
+
+    def starters(self) -> Sequence[int]:
+        """The processes that start workers: `STARTER`, and those of other machines."""
 
     def groups(self) -> Mapping[int, Group]:
-        """The process group of each worker, by slot, and of `STARTER`."""
+        """The process group of each worker, by slot, and of each starter."""
 
     def post(self, page: HeartbeatPage) -> None:
         """Shares what this machine's page has; called after each look at the workers."""
@@ -87,7 +90,7 @@ class ServerPool:
         self._parser = EventParser()
         self._running: set[int] = set()
         self._pids: dict[int, int] = {}
-        self._lost = self._broken = False
+        self.is_lost = self._broken = False
         self._code: int | None = None  # of the server
         control.setblocking(False)
         self._send({"command": "preload", "modules": list(preload)}, [])
@@ -117,13 +120,12 @@ class ServerPool:
 
     def poll_events(self) -> list[WorkerEvent]:
         """The events since the last call, without waiting."""
-        if self._lost:
-            return []
-        data = read_available(self._control.fileno())
+        data = None if self.is_lost else read_available(self._control.fileno())
         found = [self._read(message) for message in self._parser.feed(data or b"")]
         if data is None:
-            self._lost = True
-            self._wait(CLOSE_SECONDS)
+            if not self.is_lost:
+                self.is_lost = True
+                self._wait(CLOSE_SECONDS)
             if self._running and not self._broken:
                 found.append(WorkerEvent(None, text=f"the starter of the workers {describe_ending(self._code)}"))
             found += [WorkerEvent(slot) for slot in sorted(self._running)]
@@ -143,6 +145,9 @@ class ServerPool:
 
     def newcomers(self) -> Sequence[Assignment]:
         return ()
+
+    def starters(self) -> Sequence[int]:
+        return (STARTER,)
 
     def groups(self) -> dict[int, Group]:
         """The process group of each worker, by slot, and of `STARTER`, by a look at all processes of the machine."""

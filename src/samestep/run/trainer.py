@@ -281,15 +281,16 @@ class Trainer:
         log, joins = self._log, self.run.membership.is_late
         if not log.has_begun:
             self._contract = {**loader_contract(loader), **self._contract}
-            if joins:
-                self._join()
-            else:
+            if not joins:
                 self._open(resume, allow_contract_change)
         # A resumed program passes the number of the first one: epochs that the state has are among them.
         self._planned, self._max_steps = None if epochs is None else self._done_before + epochs, max_steps
         membership = self.run.membership
         membership.requests.asks_end = False
         with stopping_on_request(membership):
+            # Within: a worker that waits to join is in the others' quorum, and stops with them.
+            if joins:
+                self._join()
             try:
                 if text := enter_training_mode(self.model):
                     self.say(text)

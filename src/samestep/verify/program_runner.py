@@ -81,7 +81,7 @@ class KeptPool(ServerPool):
     @property
     def has_ended(self) -> bool:
         """Whether it can start no more workers."""
-        return self._lost or self._broken or self._wait(0)
+        return self.is_lost or self._broken or self._wait(0)
 
     def start(self, instruction: Instruction) -> None:
         # A run's first worker is the one that starts while none runs.
