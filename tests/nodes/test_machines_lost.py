@@ -469,6 +469,7 @@ def test_a_machine_says_that_its_starter_is_stopped(machines, says):
     leader.wire.send(groups=True)
     leader.read_until(lambda message: message.get("groups", {}).get("-1", [True])[0] is False)
     starter.suspend()
+    wait_until(lambda: starter.status() == psutil.STATUS_STOPPED, "it is stopped")
     leader.wire.send(groups=True)
     leader.read_until(lambda message: message.get("groups", {}).get("-1", [False])[0])
     leader.end()
@@ -551,7 +552,7 @@ def test_with_too_few_machines_left_the_run_starts_again_when_another_has_come(
 ):
     fault = {"rank": 2, "step": 7, "phase": "backward", "kind": KILLED, "once": True}
     told = {"folder": str(machines.folder / "run"), "faults": [fault], "resume": "auto"}
-    policy, conf = Policy(hang_seconds=20.0, max_restarts=2, min_devices=least), {"last_call_timeout": "3"}
+    policy, conf = Policy(hang_seconds=20.0, max_restarts=2, min_devices=least), {"last_call_timeout": "0"}
     first, second, third = machines.start_all(3, SCRIPT, told, nnodes, policy=policy, conf=conf)
     assert third.wait() == -signal.SIGKILL
     wait_until(lambda: "all workers start again" in first.stderr, "the others wait for another")
