@@ -408,6 +408,7 @@ def test_a_generator_among_the_arguments_is_seeded_for_each_microbatch(train):
     (alone,) = train(1, OF_ITS_ARGUMENTS)
     assert not alone.error, alone.message
     assert all(outcome.result == alone.result for outcome in train(2, OF_ITS_ARGUMENTS))
+    assert "Warning" not in alone.stderr
 
 
 RECORDED = """

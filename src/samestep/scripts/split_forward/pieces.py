@@ -19,6 +19,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from samestep.comm.buckets import Bucket, BucketSum, make_buckets
 from samestep.comm.communicator import Communicator
@@ -235,9 +236,10 @@ def describe(template: Any) -> bytes:
 
 def content(arguments: Any) -> tuple[list[int], list[int], bytes]:
     """What nested arguments hold, to be compared: their tensors, the versions of these, and all but generators."""
-    kinds = (Tensor, *GENERATORS)
+    kinds = (Tensor, PackedSequence, *GENERATORS)
     leaves, template = take_apart(arguments, lambda entry: isinstance(entry, kinds), dataclasses=True)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    tensors = [leaf.data if isinstance(leaf, PackedSequence) else leaf for leaf in leaves]
+    tensors = [tensor for tensor in tensors if isinstance(tensor, Tensor)]
     return list(map(id, leaves)), versions_of(tensors), describe(template)
 
 

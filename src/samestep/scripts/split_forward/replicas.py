@@ -437,10 +437,7 @@ class OwnGenerators:
     @contextmanager
     def preserved(self) -> Iterator[None]:
         """Restores the state of each after a block."""
-        if not self._generators:  # reading the global generators too takes time
-            yield
-            return
-        watch = Watch(self._generators)
+        watch = Watch(self._generators, has_global=False)
         states = watch.states()
         try:
             yield
