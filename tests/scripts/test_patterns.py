@@ -256,6 +256,7 @@ REFUSED = {
     "parameter_changed": ("DeterminismError", "parameter fc.weight was written"),
     "attribute_with_gradients": ("DeterminismError", "the attribute shift holds"),
     "noise_in_a_hook": ("DeterminismError", "random numbers were drawn in the backward", "by a hook"),
+    "noise_of_numpy_in_a_hook": ("DeterminismError", "random numbers were drawn in the backward", "by a hook"),
     "noise_in_a_backward": ("DeterminismError", "random numbers were drawn in the backward", "by a custom Function"),
     "leaf_in_a_closure": ("DeterminismError", "a tensor of shape [4]", "pass it to the forward as an input"),
     "prompt_computed_outside": ("DeterminismError", "computed outside", "Pass it to the forward as an input"),

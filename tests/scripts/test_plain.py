@@ -8,6 +8,7 @@ import torch
 from script_runs import check_close, trainer
 from simulated_programs import alone
 from torch import nn
+from worlds import cpu_only
 
 from samestep.errors import UsageError
 from samestep.scripts.auto_wrap import shared_out
@@ -331,7 +332,124 @@ def test_a_module_that_writes_to_an_argument_in_place_is_called_whole_and_the_sc
     for n in (1, 2):
         outcomes = train(n, body)
         assert all(outcome.result == alone.result for outcome in outcomes)
-        assert "its forward writes to an argument in place, and microbatches have copies of it" in outcomes[0].stderr
+        assert "its forward writes to an argument, and microbatches have copies of it" in outcomes[0].stderr
+
+
+HOLDERS = {
+    "a dict": ('{"x": x}', 'batch["x"]', 'batch["hidden"]'),
+    "a dataclass": ("Batch(x)", "batch.x", "batch.hidden"),
+    "a dict of attributes": ("Attributes(x=x)", "batch.x", "batch.hidden"),
+    "a list": ("[x, None]", "batch[0]", "batch[1]"),
+    "an object beside them": ("(x, Held())", "batch[0]", "batch[1].hidden"),
+}
+HOLDING = """
+class Attributes(dict):
+    def __init__(self, **entries):
+        super().__init__(**entries)
+        self.__dict__ = self
+
+@dataclass
+class Batch:
+    x: torch.Tensor
+    hidden: torch.Tensor = None
+
+class Held:
+    pass
+
+def forward(self, batch):
+    hidden = torch.tanh(self.body(GIVEN))
+    if WRITES:
+        KEPT = hidden
+    return self.layer(hidden)
+
+model = Net(forward, body=nn.Linear(6, 4), layer=nn.Linear(4, 3))
+optimizer, count = torch.optim.SGD(model.parameters(), lr=0.5), 0
+for x, y in batches():
+    batch = MADE
+    loss = F.cross_entropy(model(batch), y)
+    update(optimizer, loss + KEPT.square().mean() if WRITES else loss)
+    count += 1
+RESULT["state"] = model.state_dict()
+"""
+
+
+@pytest.mark.parametrize("writes", ["True", "False", "count > 1"])
+@pytest.mark.parametrize("name", HOLDERS)
+def test_what_a_forward_writes_to_an_argument_the_script_finds_there_or_it_is_refused(train, name, writes):
+    made, given, kept = HOLDERS[name]
+    body = HOLDING.replace("MADE", made).replace("GIVEN", given).replace("KEPT", kept).replace("WRITES", writes)
+    (alone,) = train(1, body, num_microbatches=1)
+    for n in (1, 2):
+        outcomes = train(n, body)
+        if writes == "count > 1":
+            assert outcomes[0].error == "DeterminismError", outcomes[0]
+            assert "an argument was written inside the wrapped forward" in outcomes[0].message
+            continue
+        assert not outcomes[0].error, outcomes[0].message
+        assert ("its forward writes to an argument" in outcomes[0].stderr) == (writes == "True")
+        for outcome in outcomes:
+            check_close(outcome.result, alone.result)
+
+
+OF_ITS_ARGUMENTS = """
+def forward(self, x, draws):
+    return self.layer(x + torch.randn(x.shape, generator=draws))
+
+model, draws = Net(forward, layer=nn.Linear(6, 3)), torch.Generator().manual_seed(5)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+for x, y in batches():
+    update(optimizer, F.cross_entropy(model(x, draws), y))
+RESULT["next"] = torch.rand(2, generator=draws)
+"""
+
+
+@cpu_only("a generator of the host")
+def test_a_generator_among_the_arguments_is_seeded_for_each_microbatch(train):
+    (alone,) = train(1, OF_ITS_ARGUMENTS)
+    assert not alone.error, alone.message
+    assert all(outcome.result == alone.result for outcome in train(2, OF_ITS_ARGUMENTS))
+    assert "Warning" not in alone.stderr
+
+
+RECORDED = """
+model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+for x, y in batches():
+    update(optimizer, F.cross_entropy(model(x), y))
+recorded = torch.jit.trace(model, x)
+RESULT["recorded"], RESULT["layers"] = recorded(x), str(recorded.graph).count("Linear")
+"""
+
+
+def test_what_records_a_module_records_its_own_operations(train):
+    (alone,) = train(1, RECORDED, num_microbatches=1)
+    assert alone.result["/layers"] > 0
+    for n in (1, 2):
+        (first, *_) = train(n, RECORDED)
+        assert not first.error, first.message
+        assert first.result["/layers"] == alone.result["/layers"]
+
+
+HOOKED = """
+def forward(self, x):
+    hidden = torch.tanh(self.body(x))
+    if hidden.requires_grad:
+        hidden.register_hook(lambda gradient: print(len(gradient), f"{gradient.sum():.9f}"))
+    return self.layer(hidden)
+
+model = Net(forward, body=nn.Linear(6, 4), layer=nn.Linear(4, 3))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+for x, y in batches():
+    update(optimizer, F.cross_entropy(model(x), y))
+    print("step")
+"""
+
+
+@cpu_only("a GPU's backward runs on a thread of its own")
+def test_what_a_backward_prints_comes_in_the_order_of_the_microbatches(train):
+    said = [train(n, HOOKED)[0].stdout for n in (1, 2, 3)]
+    assert [line.split()[0] for line in said[0].splitlines()] == ["4", "4", "4", "2", "step"] * 3
+    assert said[1:] == said[:1] * 2
 
 
 def test_a_module_that_begins_to_write_to_what_every_microbatch_gets_whole_is_refused(train):
@@ -340,7 +458,7 @@ def test_a_module_that_begins_to_write_to_what_every_microbatch_gets_whole_is_re
     for n in (1, 2):
         outcome = train(n, body)[0]
         assert outcome.error == "DeterminismError", outcome
-        assert "changes an argument that every chunk gets whole, in place" in outcome.message
+        assert "an argument was written inside the wrapped forward" in outcome.message
 
 
 def test_what_a_module_writes_alike_for_every_batch_hinders_no_microbatches(train):

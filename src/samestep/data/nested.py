@@ -43,6 +43,8 @@ def map_entries(function: Callable[[Any], Any], value: Any) -> Any:
         return value if all(entries[key] is entry for key, entry in value.items()) else entries
     try:
         made: Any = copy.copy(value)  # keeps the rest of a subclass, such as the factory of a defaultdict
+        if has_itself(value):
+            made.__dict__ = made
         if isinstance(value, list):
             made[:] = entries
         else:
@@ -51,7 +53,7 @@ def map_entries(function: Callable[[Any], Any], value: Any) -> Any:
     except Exception:  # a method of its own refuses entries, such as a tensor's place
         if isinstance(value, UserDict):
             raise
-        made = fill(empty(type(value)), (getattr(value, "__dict__", {}), entries))
+        made = fill(empty(type(value)), (None if has_itself(value) else getattr(value, "__dict__", {}), entries))
     return made
 
 
@@ -73,10 +75,17 @@ def empty(kind: type) -> Any:
     return (list if issubclass(kind, list) else dict).__new__(kind)
 
 
-def fill(made: Any, content: tuple[Mapping[str, Any], Any]) -> Any:
-    """Gives an empty list or dict its attributes and entries, by no method of its own; returns it."""
+def has_itself(value: Any) -> bool:
+    """Whether the attributes of a dict are its entries, by `self.__dict__ = self`."""
+    return getattr(value, "__dict__", None) is value
+
+
+def fill(made: Any, content: tuple[Mapping[str, Any] | None, Any]) -> Any:
+    """Gives an empty list or dict its attributes, itself if None, and entries, by no method of its own; returns it."""
     attributes, entries = content
-    if attributes:
+    if attributes is None:
+        made.__dict__ = made
+    elif attributes:
         made.__dict__.update(attributes)
     (list.extend if isinstance(made, list) else dict.update)(made, entries)
     return made

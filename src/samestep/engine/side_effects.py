@@ -43,12 +43,12 @@ Values = dict[tuple[str, str], Any]
 
 
 class Watch:
-    """The states of the global generators and of further ones; see `reachable`."""
+    """The states of the global generators, unless left out, and of further ones; see `reachable`."""
 
-    def __init__(self, generators: Iterable[Any] = ()) -> None:
+    def __init__(self, generators: Iterable[Any] = (), has_global: bool = True) -> None:
         own = [_source(generator) for generator in generators]
-        global_sources: list[Source] = [(get_state, set_state), (getstate, setstate)]
-        self._sources = [_source(torch.default_generator), *global_sources, *own]
+        global_sources: list[Source] = [_source(torch.default_generator), (get_state, set_state), (getstate, setstate)]
+        self._sources = [*global_sources, *own] if has_global else own
 
     def states(self) -> list[Any]:
         """The states of all generators, the global ones' first; they can be pickled."""

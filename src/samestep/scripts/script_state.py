@@ -83,8 +83,12 @@ class ScriptState:
         return f"{count} devices: this process and {counted(count - 1, 'worker')}" if count > 1 else ""
 
     def may_meet(self) -> bool:
-        """Whether a forward may be split here: on the script's main thread, outside of chunks and child processes."""
-        return not self.in_chunk and self.is_own_thread() and os.getpid() == self._process
+        """Whether a forward may be split here: on the script's main thread, outside of chunks and child processes.
+
+        Not while its operations are recorded (`torch.jit.trace`, TensorBoard's `add_graph`).
+        """
+        is_here = not self.in_chunk and self.is_own_thread() and os.getpid() == self._process
+        return is_here and not torch.jit.is_tracing()
 
     def is_own_thread(self) -> bool:
         return threading.get_ident() == self._thread

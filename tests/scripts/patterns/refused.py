@@ -81,6 +81,16 @@ def noise_in_a_hook():
 
 
 @case
+def noise_of_numpy_in_a_hook():
+    def body(net, x):
+        h = net.fc(x).relu()
+        h.register_hook(lambda grad: grad + 0.1 * float(np.random.rand()))
+        return net.fc(h)
+
+    run(body)
+
+
+@case
 def noise_in_a_backward():
     class Perturbed(torch.autograd.Function):
         @staticmethod

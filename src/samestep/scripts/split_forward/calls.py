@@ -26,6 +26,7 @@ from samestep.data.checksums import checksum
 from samestep.data.nested import map_tensors
 from samestep.engine.diagnosis import explain_lone_sample
 from samestep.engine.kernel_flags import num_shortages
+from samestep.engine.side_effects import Watch
 from samestep.errors import DeterminismError
 from samestep.patch import Patch, applied
 from samestep.scripts import output
@@ -33,7 +34,7 @@ from samestep.scripts.backward import check_memory, generator_state
 from samestep.scripts.script_state import ScriptState
 from samestep.scripts.split_forward.chunks import Chunks
 from samestep.scripts.split_forward.compare import HOOKS, without_objects
-from samestep.scripts.split_forward.pieces import BUCKET_BYTES, Item, PieceSums, Results
+from samestep.scripts.split_forward.pieces import BUCKET_BYTES, Item, PieceSums, Results, content
 from samestep.scripts.split_forward.replicas import (
     Buffers,
     OwnGenerators,
@@ -85,6 +86,7 @@ class Derivative:
     ranges: tuple[range, ...]  # the chunks of each rank
     keeps: bool  # whether the graph is needed again
     is_careful: bool  # whether checksums of the gradients are compared
+    is_watched: bool  # whether draws from the generators of NumPy and Python are looked for
 
 
 @dataclass
@@ -129,7 +131,7 @@ class Split:
     @classmethod
     def of(cls, module: nn.Module, generators: Sequence[Any]) -> "Split":
         """A new one, held; `generators` are further ones from which the forward may draw."""
-        made = cls(Replicas(module), Buffers(module), OwnGenerators(module, generators))
+        made = cls(Replicas(module), Buffers(module), OwnGenerators([module], generators))
         held = made.hold(module)
         assert held, "a module has the children that it has"
         return made
@@ -238,15 +240,18 @@ def _run_chunk(
     script.generators.seed(seed)
     split.generators.seed(seed)
     entered, stand_ins, args, kwargs = _entering(script, replicas, task, chunk, pieces)
+    passed = OwnGenerators([args, kwargs])
     # Writes in place are found by looking at everything, which is done in careful forwards alone.
-    before = (in_place_state(replicas.modules), checksum(chunks.template)) if task.is_careful else None
+    before = None
+    if task.is_careful:
+        before = in_place_state(replicas.modules), checksum(chunks.template), content((args, kwargs))
     applications: list[Any] = []
     with ExitStack() as stack:
         stack.enter_context(applied([_noting_functions(applications)]))
         # All around runs without torch functions; the script's code needs the mode that shows it simulated devices.
         stack.enter_context(torch._C._EnableTorchFunction())
         if captures:
-            stack.enter_context(_captured(chunk, work))
+            stack.enter_context(_captured(chunk, work.said))
         stack.enter_context(script.chunk(chunk))
         stack.enter_context(script.on_device(task.ids[chunk]))
         rows = chunks.num_rows(chunk)
@@ -255,6 +260,8 @@ def _run_chunk(
         stack.enter_context(replicas.swapped(stand_ins, work.lost))
         if task.is_root:
             stack.enter_context(_without_hooks(module))
+        stack.enter_context(passed.preserved())
+        passed.seed(seed)
         result = module(*args, **kwargs)
         if task.is_root:
             result = without_objects(result)
@@ -265,6 +272,10 @@ def _run_chunk(
     replicas.check_unwritten(states, task.is_careful)
     if before is not None:
         _check_arguments(before[1], checksum(chunks.template))
+        if task.is_root and content((args, kwargs)) != before[2]:
+            raise DeterminismError(
+                "an argument was written inside the wrapped forward, of which every chunk has a copy; return the value"
+            )
     leaves = work.results.leaves[-1]
     work.calls[chunk] = ChunkCall(entered, [leaf if leaf.requires_grad else None for leaf in leaves])
     if applications:
@@ -350,6 +361,7 @@ def differentiate(
     pieces: Sequence[Sequence[Tensor]],
     sums: PieceSums | None,
     guard: Callable[[], Callable[[], None]],
+    said: list[tuple[int, int, Any]] | None = None,
 ) -> tuple[Call, list[list[Tensor | None]], list[int]]:
     """Differentiates chunks one after another.
 
@@ -361,6 +373,7 @@ def differentiate(
         pieces: of each given gradient, by chunk.
         sums: take the gradients of what every chunk had whole.
         guard: protects the module's buffers from a checkpoint that repeats parts of the forward.
+        said: takes what hooks print, as `Work.said`; printed at once if None.
 
     Returns:
         The derivative as a call, the gradients of each input that was cut, by chunk, and checksums of all, if careful.
@@ -371,6 +384,7 @@ def differentiate(
     made, checksums = Call({}, (*task.items, *call.items)), []
     # Generators must end as they began: a draw in a backward would be another one with other chunks before it.
     state, put_back = generator_state(script.generators.of_torch), guard()
+    others = checksum(Watch().states()) if task.is_watched else None
     shortages = num_shortages(script.communicator.device)
     try:
         with script.on_this_rank(), applied([NOT_REENTRANT]), torch.enable_grad():
@@ -381,7 +395,10 @@ def differentiate(
                 # Not those that have a derivative or whose checksums are wanted, or that another backward adds to.
                 collector = sums if task.number is None and not task.is_careful and part.placed is None else None
                 leaves = [part.inputs[k] for k in copied]
-                with nullcontext() if collector is None else collector.collecting(chunk, leaves):
+                with (
+                    nullcontext() if said is None else _captured(chunk, said),
+                    nullcontext() if collector is None else collector.collecting(chunk, leaves),
+                ):
                     gradients = _gradients(part, task, given)
                 plain = [None if gradient is None else gradient.detach() for gradient in gradients]
                 if task.number is not None:
@@ -396,7 +413,10 @@ def differentiate(
     finally:
         put_back()
     check_memory(script, shortages, f"the backward of a wrapped forward on {name_of(script)}")
-    if state != generator_state(script.generators.of_torch):
+    # Those of NumPy and Python, which take longer to read, after careful forwards alone.
+    if state != generator_state(script.generators.of_torch) or (
+        others is not None and others != checksum(Watch().states())
+    ):
         raise DeterminismError(DRAWN)
     return made, columns, checksums
 
@@ -449,13 +469,13 @@ def _graph_of_its_own() -> Iterator[None]:
 
 
 @contextmanager
-def _captured(chunk: int, work: Work) -> Iterator[None]:
+def _captured(chunk: int, into: list[tuple[int, int, Any]]) -> Iterator[None]:
     """Captures the output of a chunk."""
     with output.captured() as said:
         try:
             yield
         finally:
-            work.said += [(chunk, stream, text) for stream, text in said]
+            into += [(chunk, stream, text) for stream, text in said]
 
 
 @contextmanager

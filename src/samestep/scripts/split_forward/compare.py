@@ -10,29 +10,33 @@ applies them to what `chunked_forward` has put one after another. The comparison
 draws, output, attributes nor buffers, so that the forward after it is the script's first one.
 """
 
+import copy
 import itertools
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from samestep.callsite import is_script_file
-from samestep.data.checksums import versions_of
+from samestep.data.checksums import checksum
 from samestep.data.nested import leaves as entries_of
 from samestep.engine.forward_backward import without_gradients
+from samestep.engine.side_effects import CLOSED
 from samestep.patch import Patch, applied
 from samestep.scripts import output
 from samestep.scripts.script_state import ScriptState
 from samestep.scripts.split_forward.chunks import Chunks, advice, is_tensor, put_together, take_apart
-from samestep.scripts.split_forward.pieces import describe, without_dim
+from samestep.scripts.split_forward.pieces import content, describe, without_dim
 from samestep.scripts.split_forward.replicas import ModuleState, OwnGenerators
 
 IGNORED = (-100, -1, 0)  # labels that losses leave out: of transformers, of nanoGPT, and of padding or a mask
@@ -165,12 +169,13 @@ def compare(script: ScriptState, module: nn.Module, chunks: Chunks, dim: int) ->
 
     Where memory does not hold the results of the whole batch, its first and last microbatch stand for it.
     """
-    with _isolated(script, module) as run:
+    with _isolated(script, module, chunks.template) as run:
         found = _found(run, module, chunks, dim)
     if torch.is_grad_enabled() and not found.is_clear(chunks):
         # Where a last layer of zeros makes the losses of all microbatches alike, the rules that are left give the same
         # loss, and other gradients.
-        with suppress(Exception), _shaken(module), _isolated(script, module) as run:  # a forward may fail with noise
+        owned = chunks.template
+        with suppress(Exception), _shaken(module), _isolated(script, module, owned) as run:  # it may fail with noise
             found.narrow(_found(run, module, chunks, dim))
     return found
 
@@ -180,18 +185,18 @@ def _found(run: Callable[..., Any], module: nn.Module, chunks: Chunks, dim: int)
     numbers = range(chunks.num_chunks)
     try:
         args, kwargs = _arguments(chunks, numbers)
-        before = _versions(args, kwargs)
+        before = content((args, kwargs))
         whole, written = run(args, kwargs)
     except torch.OutOfMemoryError:
         # The last one may be smaller than the first: then a mean by rows and one of means differ.
         numbers = range(0, chunks.num_chunks, chunks.num_chunks - 1)
         args, kwargs = _arguments(chunks, numbers)
-        before = _versions(args, kwargs)
+        before = content((args, kwargs))
         whole, written = run(args, kwargs)
     # Each microbatch has a copy of its part, and all of them share what has no rows: under python the script sees the
     # write, once.
-    if _versions(args, kwargs) != before:
-        raise WritesState("its forward writes to an argument in place, and microbatches have copies of it")
+    if content((args, kwargs)) != before:
+        raise WritesState("its forward writes to an argument, and microbatches have copies of it")
     _check_written(module, written, {})
     parts = []
     try:
@@ -254,11 +259,22 @@ def _arguments(chunks: Chunks, numbers: Sequence[int]) -> tuple[tuple[Any, ...],
         piece = (taken[0].clone() if len(taken) == 1 else torch.cat(taken, leaf.dim)).detach()
         # A forward that differentiates itself, as a force field's, takes gradients of its inputs.
         pieces.append(piece.requires_grad_(leaf.value.requires_grad))
-    return chunks.arguments(pieces)
+    args, kwargs = _with_copies(chunks.arguments(pieces))
+    return args, kwargs
 
 
-def _versions(*arguments: Any) -> list[int]:
-    return versions_of(leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor))
+def _with_copies(arguments: Any) -> Any:
+    """Arguments with copies of the arrays and objects among them, to which the forward may write."""
+
+    def is_written(entry: Any) -> bool:
+        is_object = hasattr(entry, "__dict__") and not isinstance(entry, (Tensor, list, tuple, dict, *CLOSED))
+        return isinstance(entry, np.ndarray) or (is_object and not is_dataclass(entry))
+
+    objects, template = take_apart(arguments, is_written, dataclasses=True)
+    for number, entry in enumerate(objects):
+        with suppress(Exception):  # one that cannot be copied
+            objects[number] = copy.deepcopy(entry)
+    return put_together(template, objects)
 
 
 def _candidates(module: nn.Module, chunks: Chunks) -> list[Rule]:
@@ -357,12 +373,16 @@ def _weighted(stacked: Tensor, weights: Sequence[int], rule: Rule) -> Tensor:
 
 
 @contextmanager
-def _isolated(script: ScriptState, module: nn.Module) -> Iterator[Callable[..., Any]]:
-    """Gives a function that calls the module and leaves no trace: neither attributes, buffers, output nor draws."""
+def _isolated(script: ScriptState, module: nn.Module, *owners: Any) -> Iterator[Callable[..., Any]]:
+    """Gives a function that calls the module and leaves no trace: neither attributes, buffers, output nor draws.
+
+    `owners` are further objects that may refer to generators.
+    """
     # Uncompiled: the shapes of the comparison alone would be compiled, and fused draws pass no dispatcher.
     inner = module._modules.get("_orig_mod") if type(module).__name__ == "OptimizedModule" else None
     model = module if inner is None else inner
     children = list(model.modules())
+    parameters = KeptParameters(children)
 
     def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         return without_gradients(lambda: attempt(args, kwargs))
@@ -381,20 +401,57 @@ def _isolated(script: ScriptState, module: nn.Module) -> Iterator[Callable[..., 
                 for key, buffer in child._buffers.items():
                     child._buffers[key] = None if buffer is None else buffer.clone()
             leaves, template = take_apart(without_objects(model(*args, **kwargs)), is_tensor, dataclasses=True)
-            return put_together(template, [leaf.detach() for leaf in leaves]), _written(model, before, buffers)
+            written = _written(model, before, buffers) | parameters.written(model)
+            return put_together(template, [leaf.detach() for leaf in leaves]), written
         finally:
             for child, attributes, kept in zip(children, before, buffers, strict=True):
                 attributes.put_back(child, "")
                 child._buffers.update(kept)
 
     with ExitStack() as stack:
+        stack.callback(parameters.put_back)
         stack.enter_context(script.on_this_rank())
-        stack.enter_context(OwnGenerators(model).preserved())
+        stack.enter_context(OwnGenerators([model, *owners]).preserved())
         stack.enter_context(script.generators.preserved())
         stack.enter_context(applied([Patch(nn.Module, "__call__", TORCH_CALL)]))
         stack.enter_context(output.silenced())
         stack.enter_context(_Neutral())  # type: ignore[no-untyped-call]
         yield run
+
+
+class KeptParameters:
+    """The parameters of some modules and their values, which a forward may replace, or write to by `.data`."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._tables = [(each._parameters, dict(each._parameters)) for each in modules]
+        found = {id(each): each for _, kept in self._tables for each in kept.values() if each is not None}
+        with torch._C.DisableTorchFunction():  # simulated devices do not matter here
+            # For a moment, and less than the gradients of a step.
+            self._values = [(each, each.data, each.data.clone()) for each in found.values() if not is_lazy(each)]
+        self._is_compared = False
+
+    def written(self, model: nn.Module) -> dict[str, Any]:
+        """The parameters that the first forward has replaced or written to, by their names."""
+        changed = set[int]()
+        if not self._is_compared:
+            self._is_compared = True
+            with torch._C.DisableTorchFunction():
+                changed = {id(each) for each, _, value in self._values if checksum(each) != checksum(value)}
+        found = {}
+        for (prefix, _), (table, kept) in zip(model.named_modules(), self._tables, strict=True):
+            for key, value in table.items():
+                if id(value) in changed or value is not kept.get(key):
+                    found[f"{prefix}.{key}" if prefix else key] = value
+        return found
+
+    def put_back(self) -> None:
+        for table, kept in self._tables:
+            table.update(kept)
+        with torch._C.DisableTorchFunction():
+            for parameter, own, value in self._values:
+                if checksum(parameter) != checksum(value):
+                    own.copy_(value)
+                    parameter.data = own
 
 
 def _written(model: nn.Module, before: Sequence[ModuleState], buffers: Sequence[dict[str, Any]]) -> dict[str, Any]:

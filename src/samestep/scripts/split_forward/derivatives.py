@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from samestep.errors import DeterminismError
+from samestep.scripts import output
 from samestep.scripts.script_state import ScriptState
 from samestep.scripts.split_forward.calls import Call, Derivative, differentiate, make_sums, summed, with_likes
 from samestep.scripts.split_forward.driver import Answers, Driver, changes_what_it_reads, other_bits
@@ -100,12 +101,13 @@ def _differentiate(node: Node, given: Sequence[int], gradients: Sequence[Tensor]
         # A derivative's graph runs through its call's graph, which the same backward may need again.
         keeps=call.has_derivative or torch._C._autograd._get_current_graph_task_keep_graph(),
         is_careful=bool(again),
+        is_watched=node.is_careful,
     )
     # The forms that the sums take are not sent: every process makes them, on its own device.
     own = replace(task, items=with_likes(task.items, script.communicator.device))
     sums = make_sums(link.communicator, call.items, node.ranges)
     error: BaseException | None = None
-    made, rows = Call({}, ()), list[list[Tensor | None]]()
+    made, rows, said = Call({}, ()), list[list[Tensor | None]](), list[tuple[int, int, Any]]()
     # The script may have changed something since the forward.
     before = {what for what, _ in node.image.written()} if node.is_careful else set()
     # Before the own chunks: the workers compute theirs meanwhile.
@@ -113,7 +115,8 @@ def _differentiate(node: Node, given: Sequence[int], gradients: Sequence[Tensor]
         _send_gradients(driver, task, gradients)
     try:
         mine = node.ranges[0]
-        made, rows, _ = differentiate(script, call, own, mine, _cut(task, gradients, mine), sums, node.guard)
+        captures = said if link.world_size > 1 else None
+        made, rows, _ = differentiate(script, call, own, mine, _cut(task, gradients, mine), sums, node.guard, captures)
         if node.is_careful and (found := {what for what, _ in node.image.written()} - before - {""}):
             raise changes_what_it_reads("backward", f"{min(found)}, to which its code refers")
     except BaseException as raised:  # an interrupt too: the workers wait for the sums; some may be zero
@@ -121,6 +124,9 @@ def _differentiate(node: Node, given: Sequence[int], gradients: Sequence[Tensor]
     with link.whole():
         used, totals = summed(sums)
         answers = [decode(each) for each in link.answers()]
+    for head, _ in answers:
+        said += head["said"]
+    output.replay([(stream, text) for _, stream, text in said])
     error = _take_gradients(answers, rows, error, node.image)
     if error is None:
         error = _compared_gradients(node, own, again, gradients, answers)
@@ -183,7 +189,8 @@ def _compared_gradients(
         rank = next(rank for rank, mine in enumerate(node.ranges) if chunk in mine)
         answered = answers[rank - 1][0]["checksums"][chunk - node.ranges[rank].start]
         pieces = _cut(task, gradients, [chunk])
-        _, _, checksums = differentiate(node.script, call, once_more, [chunk], pieces, None, node.guard)
+        with output.silenced():
+            _, _, checksums = differentiate(node.script, call, once_more, [chunk], pieces, None, node.guard)
         if checksums != [answered]:
             error = error or other_bits(f"the backward of chunk {chunk}")
     return error

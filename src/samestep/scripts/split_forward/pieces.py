@@ -19,11 +19,14 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from samestep.comm.buckets import Bucket, BucketSum, make_buckets
 from samestep.comm.communicator import Communicator
 from samestep.comm.reduction import Reduction, finish_all
 from samestep.core.tree import rank_blocks
+from samestep.data.checksums import versions_of
+from samestep.data.randomness import GENERATORS
 from samestep.errors import UsageError
 from samestep.scripts.split_forward.chunks import is_tensor, take_apart
 
@@ -229,6 +232,15 @@ def describe(template: Any) -> bytes:
         return pickle.dumps(template)
     except Exception:  # a __reduce__ of the script's may raise anything
         return repr(template).encode()
+
+
+def content(arguments: Any) -> tuple[list[int], list[int], bytes]:
+    """What nested arguments hold, to be compared: their tensors, the versions of these, and all but generators."""
+    kinds = (Tensor, PackedSequence, *GENERATORS)
+    leaves, template = take_apart(arguments, lambda entry: isinstance(entry, kinds), dataclasses=True)
+    tensors = [leaf.data if isinstance(leaf, PackedSequence) else leaf for leaf in leaves]
+    tensors = [tensor for tensor in tensors if isinstance(tensor, Tensor)]
+    return list(map(id, leaves)), versions_of(tensors), describe(template)
 
 
 def forms_of(leaves: Sequence[Sequence[Tensor]]) -> list[list[TensorForm]]:

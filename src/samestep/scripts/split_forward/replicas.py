@@ -425,10 +425,10 @@ def uninitialized(module: nn.Module) -> bool:
 
 
 class OwnGenerators:
-    """Generators of a module's attributes, and further ones: seeded for each chunk, restored afterwards."""
+    """Generators that some objects refer to, and further ones: seeded for each chunk, restored afterwards."""
 
-    def __init__(self, module: torch.nn.Module, further: Sequence[Any] = ()) -> None:
-        found = {id(each): each for each in (*reachable([module]), *further)}
+    def __init__(self, owners: Sequence[Any], further: Sequence[Any] = ()) -> None:
+        found = {id(each): each for each in (*reachable(owners), *further)}
         self._generators: Sequence[Any] = list(found.values())
 
     def seed(self, seed: int) -> None:
@@ -437,10 +437,7 @@ class OwnGenerators:
     @contextmanager
     def preserved(self) -> Iterator[None]:
         """Restores the state of each after a block."""
-        if not self._generators:  # reading the global generators too takes time
-            yield
-            return
-        watch = Watch(self._generators)
+        watch = Watch(self._generators, has_global=False)
         states = watch.states()
         try:
             yield

@@ -159,13 +159,13 @@ class Worker:
         self._drop(*unneeded)
         wholes = self._wholes(task, forms)
         self._take(flags)
-        head: dict[str, Any] = {"error": None, "used": [], "present": [], "checksums": []}
+        head: dict[str, Any] = {"error": None, "said": [], "used": [], "present": [], "checksums": []}
         leaves: list[Tensor] = []
         call, image = self._calls[task.call]
         # Outside of what may fail: the other processes wait for this one's part of the sums.
         sums = make_sums(self._link.communicator, call.items, task.ranges)
         try:
-            made, cut, head["checksums"] = self._differentiated(call, image, task, wholes, part, sums)
+            made, cut, head["checksums"] = self._differentiated(call, image, task, wholes, part, sums, head["said"])
             head["present"] = [[piece is not None for piece in column] for column in cut]
             leaves = [piece for column in cut for piece in column if piece is not None]
             if task.number is not None:
@@ -200,6 +200,7 @@ class Worker:
         wholes: Sequence[Tensor],
         part: Received,
         sums: PieceSums | None,
+        said: list[tuple[int, int, Any]],
     ) -> tuple[Call, list[list[Tensor | None]], list[int]]:
         mine = task.ranges[self._link.rank]
         given, pieces = iter(wholes), iter(decode(part)[1])
@@ -215,10 +216,10 @@ class Worker:
         # buffers to guard.
         copy, split = self._copies.get(image, (None, None))
         if copy is None or split is None or not split.hold(copy.module):
-            return differentiate(self._script, call, task, mine, columns, sums, lambda: lambda: None)
+            return differentiate(self._script, call, task, mine, columns, sums, lambda: lambda: None, said)
         guard = split.buffers.guard([child for _, child in split.replicas.modules])
         try:
-            return differentiate(self._script, call, task, mine, columns, sums, guard)
+            return differentiate(self._script, call, task, mine, columns, sums, guard, said)
         finally:
             split.release()
 
