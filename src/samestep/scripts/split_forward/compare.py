@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -268,12 +269,12 @@ def _with_copies(arguments: Any) -> Any:
 
     def is_written(entry: Any) -> bool:
         is_object = hasattr(entry, "__dict__") and not isinstance(entry, (Tensor, list, tuple, dict, *CLOSED))
-        return isinstance(entry, np.ndarray) or (is_object and not is_dataclass(entry))
+        return isinstance(entry, np.ndarray | PackedSequence) or (is_object and not is_dataclass(entry))
 
     objects, template = take_apart(arguments, is_written, dataclasses=True)
     for number, entry in enumerate(objects):
         with suppress(Exception):  # one that cannot be copied
-            objects[number] = copy.deepcopy(entry)
+            objects[number] = entry if isinstance(entry, PackedSequence) else copy.deepcopy(entry)
     return put_together(template, objects)
 
 
