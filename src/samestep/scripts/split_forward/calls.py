@@ -195,6 +195,7 @@ def run_chunks(
         captures: whether output is kept, to be printed in the order of the chunks.
     """
     work, replicas = Work(Results(script.communicator.device)), split.replicas
+    passed = OwnGenerators([task.chunks.template])
     states, shortages = replicas.states(task.is_careful), num_shortages(script.communicator.device)
     # Autograd numbers its nodes as they are made: one with a smaller number than this was made outside of the chunks.
     oldest = (torch.zeros((), requires_grad=True) * 1).grad_fn if task.is_careful else None
@@ -202,6 +203,7 @@ def run_chunks(
         with (
             # The chunks leave no draw behind, so that the script's own draws do not depend on how many chunks run here.
             split.generators.preserved(),
+            passed.preserved(),
             script.generators.preserved(),
             _graph_of_its_own(),
             applied([NOT_REENTRANT]),
@@ -211,7 +213,7 @@ def run_chunks(
                 work.failed_chunk = chunk
                 taken = [column[position] for column in pieces]
                 # What a chunk has changed is put back before the next one: on another process it would not be there.
-                _run_chunk(script, module, split, task, chunk, taken, work, states, captures)
+                _run_chunk(script, module, split, task, chunk, taken, work, states, captures, passed)
                 put_back()
             check_memory(script, shortages, f"wrapped forward {task.place} on {name_of(script)}")
             if oldest is not None and task.records:
@@ -233,14 +235,15 @@ def _run_chunk(
     work: Work,
     states: Sequence[tuple[int, ...]],
     captures: bool,
+    passed: OwnGenerators,
 ) -> None:
-    """Runs one chunk; `states` are the states of the parameters before."""
+    """Runs one chunk; `states` are the states of the parameters before, `passed` generators among the arguments."""
     replicas, chunks = split.replicas, task.chunks
     seed = derive_seed(task.seed, chunk)
     script.generators.seed(seed)
     split.generators.seed(seed)
+    passed.seed(seed)
     entered, stand_ins, args, kwargs = _entering(script, replicas, task, chunk, pieces)
-    passed = OwnGenerators([args, kwargs])
     # Writes in place are found by looking at everything, which is done in careful forwards alone.
     before = None
     if task.is_careful:
@@ -260,8 +263,6 @@ def _run_chunk(
         stack.enter_context(replicas.swapped(stand_ins, work.lost))
         if task.is_root:
             stack.enter_context(_without_hooks(module))
-        stack.enter_context(passed.preserved())
-        passed.seed(seed)
         result = module(*args, **kwargs)
         if task.is_root:
             result = without_objects(result)
