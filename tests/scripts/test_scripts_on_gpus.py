@@ -317,3 +317,30 @@ def test_a_script_in_whose_backward_cudnn_got_no_workspace_ends_with_a_sentence(
         assert said.startswith("the memory of cuda:0 was short ")
         assert " in the backward of a wrapped forward on cuda:0, which went on: cuDNN leaves out a kernel " in said
         assert "Let it need less: smaller chunks (--logical-devices" in said
+
+
+BESIDE_FROZEN_WEIGHTS = """
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(4, 6200), nn.Linear(6200, 6200), nn.Linear(6200, 1)).cuda()
+model[1].requires_grad_(False)  # 147 of 256 MiB
+optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+for _ in range(2):
+    optimizer.zero_grad()
+    model(torch.ones(4, 4, device="cuda")).square().mean().backward()
+    optimizer.step()
+print("the end")
+"""
+
+
+def test_a_model_that_fits_the_gpu_once_is_compared_all_the_same(tmp_path):
+    script = tmp_path / "frozen.py"
+    script.write_text(dedent(BESIDE_FROZEN_WEIGHTS))
+    program = f"""
+        from samestep.scripts.single_process import run_single_process
+
+        run_single_process("script", {str(script)!r}, [], num_microbatches=2)
+    """
+    assert gpus.run(program, devices=1, FAKE_CUDA_MEMORY_MIB="256", OMP_NUM_THREADS="1") == "the end\n"

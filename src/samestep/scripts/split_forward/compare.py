@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from samestep.callsite import is_script_file
-from samestep.data.checksums import checksum
+from samestep.data.checksums import flattened, lacks_bytes
 from samestep.data.nested import leaves as entries_of
 from samestep.engine.forward_backward import without_gradients
 from samestep.engine.side_effects import CLOSED
@@ -46,6 +46,7 @@ TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, tor
 TF32_TOLERANCE = 1e-2
 NEAREST = 4  # how many times the error of the best rule another one may have
 NOISE = 0.5
+PIECE = 1 << 22  # bytes
 COUNTED_DIMS = 2  # of labels and masks
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # A cache has its tensors in objects for the layers.
@@ -427,8 +428,8 @@ class KeptParameters:
         self._tables = [(each._parameters, dict(each._parameters)) for each in modules]
         found = {id(each): each for _, kept in self._tables for each in kept.values() if each is not None}
         with torch._C.DisableTorchFunction():  # simulated devices do not matter here
-            # For a moment, and less than the gradients of a step.
-            self._values = [(each, each.data, each.data.clone()) for each in found.values() if not is_lazy(each)]
+            values = [each for each in found.values() if not (is_lazy(each) or lacks_bytes(each.data))]
+            self._values = [(each, each.data, _copy(each.data)) for each in values]
         self._is_compared = False
 
     def written(self, model: nn.Module) -> dict[str, Any]:
@@ -437,7 +438,7 @@ class KeptParameters:
         if not self._is_compared:
             self._is_compared = True
             with torch._C.DisableTorchFunction():
-                changed = {id(each) for each, _, value in self._values if checksum(each) != checksum(value)}
+                changed = {id(each) for each, _, value in self._values if not _has_bits(each, value)}
         found = {}
         for (prefix, _), (table, kept) in zip(model.named_modules(), self._tables, strict=True):
             for key, value in table.items():
@@ -450,9 +451,25 @@ class KeptParameters:
             table.update(kept)
         with torch._C.DisableTorchFunction():
             for parameter, own, value in self._values:
-                if checksum(parameter) != checksum(value):
+                if not _has_bits(parameter, value):
                     own.copy_(value)
                     parameter.data = own
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """A copy for a moment: on the host where the device has no room, as beside large frozen weights."""
+    try:
+        return tensor.clone()
+    except torch.OutOfMemoryError:
+        return tensor.cpu()
+
+
+def _has_bits(tensor: Tensor, value: Tensor) -> bool:
+    """Whether a tensor has the bits of another one, compared in pieces, which need little memory."""
+    if (tensor.shape, tensor.dtype) != (value.shape, value.dtype):
+        return False
+    pairs = zip(*(flattened(each.data).view(torch.uint8).split(PIECE) for each in (tensor, value)), strict=True)
+    return all(torch.equal(one.to(other.device), other) for one, other in pairs)
 
 
 def _written(model: nn.Module, before: Sequence[ModuleState], buffers: Sequence[dict[str, Any]]) -> dict[str, Any]:
