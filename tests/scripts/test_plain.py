@@ -335,6 +335,39 @@ def test_a_module_that_writes_to_an_argument_in_place_is_called_whole_and_the_sc
         assert "its forward writes to an argument, and microbatches have copies of it" in outcomes[0].stderr
 
 
+WRITING = """
+def forward(self, x):
+    with torch.no_grad():
+        WRITE
+    return self.layer(torch.tanh(self.body(x)))
+
+model = Net(forward, body=nn.Linear(6, 4).requires_grad_(False), layer=nn.Linear(4, 3))
+optimizer = torch.optim.SGD(model.layer.parameters(), lr=0.5)
+for x, y in batches():
+    update(optimizer, F.cross_entropy(model(x), y))
+RESULT["state"] = model.state_dict()
+"""
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        "self.body.weight.data.mul_(0.9)",
+        "self.body.weight.data = self.body.weight.data * 0.9",
+        "self.body.weight = nn.Parameter(self.body.weight * 0.9, requires_grad=False)",
+    ],
+)
+def test_a_module_that_writes_to_a_parameter_is_called_whole_and_has_written_it_once_a_forward(train, write):
+    body = WRITING.replace("WRITE", write)
+    (alone,) = train(1, body, num_microbatches=1)
+    assert not alone.error, alone.message
+    for n in (1, 2):
+        outcomes = train(n, body)
+        assert not outcomes[0].error, outcomes[0].message
+        assert all(outcome.result == alone.result for outcome in outcomes)
+        assert "is called whole on one device: its forward writes body.weight" in outcomes[0].stderr
+
+
 HOLDERS = {
     "a dict": ('{"x": x}', 'batch["x"]', 'batch["hidden"]'),
     "a dataclass": ("Batch(x)", "batch.x", "batch.hidden"),
