@@ -43,7 +43,7 @@ def map_entries(function: Callable[[Any], Any], value: Any) -> Any:
         return value if all(entries[key] is entry for key, entry in value.items()) else entries
     try:
         made: Any = copy.copy(value)  # keeps the rest of a subclass, such as the factory of a defaultdict
-        if has_itself(value):
+        if attributes_of(value) is None:
             made.__dict__ = made
         if isinstance(value, list):
             made[:] = entries
@@ -53,7 +53,7 @@ def map_entries(function: Callable[[Any], Any], value: Any) -> Any:
     except Exception:  # a method of its own refuses entries, such as a tensor's place
         if isinstance(value, UserDict):
             raise
-        made = fill(empty(type(value)), (None if has_itself(value) else getattr(value, "__dict__", {}), entries))
+        made = fill(empty(type(value)), (attributes_of(value), entries))
     return made
 
 
@@ -75,9 +75,9 @@ def empty(kind: type) -> Any:
     return (list if issubclass(kind, list) else dict).__new__(kind)
 
 
-def has_itself(value: Any) -> bool:
-    """Whether the attributes of a dict are its entries, by `self.__dict__ = self`."""
-    return getattr(value, "__dict__", None) is value
+def attributes_of(value: Any) -> Any:
+    """The attributes of a list, tuple or dict; None if they are its entries, by `self.__dict__ = self`."""
+    return None if (attributes := getattr(value, "__dict__", {})) is value else attributes
 
 
 def fill(made: Any, content: tuple[Mapping[str, Any] | None, Any]) -> Any:

@@ -29,7 +29,7 @@ from torch.nn.modules import module as torch_module  # which holds the hooks on 
 
 from samestep.callsite import is_own_file, is_script_file
 from samestep.comm.exceptions import packed, unpacked
-from samestep.data.nested import empty, fill, has_itself, made_tuple
+from samestep.data.nested import attributes_of, empty, fill, made_tuple
 from samestep.errors import UsageError
 from samestep.scripts.simulated.devices import COMPILED
 from samestep.scripts.split_forward.compare import HOOKS
@@ -256,7 +256,7 @@ def _container(entry: Any) -> Any:
     kind = type(entry)
     if not isinstance(entry, tuple | list | dict) or _has_own_state(kind) or vars(copyreg)["_slotnames"](kind):
         return None
-    attributes = None if has_itself(entry) else getattr(entry, "__dict__", {})
+    attributes = attributes_of(entry)
     if isinstance(entry, tuple):
         return made_tuple, (kind, tuple(entry), attributes)
     content = list(entry) if isinstance(entry, list) else dict(dict.items(entry))
